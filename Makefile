@@ -1,0 +1,45 @@
+# Two commands do everything on a bare machine with Python 3.11 or 3.12: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test lint types unit bench lock clean
+
+help:  ## what can be made
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## the virtual environment .venv with exact versions
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 12) else f"manyhands needs Python 3.11 or 3.12, and $(PYTHON) is {v[0]}.{v[1]}: try  make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	@echo "Setting up $(VENV) (once; about a minute) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: setup  ## train the first example on two workers and show the result
+	@$(BIN)/manyhands train examples/digits.py --strategy allreduce --workers 2
+
+test: setup lint types unit  ## everything that continuous integration checks
+
+lint: setup  ## ruff: format and lint
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
+
+types: setup  ## mypy on src
+	@$(BIN)/mypy
+
+unit: setup  ## the tests
+	@$(BIN)/python -m pytest
+
+bench: setup  ## the overhead over a hand-written DDP loop
+	@$(BIN)/python benchmarks/overhead.py
+
+lock: setup  ## write requirements.lock anew from what .venv holds
+	@{ sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable \
+		| grep -viE '^(pip|setuptools|wheel)==' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

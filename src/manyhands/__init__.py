@@ -1,0 +1,36 @@
+"""Many hands train one model: every way of distributed training is one switch on the same job file.
+
+Names are loaded on first use, so that the coordinator and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyhands import data
+    from manyhands.errors import ManyhandsError
+    from manyhands.job import Job
+    from manyhands.strategies.join import join
+
+__version__ = "0.1.0"
+__all__ = ["Job", "ManyhandsError", "__version__", "data", "join"]
+
+_HOMES = {
+    "Job": "manyhands.job",
+    "ManyhandsError": "manyhands.errors",
+    "join": "manyhands.strategies.join",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("manyhands.data")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,71 @@
+"""`manyhands`: one thin file a verb."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from manyhands import __version__
+from manyhands.cli import doctor, list_runs, resume, train
+from manyhands.errors import ManyhandsError, closest
+
+VERBS = (train, resume, list_runs, doctor)
+
+EXAMPLES = """\
+examples:
+  manyhands train examples/digits.py                     two workers, all-reduce
+  manyhands train job.py --strategy single               the reference: one worker
+  manyhands train job.py:Name --workers 4 --set lr=0.05  another job of the file, a hyperparameter
+  manyhands resume runs/digits-20260101-120000           go on where it stopped
+  manyhands doctor                                       what works on this machine
+
+exit codes: 0 done, 2 wrong use, 75 preempted and saved, 130/143 stopped by Ctrl-C/SIGTERM,
+otherwise that of the first member that failed.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """argparse says what is wrong; we add the closest verb and where help is."""
+        verbs = [verb.NAME for verb in VERBS]
+        if "invalid choice" in message and message.startswith("argument VERB"):
+            given = message.split("'")[1]
+            message = f"there is no verb {given!r}{closest(given, verbs)}"
+        print(f"error: {message}\nSee: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="manyhands",
+        description="Many hands train one model: every way is one switch on the same job file.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"manyhands {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    for verb in VERBS:
+        sub = verbs.add_parser(
+            verb.NAME,
+            help=verb.HELP,
+            description=verb.__doc__,
+            epilog=verb.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(sub)
+        sub.set_defaults(run=verb.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ManyhandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `manyhands list | head`
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

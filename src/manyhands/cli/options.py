@@ -1,0 +1,135 @@
+"""Flags that verbs share, and the rule for every value: flag > environment > default, and from where."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.environment import PREFIX, option
+from manyhands.cluster.launchers import cores
+from manyhands.errors import UsageError
+from manyhands.strategies.registry import make_strategy
+from manyhands.train.options import Options
+
+
+class Resolved:
+    """Values with where each came from."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.sources: dict[str, dict[str, Any]] = {}
+
+    def get(self, name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
+        flag = getattr(self._arguments, name, None)
+        if flag is not None:
+            value, source = flag, f"--{name.replace('_', '-')}"
+        elif (text := option(name)) is not None:
+            variable = PREFIX + name.upper()
+            try:
+                value, source = parse(text), variable
+            except ValueError:
+                raise UsageError(f"{variable}={text} does not fit: see --{name.replace('_', '-')}.") from None
+        else:
+            value, source = default, "default"
+        self.sources[name] = {"value": str(value) if isinstance(value, Path) else value, "from": source}
+        return value
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how")
+    group.add_argument(
+        "--strategy", metavar="SPEC", help="how the workers agree: allreduce (default), single"
+    )
+    group.add_argument(
+        "--workers",
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="how many workers (default: 2, or 1 for single)",
+    )
+    group.add_argument("--device", metavar="D", help="auto (default), cpu, cuda or cuda:N")
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="compute threads of each worker (default: the cores, shared out)",
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a field of the job, a hyperparameter; may be repeated",
+    )
+    group = parser.add_argument_group("saving and seeing")
+    group.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="save after every so many steps too, not only after each epoch",
+    )
+    group.add_argument(
+        "--keep", type=int, metavar="N", help="newest checkpoints to keep besides the best (default: 3)"
+    )
+    group.add_argument("--quiet", action="store_true", help="only failures and one line at the end")
+    group.add_argument(
+        "--control",
+        metavar="HOW",
+        help="how members talk to the coordinator: unix (default), tcp, or tcp://HOST:PORT; "
+        "tcp is TLS 1.3 with mutual certificates",
+    )
+
+
+def resolve_options(
+    resolved: Resolved,
+    *,
+    job: str,
+    settings: dict[str, str],
+    strategy: str = "allreduce",
+    workers: int | None = None,
+) -> Options:
+    """All options, checked; the defaults are those of the run that goes on, if one does."""
+    spec = resolved.get("strategy", strategy)
+    config = make_strategy(spec)
+    count = resolved.get("workers", workers or config.default_workers, int)
+    config.check(count)
+    threads = resolved.get("threads", max(1, cores() // count), int)
+    every = resolved.get("checkpoint_every", 0, int)
+    keep = resolved.get("keep", 3, int)
+    for flag, value, least in (("threads", threads, 1), ("keep", keep, 1), ("checkpoint-every", every, 0)):
+        if value < least:
+            raise UsageError(f"--{flag} {value}: it must be at least {least}.")
+    return Options(
+        job=job,
+        strategy=spec,
+        workers=count,
+        settings=settings,
+        device=resolved.get("device", "auto"),
+        threads=threads,
+        checkpoint_every=every,
+        keep=keep,
+    )
+
+
+def parse_set(pairs: Sequence[str]) -> dict[str, str]:
+    settings = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {pair}: write it as NAME=VALUE, for example --set lr=0.05")
+        settings[name.strip()] = value.strip()
+    return settings
+
+
+def job_file(reference: str) -> Path:
+    return Path(reference.partition(":")[0])
+
+
+def file_digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,103 @@
+"""Go on where a run stopped, in the same folder, on any number of workers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from manyhands.cli.options import (
+    Resolved,
+    add_training_flags,
+    file_digest,
+    parse_set,
+    resolve_options,
+)
+from manyhands.errors import CheckpointError, RunFolderError
+from manyhands.state import checkpoints
+from manyhands.state.checkpoints import Manifest
+from manyhands.state.runs import Run
+from manyhands.train.start import train
+from manyhands.watch import make_console
+
+NAME = "resume"
+HELP = "go on where a run stopped, on any number of workers"
+EXAMPLES = """\
+examples:
+  manyhands resume runs/digits-20260101-120000
+  manyhands resume runs/digits-20260101-120000 --workers 4
+  manyhands resume runs/digits-20260101-120000 --set epochs=20     train longer
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
+    parser.add_argument(
+        "--checkpoint", metavar="step-N", help="go on from this one (default: the newest sound one)"
+    )
+    add_training_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = Run.open(arguments.run_folder)
+    config = folder.config
+    settings = {**config["settings"], **parse_set(arguments.set)}
+    if _is_done(folder, arguments):
+        print(
+            f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
+            f"manyhands resume {folder.path} --set epochs=N"
+        )
+        return 0
+    path = Path(config["job"]["file"])
+    if not path.is_file():
+        raise RunFolderError(f"The job file of {folder.path} is gone: {path}. Put it back there.")
+    _, _, name = config["job"]["reference"].partition(":")
+    before = config["options"]
+    resolved = Resolved(arguments)
+    options = resolve_options(
+        resolved,
+        job=f"{path}:{name}" if name else str(path),
+        settings=settings,
+        strategy=before["strategy"]["value"],
+        workers=before["workers"]["value"] if arguments.strategy is None else None,
+    )
+    notes = []
+    if file_digest(path) != config["job"]["sha256"]:
+        notes.append(f"{path} has changed since the run was started.")
+    checkpoint, complaints = _pick(folder, arguments.checkpoint)
+    notes += [f"{complaint} It was passed over." for complaint in complaints]
+    if checkpoint is None:
+        notes.append("There is no checkpoint yet: training begins anew.")
+    for note in notes:
+        print(f"note: {note}")
+    folder.write_config({**config, "settings": settings, "options": {**before, **resolved.sources}})
+    console = make_console(quiet=arguments.quiet)
+    control = resolved.get("control", "unix")
+    return train(options, folder, console=console, checkpoint=checkpoint, control=control)
+
+
+def _is_done(folder: Run, arguments: argparse.Namespace) -> bool:
+    summary = folder.summary
+    if summary is None or summary.get("outcome") not in ("finished", "early-stopped"):
+        return False
+    return not arguments.set and not arguments.checkpoint
+
+
+def _pick(folder: Run, wanted: str | None) -> tuple[Manifest | None, list[str]]:
+    """The checkpoint to go on from. Whatever is newer is set aside: its steps will be void."""
+    if wanted is None:
+        checkpoint, complaints = checkpoints.newest(folder.path)
+        if checkpoint is None and complaints:
+            raise CheckpointError(
+                "No checkpoint of this run is sound:\n  " + "\n  ".join(complaints) + "\n"
+                "Nothing was changed. To begin anew, move the folder checkpoints/ away."
+            )
+    else:
+        name = wanted.removeprefix("checkpoints/")
+        there = [f"step-{step}" for step in checkpoints.steps(folder.path)]
+        if name not in there:
+            raise RunFolderError(f"There is no checkpoint {wanted}. There are: {', '.join(there)}.")
+        checkpoint, complaints = checkpoints.verify(folder.path / "checkpoints" / name), []
+    for step in checkpoints.steps(folder.path):
+        if checkpoint is not None and step > checkpoint.step:
+            checkpoints.set_aside(checkpoints.final(folder.path, step))
+    return checkpoint, complaints

@@ -1,0 +1,91 @@
+"""Train a job: a Python file with a manyhands Job in it. See docs/writing-a-job.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from manyhands.cli.options import (
+    Resolved,
+    add_training_flags,
+    file_digest,
+    job_file,
+    parse_set,
+    resolve_options,
+)
+from manyhands.errors import JobError, UsageError
+from manyhands.state.runs import Run
+from manyhands.train.options import Options
+from manyhands.train.start import rehearse, train, versions
+from manyhands.watch import make_console
+
+NAME = "train"
+HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
+EXAMPLES = """\
+examples:
+  manyhands train examples/digits.py
+  manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
+  manyhands train job.py --strategy single --run-dir runs/reference
+  manyhands train job.py --check        job, strategy and cluster, without training
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="path.py, or path.py:Name for one of several jobs")
+    add_training_flags(parser)
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<job>-<time>")
+    parser.add_argument("--check", action="store_true", help="try everything but training, and stop")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    resolved = Resolved(arguments)
+    path = job_file(arguments.job)
+    if not path.is_file():
+        hint = "" if path.suffix == ".py" else " A job is a Python file: path.py or path.py:Name."
+        raise JobError(f"There is no file {path}.{hint}")
+    settings = parse_set(arguments.set)
+    options = resolve_options(resolved, job=arguments.job, settings=settings)
+    control = resolved.get("control", "unix")
+    if arguments.check:
+        return _check(options, control)
+    folder = resolved.get("run_dir", None, Path)
+    _, _, name = arguments.job.partition(":")
+    folder_run = Run.create(name or path.stem, path=folder)
+    folder_run.write_config(
+        {
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": sys.argv,
+            "versions": versions(),
+            "job": {
+                "reference": arguments.job,
+                "file": str(path.resolve()),
+                "sha256": file_digest(path),
+            },
+            "settings": settings,
+            "options": resolved.sources,
+        }
+    )
+    console = make_console(quiet=arguments.quiet)
+    try:
+        return train(options, folder_run, console=console, control=control)
+    except UsageError:
+        folder_run.discard()  # nothing was trained: no folder to wonder about
+        raise
+
+
+def _check(options: Options, control: str) -> int:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+        conductor = rehearse(options, Path(folder) / "run", control=control)
+    facts = next(iter(conductor.ready.values()))
+    assert conductor.course is not None
+    print(
+        f"All fine, in {time.monotonic() - started:.1f} s, nothing trained: {facts['job']} with "
+        f"{facts['parameters']:,} parameters, {facts['train_samples']:,} samples, "
+        f"{conductor.course.syllabus.num_steps:,} steps, by {options.strategy} on "
+        f"{options.workers} x {facts['device']}."
+    )
+    return 0

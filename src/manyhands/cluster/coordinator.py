@@ -1,0 +1,284 @@
+"""The coordinator's side of membership: starts members, numbers views, notices deaths.
+
+Everything that happens arrives in one inbox, in order: what members say, that a link closed, that a
+process ended, that a signal came. One thread (the caller's) takes from it and decides; the threads
+behind it only wait: one on the listening socket, one a member on its link, one a member on its exit.
+
+It knows nothing of training: orders and reports are dicts that pass through.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.launchers import Handle, Launcher, Start
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.cluster.view import Seat, View
+from manyhands.errors import LinkError, UsageError
+from manyhands.wire import Authority, Credentials, Limits, Link, Listener
+
+
+@dataclass(frozen=True)
+class Said:
+    member: str
+    head: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LinkLost:
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    member: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    number: int
+
+
+Happening = Said | LinkLost | Exited | Signalled
+
+
+@dataclass
+class Attendance:
+    """What the coordinator knows of one member."""
+
+    name: str
+    handle: Handle
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+    link: Link | None = None
+    seat: Seat | None = None
+    heard: float = field(default_factory=time.monotonic)
+    phase: str = "starting"
+    phase_since_s: float = 0.0
+    left: bool = False
+    """It said goodbye."""
+    read_out: threading.Event = field(default_factory=threading.Event)
+    """All that it ever said is in the inbox."""
+    exit_code: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.exit_code is None
+
+
+class Coordinator:
+    """Starts members and keeps the view. Use as a context manager: leaving it leaves no process."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        logs: Path,
+        timeouts: Timeouts | None = None,
+        control: str = "unix",
+    ) -> None:
+        self.launcher = launcher
+        self.logs = logs
+        self.timeouts = timeouts or Timeouts()
+        self.members: dict[str, Attendance] = {}
+        self.view: View | None = None
+        # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
+        self.scratch = Path(tempfile.mkdtemp(prefix="manyhands-"))
+        self._inbox: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        address = {"unix": f"unix:{self.scratch}/control", "tcp": "tcp://127.0.0.1:0"}.get(
+            control, control
+        )
+        over_network = address.startswith("tcp:")
+        self._authority = Authority.create("manyhands run") if over_network else None
+        try:
+            self._listener = Listener(
+                address,
+                credentials=self._authority.issue("coordinator") if self._authority else None,
+                limits=Limits(head_bytes=16 << 20, payload_bytes=0),
+            )
+        except (LinkError, OSError) as error:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            raise UsageError(
+                f"The coordinator can't listen on {address}: {error}. Use  --control tcp  for any "
+                "free port, or  --control unix  inside one machine."
+            ) from error
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(
+        self, name: str, *, entry: str, local_rank: int, threads: int, assignment: Mapping[str, Any]
+    ) -> Attendance:
+        credentials: Credentials | None = None
+        if self._authority:
+            credentials = self._authority.issue(name)
+        log = self.logs / f"{name}.log"
+        invitation = {
+            "member": name,
+            "address": self._listener.address,
+            "scratch": str(self.scratch),
+            "local_rank": local_rank,
+            "timeouts": self.timeouts.to_dict(),
+            "assignment": dict(assignment),
+            "credentials": credentials.to_dict() if credentials else None,
+        }
+        handle = self.launcher.start(Start(name, entry, invitation, log, threads))
+        member = Attendance(name, handle, log)
+        self.members[name] = member
+        threading.Thread(target=self._reap, args=(member,), name=f"reap-{name}", daemon=True).start()
+        return member
+
+    def next(self, timeout_s: float) -> Happening | None:
+        """What happened next, or None when nothing did in time."""
+        try:
+            happening = self._inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+        self._note(happening)
+        return happening
+
+    def interrupt(self, number: int) -> None:
+        """For signal handlers: a signal has come."""
+        self._inbox.put(Signalled(number))
+
+    def say(self, name: str, kind: str, **fields: Any) -> None:
+        """Say something to one member. A link that just broke is news of its own: it arrives as LinkLost."""
+        link = self.members[name].link
+        try:
+            if link is not None:
+                link.send({"kind": kind, **fields})
+        except LinkError:
+            pass
+
+    def form_view(self, seats: Iterable[Seat]) -> View:
+        """The next view, told to all of its members."""
+        number = self.view.number + 1 if self.view else 1
+        self.view = View(number, tuple(seats))
+        for name in self.view.names:
+            self.say(name, "view", view=self.view.to_dict())
+        return self.view
+
+    def overdue(self) -> tuple[Attendance, str] | None:
+        """A member that has been silent for too long, and what to say of it."""
+        now = time.monotonic()
+        for member in self.members.values():
+            if not member.alive or member.left:
+                continue
+            if member.link is None:
+                if now - member.started > self.timeouts.hello_s:
+                    return member, f"did not say hello within {self.timeouts.hello_s:.0f} s"
+            elif now - member.heard > self.timeouts.silence_s:
+                silent = now - member.heard
+                return member, f"said nothing for {silent:.0f} s (last phase: {member.phase})"
+        return None
+
+    def stop(self) -> None:
+        """End what still runs: ask, and a moment later insist."""
+        for member in self.members.values():
+            if member.alive:
+                member.handle.terminate()
+        deadline = time.monotonic() + self.timeouts.kill_s
+        while any(m.alive for m in self.members.values()) and time.monotonic() < deadline:
+            self.next(deadline - time.monotonic())
+        self.launcher.close()
+
+    def close(self) -> None:
+        self.launcher.close()
+        self._listener.close()
+        for member in self.members.values():
+            if member.link is not None:
+                member.link.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _note(self, happening: Happening) -> None:
+        """Keep the attendance list right, before the caller sees the happening."""
+        if isinstance(happening, Signalled):
+            return
+        member = self.members[happening.member]
+        if isinstance(happening, Exited):
+            member.exit_code = happening.exit_code
+        elif isinstance(happening, Said):
+            member.heard = time.monotonic()
+            match happening.head:
+                case {"kind": "beat", "phase": str(phase), "since_s": float(since)}:
+                    member.phase, member.phase_since_s = phase, since
+                case {"kind": "bye"}:
+                    member.left = True
+                case {"kind": "post", "key": str(key), "value": str(value)}:
+                    for other in self.members:
+                        self.say(other, "posted", key=key, value=value)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link = self._listener.accept()
+            except LinkError:
+                return  # closed
+            threading.Thread(target=self._read, args=(link,), name="read", daemon=True).start()
+
+    def _read(self, link: Link) -> None:
+        """One member's link, from its hello to its end."""
+        try:
+            hello = link.recv(timeout_s=self.timeouts.hello_s).head
+            member = self.members.get(str(hello.get("member")))
+            if hello.get("kind") != "hello" or member is None or member.link is not None:
+                link.close()
+                return
+            if self._authority and link.peer != member.name:
+                link.close()  # a certificate speaks for its own member only
+                return
+            member.link = link
+        except LinkError:
+            link.close()
+            return
+        self._inbox.put(Said(member.name, hello))
+        while True:
+            try:
+                self._inbox.put(Said(member.name, link.recv().head))
+            except LinkError as error:
+                self._inbox.put(LinkLost(member.name, str(error)))
+                member.read_out.set()
+                return
+
+    def _reap(self, member: Attendance) -> None:
+        code = member.handle.wait()
+        # What it said last should be heard before its end is announced.
+        if member.link is not None:
+            member.read_out.wait(self.timeouts.settle_s)
+        self._inbox.put(Exited(member.name, code))
+
+
+def on_signals(coordinator: Coordinator) -> None:
+    """Ctrl-C, SIGTERM and a terminal that hangs up arrive in the inbox, like everything else."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: coordinator.interrupt(got))
+
+
+def signal_name(exit_code: int) -> str:
+    """How a process ended, in words: "killed by SIGKILL", "ended with exit code 3"."""
+    if exit_code < 0:
+        try:
+            return f"killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            return f"killed by signal {-exit_code}"
+    return f"ended with exit code {exit_code}"
+
+
+def exit_status(exit_code: int) -> int:
+    """A child's exit code as a shell would give it on."""
+    return 128 - exit_code if exit_code < 0 else exit_code

@@ -1,0 +1,45 @@
+"""Which device a member computes on. Imports torch when asked, not before."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from manyhands.errors import UsageError
+
+
+def pick_device(wish: str, local_rank: int) -> str:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as the device of the member with this rank on its host."""
+    import torch
+
+    gpus = torch.cuda.device_count() if wish != "cpu" else 0
+    if wish == "auto":
+        wish = "cuda" if gpus else "cpu"
+    if wish == "cpu":
+        return "cpu"
+    kind, _, number = wish.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise UsageError(f"--device {wish}: allowed are auto, cpu, cuda and cuda:N.")
+    if gpus == 0:
+        raise UsageError(f"--device {wish}: torch sees no GPU here. Use --device cpu or auto.")
+    if number and int(number) >= gpus:
+        raise UsageError(f"--device {wish}: this machine has GPUs 0 to {gpus - 1}.")
+    return f"cuda:{int(number) if number else local_rank % gpus}"
+
+
+def device_id(device: str) -> str:
+    """Tells a device apart over the whole cluster."""
+    if not device.startswith("cuda"):
+        return f"{socket.gethostname()}/cpu/{os.getpid()}"
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def describe_device(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads > 1 else ''})"

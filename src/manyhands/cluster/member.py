@@ -1,0 +1,179 @@
+"""A member's end of the control connection.
+
+A member starts with an invitation (a JSON dict that its launcher wrote to standard input), connects,
+says hello, and from then on a thread reads what the coordinator says while another sends a beat a
+second. What is said, as the `kind` of each message:
+
+    member:       hello, ready, beat, report, post, failed, bye
+    coordinator:  view, order, posted
+
+When the link closes without a bye, the coordinator is gone, and the member ends itself at once, with
+everything it started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, PeerLost, UsageError
+from manyhands.wire import Credentials, Link, connect
+
+PR_SET_PDEATHSIG = 1
+ORPHANED = 70
+"""Exit code of a member whose coordinator is gone."""
+
+
+class Member:
+    """This process as a member: what it hears, what it says, in which phase it is."""
+
+    def __init__(self, invitation: Mapping[str, Any]) -> None:
+        self.name: str = invitation["member"]
+        self.host = socket.gethostname()
+        self.assignment: dict[str, Any] = dict(invitation["assignment"])
+        self.timeouts = Timeouts.from_dict(invitation["timeouts"])
+        self.scratch: str = invitation["scratch"]
+        self.local_rank: int = invitation["local_rank"]
+        credentials = invitation.get("credentials")
+        self._link: Link = connect(
+            invitation["address"],
+            credentials=Credentials.from_dict(credentials) if credentials else None,
+            timeout_s=self.timeouts.hello_s,
+            peer="coordinator",
+        )
+        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._board: dict[str, str] = {}
+        self._board_changed = threading.Condition()
+        self._leaving = threading.Event()
+        self._phase = ("starting", time.monotonic())
+        self.say("hello", member=self.name, pid=os.getpid(), host=self.host, python=platform.python_version())
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    @classmethod
+    def from_launcher(cls) -> Member:
+        """The member that this process was started to be."""
+        invitation = json.load(sys.stdin)
+        die_with(invitation.get("parent"))
+        # Ctrl-C and SIGTERM are the coordinator's to handle; it says what to do.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return cls(invitation)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self._link.send({"kind": kind, **fields})
+
+    def hear(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next view or order, or None when nothing came in time."""
+        try:
+            return self._heard.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def heard(self) -> bool:
+        return not self._heard.empty()
+
+    def post(self, key: str, value: str) -> None:
+        """Tell all members a small fact."""
+        self.say("post", key=key, value=value)
+
+    def fetch(self, key: str, *, timeout_s: float) -> str:
+        """What some member has posted, once it has."""
+        with self._board_changed:
+            if not self._board_changed.wait_for(lambda: key in self._board, timeout_s):
+                raise LinkTimeout(f"{self.name} waited {timeout_s:.0f} s for {key!r} of its peers.")
+            return self._board[key]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this member is doing, for whoever has to say why everybody waits."""
+        before, self._phase = self._phase, (name, time.monotonic())
+        try:
+            yield
+        finally:
+            self._phase = (before[0], time.monotonic())
+
+    def fail(self, error: BaseException) -> int:
+        """Tell the coordinator what ended this member; the exit code to end with."""
+        usage = isinstance(error, UsageError)
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            code = getattr(error, "exit_code", 1)
+        trace = "".join(traceback.format_exception(error))
+        if not usage:
+            print(trace, file=sys.stderr, flush=True)
+        known = isinstance(error, ManyhandsError)
+        try:
+            self.say(
+                "failed",
+                reason=str(error) if known else f"{type(error).__name__}: {error}",
+                traceback="" if usage else trace[-20_000:],
+                usage=usage,
+                consequence=isinstance(error, PeerLost),
+                exit_code=code,
+            )
+        except LinkError:
+            pass
+        return code
+
+    def leave(self) -> None:
+        """All done: the coordinator may close the link now."""
+        self._leaving.set()
+        try:
+            self.say("bye")
+        except LinkError:
+            pass
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._link.recv()
+            except LinkError as error:
+                if not self._leaving.is_set():
+                    print(f"{self.name}: the coordinator is gone ({error}); ending.", flush=True)
+                    end_now(ORPHANED)
+                return
+            head = message.head
+            if head.get("kind") == "posted":
+                with self._board_changed:
+                    self._board[head["key"]] = head["value"]
+                    self._board_changed.notify_all()
+            else:
+                self._heard.put(head)
+
+    def _beat(self) -> None:
+        while not self._leaving.wait(self.timeouts.beat_s):
+            name, since = self._phase
+            try:
+                self.say("beat", phase=name, since_s=round(time.monotonic() - since, 1))
+            except LinkError:
+                return  # the listener acts on it
+
+
+def die_with(parent: int | None) -> None:
+    """Have the kernel kill this process when the parent ends (Linux)."""
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(ORPHANED)
+
+
+def end_now(code: int) -> None:
+    """End this process and, where it leads its process group, everything that it started."""
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)

@@ -1,0 +1,43 @@
+"""Every timeout of the system, named, in one place.
+
+Timeouts are the second line: a closed socket or a reaped child tells of a death long before any of
+these does. They catch what neither can: a frozen process, a host that is gone, a deadlock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    hello_s: float = 60.0
+    """A started member has said hello."""
+    ready_s: float = 900.0
+    """A member has loaded its job, its data and its model (a first download included)."""
+    view_s: float = 120.0
+    """All members of a new view have found each other."""
+    silence_s: float = 60.0
+    """A member has sent nothing, not even a beat: its process or its host is frozen."""
+    step_s: float = 900.0
+    """No member has finished a step, an evaluation or a checkpoint."""
+    collective_s: float = 1800.0
+    """One collective operation, inside torch."""
+    settle_s: float = 0.4
+    """After the first failure: how long to listen for the cause behind it."""
+    stop_s: float = 60.0
+    """Members asked to finish and save have done so."""
+    kill_s: float = 1.0
+    """A member asked to end has ended, before it is killed."""
+    beat_s: float = 1.0
+    """Not a limit: how often a member says that it lives."""
+
+    def to_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Timeouts:
+        return cls(**{key: float(value) for key, value in values.items()})

@@ -1,0 +1,102 @@
+"""Who takes part: a numbered view of the members, and what one member knows of itself.
+
+A view never changes; when the membership does, the coordinator makes the next one. Ranks are
+positions among a view's workers, so they are always 0, 1, ... without gaps, while a member keeps its
+name for life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.errors import PeerLost
+
+WORKER = "worker"
+SERVER = "server"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One member in a view."""
+
+    name: str
+    host: str
+    role: str = WORKER
+    device: str = "cpu"
+    device_id: str = "cpu"
+    """Tells devices apart over the whole cluster: two members with the same id share one device."""
+
+
+@dataclass(frozen=True)
+class View:
+    number: int
+    seats: tuple[Seat, ...]
+
+    @property
+    def workers(self) -> tuple[Seat, ...]:
+        return tuple(seat for seat in self.seats if seat.role == WORKER)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(seat.name for seat in self.seats)
+
+    @property
+    def world(self) -> int:
+        return len(self.workers)
+
+    @property
+    def one_host(self) -> bool:
+        return len({seat.host for seat in self.seats}) <= 1
+
+    def rank(self, name: str) -> int:
+        return [seat.name for seat in self.workers].index(name)
+
+    def seat(self, name: str) -> Seat:
+        return next(seat for seat in self.seats if seat.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "seats": [vars(seat) for seat in self.seats]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> View:
+        return cls(int(values["number"]), tuple(Seat(**seat) for seat in values["seats"]))
+
+
+class Board(Protocol):
+    """A few small facts that members of a view tell each other by way of the coordinator."""
+
+    def post(self, key: str, value: str) -> None: ...
+
+    def fetch(self, key: str, *, timeout_s: float) -> str: ...
+
+
+@dataclass
+class Me:
+    """Everything that a member knows of itself; handed down, so that nothing reads globals."""
+
+    name: str
+    host: str
+    device: str
+    scratch: Path
+    """A folder of the run on this host that only this user can read, gone after the run."""
+    view: View
+    board: Board | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank(self.name)
+
+    @property
+    def world(self) -> int:
+        return self.view.world
+
+    def lost_a_peer(self, error: BaseException) -> PeerLost:
+        """What to raise when a collective broke: who was waited for, and what torch said."""
+        others = [seat.name for seat in self.view.workers if seat.name != self.name]
+        first_line = str(error).strip().splitlines()[0]
+        return PeerLost(f"{self.name} lost one of {', '.join(others)}: {first_line}")

@@ -1,0 +1,70 @@
+"""`Arrays`: a map-style dataset over tensors that lie in memory.
+
+Sample i is the tuple of every tensor's row i. What sets it apart from torch's TensorDataset is
+`batch(indices)`: the whole batch comes from one `index_select` a tensor, with no Python loop over
+samples and no collating. A training loop that finds the method `batch` on a dataset uses it; any
+other reader, torch's DataLoader among them, sees an ordinary dataset.
+
+Costs one copy of the batch, and nothing beside the tensors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from manyhands.errors import UsageError
+
+
+class Arrays(Dataset[tuple[Tensor, ...]]):
+    """Tensors of equal length, one row a sample: `Arrays(images, labels)`."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        _check(tensors)
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        """The samples as a list: what DataLoader asks for, once a batch, before it collates."""
+        return list(zip(*self.batch(torch.as_tensor(indices, dtype=torch.int64)), strict=True))
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """The rows at `indices` (one-dimensional, whole numbers) of every tensor, in that order."""
+        return tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in self.tensors)
+
+    def __repr__(self) -> str:
+        rows = ", ".join(
+            f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape[1:])}"
+            for tensor in self.tensors
+        )
+        return f"Arrays({len(self)} samples of {rows})"
+
+
+def _check(tensors: tuple[Tensor, ...]) -> None:
+    if not tensors:
+        raise UsageError("Arrays() was given no tensor. Give one or more: Arrays(images, labels).")
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"Arrays: argument {position} is a {type(tensor).__name__}, and must be a "
+                "torch.Tensor: wrap it in torch.as_tensor(...)."
+            )
+        if tensor.dim() == 0:
+            raise UsageError(
+                f"Arrays: argument {position} is a single number, and must have one row a sample: "
+                "a tensor with at least one dimension."
+            )
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"Arrays: the tensors have {', '.join(map(str, lengths))} rows, and must all have the "
+            "same number: one row a sample."
+        )

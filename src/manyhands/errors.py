@@ -1,0 +1,108 @@
+"""One exception tree; each exception carries the exit code of the command that it ends.
+
+ManyhandsError               1   anything that manyhands itself reports
+├── UsageError               2   the person gave something that can't be: says what, what is allowed, what to type
+│   ├── JobError             2   the job file: missing, without a Job, a method that returns the wrong thing
+│   ├── SpecError            2   a strategy spec that does not parse or does not fit
+│   └── RunFolderError       2   a run folder that can't be made, read or resumed
+├── CheckpointError          1   a checkpoint that can't be written or does not read back
+├── DataError                1   a data set that is absent, truncated or not what it says
+├── LinkError                1   a connection between members
+│   ├── LinkClosed           1   the other side is gone
+│   ├── LinkTimeout          1   the other side did not answer in time
+│   └── BadFrame             1   what arrived is not a message of ours
+├── PeerLost                 1   a collective failed because another member went away
+├── MemberFailed             *   a member ended the run; the exit code is the member's own
+└── Interrupted              *   stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BadFrame",
+    "CheckpointError",
+    "DataError",
+    "Interrupted",
+    "JobError",
+    "LinkClosed",
+    "LinkError",
+    "LinkTimeout",
+    "ManyhandsError",
+    "MemberFailed",
+    "PeerLost",
+    "RunFolderError",
+    "SpecError",
+    "UsageError",
+    "closest",
+]
+
+
+class ManyhandsError(Exception):
+    """Anything that manyhands itself reports: the message is for the person at the keyboard."""
+
+    exit_code = 1
+
+
+class UsageError(ManyhandsError):
+    exit_code = 2
+
+
+class JobError(UsageError):
+    pass
+
+
+class SpecError(UsageError):
+    pass
+
+
+class RunFolderError(UsageError):
+    pass
+
+
+class CheckpointError(ManyhandsError):
+    pass
+
+
+class DataError(ManyhandsError):
+    pass
+
+
+class LinkError(ManyhandsError):
+    pass
+
+
+class LinkClosed(LinkError):
+    pass
+
+
+class LinkTimeout(LinkError):
+    pass
+
+
+class BadFrame(LinkError):
+    pass
+
+
+class PeerLost(ManyhandsError):
+    pass
+
+
+class MemberFailed(ManyhandsError):
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Interrupted(ManyhandsError):
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def closest(name: str, allowed: Iterable[str]) -> str:
+    """How a sentence on a wrong name ends: with a question if an allowed name is near, else a full stop."""
+    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,0 +1,249 @@
+"""A Job says what is trained: model, loss, optimizer, data, hyperparameters. It knows nothing of processes.
+
+A job is a dataclass: its fields are hyperparameters, so `--set lr=0.05` overrides one and the same
+file serves training, planning, simulating, comparing and tuning. Building a job trains nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from manyhands.errors import JobError, UsageError, closest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What is trained. Subclass it as a dataclass, give `model`, `optimizer`, `data` and `loss`.
+
+    `batch_size` is the GLOBAL batch: the number of workers never changes the mathematics.
+    """
+
+    batch_size: int = 32
+    """Samples of the whole cluster in one step."""
+    epochs: int = 1
+    """How many times every sample is used."""
+    seed: int = 0
+    """Same seed, same result, bit for bit."""
+    accumulate: int = 1
+    """Into how many micro-batches a worker cuts its share of a step, to save memory."""
+    clip_norm: float | None = None
+    """Clip the norm of the whole gradient to this, or None."""
+    eval_every: int = 1
+    """Evaluate after every so many epochs."""
+    monitor: str = "loss"
+    """The evaluation metric that decides which model is best: lower is better for names with "loss"
+    or "error" or "perplexity" in them, higher for all others."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better `monitor`, or None for never."""
+    loader_processes: int = 0
+    """Processes a worker that load samples ahead (as DataLoader's num_workers); 0 loads in the worker."""
+
+    def model(self) -> nn.Module:
+        """The model, built anew. The seed is set before this is called."""
+        raise NotImplementedError
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        """A torch optimizer over `params`."""
+        raise NotImplementedError
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+        """A torch learning-rate scheduler, stepped once per global step; or None.
+
+        `num_steps` is the number of steps of the whole training.
+        """
+        return None
+
+    def data(self) -> Any:
+        """The training data: a map-style dataset (`len` and `[]`)."""
+        raise NotImplementedError
+
+    def eval_data(self) -> Any:
+        """The data to evaluate on, or None."""
+        return None
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Make a batch of a list of samples, as torch's DataLoader does."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
+    def inputs(self, batch: Any) -> Any:
+        """What the model is called with: a tensor, a tuple (positional) or a dict (by keyword)."""
+        return batch[0]
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        """The mean loss over the batch, a scalar tensor."""
+        raise NotImplementedError
+
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, Any]:
+        """Further means over the batch, for evaluation: name to number or scalar tensor."""
+        return {}
+
+    def weight(self, batch: Any) -> float | Tensor | None:
+        """What this batch counts in a mean over workers; None: its number of samples.
+
+        A language model whose batches hold unequal numbers of tokens returns that number.
+        """
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """The hyperparameters by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+REQUIRED_METHODS = ("model", "optimizer", "data", "loss")
+
+
+def load_job(reference: str, settings: Mapping[str, str] | None = None) -> Job:
+    """The job of `path.py` or `path.py:Name`, with `settings` ("lr": "0.05") put into its fields."""
+    cls = load_job_class(reference)
+    values = parse_settings(cls, settings or {})
+    try:
+        job = cls(**values)
+    except Exception as error:
+        raise JobError(f"{cls.__name__} in {reference} can't be built: {error}") from error
+    check_fields(job)
+    return job
+
+
+def load_job_class(reference: str) -> type[Job]:
+    path_text, _, name = reference.partition(":")
+    module = _load_module(Path(path_text), reference)
+    jobs = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Job)
+        and value is not Job
+        and value.__module__ == module.__name__
+    }
+    if name:
+        if name not in jobs:
+            raise JobError(
+                f"{path_text} has no Job called {name!r}{closest(name, jobs)} "
+                f"It has: {', '.join(jobs) or 'none'}."
+            )
+        cls = jobs[name]
+    elif not jobs:
+        raise JobError(
+            f"{path_text} has no Job. Write one:\n\n"
+            "    @dataclass\n    class MyJob(mh.Job):\n        def model(self): ...\n\n"
+            "See examples/digits.py for a whole one."
+        )
+    else:
+        # The first one of a file is its default, as a reader would guess.
+        cls = next(iter(jobs.values()))
+    _check_class(cls, path_text)
+    return cls
+
+
+def _load_module(path: Path, reference: str) -> types.ModuleType:
+    if not path.exists():
+        hint = "" if path.suffix == ".py" else " (a job is a Python file: path.py or path.py:Name)"
+        raise JobError(f"There is no file {path}{hint}.")
+    if path.is_dir() or path.suffix != ".py":
+        raise JobError(f"A job is a Python file, path.py or path.py:Name; {reference!r} is not.")
+    path = path.resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"manyhands_job_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickling look the module up by name; the job's neighbours import as in a script.
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[name]
+        missing = getattr(error, "name", None)
+        hint = f" Install it: pip install {missing}" if missing else ""
+        raise JobError(f"{path} can't be imported: {error}.{hint}") from error
+    except Exception as error:
+        del sys.modules[name]
+        raise JobError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _check_class(cls: type[Job], path: str) -> None:
+    missing = [m for m in REQUIRED_METHODS if getattr(cls, m) is getattr(Job, m)]
+    if missing:
+        raise JobError(
+            f"{cls.__name__} in {path} lacks {', '.join(f'{m}()' for m in missing)}. "
+            f"A Job must have {', '.join(f'{m}()' for m in REQUIRED_METHODS)}."
+        )
+    own = vars(cls).get("__annotations__", {})
+    if own and "__dataclass_fields__" not in vars(cls):
+        raise JobError(
+            f"{cls.__name__} in {path} has fields ({', '.join(own)}) but is not a dataclass: "
+            "write @dataclass above it."
+        )
+
+
+def parse_settings(cls: type[Job], settings: Mapping[str, str]) -> dict[str, Any]:
+    """`--set name=value` strings as values of the fields' own types."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name, text in settings.items():
+        if name not in fields:
+            raise UsageError(
+                f"--set {name}={text}: {cls.__name__} has no field {name!r}"
+                f"{closest(name, fields)} Its fields: {', '.join(sorted(fields))}."
+            )
+        values[name] = _parse_value(name, text, hints.get(name, str))
+    return values
+
+
+def _parse_value(name: str, text: str, kind: Any) -> Any:
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        options = typing.get_args(kind)
+        if type(None) in options and text.lower() in ("none", "null", ""):
+            return None
+        kind = next(option for option in options if option is not type(None))
+    if kind is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            raise UsageError(f"--set {name}={text}: {name} is true or false.")
+        return words[text.lower()]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            a = {int: "a whole number", float: "a number"}[kind]
+            raise UsageError(f"--set {name}={text}: {name} is {a}.") from None
+    if kind is str:
+        return text
+    raise UsageError(f"--set {name}={text}: a field of type {kind} can't be set from the command line.")
+
+
+def check_fields(job: Job) -> None:
+    """The fields that every job has must make sense, whatever they were set by."""
+    at_least_one = ("batch_size", "epochs", "accumulate", "eval_every")
+    for name in at_least_one:
+        value = getattr(job, name)
+        if not isinstance(value, int) or value < 1:
+            raise JobError(f"{name} must be a whole number of at least 1, and is {value!r}.")
+    if job.clip_norm is not None and not job.clip_norm > 0:
+        raise JobError(f"clip_norm must be above 0, or None, and is {job.clip_norm!r}.")
+    if job.patience is not None and job.patience < 1:
+        raise JobError(f"patience must be at least 1, or None, and is {job.patience!r}.")
+    if job.loader_processes < 0:
+        raise JobError(f"loader_processes must not be negative, and is {job.loader_processes!r}.")

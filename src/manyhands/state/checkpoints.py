@@ -1,0 +1,149 @@
+"""The checkpoints of a run: where they lie, when one counts, which one to go on from. No torch here.
+
+    checkpoints/.step-120.partial/     being written by a member
+    checkpoints/step-120/              whole: renamed after its manifest, the last file, was on disk
+        __0_0.distcp, .metadata        by torch.distributed.checkpoint: model, optimizer, scheduler
+        manifest.json                  sizes and SHA-256 of the files, and the state of the course
+
+A folder without a manifest, or whose files are not what the manifest says, is never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import CheckpointError
+from manyhands.state.files import sync_folder, write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    path: Path
+    step: int
+    course: Mapping[str, Any]
+    strategy: str
+    workers: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def partial(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f".step-{step}.partial"
+
+
+def final(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step}"
+
+
+def commit(
+    run: Path,
+    step: int,
+    *,
+    files: Mapping[str, Mapping[str, Any]],
+    course: Mapping[str, Any],
+    strategy: str,
+    workers: int,
+) -> Path:
+    """Make a written checkpoint count: manifest last, then one rename."""
+    source, target = partial(run, step), final(run, step)
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "time": time.time(),
+        "strategy": strategy,
+        "workers": workers,
+        "course": dict(course),
+        "files": dict(files),
+    }
+    try:
+        write_json(source / MANIFEST, manifest)
+        if target.exists():
+            set_aside(target)
+        os.rename(source, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint of step {step} can't be finished: {error}") from error
+    return target
+
+
+def steps(run: Path) -> list[int]:
+    """The steps that have a checkpoint, oldest first; whether each is sound is for `verify`."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return sorted(int(n[5:]) for n in names if n[5:].isdecimal())
+
+
+def verify(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose every file is what it should be."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] > FORMAT:
+            raise CheckpointError(
+                f"{path} was written by a newer manyhands (format {manifest['format']}, "
+                f"this one reads up to {FORMAT})."
+            )
+        for name, facts in manifest["files"].items():
+            size = (path / name).stat().st_size
+            if size != facts["bytes"]:
+                raise CheckpointError(
+                    f"{path / name} has {size:,} bytes and should have {facts['bytes']:,}."
+                )
+            if digest(path / name) != facts["sha256"]:
+                raise CheckpointError(f"{path / name} is damaged: its SHA-256 is not the one written.")
+        return Manifest(
+            path, manifest["step"], manifest["course"], manifest["strategy"], manifest["workers"]
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+
+
+def newest(run: Path) -> tuple[Manifest | None, list[str]]:
+    """The newest sound checkpoint, and what is wrong with each newer one."""
+    complaints = []
+    for step in reversed(steps(run)):
+        try:
+            return verify(final(run, step)), complaints
+        except CheckpointError as error:
+            complaints.append(str(error))
+    return None, complaints
+
+
+def set_aside(path: Path) -> None:
+    """Out of the way, not deleted: it may be all that somebody has."""
+    os.rename(path, path.with_name(f".{path.name}.aside-{time.time_ns()}"))
+
+
+def prune(run: Path, *, keep: int, also: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the one of step `also`."""
+    found = steps(run)
+    for step in found[: max(0, len(found) - keep)]:
+        if step != also:
+            # Out of sight first, so that a kill in between never leaves half a checkpoint in sight.
+            doomed = final(run, step).with_name(f".step-{step}.old")
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(final(run, step), doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_partials(run: Path) -> None:
+    """What a killed run was writing or deleting counts for nothing."""
+    for pattern in (".step-*.partial", ".step-*.old"):
+        for path in (run / "checkpoints").glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,164 @@
+"""The folder of a run: everything that happened, and everything that resume needs.
+
+    config.json      what was resolved, and where each value came from
+    events.jsonl     every event, in order: the truth
+    summary.json     how it ended
+    logs/            one file a member
+    tb/              TensorBoard
+    checkpoints/     step-N/, see state/checkpoints.py
+    run.lock         held by the coordinator while it trains
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import RunFolderError
+from manyhands.state.files import write_json
+
+CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
+
+
+class Run:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: Any = None
+
+    @classmethod
+    def create(cls, job_name: str, *, root: Path = Path("runs"), path: Path | None = None) -> Run:
+        """A new folder: `path`, or runs/<job>-<time> with a number if two start in one second."""
+        try:
+            if path is not None:
+                if path.exists() and any(path.iterdir()):
+                    raise RunFolderError(
+                        f"{path} is not empty. Give a new --run-dir, or go on with what is there: "
+                        f"manyhands resume {path}"
+                    )
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path = _fresh(root, job_name)
+            run = cls(path)
+            for name in ("logs", "tb", "checkpoints"):
+                (path / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"The run folder {path or root} can't be made: {error.strerror}. "
+                "Give another one with --run-dir."
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """A run that exists."""
+        if not (path / CONFIG).is_file():
+            hint = "manyhands list  shows the runs here."
+            if not path.is_dir():
+                raise RunFolderError(f"There is no run {path}. {hint}")
+            raise RunFolderError(f"{path} is not a run: it has no {CONFIG}. {hint}")
+        return cls(path)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def lock(self) -> None:
+        """Only one coordinator at a time may write here. The kernel lets go when the process ends."""
+        self._lock = open(self.path / "run.lock", "a+")  # noqa: SIM115 - open as long as the run is
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            raise RunFolderError(
+                f"{self.path} is being trained right now, by process {self._lock.read().strip()}."
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+    @property
+    def locked(self) -> bool:
+        """Somebody is training in it."""
+        try:
+            with open(self.path / "run.lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._read(CONFIG)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """How the run ended, or None if it has not, or was killed."""
+        return self._read(SUMMARY) if (self.path / SUMMARY).is_file() else None
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        write_json(self.path / CONFIG, config)
+
+    def note_fields(self, fields: Mapping[str, Any], settings: Mapping[str, str]) -> None:
+        """The job's hyperparameters, once a worker has loaded it, and where each came from."""
+        if (self.path / CONFIG).is_file():
+            noted = {
+                name: {"value": value, "from": "--set" if name in settings else "job file"}
+                for name, value in fields.items()
+            }
+            self.write_config({**self.config, "fields": noted})
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_json(self.path / SUMMARY, summary)
+
+    def forget_summary(self) -> None:
+        """It goes on: how it ended before is history (events.jsonl has it)."""
+        (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Delete a run in which nothing was trained."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / name).read_text())
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{self.path / name} can't be read: {error}") from error
+        if not isinstance(value, dict):
+            raise RunFolderError(f"{self.path / name} is not what manyhands writes.")
+        return value
+
+
+def runs_in(root: Path) -> list[Run]:
+    """The runs in a folder, oldest first."""
+    folders = [path.parent for path in root.glob(f"*/{CONFIG}")]
+    return [Run(path) for path in sorted(folders, key=lambda p: (p / CONFIG).stat().st_mtime)]
+
+
+def _fresh(root: Path, job_name: str) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", job_name.lower()).strip("-") or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    root.mkdir(parents=True, exist_ok=True)
+    for suffix in ["", *(f"-{n}" for n in range(2, 1000))]:
+        path = root / f"{name}-{stamp}{suffix}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise RunFolderError(f"{root} has a thousand runs of this second already.")

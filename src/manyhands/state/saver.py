@@ -1,0 +1,190 @@
+"""Writing and reading a checkpoint inside a member, by torch.distributed.checkpoint.
+
+`start` copies the state to the CPU (all that training waits for), then a thread writes it into the
+partial folder and takes the checksums. The coordinator makes it count (state/checkpoints.py) once
+every step up to it is on record. Optimizer state is kept by parameter name, not number, so that it
+fits a model that is split another way.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from manyhands.errors import CheckpointError
+from manyhands.state.checkpoints import digest, partial
+
+SPARE_BYTES = 1 << 20
+"""Left free on the disk by a checkpoint, so that logs and events can still be written."""
+
+
+class Trained(Protocol):
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Saver:
+    """Saves one checkpoint at a time, beside the training."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._thread: threading.Thread | None = None
+        self._outcome: dict[str, Any] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None
+
+    def start(self, step: int, trained: Trained, learner: Stateful) -> None:
+        assert self._thread is None, "one checkpoint at a time"
+        started = time.perf_counter()
+        state = gather_state(trained, learner)
+        stall_s = time.perf_counter() - started
+        self._thread = threading.Thread(
+            target=self._save, args=(step, state, stall_s), name="saver", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in hand."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def outcome(self) -> dict[str, Any] | None:
+        """What became of the checkpoint in hand, once, when it is done."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread.join()
+        self._thread = None
+        return self._outcome
+
+    def _save(self, step: int, state: dict[str, Any], stall_s: float) -> None:
+        started = time.perf_counter()
+        folder = partial(self._run, step)
+        try:
+            files = write_state(folder, state)
+            self._outcome = {
+                "step": step,
+                "files": files,
+                "bytes": sum(facts["bytes"] for facts in files.values()),
+                "stall_s": stall_s,
+                "write_s": time.perf_counter() - started,
+            }
+        except Exception as error:
+            # A full disk is the likeliest: what was written of it must not fill the disk further.
+            shutil.rmtree(folder, ignore_errors=True)
+            self._outcome = {"step": step, "error": f"{type(error).__name__}: {error}"}
+
+
+def gather_state(trained: Trained, learner: Stateful) -> dict[str, Any]:
+    """Everything that resume needs of this member, copied to the CPU."""
+    state = {
+        "model": trained.model.state_dict(),
+        "optimizer": optimizer_state(trained.model, trained.optimizer),
+        "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
+        "learner": learner.state_dict(),
+    }
+    return tree_map(
+        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf,
+        state,
+    )
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Write the state, flushed to the disk; each file's size and SHA-256."""
+    import torch.distributed.checkpoint as dcp
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    needed = _num_bytes(state) + SPARE_BYTES
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    if free < needed:
+        raise OSError(f"no space left on the disk: {needed:,} bytes are needed and {free:,} free")
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it saves from a single process; it should
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(folder.iterdir())
+    }
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The whole state of a checkpoint, on the CPU."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    try:
+        # Reads all there is, without a template: a parameter that never had a gradient has no
+        # optimizer state, which a template could not know.
+        _load_state_dict(
+            state,
+            storage_reader=dcp.FileSystemReader(folder),
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{folder} does not read: {type(error).__name__}: {error}") from error
+    return state
+
+
+def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
+    """Put a checkpoint into the model, the optimizer, the scheduler and the learner."""
+    state = read_state(Path(folder))
+    try:
+        trained.model.load_state_dict(state["model"])
+        load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
+        if trained.scheduler is not None:
+            trained.scheduler.load_state_dict(state["scheduler"])
+        learner.load_state_dict(state.get("learner", {}))
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} does not fit this job: {error}\nHas the model or the optimizer of the job "
+            "changed since? Go on with the job file as it was, or start a new run."
+        ) from error
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state_dict with parameter names in place of numbers."""
+    names = _names(model, optimizer)
+    state = optimizer.state_dict()
+    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
+    return {"state": {names[i]: s for i, s in state["state"].items()}, "param_groups": groups}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    numbers = {name: number for number, name in _names(model, optimizer).items()}
+    groups = [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]]
+    per_parameter = {numbers[name]: values for name, values in state.get("state", {}).items()}
+    optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """The optimizer's number of each parameter to the model's name for it."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {number: name_of.get(id(p), f"#{number}") for number, p in enumerate(parameters)}
+
+
+def _num_bytes(state: Any) -> int:
+    leaves = torch.utils._pytree.tree_leaves(state)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,51 @@
+"""One worker, nobody to agree with: the reference that every other strategy is tested against.
+
+Costs nothing on the wire.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from manyhands.errors import SpecError
+from manyhands.strategies.base import Learner, Strategy
+
+if TYPE_CHECKING:
+    from manyhands.cluster.view import View
+    from manyhands.train.feed import Share
+    from manyhands.train.step import StepReport
+
+
+@dataclass(frozen=True)
+class Single(Strategy):
+    name: ClassVar[str] = "single"
+    summary: ClassVar[str] = "one worker, the reference"
+    default_workers: ClassVar[int] = 1
+
+    def check(self, workers: int) -> None:
+        super().check(workers)
+        if workers > 1:
+            raise SpecError(
+                f"single trains with one worker, and --workers is {workers}. "
+                f"Use  --strategy allreduce --workers {workers}  or  --workers 1."
+            )
+
+    def build(self) -> Learner:
+        return SingleLearner()
+
+
+class SingleLearner(Learner):
+    def on_view(self, view: View) -> None:
+        assert view.world == 1, f"single with {view.world} workers"
+
+    def step(self, share: Share) -> StepReport:
+        from manyhands.train.step import StepReport, gradients
+
+        started = time.perf_counter()
+        lr = self.trainee.lr
+        weight, loss = gradients(self.trainee, share)
+        self.trainee.update()
+        seconds = time.perf_counter() - started
+        return StepReport(share.step, share.samples, weight, loss, lr, seconds, seconds)

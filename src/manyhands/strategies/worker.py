@@ -1,0 +1,42 @@
+"""The program of a worker process: `python -m manyhands.strategies.worker`, started by a launcher.
+
+Builds the learner that its spec names and runs the loop with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from manyhands.cluster.member import Member
+from manyhands.errors import LinkError
+
+
+def main() -> int:
+    try:
+        # Before torch is loaded: the coordinator should know at once that this process lives.
+        member = Member.from_launcher()
+    except LinkError as error:
+        print(f"The coordinator can't be reached: {error}", file=sys.stderr)
+        return 1
+    try:
+        from manyhands.strategies.registry import make_strategy
+        from manyhands.train.loop import Worker
+
+        with member.phase("loading the job"):
+            learner = make_strategy(member.assignment["strategy"]).build()
+            worker = Worker(member, learner)
+        with member.phase("waiting for orders"):
+            worker.run()
+    except BaseException as error:  # SystemExit of a job's code too: whoever ends this run is named
+        return member.fail(error)
+    member.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit(): after a failed collective, torch's destructors may wait for peers forever.
+    os._exit(status)

@@ -1,0 +1,244 @@
+"""The course of a training: which order comes next. Pure: no clock, no process, no torch.
+
+    for each epoch:
+        Steps*            until every sample of the epoch is given out
+        Checkpoint?       every so many steps, if asked
+        Evaluate?         every `eval_every` epochs and after the last; the course waits for its result
+        Checkpoint        after each epoch, so that the best model is always one of them
+    Stop                  when the epochs are over, the patience is, or somebody asked
+
+Samples are counted, not steps: the state of a course is the epoch, what is committed of it, and the
+step number, so it can go on with any number of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.train.leases import Leases, Range, shares, split
+
+
+@dataclass(frozen=True)
+class Syllabus:
+    """What a course is made from."""
+
+    num_samples: int
+    batch_size: int
+    epochs: int
+    eval_every: int = 1
+    has_eval: bool = True
+    checkpoint_every: int = 0
+    """Steps between checkpoints besides those after each epoch; 0 for none."""
+    checkpoints: bool = True
+    monitor: str = "loss"
+    patience: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_samples / self.batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+    @property
+    def lower_is_better(self) -> bool:
+        return any(word in self.monitor.lower() for word in ("loss", "error", "perplexity"))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One global step: which samples of which epoch."""
+
+    step: int
+    epoch: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def share_out(self, weights: Sequence[float]) -> list[list[Range]]:
+        """The ranges of each worker, in rank order, in proportion to the weights."""
+        return split(self.ranges, shares(self.samples, weights))
+
+
+@dataclass(frozen=True)
+class Steps:
+    plans: tuple[StepPlan, ...]
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    state: Mapping[str, Any]
+    """The course as it is at this step."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str
+
+
+Order = Steps | Evaluate | Checkpoint | Stop
+
+
+@dataclass
+class Best:
+    """The best evaluation so far."""
+
+    metrics: dict[str, float] | None = None
+    step: int = 0
+    waited: int = 0
+    """Evaluations since."""
+
+
+class Course:
+    def __init__(self, syllabus: Syllabus, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self.syllabus = syllabus
+        self.epoch: int = state.get("epoch", 0)
+        self.step: int = state.get("step", 0)
+        self.committed_step = self.step
+        self.best = Best(**state.get("best", {}))
+        self.last_metrics: dict[str, float] = dict(state.get("last_metrics", {}))
+        self._leases = Leases(
+            syllabus.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
+        )
+        self._open: deque[StepPlan] = deque()
+        self._evaluated: bool = state.get("evaluated", False)
+        self._awaiting = False
+        self._saved = self.step if state else -1
+        self._stop: str | None = None
+        if self.epoch >= syllabus.epochs:
+            self._stop = "finished"
+
+    def next(self, max_steps: int) -> Order | None:
+        """The next order, at most `max_steps` of training in it; None while an evaluation is awaited."""
+        if self._awaiting:
+            return None
+        if self._stop is not None:
+            return self._checkpoint() if self._due_at_the_end() else Stop(self._stop)
+        if not self._leases.exhausted:
+            every = self.syllabus.checkpoint_every
+            if every and self.step and self.step % every == 0 and self._saved != self.step:
+                return self._checkpoint()
+            if every:
+                max_steps = min(max_steps, every - self.step % every)
+            return self._steps(max_steps)
+        if not self._evaluated and self._evaluation_due():
+            self._awaiting = True
+            return Evaluate(self.step, self.epoch)
+        self._next_epoch()
+        if self.syllabus.checkpoints:
+            return self._checkpoint()
+        return self.next(max_steps)
+
+    def commit(self, step: int) -> StepPlan:
+        """The oldest open step is in the weights."""
+        plan = self._open.popleft()
+        assert plan.step == step, f"step {step} committed before step {plan.step}"
+        self.committed_step = step
+        if plan.epoch == self.epoch:
+            self._leases.commit(plan.ranges)
+        return plan
+
+    def evaluated(self, metrics: Mapping[str, float]) -> bool:
+        """The awaited evaluation's result; True if it is the best so far."""
+        assert self._awaiting
+        self._awaiting, self._evaluated = False, True
+        self.last_metrics = dict(metrics)
+        value = metrics[self.syllabus.monitor]
+        if not self._better(value):
+            self.best.waited += 1
+            if self.syllabus.patience is not None and self.best.waited >= self.syllabus.patience:
+                self._next_epoch()
+                self._stop = self._stop or "early-stopped"
+            return False
+        self.best = Best(metrics=dict(metrics), step=self.step)
+        return True
+
+    def stop(self, reason: str) -> None:
+        """End at the next step boundary, with a checkpoint."""
+        self._stop = self._stop or reason
+        self._awaiting = False
+
+    @property
+    def awaiting(self) -> bool:
+        """An evaluation was ordered, and the course waits for its result."""
+        return self._awaiting
+
+    @property
+    def samples_used(self) -> int:
+        """Committed samples of all epochs."""
+        if self._open and self._open[0].epoch < self.epoch:
+            before = sum(plan.samples for plan in self._open if plan.epoch < self.epoch)
+            return self.epoch * self.syllabus.num_samples - before
+        return self.epoch * self.syllabus.num_samples + len(self._leases.committed)
+
+    @property
+    def open_steps(self) -> Sequence[StepPlan]:
+        """Given out, not yet committed."""
+        return tuple(self._open)
+
+    def state(self) -> dict[str, Any]:
+        """The course as it will be when all that was given out is committed."""
+        done = Leases(self.syllabus.num_samples, self._leases.committed.to_list())
+        for piece in self._leases.leased.to_list():
+            done.committed.add(piece)
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "committed": [list(piece) for piece in done.committed.to_list()],
+            "evaluated": self._evaluated,
+            "best": dataclasses.asdict(self.best),
+            "last_metrics": self.last_metrics,
+        }
+
+    def _steps(self, max_steps: int) -> Steps:
+        plans = []
+        while len(plans) < max_steps and not self._leases.exhausted:
+            self.step += 1
+            ranges = tuple(self._leases.take(self.syllabus.batch_size))
+            plans.append(StepPlan(self.step, self.epoch, ranges))
+        self._open.extend(plans)
+        return Steps(tuple(plans))
+
+    def _evaluation_due(self) -> bool:
+        if not self.syllabus.has_eval:
+            return False
+        number = self.epoch + 1
+        return number % self.syllabus.eval_every == 0 or number == self.syllabus.epochs
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self._evaluated = False
+        self._leases = Leases(self.syllabus.num_samples)
+        if self.epoch >= self.syllabus.epochs:
+            self._stop = self._stop or "finished"
+
+    def _due_at_the_end(self) -> bool:
+        return self.syllabus.checkpoints and self._saved != self.step
+
+    def _checkpoint(self) -> Checkpoint:
+        self._saved = self.step
+        return Checkpoint(self.step, self.state())
+
+    def _better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best.metrics is None:
+            return True
+        best = self.best.metrics[self.syllabus.monitor]
+        return value < best if self.syllabus.lower_is_better else value > best

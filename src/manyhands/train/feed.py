@@ -1,0 +1,186 @@
+"""From positions of an epoch's permutation to batches.
+
+The permutation depends on (seed, epoch) alone, so every worker and every resumed run sees the same.
+Data that can gather a batch at once (`batch(indices)`, as manyhands.data.Arrays, or torch's
+TensorDataset) is asked once a batch; any other map-style dataset is asked sample by sample and
+collated, in the worker or, with `loader_processes`, ahead of time in processes beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from manyhands.cluster.member import die_with
+from manyhands.errors import JobError
+from manyhands.job import Job, load_job
+from manyhands.train.leases import Range, shares, split
+from manyhands.train.seeds import derive, seed_loading
+from manyhands.train.trainee import to_device
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one worker computes in one global step."""
+
+    step: int
+    epoch: int
+    total: int
+    """Samples of all workers in this step."""
+    ranges: tuple[Range, ...]
+    """This worker's."""
+
+    @property
+    def samples(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass
+class Share:
+    """A portion with its data: micro-batches, each with its number of samples."""
+
+    step: int
+    epoch: int
+    samples: int
+    total: int
+    batches: list[tuple[Any, int]]
+
+
+class Feed:
+    """The training data as this worker reads it."""
+
+    def __init__(
+        self, job: Job, dataset: Any, *, device: str, loaders: Loaders | None = None
+    ) -> None:
+        self._job = job
+        self._dataset = dataset
+        self._device = device
+        self._loaders = loaders
+        self._epoch = -1
+        self._order: Tensor = torch.empty(0, dtype=torch.int64)
+        self._expected: deque[Portion] = deque()
+        self._coming: deque[list[tuple[Future[Any], int]]] = deque()
+
+    def expect(self, portions: Iterable[Portion]) -> None:
+        """These come next, in this order: loader processes can begin."""
+        if self._loaders is not None:
+            self._expected.extend(portions)
+            self._load_ahead(self._loaders)
+
+    def share(self, portion: Portion) -> Share:
+        """The data of one step, in the order that was expected."""
+        if self._loaders is None:
+            pieces = self._micro_batches(portion)
+            return self._share(portion, [(self._load(portion, p), n) for p, n in pieces])
+        futures = self._coming.popleft()
+        self._load_ahead(self._loaders)
+        return self._share(portion, [(future.result(), n) for future, n in futures])
+
+    def _load_ahead(self, loaders: Loaders) -> None:
+        while self._expected and len(self._coming) < loaders.ahead:
+            portion = self._expected.popleft()
+            self._coming.append(
+                [
+                    (loaders.submit(portion.epoch, p[0][0], self._indices(portion.epoch, p)), n)
+                    for p, n in self._micro_batches(portion)
+                ]
+            )
+
+    def _share(self, portion: Portion, batches: list[tuple[Any, int]]) -> Share:
+        moved = [(to_device(batch, self._device), n) for batch, n in batches]
+        return Share(portion.step, portion.epoch, portion.samples, portion.total, moved)
+
+    def _micro_batches(self, portion: Portion) -> list[tuple[Sequence[Range], int]]:
+        if portion.samples == 0:
+            # Nothing for this worker in a last, small batch: it takes part with a sample that counts 0.
+            return [([(0, 1)], 0)]
+        number = min(self._job.accumulate, portion.samples)
+        counts = shares(portion.samples, [1.0] * number)
+        return list(zip(split(portion.ranges, counts), counts, strict=True))
+
+    def _load(self, portion: Portion, ranges: Sequence[Range]) -> Any:
+        indices = self._indices(portion.epoch, ranges)
+        return gather(self._job, self._dataset, indices, portion.epoch, ranges[0][0])
+
+    def _indices(self, epoch: int, ranges: Sequence[Range]) -> Tensor:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(derive(self._job.seed, "epoch", epoch))
+            self._order = torch.randperm(len(self._dataset), generator=generator)
+            self._epoch = epoch
+        if len(ranges) == 1:
+            return self._order[ranges[0][0] : ranges[0][1]]
+        return torch.cat([self._order[start:stop] for start, stop in ranges])
+
+
+def gather(job: Job, dataset: Any, indices: Tensor, epoch: int, position: int) -> Any:
+    """One batch."""
+    if type(job).collate is Job.collate:
+        if hasattr(dataset, "batch"):
+            return dataset.batch(indices)
+        if isinstance(dataset, TensorDataset):
+            return tuple(tensor[indices] for tensor in dataset.tensors)
+    # Augmentation may draw: what it draws depends on where it is in the epoch, and on nothing else.
+    seed_loading(job.seed, "load", epoch, position)
+    numbers = indices.tolist()
+    if hasattr(dataset, "__getitems__"):
+        samples = dataset.__getitems__(numbers)
+    else:
+        samples = [dataset[i] for i in numbers]
+    return job.collate(samples)
+
+
+def check_dataset(job: Job, method: str, dataset: Any) -> None:
+    """A data set of a job must be map-style and hold something."""
+    name = f"{type(job).__name__}.{method}()"
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        got = "None (is a return missing?)" if dataset is None else type(dataset).__name__
+        raise JobError(f"{name} must return a map-style dataset (len() and []); it returned {got}.")
+    if len(dataset) == 0:
+        raise JobError(f"{name} returned a data set without samples.")
+
+
+class Loaders:
+    """Processes that load batches ahead. Each builds the job's data set for itself."""
+
+    def __init__(self, reference: str, settings: Mapping[str, str], processes: int) -> None:
+        self.ahead = 2 * processes
+        self._pool = ProcessPoolExecutor(
+            processes,
+            mp_context=torch.multiprocessing.get_context("spawn"),
+            initializer=_start_loader,
+            initargs=(reference, dict(settings), os.getpid()),
+        )
+
+    def submit(self, epoch: int, position: int, indices: Tensor) -> Future[Any]:
+        return self._pool.submit(_load, epoch, position, indices.tolist())
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+_loaded: tuple[Job, Any] | None = None
+"""A loader process has one job and its data, and nothing else."""
+
+
+def _start_loader(reference: str, settings: dict[str, str], parent: int) -> None:
+    global _loaded
+    die_with(parent)
+    torch.set_num_threads(1)
+    job = load_job(reference, settings)
+    _loaded = (job, job.data())
+
+
+def _load(epoch: int, position: int, indices: list[int]) -> Any:
+    assert _loaded is not None
+    job, dataset = _loaded
+    return gather(job, dataset, torch.tensor(indices), epoch, position)

@@ -1,0 +1,114 @@
+"""From options to a finished run: puts coordinator, conductor, sinks and run folder together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+from pathlib import Path
+
+from manyhands import __version__
+from manyhands.cluster.coordinator import Coordinator, on_signals
+from manyhands.cluster.launchers import Launcher, LocalLauncher
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.errors import Interrupted, ManyhandsError, UsageError
+from manyhands.state import checkpoints
+from manyhands.state.checkpoints import Manifest
+from manyhands.state.runs import EVENTS, Run
+from manyhands.train.conductor import Conductor
+from manyhands.train.options import Options
+from manyhands.watch import Console, JsonlSink, Queued, Stream, TensorBoardSink
+from manyhands.watch.events import RunFinished
+
+WORKER = "manyhands.strategies.worker"
+EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted": 75}
+
+
+def train(
+    options: Options,
+    run: Run,
+    *,
+    console: Console,
+    checkpoint: Manifest | None = None,
+    control: str = "unix",
+    timeouts: Timeouts | None = None,
+    launcher: Launcher | None = None,
+) -> int:
+    """Train in the run's folder; the exit code. A mistake of the person is raised, not told."""
+    run.lock()
+    try:
+        checkpoints.clear_partials(run.path)
+        run.forget_summary()
+        stream = Stream(
+            [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
+        )
+        try:
+            return _train(options, run, stream, console, checkpoint, control, timeouts, launcher)
+        finally:
+            stream.close()
+    finally:
+        run.unlock()
+
+
+def _train(
+    options: Options,
+    run: Run,
+    stream: Stream,
+    console: Console,
+    checkpoint: Manifest | None,
+    control: str,
+    timeouts: Timeouts | None,
+    launcher: Launcher | None,
+) -> int:
+    with Coordinator(
+        launcher or LocalLauncher(), logs=run.logs, timeouts=timeouts, control=control
+    ) as coordinator:
+        on_signals(coordinator)
+        conductor = Conductor(
+            coordinator,
+            options,
+            run,
+            stream,
+            entry=WORKER,
+            checkpoint=checkpoint,
+            tick=console.tick,
+            versions=versions(),
+        )
+        error: ManyhandsError | None = None
+        try:
+            outcome = conductor.conduct()
+            code = EXIT_CODES[outcome]
+        except Interrupted as caught:
+            error, outcome, code = caught, "interrupted", caught.exit_code
+        except ManyhandsError as caught:
+            error, outcome, code = caught, "failed", caught.exit_code
+        coordinator.stop()
+    if isinstance(error, UsageError) and conductor.samples == 0:
+        raise error
+    summary = conductor.summary(outcome, str(error) if error else None)
+    run.write_summary(summary)
+    done = outcome in ("finished", "early-stopped")
+    command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"
+    stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
+    return code
+
+
+def rehearse(options: Options, folder: Path, *, control: str = "unix") -> Conductor:
+    """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
+    run = Run.create("check", path=folder)
+    with Coordinator(LocalLauncher(), logs=run.logs, control=control) as coordinator:
+        on_signals(coordinator)
+        conductor = Conductor(
+            coordinator, options, run, Stream(), entry=WORKER, versions=versions()
+        )
+        conductor.conduct()
+    return conductor
+
+
+def versions() -> dict[str, str]:
+    """Of what computes. Asked of the package's metadata: the coordinator does not load torch."""
+    return {
+        "manyhands": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+    }

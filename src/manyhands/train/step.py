@@ -1,0 +1,100 @@
+"""One worker's part of one step, the same for every strategy: forward, loss, backward, by micro-batches.
+
+Each micro-batch counts by its weight (samples, or what the job says, such as tokens) in the weight of
+the whole step over all workers, so the gradient is that of the mean over the global batch, however
+unequal the shares are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from manyhands.errors import JobError
+from manyhands.train.feed import Share
+from manyhands.train.trainee import Trainee
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a learner says of one step."""
+
+    step: int
+    samples: int
+    weight: float | Tensor
+    """What this worker's part counts in the mean of the step."""
+    loss: float | Tensor
+    """Sum of the losses of this worker's part, each times its weight. On its device: reading waits."""
+    lr: float
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    """Time waited for other members."""
+    bytes_sent: int = 0
+    staleness: int = 0
+    """Steps of others between reading the weights and changing them."""
+
+
+Sum = Callable[[float | Tensor], float | Tensor]
+"""A number added up over all workers."""
+
+
+def gradients(
+    trainee: Trainee,
+    share: Share,
+    *,
+    model: nn.Module | None = None,
+    scale: float = 1.0,
+    total: Sum | None = None,
+    local: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[float | Tensor, Tensor]:
+    """Put this share's gradients in place; its weight, and the weighted sum of its losses.
+
+    `model` is what to call (a wrapper of the trainee's); `scale` multiplies the gradients; `total`
+    adds a weight up over workers where the job gives its own; `local` opens a context in which a
+    backward is not yet shared.
+    """
+    model = model or trainee.model
+    weights: list[float | Tensor] = [float(samples) for _, samples in share.batches]
+    whole: float | Tensor = float(share.total)
+    if trainee.weight is not None:
+        weights = [_own_weight(trainee, batch, samples) for batch, samples in share.batches]
+        mine = sum(weights[1:], weights[0])
+        whole = total(mine) if total is not None else mine
+    if share.samples == 0:
+        return _stand_in(trainee, share, model)
+    losses = None
+    last = len(share.batches) - 1
+    for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
+        with local() if index < last else nullcontext():
+            loss = trainee.loss(model, batch)
+            factor = weight / whole * scale
+            (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
+        part = loss.detach() * weight
+        losses = part if losses is None else losses + part
+    assert losses is not None
+    return sum(weights[1:], weights[0]), losses
+
+
+def _own_weight(trainee: Trainee, batch: object, samples: int) -> float | Tensor:
+    assert trainee.weight is not None
+    if samples == 0:
+        return 0.0
+    weight = trainee.weight(batch)
+    if weight is None:
+        raise JobError("weight() must return a number for each batch; it returned None.")
+    return weight
+
+
+def _stand_in(trainee: Trainee, share: Share, model: nn.Module) -> tuple[float, Tensor]:
+    """Take part with gradients of zero. In evaluation mode: nothing may learn from a sample that counts 0."""
+    trainee.model.eval()
+    try:
+        loss = trainee.loss(model, share.batches[0][0])
+        (loss * 0.0).backward()
+    finally:
+        trainee.model.train()
+    return 0.0, loss.detach() * 0.0

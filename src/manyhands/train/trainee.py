@@ -1,0 +1,111 @@
+"""What a learner trains: a model, its optimizer, its schedule, and how a batch becomes a loss.
+
+Built from a Job, or by `mh.join()` from what a person's own loop has. Here too every answer of a
+job's methods is checked, so that a mistake is named by the method that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.errors import JobError
+from manyhands.job import Job
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class Trainee:
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss
+    """(model, batch) to the mean loss of the batch."""
+    device: str = "cpu"
+    scheduler: LRScheduler | None = None
+    clip_norm: float | None = None
+    weight: Callable[[Any], float | Tensor | None] | None = None
+    """What a batch counts in the mean over workers; None: its samples."""
+
+    @classmethod
+    def of(cls, job: Job, *, device: str, num_steps: int) -> Trainee:
+        # The same model on every worker, whatever the device: built on the CPU from the seed.
+        torch.manual_seed(job.seed)
+        model = job.model()
+        if not isinstance(model, nn.Module):
+            raise _wrong(job, "model", "a torch.nn.Module", model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
+        model = model.to(device)
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        if not isinstance(optimizer, Optimizer):
+            raise _wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
+        scheduler = job.schedule(optimizer, num_steps)
+        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(
+            scheduler, LRScheduler | None
+        ):
+            raise _wrong(job, "schedule", "a torch scheduler that steps once a step, or None", scheduler)
+        return cls(
+            model=model,
+            optimizer=optimizer,
+            loss=lambda model, batch: job_loss(job, model, batch)[0],
+            device=device,
+            scheduler=scheduler,
+            clip_norm=job.clip_norm,
+            weight=job.weight if type(job).weight is not Job.weight else None,
+        )
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def update(self) -> None:
+        """Gradients are complete: clip, step, schedule, forget."""
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    """The job's loss of a batch, and the model's output."""
+    output = call(model, job.inputs(batch))
+    loss = job.loss(output, batch)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise _wrong(job, "loss", "a scalar tensor, the mean over the batch", loss)
+    return loss, output
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs)
+
+
+def to_device(batch: Any, device: str) -> Any:
+    """Every tensor of a nested batch on the device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _wrong(job: Job, method: str, wanted: str, got: Any) -> JobError:
+    shape = f" of shape {tuple(got.shape)}" if isinstance(got, Tensor) else ""
+    a = f"{type(got).__name__}{shape}" if got is not None else "None (is a return missing?)"
+    return JobError(f"{type(job).__name__}.{method}() must return {wanted}; it returned {a}.")

@@ -1,0 +1,148 @@
+"""`events.jsonl`: one line an event, appended; the truth about a run.
+
+Each event is written whole, with its newline, by a single write on an append-only descriptor: what
+was emitted before a SIGKILL is in the file, and only the very last line can be torn. A line counts
+once its newline is there: readers skip a torn tail, and opening the file to append cuts it off
+(half a record says nothing, and a line that does not parse must not stand in the middle). There is
+no fsync: a power loss may cost the last seconds, never what stands before them.
+
+JSON has no NaN and no infinities; they are written as the strings "NaN", "Infinity" and "-Infinity"
+and come back as floats. A step of a few members costs about 300 bytes and 20 microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from manyhands.errors import RunFolderError
+from manyhands.watch.events import Event, to_record
+from manyhands.watch.sinks import Sink
+
+Record = dict[str, Any]
+
+_NO_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JsonlSink(Sink):
+    """Appends every event to `path`. An OSError (a full disk) reaches the caller."""
+
+    essential: ClassVar[bool] = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._file: int | None = os.open(self.path, flags, 0o644)
+        try:
+            _cut_torn_tail(self._file)
+        except BaseException:
+            self.close()
+            raise
+
+    def handle(self, event: Event) -> None:
+        if self._file is None:
+            raise ValueError(f"{self.path} is closed")
+        line = encode(to_record(event))
+        written = os.write(self._file, line)
+        try:
+            # A nearly full disk takes a part; the rest either fits or says why not.
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """The record as one line of valid, compact JSON, newline included."""
+    try:
+        text = _dumps(record)
+    except ValueError:  # NaN or an infinity: rare, so only then are the values looked at one by one
+        text = _dumps(_without_nan(record))
+    return text.encode() + b"\n"
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[Record]:
+    """The records of the file in order, without a torn last line."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise RunFolderError(
+                    f"{os.fspath(path)}, line {number}, is not an event: {error}. "
+                    "Remove that line to read the rest."
+                ) from error
+            yield _with_nan(record) if b'NaN"' in line or b'Infinity"' in line else record
+
+
+def committed_steps(records: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """The StepCommitted records of the true history.
+
+    A Resumed record with step N voids every StepCommitted before it with a step above N.
+    """
+    steps: list[Record] = []
+    for record in records:
+        if record["event"] == "StepCommitted":
+            steps.append(dict(record))
+        elif record["event"] == "Resumed":
+            steps = [step for step in steps if step["step"] <= record["step"]]
+    return steps
+
+
+def _dumps(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What the json module does not know but an event may hold."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"an event can't hold a {type(value).__name__}: {value!r}")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NO_JSON.get(value, value)
+    if isinstance(value, dict):
+        return {key: _with_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(item) for item in value]
+    return value
+
+
+def _cut_torn_tail(file: int, chunk_bytes: int = 65_536) -> None:
+    """Shorten the file to the end of its last whole line, looking backward from the end."""
+    end = size = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - chunk_bytes)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(file, end)

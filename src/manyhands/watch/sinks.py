@@ -1,0 +1,173 @@
+"""Where events go: the interface of a sink, the stream that feeds them, and a queue for slow ones.
+
+The stream passes each event to its sinks in order, in the caller's thread. A view of the run must
+never end the run: a sink that raises is reported once, closed and left out from then on. The one
+exception is an `essential` sink (the JSONL file, which is the truth): its error reaches the caller.
+
+A sink that may be slow goes behind `Queued`: a thread of its own and a bounded queue that drops and
+counts rather than blocks. An event costs the caller one call a sink; a queued sink costs an append.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import ClassVar
+
+from manyhands.watch.events import Event
+
+log = logging.getLogger("manyhands.watch")
+
+
+class Sink(ABC):
+    """One view of a run: gets every event in order, then one `close`."""
+
+    essential: ClassVar[bool] = False
+    """An essential sink's error ends the run; any other sink's error ends only the sink."""
+
+    @abstractmethod
+    def handle(self, event: Event) -> None:
+        """Take one event. The event must not be changed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is pending and let go of files and threads. A second call does nothing."""
+
+
+class Stream:
+    """Passes every event to every sink, in order. One thread emits: the coordinator's."""
+
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        """Those that still take events."""
+        return tuple(self._sinks)
+
+    def add(self, sink: Sink) -> None:
+        self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                sink.handle(event)
+            except Exception as error:
+                if sink.essential:
+                    raise
+                self._drop(sink, error)
+
+    def close(self) -> None:
+        """Close every sink, whatever the others do; then raise an essential one's error."""
+        essential_error: Exception | None = None
+        while self._sinks:
+            sink = self._sinks.pop()
+            try:
+                sink.close()
+            except Exception as error:
+                if sink.essential:
+                    essential_error = error
+                else:
+                    log.warning("%s could not be closed: %s", _name(sink), _reason(error))
+        if essential_error is not None:
+            raise essential_error
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        log.warning(
+            "%s failed and gets no more events; the run goes on. %s", _name(sink), _reason(error)
+        )
+        log.debug("how %s failed", _name(sink), exc_info=error)
+        try:
+            sink.close()
+        except Exception:
+            log.debug("%s also failed to close", _name(sink), exc_info=True)
+
+
+class Queued(Sink):
+    """Runs `sink` in a thread behind a queue of at most `limit` events.
+
+    When the queue is full the newest event is dropped and counted in `dropped`. If the sink raises,
+    the next `handle` (or else `close`) raises its error here, so that the stream drops it as it
+    would have without the queue.
+    """
+
+    def __init__(self, sink: Sink, limit: int = 10_000) -> None:
+        if limit < 1:
+            raise ValueError(f"limit must be at least 1, and is {limit}")
+        self.sink = sink
+        self.limit = limit
+        self.dropped = 0
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._failed = False
+        self._error: Exception | None = None
+        # A daemon: a sink that hangs for ever must not keep the process alive.
+        self._thread = threading.Thread(
+            target=self._run, name=f"manyhands-{type(sink).__name__}", daemon=True
+        )
+        self._thread.start()
+
+    def handle(self, event: Event) -> None:
+        with self._changed:
+            self._raise_error()
+            if self._closing or self._failed or len(self._events) >= self.limit:
+                self.dropped += 1
+                return
+            self._events.append(event)
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the sink work off its queue and close it, within `timeout_s`; else give up on it."""
+        with self._changed:
+            first_time, self._closing = not self._closing, True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        with self._changed:
+            if self._thread.is_alive():
+                self.dropped += len(self._events)
+                self._events.clear()
+            if self.dropped and first_time and not self._failed:
+                log.warning("%s was too slow: %d events left out", _name(self), self.dropped)
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            # Raised once: the stream answers it with a close, which has nothing new to say.
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        try:
+            while (event := self._next()) is not None:
+                self.sink.handle(event)
+        except Exception as error:
+            self._fail(error)
+        try:
+            self.sink.close()
+        except Exception as error:
+            self._fail(error)
+
+    def _next(self) -> Event | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self._closing)
+            return self._events.popleft() if self._events else None
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if not self._failed:
+                self._failed, self._error = True, error
+            self.dropped += len(self._events)
+            self._events.clear()
+
+
+def _name(sink: Sink) -> str:
+    return _name(sink.sink) if isinstance(sink, Queued) else type(sink).__name__
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

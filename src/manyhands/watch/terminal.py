@@ -1,0 +1,121 @@
+"""The console for a terminal, drawn with rich: import it only there.
+
+Below the lines that stay there is ONE live line, drawn again on events and on `tick()`, at most ten
+times a second: erase the line, write it anew, in one write. There is no thread and the cursor is
+never hidden, so a killed run leaves a sane terminal. A narrow terminal first shortens the bar and
+then leaves out the least important figures.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from rich.console import Console as Rich
+from rich.control import Control
+from rich.segment import ControlType
+from rich.text import Text
+
+from manyhands.watch import text
+from manyhands.watch.console import BAD, GOOD, LABEL_CELLS, STRONG, Clock, Console, Part
+from manyhands.watch.events import Event, RunFinished
+
+REDRAW_EVERY_S = 0.1
+BAR_CELLS = (16, 32)
+"""The narrowest and the widest progress bar."""
+DIM, LABEL = "dim", "cyan"
+
+
+class RichConsole(Console):
+    """Lines that stay, in colour, and one live line with a progress bar."""
+
+    def __init__(self, out: Rich, err: Rich, *, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock=clock)
+        self.out = out
+        self.err = err
+        self._live = False
+        self._over = False
+        self._drawn_at = float("-inf")
+
+    def line(self, *parts: Part) -> None:
+        with self.out:
+            self._erase()
+            # Long paths and commands are for copying: the terminal may wrap them, we do not.
+            self.out.print(Text.assemble(*parts), soft_wrap=True)
+            self._draw()
+
+    def rows(self, rows: text.Rows) -> None:
+        for label, value in rows:
+            head = (f"  {label:<{LABEL_CELLS}}", LABEL)
+            self.line(head, (value, STRONG if label == "look" else ""))
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunFinished):
+            self.close()
+        super().handle(event)
+
+    def progress(self) -> None:
+        now = self.clock()
+        if True:
+            self._drawn_at = now
+            with self.out:  # one write to the terminal: no flicker
+                self._erase()
+                self._draw()
+
+    def failure(self, failure: text.Failure) -> None:
+        self._erase()
+        self.err.print(Text.assemble(("error", BAD), f": {failure.head}"), soft_wrap=True)
+        for line in failure.traceback:
+            self.err.print(Text(f"    {line}", style=DIM), soft_wrap=True)
+        if failure.log:
+            self.err.print(Text.assemble(("  log: ", LABEL), failure.log), soft_wrap=True)
+
+    def close(self) -> None:
+        self._erase()
+        self._over = True
+
+    def _erase(self) -> None:
+        if self._live:
+            self._live = False
+            self.out.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+    def _draw(self) -> None:
+        if self._over or self.picture.started is None:
+            return
+        line = self._starting() if self.starting else self._training()
+        # The last cell stays free: a full line would make some terminals wrap.
+        line.truncate(max(1, self.out.width - 1))
+        self.out.print(line, end="", soft_wrap=True)
+        self._live = True
+
+    def _starting(self) -> Text:
+        frames = "-\\|/" if self.out.options.ascii_only else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+        frame = frames[int(self.elapsed_s / REDRAW_EVERY_S) % len(frames)]
+        words = text.starting_line(self.picture, self.elapsed_s)
+        return Text.assemble((f"{frame} ", GOOD), words)
+
+    def _training(self) -> Text:
+        now = text.progress(self.picture)
+        room = self.out.width - 1 - len(f"{now.epoch}  {now.steps}") - 1
+        figures = list(now.figures)
+        while figures and len("  ".join(["", *figures])) + BAR_CELLS[0] > room:
+            figures.pop()
+        tail = "  ".join(["", *figures])
+        bar = self._bar(now.done, max(BAR_CELLS[0], min(BAR_CELLS[1], room - len(tail))))
+        return Text.assemble((now.epoch, STRONG), " ", *bar, f"  {now.steps}", (tail, DIM))
+
+    def _bar(self, done: float, cells: int) -> list[tuple[str, str]]:
+        full, empty = ("=", " ") if self.out.options.ascii_only else ("━", "━")
+        if self.out.color_system is None:
+            empty = " "  # without colour the rest of the bar must look different
+        num_full = int(done * cells)
+        return [(full * num_full, GOOD), (empty * (cells - num_full), "bright_black")]
+
+
+def rich_stream(stream: TextIO) -> Rich:
+    """A rich console on `stream`: what we say is text, never markup."""
+    console = Rich(file=stream, highlight=False, markup=False, emoji=False)
+    if console.no_color:
+        # NO_COLOR: no bold or dim either, nothing but the erasing of the live line.
+        console = Rich(file=stream, highlight=False, markup=False, emoji=False, color_system=None)
+    return console

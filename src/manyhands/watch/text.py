@@ -1,0 +1,301 @@
+"""What a person reads about a run, as plain strings: sentences and rows. Pure.
+
+`Picture` folds the events into what is known by now; the functions below it say that in words.
+Every console draws the same strings, so a terminal, a pipe and a log file tell the same story.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.watch.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    MemberFailed,
+    MemberReady,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    ViewChanged,
+)
+from manyhands.watch.units import clean, count, duration, figure, plural, short, size
+
+Rows = list[tuple[str, str]]
+"""Label and value."""
+
+TRACEBACK_LINES = 30
+SMOOTHING_STEPS = 50
+"""Over how many steps the speed is averaged: a single step jumps too much to read."""
+
+# picture
+
+
+@dataclass
+class Picture:
+    """What is known of a run so far."""
+
+    started: RunStarted | None = None
+    ready: dict[str, MemberReady] = field(default_factory=dict)
+    view: ViewChanged | None = None
+    step: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    evaluation: Evaluated | None = None
+    saved_step: int | None = None
+    failure: MemberFailed | None = None
+    """The first one."""
+    recent: deque[StepCommitted] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
+
+    def fold(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.started = event
+            case MemberReady():
+                self.ready[event.member] = event
+            case ViewChanged():
+                self.view = event
+                self.recent.clear()
+            case Resumed():
+                self.step, self.epoch = event.step, event.epoch
+                self.saved_step = event.step if event.checkpoint else None
+                if self.evaluation is not None and self.evaluation.step > event.step:
+                    self.evaluation = None
+                self.recent.clear()
+            case StepCommitted():
+                self.step, self.epoch, self.loss = event.step, event.epoch, event.loss
+                self.recent.append(event)
+            case Evaluated():
+                self.evaluation = event
+            case CheckpointSaved():
+                self.saved_step = event.step
+            case MemberFailed():
+                self.failure = self.failure or event
+
+    @property
+    def plan(self) -> MemberReady | None:
+        """Any ready member: all know the same numbers of steps and epochs."""
+        return next(iter(self.ready.values()), None)
+
+    @property
+    def num_steps(self) -> int:
+        return self.plan.steps if self.plan else 0
+
+    @property
+    def done(self) -> float:
+        """Share of the training that is done, 0 to 1."""
+        return min(1.0, self.step / self.num_steps) if self.num_steps else 0.0
+
+
+# start
+
+
+def title(event: RunStarted) -> str:
+    rest = ", ".join(f"{name} {v}" for name, v in event.versions.items() if name != "manyhands")
+    head = f"manyhands {event.versions.get('manyhands', '')}".rstrip()
+    return clean(f"{head} ({rest})" if rest else head)
+
+
+def start_rows(event: RunStarted) -> Rows:
+    strategy = f"{event.strategy}, {plural(event.workers, 'worker')}"
+    return [("job", clean(event.job)), ("strategy", clean(strategy)), ("run", clean(event.run))]
+
+
+def starting_line(picture: Picture, elapsed_s: float) -> str:
+    num_workers = picture.started.workers if picture.started else len(picture.ready)
+    ready = f"{len(picture.ready)} of {num_workers} ready"
+    return f"starting {plural(num_workers, 'worker')} ... {ready}  {duration(elapsed_s)}"
+
+
+def ready_rows(picture: Picture) -> Rows:
+    """What the members found when they had built model and data."""
+    plan, view = picture.plan, picture.view
+    rows: Rows = []
+    if plan is not None:
+        data = f"{plural(plan.train_samples, 'sample')} to train on"
+        if plan.eval_samples:
+            data += f", {count(plan.eval_samples)} to evaluate on"
+        steps = f"{plural(plan.steps, 'step')} of {plural(plan.batch_size, 'sample')}"
+        rows.append(("model", f"{short(plan.parameters)} parameters"))
+        rows.append(("data", data))
+        rows.append(("training", f"{plural(plan.epochs, 'epoch')}, {steps}"))
+    if picture.ready:
+        transport = f", {view.transport}" if view and view.transport != "none" else ""
+        rows.append(("devices", clean(_devices(picture.ready.values()) + transport)))
+    return rows
+
+
+def _devices(ready: Iterable[MemberReady]) -> str:
+    names = [member.device for member in ready]
+    if len(names) == 1:
+        return names[0]
+    # "cuda:0 (NVIDIA H200)" and "cuda:1 (NVIDIA H200)" are two of a kind.
+    kinds = Counter(re.sub(r":\d+", "", name, count=1) for name in names)
+    return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+
+
+def view_line(event: ViewChanged) -> str:
+    names = ", ".join(event.members)
+    transport = "" if event.transport == "none" else f"; {event.transport}"
+    return clean(f"going on with {plural(len(event.members), 'worker')}: {names}{transport}")
+
+
+def resumed(event: Resumed) -> str:
+    source = f"from {event.checkpoint}" if event.checkpoint else "from the beginning"
+    return clean(f"at step {count(event.step)}, epoch {event.epoch + 1}, {source}")
+
+
+# progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    epoch: str
+    steps: str
+    done: float
+    figures: tuple[str, ...]
+    """The most important first: a narrow terminal leaves out the last ones."""
+
+
+def progress(picture: Picture) -> Progress:
+    plan, recent = picture.plan, picture.recent
+    epochs = f"/{plan.epochs}" if plan else ""
+    total = f"/{count(plan.steps)}" if plan else ""
+    figures = [] if picture.loss is None else [f"loss {figure(picture.loss)}"]
+    seconds = sum(step.step_s for step in recent)
+    if seconds > 0:
+        figures.append(f"{count(sum(step.samples for step in recent) / seconds)} samples/s")
+        remaining = max(0, picture.num_steps - picture.step)
+        figures.append(f"eta {duration(remaining * seconds / len(recent))}")
+        if picture.view is None or len(picture.view.members) > 1:
+            wait = min(1.0, sum(step.wait_s for step in recent) / seconds)
+            figures.append(f"wait {wait:.0%}")
+    if picture.evaluation is not None:
+        figures.append(f"eval {clean(_figures(picture.evaluation.metrics))}")
+    if picture.saved_step:
+        figures.append(f"saved {count(picture.saved_step)}")
+    return Progress(
+        epoch=f"epoch {picture.epoch + 1}{epochs}",
+        steps=f"{count(picture.step)}{total}",
+        done=picture.done,
+        figures=tuple(figures),
+    )
+
+
+def progress_line(picture: Picture) -> str:
+    now = progress(picture)
+    return "  ".join([now.epoch, f"step {now.steps}", f"{now.done:.0%}", *now.figures])
+
+
+def evaluation_line(event: Evaluated, picture: Picture) -> str:
+    epochs = f"/{picture.plan.epochs}" if picture.plan else ""
+    head = f"epoch {event.epoch + 1}{epochs}  step {count(event.step)}  eval "
+    return clean(f"{head}{_figures(event.metrics)}")
+
+
+# end
+
+_ON_SIGNAL = {
+    "Ctrl-C": "Ctrl-C; saving a checkpoint (press again to stop at once)",
+    "SIGTERM": "SIGTERM; saving a checkpoint (a second one stops at once)",
+}
+
+
+def stopping(reason: str) -> str:
+    return clean(_ON_SIGNAL.get(reason, reason))
+
+
+@dataclass(frozen=True)
+class Failure:
+    head: str
+    traceback: tuple[str, ...]
+    log: str
+
+
+def failure(event: MemberFailed) -> Failure:
+    lines = clean(event.traceback).rstrip().splitlines()
+    if len(lines) > TRACEBACK_LINES:
+        left_out = len(lines) - TRACEBACK_LINES
+        lines = [f"... {plural(left_out, 'line')} above, in the log", *lines[-TRACEBACK_LINES:]]
+    head = f"{event.member} failed: {event.reason}"
+    return Failure(clean(head), tuple(lines), clean(event.log))
+
+
+_OUTCOMES = {
+    "finished": "finished in",
+    "early-stopped": "stopped early after",
+    "interrupted": "interrupted after",
+    "preempted": "preempted after",
+    "failed": "failed after",
+}
+
+
+def outcome(event: RunFinished) -> str:
+    wall_s = event.summary.get("wall_s")
+    words = _OUTCOMES.get(event.outcome, f"{event.outcome} after")
+    return words.rsplit(" ", 1)[0] if wall_s is None else f"{words} {duration(wall_s)}"
+
+
+def summary_rows(event: RunFinished, run: str | None) -> Rows:
+    """What is known about the whole run; what is not known is left out."""
+    known = {name: value for name, value in event.summary.items() if value is not None}
+    rows: Rows = []
+    if "steps" in known:
+        parts = [_epochs(known["epochs"])] if "epochs" in known else []
+        parts += [plural(known["samples"], "sample")] if "samples" in known else []
+        rows.append(("steps", count(known["steps"]) + (f" ({', '.join(parts)})" if parts else "")))
+    if "samples_per_s" in known:
+        rows.append(("speed", f"{count(known['samples_per_s'])} samples/s"))
+    if known.get("bytes_sent"):
+        rows.append(("sent", size(known["bytes_sent"])))
+    if known.get("final_metrics"):
+        rows.append(("final", clean(_figures(known["final_metrics"]))))
+    if known.get("best_metrics"):
+        best = dict(known["best_metrics"])
+        step = best.pop("step", None)
+        where = "" if step is None else f"  (step {count(step)})"
+        rows.append(("best", clean(_figures(best)) + where))
+    if known.get("checkpoint"):
+        rows.append(("checkpoint", clean(_in_run(run, known["checkpoint"]))))
+    if run:
+        rows.append(("run", clean(run)))
+        folder = shlex.quote(os.path.join(run, "tb"))
+        rows.append(("look", clean(f"tensorboard --logdir {folder}")))
+    return rows
+
+
+def summary_tail(event: RunFinished, run: str | None) -> str:
+    """What follows the outcome when the whole end of a run is one line."""
+    parts = [""]
+    if event.summary.get("steps") is not None:
+        parts.append(plural(event.summary["steps"], "step"))
+    if event.summary.get("final_metrics"):
+        parts.append(clean(_figures(event.summary["final_metrics"])))
+    if run:
+        parts.append(clean(run))
+    if event.resume_command is not None:
+        parts.append(f"go on with:  {clean(event.resume_command)}")
+    return "; ".join(parts)
+
+
+def _in_run(run: str | None, path: str) -> str:
+    """A path that can be typed from here, whether it was given from here or from the run folder."""
+    if run is None or os.path.isabs(path) or path.startswith(run.rstrip("/") + "/"):
+        return path
+    return os.path.join(run, path)
+
+
+def _epochs(number: float) -> str:
+    """A run that was stopped has a fraction of an epoch."""
+    return f"{round(number, 2):g} epoch" + ("" if number == 1 else "s")
+
+
+def _figures(metrics: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {figure(value)}" for name, value in metrics.items())

@@ -1,0 +1,70 @@
+"""Numbers as a person reads them: 3,412 samples, 1.2 M parameters, 12.3 MB, 1 m 12 s. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+def count(number: float) -> str:
+    return f"{round(number):,}"
+
+
+def short(number: float) -> str:
+    """1234567 is "1.2 M"."""
+    return _scaled(number, ("", "k", "M", "B", "T"))
+
+
+def size(num_bytes: float) -> str:
+    """12300000 is "12.3 MB"."""
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def duration(seconds: float) -> str:
+    """72 is "1 m 12 s"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3_600:
+        return f"{whole // 60} m {whole % 60:02} s"
+    if whole < 86_400:
+        return f"{whole // 3_600} h {whole % 3_600 // 60:02} m"
+    return f"{whole // 86_400} d {whole % 86_400 // 3_600:02} h"
+
+
+def figure(value: Any) -> str:
+    """A loss or a metric: four decimals, so that a changing figure keeps its width."""
+    if not isinstance(value, int | float):
+        return "unknown" if value is None else clean(str(value))
+    if not math.isfinite(value) or value == 0:
+        return str(value)
+    if abs(value) < 0.001:
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 1_000 else f"{value:,.1f}"
+
+
+def plural(number: float, noun: str) -> str:
+    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def clean(text: str) -> str:
+    """Without escapes and control characters: a member's words must not move the cursor."""
+    text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-_]?)", "", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    if abs(number) < 1_000:
+        return f"{round(number)} {units[0]}".rstrip()
+    power = 0
+    # 999,950 would round to "1000.0 k".
+    while abs(number) >= 999.95 and power < len(units) - 1:
+        number /= 1_000
+        power += 1
+    return f"{number:.1f} {units[power]}"

@@ -1,0 +1,168 @@
+"""Frames: what one message looks like as bytes. Pure: no socket, no clock.
+
+    magic    4  b"MHND"
+    version  1  1
+    flags    1  bit 0: a payload follows (so that an empty payload differs from none)
+    zero     2  reserved
+    head     4  length of the head in bytes
+    payload  8  length of the payload in bytes
+    ---- 20 bytes, big-endian, then
+    the head      JSON in UTF-8: always an object
+    the payload   raw bytes, as they lie in memory
+
+`incoming` reads one frame without doing any input itself: it yields the buffers to be filled, one
+after the other, and returns the Message. Whoever drives it may stop between any two bytes and go
+on later, which is how a receive that timed out in the middle of a frame is resumed.
+
+Nothing that arrives is unpickled, and a length is compared with its limit before a byte is
+allocated for it. The cost of a frame is 20 bytes and one JSON object; the payload is never copied.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.errors import BadFrame, LinkError
+
+MAGIC = b"MHND"
+VERSION = 1
+_HEADER = struct.Struct("!4sBBHIQ")
+HEADER_BYTES = _HEADER.size
+_HAS_PAYLOAD = 1
+
+Payload = bytes | bytearray | memoryview
+Place = Callable[[dict[str, Any], int], memoryview | None]
+"""place(head, nbytes): the writable block of exactly nbytes for the payload; None: a new one."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest frame that is sent or taken."""
+
+    head_bytes: int = 1 << 20
+    payload_bytes: int = 1 << 30
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    head_bytes: int
+    payload_bytes: int | None
+    """None: no payload follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    head: dict[str, Any]
+    payload: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The next bytes of a frame: the buffer they go to, and what they are, for messages."""
+
+    view: memoryview
+    what: str
+
+
+def pack_header(header: Header) -> bytes:
+    has_payload = header.payload_bytes is not None
+    flags = _HAS_PAYLOAD if has_payload else 0
+    return _HEADER.pack(MAGIC, VERSION, flags, 0, header.head_bytes, header.payload_bytes or 0)
+
+
+def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header:
+    """The header in `data`, every field checked; BadFrame says which one is wrong."""
+    if len(data) != HEADER_BYTES:
+        raise BadFrame(f"a header has {HEADER_BYTES} bytes, and this one {len(data)}")
+    magic, version, flags, zero, head_bytes, payload_bytes = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise BadFrame(f"it starts with {magic!r}, not with {MAGIC!r}")
+    if version != VERSION:
+        raise BadFrame(
+            f"its version is {version}, and this side speaks {VERSION}: "
+            "every member needs the same version of manyhands"
+        )
+    if flags & ~_HAS_PAYLOAD or zero:
+        raise BadFrame(f"unknown flags {flags:#04x} {zero:#06x}")
+    if head_bytes > limits.head_bytes:
+        raise BadFrame(f"a head of {head_bytes} bytes, over the limit of {limits.head_bytes}")
+    if payload_bytes > limits.payload_bytes:
+        raise BadFrame(
+            f"a payload of {payload_bytes} bytes, over the limit of {limits.payload_bytes}"
+        )
+    if not flags & _HAS_PAYLOAD:
+        if payload_bytes:
+            raise BadFrame(f"a payload of {payload_bytes} bytes that its flags deny")
+        return Header(head_bytes, None)
+    return Header(head_bytes, payload_bytes)
+
+
+def parse_head(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The JSON object in `data`."""
+    try:
+        head = json.loads(str(data, "utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+        raise BadFrame(f"its head is not JSON: {error}") from error
+    if not isinstance(head, dict):
+        raise BadFrame(f"its head is a JSON {type(head).__name__}, not an object")
+    return head
+
+
+def as_bytes(payload: Payload) -> memoryview:
+    """A flat view of the payload's memory, whatever its item type and shape; no copy."""
+    view = memoryview(payload)
+    # A view with a zero in its shape can't be cast; it has nothing to send either.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def pack(
+    head: Mapping[str, Any], payload: Payload | None = None, *, limits: Limits = DEFAULT_LIMITS
+) -> list[memoryview]:
+    """The frame as the buffers to send one after the other; the payload's is the caller's own."""
+    text = json.dumps(dict(head), separators=(",", ":")).encode()
+    body = None if payload is None else as_bytes(payload)
+    if len(text) > limits.head_bytes:
+        raise LinkError(
+            f"A head of {len(text)} bytes is over the limit of {limits.head_bytes}; nothing was "
+            "sent. Bulk data belongs in the payload."
+        )
+    if body is not None and len(body) > limits.payload_bytes:
+        raise LinkError(
+            f"A payload of {len(body)} bytes is over the limit of {limits.payload_bytes}; nothing "
+            "was sent. Send it in several frames."
+        )
+    header = pack_header(Header(len(text), None if body is None else len(body)))
+    # The two small parts become one; the payload stays where it is.
+    parts = [memoryview(header + text)]
+    if body:
+        parts.append(body)
+    return parts
+
+
+def incoming(limits: Limits, place: Place | None = None) -> Generator[Wanted, None, Message]:
+    """Read one frame: yields each buffer to be filled, is resumed when it is full."""
+    header_view = memoryview(bytearray(HEADER_BYTES))
+    yield Wanted(header_view, "a frame")
+    header = parse_header(header_view, limits)
+    head_view = memoryview(bytearray(header.head_bytes))
+    yield Wanted(head_view, "a frame's head")
+    head = parse_head(head_view)
+    if header.payload_bytes is None:
+        return Message(head)
+    target = place(head, header.payload_bytes) if place is not None else None
+    if target is None:
+        target = memoryview(bytearray(header.payload_bytes))
+    elif target.nbytes != header.payload_bytes or target.readonly:
+        raise LinkError(
+            f"place() gave a {'read-only ' if target.readonly else ''}block of {target.nbytes} "
+            f"bytes for a payload of {header.payload_bytes}: it must be writable and of that size."
+        )
+    yield Wanted(target.cast("B") if target.nbytes else target, "a payload")
+    return Message(head, target)

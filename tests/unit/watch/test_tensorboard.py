@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from manyhands.watch import TensorBoardSink
+from manyhands.watch import events as ev
+
+RESUMED = ev.Resumed(time=2_000.0, step=3, epoch=0, checkpoint="checkpoints/step-3", workers=2)
+
+
+def read(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tags_and_values_read_back(
+    tmp_path: Path,
+    start: list[ev.Event],
+    step: Callable[..., ev.StepCommitted],
+    evaluated: ev.Evaluated,
+) -> None:
+    sink = TensorBoardSink(tmp_path / "tb")
+    saved = ev.CheckpointSaved(
+        step=10, path="checkpoints/step-10", bytes=5, stall_s=0.125, write_s=1.0
+    )
+    steps = [step(number, loss=1 / number) for number in range(1, 11)]
+    for event in [*start, *steps, evaluated, saved]:
+        sink.handle(event)
+    sink.close()
+    sink.close()
+    board = read(tmp_path / "tb")
+    assert set(board.Tags()["scalars"]) == {
+        "train/loss",
+        "train/lr",
+        "train/samples_per_s",
+        "time/step_s",
+        "time/compute_s",
+        "time/wait_s",
+        "comm/bytes_sent",
+        "eval/loss",
+        "eval/accuracy",
+        "checkpoint/stall_s",
+    }
+    loss = board.Scalars("train/loss")
+    assert [(point.step, point.wall_time) for point in loss] == [
+        (number, 1_000.0 + number) for number in range(1, 11)
+    ]
+    assert [point.value for point in loss] == pytest.approx([1 / n for n in range(1, 11)])
+    assert board.Scalars("train/samples_per_s")[0].value == pytest.approx(32 / 0.02)
+    assert board.Scalars("comm/bytes_sent")[0].value == 1_000
+    (accuracy,) = board.Scalars("eval/accuracy")
+    assert (accuracy.step, accuracy.wall_time) == (10, 1_010.5)
+    assert accuracy.value == pytest.approx(0.8765)
+    assert board.Scalars("checkpoint/stall_s")[0].value == pytest.approx(0.125)
+    (text,) = board.Tensors("run")
+    said = text.tensor_proto.string_val[0].decode()
+    assert "| strategy | allreduce |" in said
+    assert "| torch | 2.11.0 |" in said
+
+
+def test_a_resumed_run_shows_no_step_twice(
+    tmp_path: Path,
+    start: list[ev.Event],
+    step: Callable[..., ev.StepCommitted],
+) -> None:
+    first = TensorBoardSink(tmp_path)
+    for event in [*start, *(step(number, loss=1.0) for number in range(1, 6))]:
+        first.handle(event)
+    first.close()
+    second = TensorBoardSink(tmp_path)
+    resumed = [*start[:-1], RESUMED, start[-1]]
+    for event in [*resumed, *(step(number, loss=2.0) for number in range(4, 8))]:
+        second.handle(event)
+    second.close()
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
+    board = read(tmp_path)
+    points = [(point.step, point.value) for point in board.Scalars("train/loss")]
+    assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
+    assert [point.step for point in board.Tensors("run")] == [0, 3]
+
+
+def test_going_back_within_one_process_forgets_too(
+    tmp_path: Path, step: Callable[..., ev.StepCommitted]
+) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for event in [step(3, 1.0), step(4, 1.0), step(5, 1.0), RESUMED, step(4, 2.0)]:
+        sink.handle(event)
+    sink.close()
+    points = [(point.step, point.value) for point in read(tmp_path).Scalars("train/loss")]
+    assert points == [(3, 1.0), (4, 2.0)]
+
+
+def test_what_is_not_finite_and_a_step_of_no_time(
+    tmp_path: Path, step: Callable[..., ev.StepCommitted]
+) -> None:
+    no_time = ev.from_record({**ev.to_record(step(1, loss=math.nan)), "step_s": 0.0})
+    sink = TensorBoardSink(tmp_path)
+    sink.handle(no_time)
+    sink.close()
+    board = read(tmp_path)
+    assert math.isnan(board.Scalars("train/loss")[0].value)
+    assert "train/samples_per_s" not in board.Tags()["scalars"]
+
+
+def test_points_are_on_disk_while_the_run_goes_on(
+    tmp_path: Path, step: Callable[..., ev.StepCommitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.watch.tensorboard.FLUSH_EVERY_S", 0.05)
+    sink = TensorBoardSink(tmp_path)
+    sink.handle(step(1))
+    deadline = time.monotonic() + 10
+    while "train/loss" not in read(tmp_path).Tags()["scalars"]:
+        assert time.monotonic() < deadline, "nothing was flushed"
+        time.sleep(0.05)
+    sink.close()
+
+
+def test_without_tensorboard_one_notice_and_then_nothing(
+    tmp_path: Path,
+    start: list[ev.Event],
+    step: Callable[..., ev.StepCommitted],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in list(sys.modules):
+        if name.split(".")[0] == "tensorboard":
+            monkeypatch.setitem(sys.modules, name, None)
+    sink = TensorBoardSink(tmp_path / "tb")
+    with caplog.at_level(logging.WARNING, logger="manyhands.watch"):
+        for event in [*start, step(1), step(2)]:
+            sink.handle(event)
+        sink.close()
+    (notice,) = caplog.messages
+    assert "pip install tensorboard" in notice
+    assert not (tmp_path / "tb").exists()
+
+
+def test_watching_needs_no_torch_and_imports_tensorboard_and_rich_late(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from manyhands.watch import TensorBoardSink, make_console
+from manyhands.watch.events import Noticed
+make_console().handle(Noticed(message="x"))
+assert not {{"tensorboard", "rich"}} & set(sys.modules), "imported too early"
+sink = TensorBoardSink({str(tmp_path)!r})
+sink.handle(Noticed(message="x"))
+sink.close()
+assert "tensorboard" in sys.modules
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "note: x\n"

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.watch import events as ev
+from manyhands.watch import text, units
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (units.count(3_412.4), "3,412"),
+        (units.short(0), "0"),
+        (units.short(999), "999"),
+        (units.short(1_234_567), "1.2 M"),
+        (units.short(999_960), "1.0 M"),
+        (units.short(7e9), "7.0 B"),
+        (units.size(512), "512 B"),
+        (units.size(12_345_678), "12.3 MB"),
+        (units.size(5e18), "5000.0 PB"),
+        (units.duration(0.04), "0.0 s"),
+        (units.duration(9.94), "9.9 s"),
+        (units.duration(9.96), "10 s"),
+        (units.duration(59.7), "1 m 00 s"),
+        (units.duration(72.4), "1 m 12 s"),
+        (units.duration(3_599.8), "1 h 00 m"),
+        (units.duration(90_000), "1 d 01 h"),
+        (units.duration(math.inf), "unknown"),
+        (units.figure(0.21309), "0.2131"),
+        (units.figure(0.00001234), "1.23e-05"),
+        (units.figure(12_345.67), "12,345.7"),
+        (units.figure(math.nan), "nan"),
+        (units.figure(None), "unknown"),
+        (units.plural(1, "step"), "1 step"),
+        (units.plural(2_000, "step"), "2,000 steps"),
+    ],
+)
+def test_units(said: str, expected: str) -> None:
+    assert said == expected
+
+
+def test_clean_keeps_words_and_drops_what_moves_the_cursor() -> None:
+    coloured = (
+        "\x1b[1;31mValueError\x1b[0m: \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\\r\x07 ü\tend\n"
+    )
+    assert units.clean(coloured) == "ValueError: link ü\tend\n"
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(alphabet=st.sampled_from("\x1b[]0;38mKHab\x07\r\n\x9b")))
+def test_clean_text_has_no_control_characters(words: str) -> None:
+    assert not set(units.clean(words)) & set("\x1b\x07\r\x9b")
+
+
+def fold(events: list[ev.Event]) -> text.Picture:
+    picture = text.Picture()
+    for event in events:
+        picture.fold(event)
+    return picture
+
+
+def test_progress_is_the_mean_of_the_recent_steps(
+    start: list[ev.Event], step: Callable[..., ev.StepCommitted], evaluated: ev.Evaluated
+) -> None:
+    picture = fold([*start, *(step(number) for number in range(1, 11)), evaluated, step(11, 0.5)])
+    now = text.progress(picture)
+    assert (now.epoch, now.steps, now.done) == ("epoch 2/2", "11/20", 11 / 20)
+    # 32 samples in 0.02 s; nine steps to go; a quarter of the time is waiting.
+    assert now.figures == (
+        "loss 0.5000",
+        "1,600 samples/s",
+        "eta 0.2 s",
+        "wait 25%",
+        "eval loss 0.4321  accuracy 0.8765",
+    )
+
+
+def test_a_single_worker_waits_for_no_one(
+    start: list[ev.Event], step: Callable[..., ev.StepCommitted]
+) -> None:
+    alone = ev.ViewChanged(view=1, members=("worker-0",), transport="none")
+    line = text.progress_line(fold([*start[:2], alone, step(1)]))
+    assert "wait" not in line
+    assert "step 1/20  5%  loss 0.2500" in line
+
+
+def test_going_back_forgets_what_is_void(
+    start: list[ev.Event], step: Callable[..., ev.StepCommitted], evaluated: ev.Evaluated
+) -> None:
+    back = ev.Resumed(step=5, epoch=0, checkpoint="checkpoints/step-5", workers=2)
+    picture = fold([*start, step(10), evaluated, back])
+    assert (picture.step, picture.evaluation, picture.saved_step) == (5, None, 5)
+    assert len(picture.recent) == 0
+
+
+def test_a_long_traceback_keeps_its_end() -> None:
+    traceback = "\n".join(f"line {number}" for number in range(100))
+    failed = ev.MemberFailed(member="w", reason="r", traceback=traceback, log="l")
+    lines = text.failure(failed).traceback
+    assert lines[0] == "... 70 lines above, in the log"
+    assert lines[1:] == tuple(f"line {number}" for number in range(70, 100))
+
+
+def test_a_summary_of_nothing_is_short() -> None:
+    keys = ("outcome", "steps", "wall_s", "final_metrics", "best_metrics", "checkpoint", "error")
+    nothing = ev.RunFinished(outcome="failed", summary=dict.fromkeys(keys), resume_command=None)
+    assert text.outcome(nothing) == "failed"
+    assert text.summary_rows(nothing, None) == []
+    assert text.summary_tail(nothing, None) == ""
+
+
+@pytest.mark.parametrize("given_as", ["checkpoints/s", "runs/x/checkpoints/s"])
+def test_the_checkpoint_can_be_typed_from_here(given_as: str) -> None:
+    end = ev.RunFinished(outcome="finished", summary={"checkpoint": given_as}, resume_command=None)
+    assert ("checkpoint", "runs/x/checkpoints/s") in text.summary_rows(end, "runs/x")

@@ -1,0 +1,163 @@
+"""Frames without sockets: any message comes back, any garbage is a BadFrame within the limits."""
+
+from __future__ import annotations
+
+import array
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.errors import BadFrame, LinkError
+from manyhands.wire import frames
+from manyhands.wire.frames import HEADER_BYTES, Header, Limits, Message
+
+SMALL = Limits(head_bytes=512, payload_bytes=2048)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+heads = st.dictionaries(st.text(), json_values, max_size=4)
+payloads = st.none() | st.binary(max_size=2048)
+
+
+class Truncated(Exception):
+    pass
+
+
+def read(data: bytes, limits: Limits, place: frames.Place | None = None) -> Message:
+    """Drive `incoming` over `data`; no buffer that it asks for may be over the limits."""
+    frame = frames.incoming(limits, place)
+    position = 0
+    try:
+        wanted = next(frame)
+        while True:
+            view = wanted.view
+            assert len(view) <= max(HEADER_BYTES, limits.head_bytes, limits.payload_bytes)
+            chunk = data[position : position + len(view)]
+            if len(chunk) < len(view):
+                raise Truncated
+            view[:] = chunk
+            position += len(view)
+            wanted = next(frame)
+    except StopIteration as end:
+        message: Message = end.value
+        return message
+
+
+def joined(head: dict[str, Any], payload: frames.Payload | None = None) -> bytes:
+    return b"".join(frames.pack(head, payload))
+
+
+@given(heads, payloads)
+def test_any_message_comes_back(head: dict[str, Any], payload: bytes | None) -> None:
+    message = read(joined(head, payload), Limits())
+    assert message.head == head
+    assert message.payload == payload  # None and b"" stay apart: b"" != None
+
+
+@given(st.binary(max_size=4096))
+def test_garbage_is_a_bad_frame(data: bytes) -> None:
+    with pytest.raises((BadFrame, Truncated)):
+        read(data, SMALL)
+
+
+@given(st.binary(max_size=512))
+def test_garbage_after_a_good_header_is_a_bad_frame_or_an_object(data: bytes) -> None:
+    try:
+        message = read(frames.pack_header(Header(len(data), None)) + data, SMALL)
+    except BadFrame:
+        return
+    assert message.head == json.loads(data)
+
+
+@given(heads, st.binary(max_size=64), st.data())
+def test_a_mutated_frame_is_a_message_or_a_bad_frame(
+    head: dict[str, Any], payload: bytes, data: st.DataObject
+) -> None:
+    frame = bytearray(joined(head, payload))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = read(bytes(frame), SMALL)
+    except (BadFrame, Truncated):
+        return
+    assert isinstance(message.head, dict)
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        (b"HTTP" + bytes(16), "HTTP"),
+        (struct.pack("!4sBBHIQ", b"MHND", 9, 0, 0, 2, 0), "version is 9"),
+        (struct.pack("!4sBBHIQ", b"MHND", 1, 2, 0, 2, 0), "flags"),
+        (struct.pack("!4sBBHIQ", b"MHND", 1, 0, 7, 2, 0), "flags"),
+        (struct.pack("!4sBBHIQ", b"MHND", 1, 0, 0, 513, 0), "head of 513 bytes"),
+        (struct.pack("!4sBBHIQ", b"MHND", 1, 1, 0, 2, 2049), "payload of 2049 bytes"),
+        (struct.pack("!4sBBHIQ", b"MHND", 1, 0, 0, 2, 5), "flags deny"),
+        (b"MHND", "20 bytes"),
+    ],
+)
+def test_a_bad_header_says_what_is_wrong(header: bytes, word: str) -> None:
+    with pytest.raises(BadFrame, match=word):
+        frames.parse_header(header, SMALL)
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    header = Header(SMALL.head_bytes, SMALL.payload_bytes)
+    assert frames.parse_header(frames.pack_header(header), SMALL) == header
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"3", b"{", b"\xff\xfe{}", b"{}{}", b"[" * 100_000, b'{"a":' * 100_000]
+)
+def test_a_bad_head_is_a_bad_frame(text: bytes) -> None:
+    with pytest.raises(BadFrame):
+        frames.parse_head(text)
+
+
+def test_a_number_of_a_million_digits_is_a_bad_frame() -> None:
+    with pytest.raises(BadFrame, match="not JSON"):
+        frames.parse_head(b'{"a":' + b"9" * 1_000_000 + b"}")
+
+
+def test_a_payload_is_not_copied_and_may_have_any_item_type() -> None:
+    numbers = array.array("d", [1.0, 2.0])
+    parts = frames.pack({}, memoryview(numbers))
+    numbers[1] = 5.0  # seen by the part: it is the same memory
+    assert array.array("d", parts[1].tobytes()).tolist() == [1.0, 5.0]
+    empty = memoryview(bytearray(8)).cast("B", (2, 4))[:0]
+    assert read(b"".join(frames.pack({}, empty)), SMALL).payload == b""
+
+
+@pytest.mark.parametrize(("head", "payload"), [({"a": "x" * 600}, None), ({}, bytes(2049))])
+def test_what_is_over_the_limits_is_not_packed(head: dict[str, Any], payload: bytes | None) -> None:
+    with pytest.raises(LinkError, match="nothing was sent") as caught:
+        frames.pack(head, payload, limits=SMALL)
+    assert not isinstance(caught.value, BadFrame)
+
+
+def test_place_gets_head_and_size_and_its_block_is_filled() -> None:
+    asked: list[tuple[dict[str, Any], int]] = []
+    block = memoryview(bytearray(10))
+
+    def place(head: dict[str, Any], nbytes: int) -> memoryview:
+        asked.append((head, nbytes))
+        return block[2 : 2 + nbytes]
+
+    message = read(joined({"block": 3}, b"abcd"), SMALL, place)
+    assert asked == [({"block": 3}, 4)]
+    assert bytes(block) == b"\0\0abcd\0\0\0\0"
+    assert message.payload is not None
+    assert message.payload.obj is block.obj
+
+
+@pytest.mark.parametrize("block", [memoryview(bytearray(5)), memoryview(b"abcd")])
+def test_a_block_of_the_wrong_size_or_read_only_is_an_error(block: memoryview) -> None:
+    with pytest.raises(LinkError, match=r"place\(\) gave"):
+        read(joined({}, b"abcd"), SMALL, lambda head, nbytes: block)

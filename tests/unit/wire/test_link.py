@@ -1,0 +1,452 @@
+"""Links over unix sockets, TCP and TLS: whole messages, two threads, deadlines, deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout, UsageError
+from manyhands.wire import (
+    Authority,
+    Limits,
+    Link,
+    Listener,
+    Message,
+    connect,
+    frames,
+    parse_address,
+)
+
+LONG_S = 20.0
+KINDS = ("unix", "tcp", "tls")
+Pair = tuple[Link, Link]
+
+
+@contextlib.contextmanager
+def linked(kind: str, folder: Path, **options: Any) -> Iterator[Pair]:
+    """The two ends of a new link."""
+    address = f"unix:{folder}/s" if kind == "unix" else "tcp://127.0.0.1:0"
+    authority = Authority.create("run") if kind == "tls" else None
+    near = {"credentials": authority.issue("near")} if authority else {"insecure": True}
+    far = {"credentials": authority.issue("far")} if authority else {"insecure": True}
+    with (
+        Listener(address, **options, **far) as listener,
+        connect(listener.address, timeout_s=LONG_S, **options, **near) as client,
+        listener.accept(LONG_S) as server,
+    ):
+        yield client, server
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    with linked(request.param, tmp_path) as ends:
+        yield ends
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[socket.socket, Link]]:
+    """A bare socket, to send anything, and the link at its other end."""
+    left, right = socket.socketpair()
+    with left, Link(right, peer="raw", limits=Limits(512, 2048)) as link:
+        left.settimeout(LONG_S)
+        yield left, link
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Run `work` beside the test; its result or exception is put in the list."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+heads = st.dictionaries(st.text(), st.none() | st.integers() | st.text(), max_size=3)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(heads, st.none() | st.binary(max_size=100_000))
+def test_round_trip_of_any_message(pair: Pair, head: dict[str, Any], payload: bytes | None) -> None:
+    for sender, receiver in (pair, pair[::-1]):
+        sender.send(head, payload)
+        message = receiver.recv(timeout_s=LONG_S)
+        assert message.head == head
+        assert message.payload == payload
+        assert sender.bytes_sent == receiver.bytes_received
+
+
+def test_place_receives_into_the_given_block(pair: Pair) -> None:
+    near, far = pair
+    data = random.Random(0).randbytes(3_000_000)
+    block = memoryview(bytearray(4_000_000))
+    thread, results = in_thread(lambda: near.send({"block": 7}, memoryview(data)))
+    message = far.recv(timeout_s=LONG_S, place=lambda head, n: block[head["block"] :][:n])
+    thread.join(LONG_S)
+    assert results == [None]
+    assert message.payload is not None
+    assert message.payload.obj is block.obj
+    assert block[7 : 7 + len(data)] == data
+    assert not any(block[:7])
+    assert not any(block[7 + len(data) :])
+
+
+def test_a_send_that_signals_interrupt_goes_on_where_it_was(pair: Pair) -> None:
+    near, far = pair
+    data = random.Random(1).randbytes(8_000_000)
+
+    def receive_late() -> Message:
+        time.sleep(0.2)  # the sender blocks, and each signal cuts its system call short
+        return far.recv(timeout_s=LONG_S)
+
+    signals: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
+    thread, results = in_thread(receive_late)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        near.send({"large": True}, data)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    thread.join(LONG_S)
+    assert signals
+    assert results[0].payload == data
+
+
+def test_two_threads_a_side_send_at_once_and_every_frame_arrives_whole(pair: Pair) -> None:
+    num_frames = 200
+
+    def send(link: Link, name: str) -> None:
+        rng = random.Random(name)
+        pool = memoryview(rng.randbytes(1_000_000))
+        for number in range(num_frames):
+            # Mostly small, some large: small ones try to slip in between the parts of large ones.
+            payload = pool[: rng.randrange(1_000_000) if number % 4 == 0 else rng.randrange(3000)]
+            digest = hashlib.blake2b(payload, digest_size=8).hexdigest()
+            link.send({"from": name, "number": number, "digest": digest}, payload)
+
+    def receive(link: Link) -> dict[str, list[int]]:
+        seen: dict[str, list[int]] = {}
+        for _ in range(2 * num_frames):
+            message = link.recv(timeout_s=LONG_S)
+            assert message.payload is not None
+            digest = hashlib.blake2b(message.payload, digest_size=8).hexdigest()
+            assert digest == message.head["digest"]
+            seen.setdefault(message.head["from"], []).append(message.head["number"])
+        return seen
+
+    with ThreadPoolExecutor(6) as pool:
+        try:
+            received = [pool.submit(receive, link) for link in pair]
+            sent = [pool.submit(send, link, f"{i}{j}") for i, link in enumerate(pair) for j in "ab"]
+            for job in sent:
+                job.result(3 * LONG_S)
+            seen = [job.result(3 * LONG_S) for job in received]
+        finally:
+            for link in pair:  # so that no thread of the pool stays blocked after a failure
+                link.close()
+    in_order = list(range(num_frames))
+    assert seen == [{"1a": in_order, "1b": in_order}, {"0a": in_order, "0b": in_order}]
+
+
+@pytest.mark.parametrize("where", ["recv", "send"])
+def test_close_wakes_a_thread_that_is_blocked(pair: Pair, where: str) -> None:
+    near, _ = pair
+
+    def send_until_full() -> None:
+        while True:
+            near.send({}, bytes(1 << 20))
+
+    thread, results = in_thread(near.recv if where == "recv" else send_until_full)
+    time.sleep(0.1)
+    assert thread.is_alive()
+    began = time.monotonic()
+    near.close()
+    thread.join(LONG_S)
+    assert time.monotonic() - began < 1
+    assert isinstance(results[0], LinkClosed)
+    assert near._sock.fileno() == -1, "the last thread to leave closes the descriptor"
+    near.close()
+    for call in (lambda: near.send({}), near.recv):
+        with pytest.raises(LinkClosed, match="is closed"):
+            call()
+
+
+def test_the_other_side_gone_is_link_closed_at_once_after_its_last_word(pair: Pair) -> None:
+    near, far = pair
+    near.send({"last": "word"}, b"!")
+    near.close()
+    assert far.recv(timeout_s=LONG_S).head == {"last": "word"}
+    with pytest.raises(LinkClosed, match=r"closed the link\.|broke"):
+        far.recv(timeout_s=LONG_S)
+    with pytest.raises(LinkClosed):
+        far.send({})
+
+
+def test_a_timeout_names_the_peer_and_the_wait_and_the_link_lives_on(pair: Pair) -> None:
+    near, far = pair
+    began = time.monotonic()
+    with pytest.raises(LinkTimeout, match=r"did not send a frame within 0\.05 s") as caught:
+        near.recv(timeout_s=0.05)
+    assert 0.04 < time.monotonic() - began < 5
+    assert near.peer in str(caught.value)
+    far.send({"late": 1})
+    assert near.recv(timeout_s=LONG_S).head == {"late": 1}
+
+
+def test_a_frame_byte_by_byte_with_a_timeout_after_each_is_resumed(
+    raw: tuple[socket.socket, Link],
+) -> None:
+    sock, link = raw
+    frame = b"".join(frames.pack({"a": 1}, b"payload"))
+    block = memoryview(bytearray(7))
+    for position in range(len(frame) - 1):
+        sock.sendall(frame[position : position + 1])
+        with pytest.raises(LinkTimeout, match="raw did not send"):
+            link.recv(timeout_s=0.0, place=lambda head, n: block)
+    sock.sendall(frame[-1:] + frame)
+    assert link.recv(timeout_s=LONG_S).payload == b"payload"
+    assert bytes(block) == b"payload"
+    assert link.recv(timeout_s=LONG_S).head == {"a": 1}
+    assert link.bytes_received == 2 * len(frame)
+
+
+@pytest.mark.parametrize("cut", [1, 19, 22, 30])
+def test_an_end_in_the_middle_of_a_frame_is_link_closed(
+    raw: tuple[socket.socket, Link], cut: int
+) -> None:
+    sock, link = raw
+    sock.sendall(b"".join(frames.pack({"a": 1}, b"payload"))[:cut])
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(LinkClosed, match="in the middle of a"):
+        link.recv(timeout_s=LONG_S)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_garbage_and_mutations_never_crash_or_hang(data: st.DataObject) -> None:
+    good = bytearray(b"".join(frames.pack({"kind": "step", "n": 3}, b"0123456789")))
+    if data.draw(st.booleans()):
+        sent = data.draw(st.binary(max_size=200))
+    else:
+        for _ in range(data.draw(st.integers(0, 3))):
+            good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+        sent = bytes(good) * 2
+    limits = Limits(head_bytes=512, payload_bytes=2048)
+    left, right = socket.socketpair()
+
+    def place(head: dict[str, Any], nbytes: int) -> None:
+        assert nbytes <= limits.payload_bytes
+
+    def read_all(link: Link) -> None:
+        while True:
+            assert isinstance(link.recv(timeout_s=LONG_S, place=place).head, dict)
+
+    with left, Link(right, peer="raw", limits=limits) as link:
+        left.sendall(sent)
+        left.shutdown(socket.SHUT_WR)
+        with pytest.raises((BadFrame, LinkClosed)):
+            read_all(link)
+        with pytest.raises(LinkClosed, match="is closed"):  # after any failure
+            link.recv(timeout_s=LONG_S)
+
+
+def test_a_bad_frame_names_the_peer_and_closes_the_link(raw: tuple[socket.socket, Link]) -> None:
+    sock, link = raw
+    sock.sendall(b"GET / HTTP/1.0\r\n\r\n" * 2)
+    with pytest.raises(BadFrame, match="raw sent what is not a frame: it starts with b'GET '"):
+        link.recv(timeout_s=LONG_S)
+    with pytest.raises(LinkClosed, match="is closed"):
+        link.send({})
+    with pytest.raises(ConnectionResetError):
+        sock.recv(1)
+
+
+def test_an_error_of_place_closes_the_link_and_is_not_hidden(pair: Pair) -> None:
+    near, far = pair
+    near.send({}, b"abc")
+    with pytest.raises(ZeroDivisionError):
+        far.recv(timeout_s=LONG_S, place=lambda head, n: memoryview(bytes(1 // 0)))
+    with pytest.raises(LinkClosed):
+        near.recv(timeout_s=LONG_S)
+
+
+def test_what_cannot_be_sent_leaves_the_link_as_it_was(pair: Pair) -> None:
+    near, far = pair
+    with pytest.raises(TypeError, match="JSON"):
+        near.send({"a": object()})
+    with pytest.raises(LinkError, match="over the limit"):
+        near.send({"a": "x" * (1 << 20)})
+    near.send({"fine": True})
+    assert far.recv(timeout_s=LONG_S).head == {"fine": True}
+
+
+def test_a_second_receiver_is_told(pair: Pair) -> None:
+    near, _ = pair
+    thread, results = in_thread(near.recv)
+    while not near._recv_lock.locked() and thread.is_alive():
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="Two threads receive"):
+        near.recv(timeout_s=LONG_S)
+    near.close()
+    thread.join(LONG_S)
+    assert isinstance(results[0], LinkClosed)
+
+
+def test_no_delay_is_on(tmp_path: Path) -> None:
+    with linked("tcp", tmp_path) as ends:
+        for link in ends:
+            assert link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_the_unix_socket_is_its_owners_only_and_goes_with_the_listener(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    before = os.umask(0)
+    try:
+        listener = Listener(f"unix:{path}")
+    finally:
+        os.umask(before)
+    with listener, connect(listener.address, timeout_s=LONG_S), listener.accept(LONG_S) as far:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert far.peer == f"process {os.getpid()}"
+        with pytest.raises(LinkError, match="in use"):
+            Listener(f"unix:{path}")
+    assert not path.exists()
+    listener.close()
+
+
+def test_another_user_is_refused_by_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = os.getuid()
+    with Listener(f"unix:{tmp_path}/s") as listener:
+        # What the kernel says of the other end stays true: it is this side that is someone else.
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+        with pytest.raises(LinkError, match=rf"refused.*of user {mine}, not of {mine + 1}"):
+            connect(listener.address, timeout_s=LONG_S)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(LONG_S)
+            stranger.connect(f"{tmp_path}/s")
+            assert stranger.recv(1) == b"", "no welcome for another user"
+        assert listener.refused >= 1
+        with pytest.raises(LinkTimeout, match="Nobody connected"):
+            listener.accept(0.05)
+
+
+def test_a_socket_left_by_a_dead_listener_is_taken_over(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/s")
+        dead.listen()
+    with Listener(f"unix:{tmp_path}/s") as listener:
+        connect(listener.address, timeout_s=LONG_S).close()
+    (tmp_path / "s").write_text("a file of someone")
+    with pytest.raises(LinkError, match="Can't listen"):
+        Listener(f"unix:{tmp_path}/s")
+    assert (tmp_path / "s").read_text() == "a file of someone"
+
+
+def test_connect_waits_for_a_listener_that_comes_later(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    thread, results = in_thread(lambda: connect(address, timeout_s=LONG_S))
+    time.sleep(0.2)
+    with Listener(address) as listener, listener.accept(LONG_S) as far:
+        thread.join(LONG_S)
+        with results[0] as near:
+            near.send({"here": 1})
+            assert far.recv(timeout_s=LONG_S).head == {"here": 1}
+
+
+def test_connect_says_where_how_long_and_why_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(LinkTimeout) as caught:
+        connect(f"tcp://127.0.0.1:{port}", timeout_s=0.2, peer="server0", insecure=True)
+    for word in ("server0", f"tcp://127.0.0.1:{port}", "0.2 s", "Connection refused"):
+        assert word in str(caught.value)
+
+
+def test_connect_to_something_else_that_talks_or_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(LinkTimeout, match="did not send a frame"):
+            connect(address, timeout_s=0.2, insecure=True)
+        other.accept()[0].close()
+        thread, results = in_thread(lambda: connect(address, timeout_s=LONG_S, insecure=True))
+        with other.accept()[0] as talker:
+            talker.sendall(b"220 mail.example.org ready\r\n")
+            thread.join(LONG_S)
+    assert isinstance(results[0], BadFrame)
+
+
+def test_closing_a_listener_wakes_accept_and_drops_what_was_not_taken(tmp_path: Path) -> None:
+    listener = Listener(f"unix:{tmp_path}/s")
+    with connect(listener.address, timeout_s=LONG_S) as first:
+        listener.accept(LONG_S).close()
+        with connect(listener.address, timeout_s=LONG_S) as untaken:
+            listener.close()
+            with pytest.raises(LinkClosed):
+                untaken.recv(timeout_s=LONG_S)
+        with pytest.raises(LinkClosed):
+            first.recv(timeout_s=LONG_S)
+    listener = Listener(f"unix:{tmp_path}/s")
+    waiting = [in_thread(listener.accept) for _ in range(2)]
+    listener.close()
+    for thread, results in waiting:
+        thread.join(LONG_S)
+        assert isinstance(results[0], LinkClosed)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://[::1]:0"])
+def test_tcp_without_credentials_must_be_asked_for(address: str) -> None:
+    for refused in (lambda: Listener(address), lambda: connect(address, timeout_s=LONG_S)):
+        with pytest.raises(UsageError, match="insecure=True"):
+            refused()
+    with Listener(address, insecure=True) as listener:
+        assert parse_address(listener.address).port > 0
+        with connect(listener.address, timeout_s=LONG_S, insecure=True) as near:
+            assert near.peer == listener.address
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["unix:/tmp/a b", "tcp://localhost:1", "tcp://[fe80::1]:65535", "tcp://node-7.lan:0"],
+)
+def test_an_address_is_written_as_it_is_read(text: str) -> None:
+    assert str(parse_address(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "localhost:1", "unix:s", "unix:", "tcp://:1", "tcp://h", "tcp://h:65536", "tcp://::1:5"],
+)
+def test_what_is_no_address_says_what_is(text: str) -> None:
+    with pytest.raises(UsageError, match="Write unix:/path/to/socket") as caught:
+        parse_address(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_unix_path_too_long_for_the_kernel_says_so() -> None:
+    assert parse_address("unix:/" + "x" * 106).path
+    for text in ("unix:/" + "x" * 107, "unix:/" + "é" * 54):
+        with pytest.raises(UsageError, match="the kernel allows 107"):
+            parse_address(text)
