@@ -85,6 +85,8 @@ class Me:
     """A folder of the run on this host that only this user can read, gone after the run."""
     view: View
     board: Board | None = None
+    rendezvous: str | None = None
+    """host:port of a store that somebody else keeps (torchrun)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property

@@ -100,7 +100,7 @@ class AllReduceLearner(Learner):
                     share,
                     model=self._ddp,
                     scale=float(world),
-                    total=self._add_up,
+                    total=self.add_up,
                     local=self._ddp.no_sync,
                 )
         reduced = time.perf_counter()
@@ -136,12 +136,14 @@ class AllReduceLearner(Learner):
             gc.collect()
             leave_group()
 
-    def _add_up(self, value: float | Tensor) -> Tensor:
+    def add_up(self, value: float | Tensor) -> Tensor:
         import torch
         import torch.distributed as dist
 
-        total = torch.as_tensor(value, dtype=torch.float64).to(self.trainee.device).clone()
-        dist.all_reduce(total)
+        total = torch.as_tensor(value, dtype=torch.float64, device=self.trainee.device).clone()
+        if self._ddp is not None:
+            with self._naming_the_peers():
+                dist.all_reduce(total)
         return total
 
     def _settle_buckets(self, share: Share) -> None:

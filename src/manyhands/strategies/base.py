@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from manyhands.errors import SpecError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from manyhands.cluster.view import Me, View
     from manyhands.train.feed import Share
@@ -73,6 +73,12 @@ class Learner(ABC):
 
     def eval_model(self) -> nn.Module:
         return self.trainee.model
+
+    def add_up(self, value: float | Tensor) -> Tensor:
+        """A number, or several, added up over the workers of the view."""
+        import torch
+
+        return torch.as_tensor(value, dtype=torch.float64)
 
     def transport(self) -> str:
         """What carries the gradients, for people."""

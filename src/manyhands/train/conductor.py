@@ -26,6 +26,7 @@ from manyhands.cluster.coordinator import (
     exit_status,
     signal_name,
 )
+from manyhands.cluster.launchers import cores
 from manyhands.cluster.view import Seat
 from manyhands.errors import CheckpointError, Interrupted, JobError, MemberFailed, UsageError
 from manyhands.state.checkpoints import Manifest
@@ -119,6 +120,13 @@ class Conductor:
                 versions=self._versions,
             )
         )
+        if options.workers > cores():
+            self.stream.emit(
+                events.Noticed(
+                    message=f"{options.workers} workers share {cores()} cores; "
+                    "more workers than cores are slower than as many"
+                )
+            )
         assignment = {
             "job": options.job,
             "settings": dict(options.settings),
@@ -155,17 +163,6 @@ class Conductor:
                     )
         fields, samples = first["fields"], first["train_samples"]
         self.run.note_fields(fields, self.options.settings)
-        if fields["batch_size"] > samples:
-            raise JobError(
-                f"The data set has {samples} samples, and the global batch_size is "
-                f"{fields['batch_size']}. Use  --set batch_size={samples}  or fewer."
-            )
-        if self.options.workers > fields["batch_size"]:
-            raise UsageError(
-                f"{self.options.workers} workers share a global batch of {fields['batch_size']}: "
-                "every worker needs at least one sample. Use fewer workers, or a larger batch: "
-                f"--set batch_size={self.options.workers}"
-            )
         syllabus = Syllabus(
             num_samples=samples,
             batch_size=fields["batch_size"],
@@ -190,6 +187,20 @@ class Conductor:
                 )
             )
         return Course(syllabus, self._resumed_from.course if self._resumed_from else None)
+
+    def _check_sizes(self, facts: Mapping[str, Any]) -> None:
+        batch, samples = facts["fields"]["batch_size"], facts["train_samples"]
+        if batch > samples:
+            raise JobError(
+                f"The data set has {samples} samples, and the global batch_size is {batch}. "
+                f"Use  --set batch_size={samples}  or fewer."
+            )
+        if self.options.workers > batch:
+            raise UsageError(
+                f"{self.options.workers} workers share a global batch of {batch}: every worker needs "
+                "at least one sample. Use fewer workers, or a larger batch: "
+                f"--set batch_size={self.options.workers}"
+            )
 
     def _form_view(self) -> None:
         names = sorted(self.ready, key=lambda name: int(name.rpartition("-")[2]))
@@ -241,6 +252,7 @@ class Conductor:
         now = time.monotonic()
         match happening:
             case Said(member, {"kind": "ready"} as facts):
+                self._check_sizes(facts)  # at the first: others may take their time
                 self.ready[member] = facts
                 self._progress = now
             case Said(member, {"kind": "report"} as report):
@@ -351,9 +363,7 @@ class Conductor:
         assert self.course is not None
         self.course.stop("interrupted" if number == signal.SIGINT else "preempted")
         what = "Ctrl-C" if number == signal.SIGINT else name
-        self.stream.emit(
-            events.Stopping(reason=f"{what}; saving a checkpoint (once more to stop at once)")
-        )
+        self.stream.emit(events.Stopping(reason=what))
 
     # What is told -----------------------------------------------------------------------------
 

@@ -79,8 +79,8 @@ class Worker:
             self.device,
             Path(member.scratch),
             View(0, (seat,)),
-            member,
-            member.timeouts,
+            board=member,
+            timeouts=member.timeouts,
         )
         self.learner.prepare(trainee, self.me)
         if task["checkpoint"]:

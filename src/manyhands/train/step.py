@@ -37,6 +37,11 @@ class StepReport:
     staleness: int = 0
     """Steps of others between reading the weights and changing them."""
 
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss of this worker's part."""
+        return float(self.loss) / float(self.weight) if self.weight else float("nan")
+
 
 Sum = Callable[[float | Tensor], float | Tensor]
 """A number added up over all workers."""

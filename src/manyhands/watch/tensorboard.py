@@ -5,8 +5,9 @@ comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" that says w
 
 Each process that trains writes a file of its own into the folder; TensorBoard reads them as one. A
 `Resumed` event is written as a SessionLog START at the next step, which makes TensorBoard forget
-everything from that step on, so no step shows twice. A step costs about 300 bytes; the writer has a
-thread and flushes every few seconds. The first event costs the import of tensorboard (0.2 s).
+everything from that step on, so no step shows twice. A step costs about 200 bytes and, checksum and
+all, 100 microseconds; the first event costs the import of tensorboard (0.2 s). The writer has its
+own thread and flushes every few seconds.
 """
 
 from __future__ import annotations

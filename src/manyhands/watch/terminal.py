@@ -56,7 +56,7 @@ class RichConsole(Console):
 
     def progress(self) -> None:
         now = self.clock()
-        if True:
+        if now - self._drawn_at >= REDRAW_EVERY_S:
             self._drawn_at = now
             with self.out:  # one write to the terminal: no flicker
                 self._erase()

@@ -77,6 +77,8 @@ def _store(me: Me, view: View) -> dist.Store:
     import torch.distributed as dist
 
     limit = timedelta(seconds=me.timeouts.view_s)
+    if me.rendezvous is not None:
+        return _given_store(me, view, limit)
     if view.one_host:
         store = dist.FileStore(str(me.scratch / f"view-{view.number}"), view.world)
         store.set_timeout(limit)
@@ -91,3 +93,12 @@ def _store(me: Me, view: View) -> dist.Store:
         return store
     host, _, port = me.board.fetch(key, timeout_s=me.timeouts.view_s).rpartition(":")
     return dist.TCPStore(host, int(port), view.world, is_master=False, timeout=limit)
+
+
+def _given_store(me: Me, view: View, limit: timedelta) -> dist.Store:
+    """The store at the address that every worker was given; who opens it is for torch to know."""
+    from torch.distributed.rendezvous import rendezvous
+
+    address = f"env://?rank={me.rank}&world_size={view.world}"
+    store, _, _ = next(iter(rendezvous(address, timeout=limit)))
+    return store

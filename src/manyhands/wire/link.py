@@ -1,9 +1,9 @@
 """Links: connections that carry whole messages, for the control connection and for bulk data alike.
 
-An address is `unix:/path/to/socket` or `tcp://host:port`. A Listener takes connections in and
-connect() makes one; both give a Link, which sends and receives frames (see frames.py). With
-credentials a link is TLS 1.3 with certificates on both sides; without, a unix socket trusts its
-owner's user id, and TCP must be asked for with insecure=True.
+A Listener (see listener.py) takes connections in at an address (see address.py) and connect() makes
+one; both give a Link, which sends and receives frames (see frames.py). With credentials a link is
+TLS 1.3 with certificates on both sides; without, a unix socket trusts its owner's user id, and TCP
+must be asked for with insecure=True.
 
 The listener's side begins with a welcome frame: when connect() returns, the other side has checked
 and admitted this one, which a TLS 1.3 client would otherwise learn only from its first read.
@@ -13,35 +13,27 @@ before close() arrives, unless the other side was sending at that moment: then T
 a sure last word let the other side close first.
 
 Cost: a plain link sends a frame with one system call and receives it with three, the payload
-straight into its block; TLS works in records of 16 KiB. A Listener has one thread of its own.
+straight into its block; TLS works in records of 16 KiB.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-import queue
-import re
 import select
-import selectors
 import socket
 import ssl
-import stat
-import struct
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout, UsageError
+from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
 from manyhands.wire import frames
+from manyhands.wire.address import Address, check_owner, check_trust, parse_address
 from manyhands.wire.frames import DEFAULT_LIMITS, Limits, Message, Payload, Place
 from manyhands.wire.tls import Credentials, DeadlinePassed, TlsStream, certificate_name, wait_ready
-
-logger = logging.getLogger("manyhands.wire")
 
 HANDSHAKE_S = 10.0
 """How long a new connection has for its handshake before the listener drops it."""
@@ -49,42 +41,8 @@ MAX_HALF_OPEN = 256
 """Connections in their handshake at once; one more drops the oldest."""
 RETRY_S = (0.01, 0.5)
 """Shortest and longest pause before connect() tries again."""
-MAX_UNIX_PATH = 107
-"""The kernel has 108 bytes for the path of a unix socket, one of them for the end."""
 WELCOME = {"link": "welcome"}
-
-
-@dataclass(frozen=True)
-class Address:
-    path: str = ""
-    """Of a unix socket; empty for TCP."""
-    host: str = ""
-    port: int = 0
-
-    def __str__(self) -> str:
-        if self.path:
-            return f"unix:{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
-
-
-def parse_address(text: str) -> Address:
-    """The parts of `unix:/path/to/socket` or `tcp://host:port` (port 0: any free one)."""
-    if match := re.fullmatch(r"unix:(/[^\0]+)", text):
-        path = match[1]
-        if len(os.fsencode(path)) > MAX_UNIX_PATH:
-            raise UsageError(
-                f"The path of the unix socket {path} has {len(os.fsencode(path))} bytes, and the "
-                f"kernel allows {MAX_UNIX_PATH}: choose a shorter folder, such as one in /tmp."
-            )
-        return Address(path=path)
-    match = re.fullmatch(r"tcp://(?:\[([^\[\]]+)\]|([^\[\]:/\s]+)):([0-9]{1,5})", text)
-    if match and int(match[3]) <= 65535:
-        return Address(host=match[1] or match[2], port=int(match[3]))
-    raise UsageError(
-        f"{text!r} is not an address. Write unix:/path/to/socket (an absolute path) or "
-        "tcp://host:port, with an IPv6 host in brackets: tcp://[::1]:5000; ports end at 65535."
-    )
+"""The head of the first frame, from the listener's side."""
 
 
 class _PlainStream:
@@ -256,158 +214,6 @@ class Link:
         return f"<Link to {self.peer}{', closed' if self._closed else ''}>"
 
 
-class Listener:
-    """Takes connections in at an address, and hands over those that passed the handshake.
-
-    One thread serves all handshakes step by step, so that a client that stalls in its own holds up
-    nobody. `refused` counts the connections that did not pass; each one is logged.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        credentials: Credentials | None = None,
-        limits: Limits = DEFAULT_LIMITS,
-        backlog: int = 128,
-        insecure: bool = False,
-    ) -> None:
-        where = parse_address(address)
-        _check_trust(where, credentials, insecure)
-        self.refused = 0
-        self._limits = limits
-        self._context = credentials.server_context() if credentials else None
-        self._sock = _listening_socket(where, backlog)
-        port = 0 if where.path else self._sock.getsockname()[1]
-        self._where = Address(path=where.path, host=where.host, port=port)
-        self.address = str(self._where)
-        # Who, and until when; the oldest first.
-        self._half_open: dict[ssl.SSLSocket, tuple[str, float]] = {}
-        self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._sock, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="manyhands-listener", daemon=True)
-        self._thread.start()
-
-    def accept(self, timeout_s: float | None = None) -> Link:
-        """The next connection that passed its handshake, from any number of threads."""
-        try:
-            link = self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            raise LinkTimeout(
-                f"Nobody connected to {self.address} within {timeout_s:g} s "
-                f"({self.refused} refused so far)."
-            ) from None
-        if link is None:
-            self._ready.put(None)  # for the next one who waits
-            raise LinkClosed(f"The listener at {self.address} is closed.")
-        return link
-
-    def close(self) -> None:
-        """Stop listening, drop what was not accepted, remove the unix socket. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._wake.close()
-            self._thread.join()
-            if self._where.path:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._where.path)
-            for sock in (self._sock, self._woken, *self._half_open):
-                sock.close()
-            self._selector.close()
-            with contextlib.suppress(queue.Empty):
-                while link := self._ready.get_nowait():
-                    link.close()
-            self._ready.put(None)
-
-    def _serve(self) -> None:
-        while not self._closed:
-            oldest = next(iter(self._half_open.values()), None)
-            wait_s = None if oldest is None else max(0.0, oldest[1] - time.monotonic())
-            for key, _ in self._selector.select(wait_s):
-                if key.fileobj is self._sock:
-                    self._take()
-                elif isinstance(key.fileobj, ssl.SSLSocket):
-                    self._shake(key.fileobj)
-            now = time.monotonic()
-            for sock in [s for s, (_, until) in self._half_open.items() if until <= now]:
-                self._drop(sock, f"no handshake within {HANDSHAKE_S:g} s")
-
-    def _take(self) -> None:
-        try:
-            sock, origin = self._sock.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                logger.error("%s can't take a connection in: %s", self.address, error)
-                time.sleep(0.1)  # it stays readable until there is room: do not spin
-            return
-        who = "a local process" if self._where.path else f"{origin[0]}:{origin[1]}"
-        try:
-            if self._where.path:
-                who = f"process {_check_owner(sock)}"
-            if self._context is None:
-                self._admit(sock, who)
-                return
-            sock.setblocking(False)
-            shaking = self._context.wrap_socket(
-                sock, server_side=True, do_handshake_on_connect=False
-            )
-        except (OSError, ValueError, LinkError) as error:
-            self._refuse(sock, who, error)
-            return
-        if len(self._half_open) >= MAX_HALF_OPEN:
-            self._drop(next(iter(self._half_open)), "too many others in their handshake")
-        self._half_open[shaking] = (who, time.monotonic() + HANDSHAKE_S)
-        self._selector.register(shaking, selectors.EVENT_READ)
-        self._shake(shaking)
-
-    def _shake(self, sock: ssl.SSLSocket) -> None:
-        if sock not in self._half_open:
-            return  # dropped by an event before it in the same round
-        try:
-            sock.do_handshake()
-        except ssl.SSLWantReadError:
-            self._selector.modify(sock, selectors.EVENT_READ)
-        except ssl.SSLWantWriteError:
-            self._selector.modify(sock, selectors.EVENT_WRITE)
-        except (OSError, ValueError) as error:
-            self._drop(sock, error)
-        else:
-            self._selector.unregister(sock)
-            who, _ = self._half_open.pop(sock)
-            try:
-                self._admit(sock, certificate_name(sock))
-            except (OSError, LinkError) as error:
-                self._refuse(sock, who, error)
-
-    def _admit(self, sock: socket.socket, peer: str) -> None:
-        link = Link(sock, peer=peer, limits=self._limits)
-        link.send(WELCOME)
-        self._ready.put(link)
-
-    def _drop(self, sock: ssl.SSLSocket, why: object) -> None:
-        self._selector.unregister(sock)
-        who, _ = self._half_open.pop(sock)
-        self._refuse(sock, who, why)
-
-    def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
-        sock.close()
-        self.refused += 1
-        logger.warning("%s refused a connection from %s: %s", self.address, who, why)
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def connect(
     address: str,
     *,
@@ -423,7 +229,7 @@ def connect(
     who is expected there, for messages; under TLS the link's peer is the certificate's name.
     """
     where = parse_address(address)
-    _check_trust(where, credentials, insecure)
+    check_trust(where, credentials, insecure)
     context = credentials.client_context() if credentials else None
     deadline = time.monotonic() + timeout_s
     pause_s, longest_s = RETRY_S
@@ -463,7 +269,7 @@ def _connect_once(
         if where.path:
             sock.settimeout(left_s)
             sock.connect(where.path)
-            _check_owner(sock)
+            check_owner(sock)
         elif sock.getsockname() == sock.getpeername():
             # TCP can meet itself when it tries a free local port: nobody listens there.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
@@ -481,69 +287,3 @@ def _connect_once(
         link.close()
         raise
     return link
-
-
-def _check_trust(where: Address, credentials: Credentials | None, insecure: bool) -> None:
-    if not (where.path or credentials or insecure):
-        raise UsageError(
-            f"{where} without credentials would be open to everyone in the network. Give "
-            "credentials=authority.issue(name), or insecure=True in a network that is private, or "
-            "use unix:/path/to/socket within one host."
-        )
-
-
-def _check_owner(sock: socket.socket) -> int:
-    """The process id at the other end of a unix socket, which must be of this process's user."""
-    kind = struct.Struct("3i")
-    pid, uid, _ = kind.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, kind.size))
-    if uid != os.getuid():
-        raise PermissionError(errno.EPERM, f"process {pid} is of user {uid}, not of {os.getuid()}")
-    return int(pid)
-
-
-def _listening_socket(where: Address, backlog: int) -> socket.socket:
-    try:
-        if not where.path:
-            family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-            sock = socket.create_server((where.host, where.port), family=family, backlog=backlog)
-        else:
-            sock = _bind_unix(where.path, backlog)
-    except OSError as error:
-        raise LinkError(f"Can't listen at {where}: {error}.") from error
-    sock.setblocking(False)
-    return sock
-
-
-def _bind_unix(path: str, backlog: int) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        # Before bind: the file is born with these permissions, there is no moment without them.
-        os.fchmod(sock.fileno(), 0o600)
-        try:
-            sock.bind(path)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or not _is_abandoned(path):
-                raise
-            os.unlink(path)
-            sock.bind(path)
-        sock.listen(backlog)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _is_abandoned(path: str) -> bool:
-    """Whether the socket at `path` was left by a listener that died without removing it."""
-    # The kernel refuses a connection to any file, and only a socket of ours may be removed.
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-        return False

@@ -99,7 +99,7 @@ def mirror(make_mirror: Callable[[], Mirror]) -> Mirror:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that does not outlive the test, nor its deadline: a read from it then ends."""
+    """Start a process that outlives neither the test nor its deadline, so that reads end."""
     processes: list[subprocess.Popen[str]] = []
     watchdogs: list[threading.Timer] = []
 

@@ -290,10 +290,12 @@ def test_the_live_line_is_drawn_at_most_ten_times_a_second(
     for event in start:
         console.handle(event)
     terminal.read()
+    num_drawn = 0
     for number in range(1_000):  # two seconds
         clock.now += 0.002
         console.handle(step(number % 20 + 1))
-    assert 15 <= terminal.read().count("\x1b[2K") <= 20
+        num_drawn += terminal.read().count("\x1b[2K")
+    assert 15 <= num_drawn <= 20
     console.close()
 
 

@@ -1,0 +1,189 @@
+"""`mh.join()`: the strategies for people who keep their own loop.
+
+    with mh.join("allreduce") as hands:
+        model, optimizer = hands.prepare(model, optimizer)
+        for epoch in range(3):
+            for batch in hands.batches(dataset, batch_size=64, epoch=epoch):
+                report = hands.step(loss_fn, batch)          # loss_fn(model, batch) -> mean loss
+
+Start it with `torchrun --nproc-per-node 2 script.py` for two workers, or with plain `python script.py`
+for one. `batch_size` is the global batch; `batches` gives each worker its share of it.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.cluster import environment
+from manyhands.cluster.devices import device_id, pick_device
+from manyhands.cluster.view import Me, Seat, View
+from manyhands.errors import UsageError
+from manyhands.job import Job
+from manyhands.strategies.base import Learner
+from manyhands.strategies.registry import make_strategy
+from manyhands.train.feed import Feed, Portion, Share
+from manyhands.train.leases import Leases, shares, split
+from manyhands.train.seeds import seed_compute
+from manyhands.train.step import StepReport
+from manyhands.train.trainee import Loss, Trainee, to_device
+
+
+class Hands:
+    """This process among the workers."""
+
+    def __init__(self, learner: Learner, me: Me, *, seed: int = 0) -> None:
+        self._learner = learner
+        self._me = me
+        self._seed = seed
+        self._trainee: Trainee | None = None
+        self._steps = 0
+        self._given: tuple[Any, int, int] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._me.rank
+
+    @property
+    def world(self) -> int:
+        return self._me.world
+
+    @property
+    def device(self) -> str:
+        return self._me.device
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: LRScheduler | None = None,
+        clip_norm: float | None = None,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Hand over what is trained. Every worker starts from the weights of rank 0."""
+        self._trainee = Trainee(
+            model=model.to(self.device),
+            optimizer=optimizer,
+            loss=_no_loss,
+            device=self.device,
+            scheduler=scheduler,
+            clip_norm=clip_norm,
+        )
+        self._learner.prepare(self._trainee, self._me)
+        self._learner.on_view(self._me.view)
+        return model, optimizer
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        epoch: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
+        """This worker's share of every global batch of one epoch; over all workers, each sample once."""
+        if batch_size < self.world:
+            raise UsageError(
+                f"{self.world} workers share a global batch of {batch_size}: every worker needs at "
+                f"least one sample. Use batch_size={self.world} or more."
+            )
+        feed = Feed(_DataOnly(seed=self._seed, collate_with=collate), dataset, device=self.device)
+        leases = Leases(len(dataset))
+        while ranges := leases.take(batch_size):
+            total = sum(stop - start for start, stop in ranges)
+            parts = split(ranges, shares(total, [1.0] * self.world))
+            portion = Portion(self._steps, epoch, total, tuple(parts[self.rank]))
+            batch, samples = feed.share(portion).batches[0]
+            self._given = (batch, samples, total)
+            yield batch
+
+    def step(self, loss: Loss, batch: Any) -> StepReport:
+        """One global step with this worker's batch; `loss(model, batch)` is its mean loss."""
+        if self._trainee is None:
+            raise UsageError("Call hands.prepare(model, optimizer) before hands.step(loss, batch).")
+        trainee = self._trainee
+        trainee.loss = loss
+        if self._given is not None and self._given[0] is batch:
+            _, samples, total = self._given
+            trainee.weight = None
+        else:
+            # The person's own batches: how many samples the others have is for the network to say.
+            batch = to_device(batch, self.device)
+            samples = total = _count(batch)
+            trainee.weight = _count
+        self._steps += 1
+        seed_compute(self.device, self._seed, "step", self._steps, self.rank)
+        return self._learner.step(Share(self._steps, 0, samples, total, [(batch, samples)]))
+
+    def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
+        """The weighted mean of a number over all workers, for evaluation."""
+        total = self._learner.add_up(torch.tensor([float(value) * weight, weight]))
+        return float(total[0] / total[1])
+
+    def close(self) -> None:
+        self._learner.close()
+
+
+@contextmanager
+def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) -> Iterator[Hands]:
+    """Join the workers that torchrun has started, or be the only one."""
+    place = environment.torchrun() or environment.alone()
+    config = make_strategy(strategy)
+    config.check(place.world)
+    mine = pick_device(device, place.local_rank)
+    seats = tuple(
+        # Of the others it is known that they were started alike.
+        Seat(
+            name=f"worker-{rank}",
+            host=socket.gethostname(),
+            device=mine,
+            device_id=device_id(mine) if rank == place.rank else f"of rank {rank}",
+        )
+        for rank in range(place.world)
+    )
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as scratch:
+        me = Me(
+            name=f"worker-{place.rank}",
+            host=socket.gethostname(),
+            device=mine,
+            scratch=Path(scratch),
+            view=View(1, seats),
+            rendezvous=place.store,
+        )
+        hands = Hands(config.build(), me, seed=seed)
+        try:
+            yield hands
+        finally:
+            hands.close()
+
+
+class _DataOnly(Job):
+    """As much of a job as a feed needs."""
+
+    def __init__(self, *, seed: int, collate_with: Callable[[list[Any]], Any] | None) -> None:
+        super().__init__(seed=seed)
+        self._collate_with = collate_with
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self._collate_with(samples) if self._collate_with else super().collate(samples)
+
+
+def _count(batch: Any) -> int:
+    """The samples of a batch: the length of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, dict) else batch
+    return _count(next(iter(values)))
+
+
+def _no_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise AssertionError("each step brings its own loss")

@@ -1,0 +1,211 @@
+"""What every strategy must keep, checked with real processes. A new strategy is one more Case.
+
+    from manyhands.testing.conformance import CHECKS, Case
+
+    @pytest.mark.parametrize("case", [Case("mine", workers=2)], ids=str)
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_conformance(case, check, tmp_path):
+        check(case, tmp_path)
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.testing import harness
+from manyhands.testing.harness import Finished
+
+SAMPLES, BATCH, EPOCHS = 98, 16, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    workers: int
+    equals_single: bool = True
+    """Synchronous: the same mathematics as one worker, up to the order of sums."""
+    flags: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.strategy}-{self.workers}"
+
+    def train(self, job: str, run: Path, *flags: str, **fields: Any) -> Finished:
+        done = harness.train(
+            job,
+            run,
+            *self.flags,
+            *flags,
+            strategy=self.strategy,
+            workers=self.workers,
+            **{**self.fields, **fields},
+        )
+        assert done.code == 0, f"{done.out}\n{done.err}"
+        return done
+
+
+def equals_single(case: Case, folder: Path) -> None:
+    """The same losses and weights as one worker, to 1e-5, with an uneven last batch."""
+    _same_as_single(case, folder, "Regression")
+
+
+def equals_single_with_accumulation(case: Case, folder: Path) -> None:
+    """Cutting each share into micro-batches changes nothing."""
+    _same_as_single(case, folder, "Adam", accumulate=3)
+
+
+def equals_single_with_own_weights(case: Case, folder: Path) -> None:
+    """Shares are weighted by what the job says (tokens), not by samples."""
+    _same_as_single(case, folder, "Tokens")
+
+
+def uses_every_sample_once(case: Case, folder: Path) -> None:
+    done = case.train("Regression", folder / "run")
+    assert_once_an_epoch(done)
+    assert done.steps[-1]["step"] == EPOCHS * -(-SAMPLES // BATCH)
+
+
+def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
+    """Same seed, same bits; stopped in the middle of an epoch and resumed, still the same bits."""
+    whole = case.train("Dropout", folder / "whole")
+    again = case.train("Dropout", folder / "again")
+    assert whole.losses == again.losses
+    assert_same_bits(whole.state(), again.state())
+
+    run = folder / "stopped"
+    arguments = harness.train_arguments(
+        "Dropout",
+        run,
+        *case.flags,
+        strategy=case.strategy,
+        workers=case.workers,
+        **{**case.fields, "pause_s": 0.05},
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        running.signal(signal.SIGTERM)
+        stopped = running.wait()
+    assert stopped.code == 75, f"{stopped.out}\n{stopped.err}"
+    assert len(stopped.steps) < len(whole.steps), "it was to be stopped before its end"
+    resumed = harness.resume(run, "--set", "pause_s=0")
+    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
+    assert resumed.losses == whole.losses
+    assert_same_bits(resumed.state(), whole.state())
+    assert_once_an_epoch(resumed)
+
+
+def names_a_killed_worker_and_resumes(case: Case, folder: Path) -> None:
+    """SIGKILL of a worker ends the run with that worker named; resumed, every sample counts once."""
+    run, victim = folder / "run", f"worker-{case.workers - 1}"
+    arguments = harness.train_arguments(
+        "Regression",
+        run,
+        "--checkpoint-every",
+        "2",
+        *case.flags,
+        strategy=case.strategy,
+        workers=case.workers,
+        **{**case.fields, "pause_s": 0.05},
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(9)
+        pids = running.pids()
+        running.kill(victim)
+        killed = running.wait()
+    assert killed.code == 128 + signal.SIGKILL
+    assert [e["member"] for e in killed.of("MemberFailed")] == [victim]
+    assert f"{victim} failed: killed by SIGKILL" in killed.err
+    assert harness.gone([*pids.values(), running.process.pid])
+    resumed = harness.resume(run, "--set", "pause_s=0")
+    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
+    assert_once_an_epoch(resumed)
+
+
+def reports_the_bytes_it_sends(case: Case, folder: Path) -> None:
+    """What the events say was sent is what the kernel says was sent, for a model of some size."""
+    from manyhands.testing.traffic import tcp_bytes_sent
+
+    run, width = folder / "run", 40_000
+    # One step an epoch: what a step sends stands out from what starting sends.
+    arguments = harness.train_arguments(
+        "Regression",
+        run,
+        *case.flags,
+        strategy=case.strategy,
+        workers=case.workers,
+        **{**case.fields, "pause_s": 0.1, "width": width, "epochs": 10},
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(5)
+        pids = list(running.pids().values())
+        before = running.events(), tcp_bytes_sent(pids)
+        running.wait_for_step(before[0][-1].get("step", 5) + 10)
+        after = running.events(), tcp_bytes_sent(pids)
+    reported = [
+        sum(e["bytes_sent"] for e in events if e["event"] == "StepCommitted")
+        for events in (before[0], after[0])
+    ]
+    sent, said = after[1] - before[1], reported[1] - reported[0]
+    one_step = max((e["bytes_sent"] for e in after[0] if e["event"] == "StepCommitted"), default=0)
+    # Reports lag the wire by a report's interval: a few steps either way.
+    assert abs(sent - said) <= 4 * one_step + 100_000, f"sent {sent:,}, reported {said:,}"
+
+
+CHECKS = (
+    equals_single,
+    equals_single_with_accumulation,
+    equals_single_with_own_weights,
+    uses_every_sample_once,
+    repeats_and_resumes_bit_equal,
+    names_a_killed_worker_and_resumes,
+    reports_the_bytes_it_sends,
+)
+
+
+def assert_once_an_epoch(done: Finished) -> None:
+    uses = done.uses_by_epoch()
+    assert sorted(uses) == list(range(EPOCHS))
+    for epoch, positions in uses.items():
+        wrong = {p: n for p, n in Counter(positions).items() if n != 1}
+        assert sorted(positions) == list(range(SAMPLES)), f"epoch {epoch}: used not once: {wrong}"
+
+
+def assert_same_bits(first: Any, second: Any) -> None:
+    """Two states are equal in every bit."""
+    import torch
+
+    if isinstance(first, Mapping):
+        assert first.keys() == second.keys()
+        for key in first:
+            assert_same_bits(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            assert_same_bits(one, other)
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), f"{first} is not {second}"
+    else:
+        assert first == second
+
+
+def _same_as_single(case: Case, folder: Path, job: str, **fields: Any) -> None:
+    import pytest
+    import torch
+
+    if not case.equals_single:
+        pytest.skip(f"{case.strategy} is not meant to equal a single worker")
+    reference = Case("single", workers=1).train(job, folder / "single", **{**case.fields, **fields})
+    done = case.train(job, folder / "run", **fields)
+    assert done.losses == pytest.approx(reference.losses, rel=1e-5)
+    expected, got = reference.state()["model"], done.state()["model"]
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-6)
+    for kind in ("Evaluated",):
+        ours, theirs = done.of(kind), reference.of(kind)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)

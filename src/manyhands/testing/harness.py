@@ -1,0 +1,195 @@
+"""Runs of the real command line, for tests: started, watched, killed, read.
+
+Everything goes through the program that people type, in processes of its own, and everything that is
+checked is read from the run folder, as people would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.state.checkpoints import final, steps
+from manyhands.watch.jsonl import committed_steps, read_events
+
+JOBS = Path(__file__).parent / "jobs.py"
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    run: Path
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return list(read_events(self.run / "events.jsonl"))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.events if record["event"] == kind]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The committed steps of the true history."""
+        return committed_steps(self.events)
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.steps]
+
+    def state(self) -> dict[str, Any]:
+        """The newest checkpoint: model, optimizer, scheduler, learner."""
+        from manyhands.state.saver import read_state
+
+        return read_state(final(self.run, steps(self.run)[-1]))
+
+    def uses_by_epoch(self) -> dict[int, list[int]]:
+        """For each epoch, every position that a committed step used, as often as it was used."""
+        uses: dict[int, list[int]] = {}
+        for record in self.steps:
+            for ranges in record["shares"].values():
+                for start, stop in ranges:
+                    uses.setdefault(record["epoch"], []).extend(range(start, stop))
+        return uses
+
+
+class Command:
+    """A manyhands command that runs."""
+
+    def __init__(self, arguments: Sequence[str], run: Path, environ: dict[str, str] | None = None):
+        self.run = run
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "manyhands.cli.main", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"NO_COLOR": "1"} | (environ or {}),
+        )
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> Finished:
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(f"no end after {timeout_s} s:\n{out}\n{err}\n{self.logs()}") from None
+        seconds = time.monotonic() - self.started
+        return Finished(self.process.returncode, out, err, seconds, self.run)
+
+    def logs(self) -> str:
+        return "\n".join(f"{p.name}: {p.read_text()}" for p in sorted((self.run / "logs").glob("*")))
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run / "events.jsonl"
+        return list(read_events(path)) if path.exists() else []
+
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Wait until the events fulfil a condition."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition(self.events()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                out, err = self.process.communicate()
+                raise AssertionError(f"ended or late while waited for:\n{out}\n{err}\n{self.logs()}")
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(
+            lambda events: any(e["event"] == "StepCommitted" and e["step"] >= step for e in events)
+        )
+
+    def pids(self) -> dict[str, int]:
+        """The process of each member, of the newest start."""
+        return {e["member"]: e["pid"] for e in self.events() if e["event"] == "MemberStarted"}
+
+    def kill(self, member: str, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pids()[member], number)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the coordinator."""
+        self.process.send_signal(number)
+
+
+@contextmanager
+def command(
+    *arguments: str, run: Path, environ: dict[str, str] | None = None
+) -> Iterator[Command]:
+    """A running command that does not outlive the block."""
+    running = Command(arguments, run, environ)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+        for pipe in (running.process.stdout, running.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        running.process.wait()
+
+
+def train(
+    job: str | Path, run: Path, *flags: str, strategy: str = "single", workers: int = 1, **fields: Any
+) -> Finished:
+    """`manyhands train`, to its end."""
+    with command(*train_arguments(job, run, *flags, strategy=strategy, workers=workers, **fields), run=run) as c:
+        return c.wait()
+
+
+def train_arguments(
+    job: str | Path, run: Path, *flags: str, strategy: str = "single", workers: int = 1, **fields: Any
+) -> list[str]:
+    """A job of testing/jobs.py by its name, or any by its path."""
+    reference = f"{JOBS}:{job}" if isinstance(job, str) and job.isidentifier() else str(job)
+    settings = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
+    return [
+        "train",
+        reference,
+        "--run-dir",
+        str(run),
+        "--strategy",
+        strategy,
+        "--workers",
+        str(workers),
+        "--device",
+        "cpu",
+        *settings,
+        *flags,
+    ]
+
+
+def resume(run: Path, *flags: str) -> Finished:
+    with command("resume", str(run), "--device", "cpu", *flags, run=run) as running:
+        return running.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def gone(pids: Sequence[int], within_s: float = 5.0) -> bool:
+    """Whether all processes are gone, after some time."""
+    deadline = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

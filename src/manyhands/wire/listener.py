@@ -1,0 +1,231 @@
+"""The side of a link that waits: takes connections in, and lets in those that pass the handshake.
+
+A connection passes when its TLS certificate is of this run's authority, or, on a unix socket, when
+its process is of the same user. It is then welcomed with a frame (see link.py) and handed over as
+a Link. Whoever stalls, talks something else or has no right is dropped, logged and counted.
+
+Cost: one thread a listener for all handshakes, one descriptor for each connection in its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import selectors
+import socket
+import ssl
+import stat
+import threading
+import time
+
+from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.wire import link as links
+from manyhands.wire.address import Address, check_owner, check_trust, parse_address
+from manyhands.wire.frames import DEFAULT_LIMITS, Limits
+from manyhands.wire.link import Link
+from manyhands.wire.tls import Credentials, certificate_name
+
+logger = logging.getLogger("manyhands.wire")
+
+
+class Listener:
+    """Takes connections in at an address, and hands over those that passed the handshake.
+
+    One thread serves all handshakes step by step, so that a client that stalls in its own holds up
+    nobody. `refused` counts the connections that did not pass; each one is logged.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: Credentials | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        backlog: int = 128,
+        insecure: bool = False,
+    ) -> None:
+        where = parse_address(address)
+        check_trust(where, credentials, insecure)
+        self.refused = 0
+        self._limits = limits
+        self._context = credentials.server_context() if credentials else None
+        self._sock = _listening_socket(where, backlog)
+        port = 0 if where.path else self._sock.getsockname()[1]
+        self._where = Address(path=where.path, host=where.host, port=port)
+        self.address = str(self._where)
+        # Who, and until when; the oldest first.
+        self._half_open: dict[ssl.SSLSocket, tuple[str, float]] = {}
+        self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._sock, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="manyhands-listener", daemon=True)
+        self._thread.start()
+
+    def accept(self, timeout_s: float | None = None) -> Link:
+        """The next connection that passed its handshake, from any number of threads."""
+        try:
+            link = self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LinkTimeout(
+                f"Nobody connected to {self.address} within {timeout_s:g} s "
+                f"({self.refused} refused so far)."
+            ) from None
+        if link is None:
+            self._ready.put(None)  # for the next one who waits
+            raise LinkClosed(f"The listener at {self.address} is closed.")
+        return link
+
+    def close(self) -> None:
+        """Stop listening, drop what was not accepted, remove the unix socket. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.close()
+            self._thread.join()
+            if self._where.path:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._where.path)
+            for sock in (self._sock, self._woken, *self._half_open):
+                sock.close()
+            self._selector.close()
+            with contextlib.suppress(queue.Empty):
+                while link := self._ready.get_nowait():
+                    link.close()
+            self._ready.put(None)
+
+    def _serve(self) -> None:
+        while not self._closed:
+            oldest = next(iter(self._half_open.values()), None)
+            wait_s = None if oldest is None else max(0.0, oldest[1] - time.monotonic())
+            for key, _ in self._selector.select(wait_s):
+                if key.fileobj is self._sock:
+                    self._take()
+                elif isinstance(key.fileobj, ssl.SSLSocket):
+                    self._shake(key.fileobj)
+            now = time.monotonic()
+            for sock in [s for s, (_, until) in self._half_open.items() if until <= now]:
+                self._drop(sock, f"no handshake within {links.HANDSHAKE_S:g} s")
+
+    def _take(self) -> None:
+        try:
+            sock, origin = self._sock.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                logger.error("%s can't take a connection in: %s", self.address, error)
+                time.sleep(0.1)  # it stays readable until there is room: do not spin
+            return
+        who = "a local process" if self._where.path else f"{origin[0]}:{origin[1]}"
+        try:
+            if self._where.path:
+                who = f"process {check_owner(sock)}"
+            if self._context is None:
+                self._admit(sock, who)
+                return
+            sock.setblocking(False)
+            shaking = self._context.wrap_socket(
+                sock, server_side=True, do_handshake_on_connect=False
+            )
+        except (OSError, ValueError, LinkError) as error:
+            self._refuse(sock, who, error)
+            return
+        if len(self._half_open) >= links.MAX_HALF_OPEN:
+            self._drop(next(iter(self._half_open)), "too many others in their handshake")
+        self._half_open[shaking] = (who, time.monotonic() + links.HANDSHAKE_S)
+        self._selector.register(shaking, selectors.EVENT_READ)
+        self._shake(shaking)
+
+    def _shake(self, sock: ssl.SSLSocket) -> None:
+        if sock not in self._half_open:
+            return  # dropped by an event before it in the same round
+        try:
+            sock.do_handshake()
+        except ssl.SSLWantReadError:
+            self._selector.modify(sock, selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._selector.modify(sock, selectors.EVENT_WRITE)
+        except (OSError, ValueError) as error:
+            self._drop(sock, error)
+        else:
+            self._selector.unregister(sock)
+            who, _ = self._half_open.pop(sock)
+            try:
+                self._admit(sock, certificate_name(sock))
+            except (OSError, LinkError) as error:
+                self._refuse(sock, who, error)
+
+    def _admit(self, sock: socket.socket, peer: str) -> None:
+        link = Link(sock, peer=peer, limits=self._limits)
+        link.send(links.WELCOME)
+        self._ready.put(link)
+
+    def _drop(self, sock: ssl.SSLSocket, why: object) -> None:
+        self._selector.unregister(sock)
+        who, _ = self._half_open.pop(sock)
+        self._refuse(sock, who, why)
+
+    def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
+        sock.close()
+        self.refused += 1
+        logger.warning("%s refused a connection from %s: %s", self.address, who, why)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _listening_socket(where: Address, backlog: int) -> socket.socket:
+    try:
+        if not where.path:
+            family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+            sock = socket.create_server((where.host, where.port), family=family, backlog=backlog)
+        else:
+            sock = _bind_unix(where.path, backlog)
+    except OSError as error:
+        raise LinkError(f"Can't listen at {where}: {error}.") from error
+    sock.setblocking(False)
+    return sock
+
+
+def _bind_unix(path: str, backlog: int) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        # Before bind: the file is born with these permissions, there is no moment without them.
+        os.fchmod(sock.fileno(), 0o600)
+        try:
+            sock.bind(path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not _is_abandoned(path):
+                raise
+            os.unlink(path)
+            sock.bind(path)
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether the socket at `path` was left by a listener that died without removing it."""
+    # The kernel refuses a connection to any file, and only a socket of ours may be removed.
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
