@@ -1,7 +1,7 @@
 """One exception tree; each exception carries the exit code of the command that it ends.
 
 ManyhandsError               1   anything that manyhands itself reports
-├── UsageError               2   the person gave something that can't be: says what, what is allowed, what to type
+├── UsageError               2   something given can't be: says what, what is allowed, what to type
 │   ├── JobError             2   the job file: missing, without a Job, a method that returns the wrong thing
 │   ├── SpecError            2   a strategy spec that does not parse or does not fit
 │   └── RunFolderError       2   a run folder that can't be made, read or resumed

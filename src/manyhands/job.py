@@ -231,7 +231,9 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
             raise UsageError(f"--set {name}={text}: {name} is {a}.") from None
     if kind is str:
         return text
-    raise UsageError(f"--set {name}={text}: a field of type {kind} can't be set from the command line.")
+    raise UsageError(
+        f"--set {name}={text}: a field of type {kind} can't be set from the command line."
+    )
 
 
 def check_fields(job: Job) -> None:

@@ -18,7 +18,5 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_conformance(
-    case: Case, check: Callable[[Case, Path], None], tmp_path: Path
-) -> None:
+def test_conformance(case: Case, check: Callable[[Case, Path], None], tmp_path: Path) -> None:
     check(case, tmp_path)

@@ -22,11 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not runs:
         print(f"No runs in {arguments.folder}. Train one:  manyhands train examples/digits.py")
         return 0
-    rows = [("run", "outcome", "strategy", "workers", "steps", "final")]
+    rows: list[tuple[str, ...]] = [("run", "outcome", "strategy", "workers", "steps", "final")]
     rows += [_row(one) for one in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     return 0
 
 

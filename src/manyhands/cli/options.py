@@ -31,10 +31,15 @@ class Resolved:
             try:
                 value, source = parse(text), variable
             except ValueError:
-                raise UsageError(f"{variable}={text} does not fit: see --{name.replace('_', '-')}.") from None
+                raise UsageError(
+                    f"{variable}={text} does not fit: see --{name.replace('_', '-')}."
+                ) from None
         else:
             value, source = default, "default"
-        self.sources[name] = {"value": str(value) if isinstance(value, Path) else value, "from": source}
+        self.sources[name] = {
+            "value": str(value) if isinstance(value, Path) else value,
+            "from": source,
+        }
         return value
 
 
@@ -72,7 +77,10 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="save after every so many steps too, not only after each epoch",
     )
     group.add_argument(
-        "--keep", type=int, metavar="N", help="newest checkpoints to keep besides the best (default: 3)"
+        "--keep",
+        type=int,
+        metavar="N",
+        help="newest checkpoints to keep besides the best (default: 3)",
     )
     group.add_argument("--quiet", action="store_true", help="only failures and one line at the end")
     group.add_argument(
@@ -99,7 +107,11 @@ def resolve_options(
     threads = resolved.get("threads", max(1, cores() // count), int)
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)
-    for flag, value, least in (("threads", threads, 1), ("keep", keep, 1), ("checkpoint-every", every, 0)):
+    for flag, value, least in (
+        ("threads", threads, 1),
+        ("keep", keep, 1),
+        ("checkpoint-every", every, 0),
+    ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
     return Options(

@@ -34,10 +34,14 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="path.py, or path.py:Name for one of several jobs")
+    parser.add_argument(
+        "job", metavar="JOB", help="path.py, or path.py:Name for one of several jobs"
+    )
     add_training_flags(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<job>-<time>")
-    parser.add_argument("--check", action="store_true", help="try everything but training, and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="try everything but training, and stop"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

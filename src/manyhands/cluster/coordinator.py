@@ -140,7 +140,9 @@ class Coordinator:
         handle = self.launcher.start(Start(name, entry, invitation, log, threads))
         member = Attendance(name, handle, log)
         self.members[name] = member
-        threading.Thread(target=self._reap, args=(member,), name=f"reap-{name}", daemon=True).start()
+        threading.Thread(
+            target=self._reap, args=(member,), name=f"reap-{name}", daemon=True
+        ).start()
         return member
 
     def next(self, timeout_s: float) -> Happening | None:

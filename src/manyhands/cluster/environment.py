@@ -47,9 +47,13 @@ def torchrun(environ: Mapping[str, str] | None = None) -> Placement | None:
             "MASTER_ADDR and MASTER_PORT together. Start with torchrun, or unset them."
         ) from None
     except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT are numbers: {error}") from None
+        raise UsageError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT are numbers: {error}"
+        ) from None
     if not 0 <= rank < world:
-        raise UsageError(f"RANK is {rank} and WORLD_SIZE is {world}: ranks go from 0 to {world - 1}.")
+        raise UsageError(
+            f"RANK is {rank} and WORLD_SIZE is {world}: ranks go from 0 to {world - 1}."
+        )
     return Placement(rank, world, local, store, "torchrun")
 
 

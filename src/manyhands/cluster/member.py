@@ -59,7 +59,13 @@ class Member:
         self._board_changed = threading.Condition()
         self._leaving = threading.Event()
         self._phase = ("starting", time.monotonic())
-        self.say("hello", member=self.name, pid=os.getpid(), host=self.host, python=platform.python_version())
+        self.say(
+            "hello",
+            member=self.name,
+            pid=os.getpid(),
+            host=self.host,
+            python=platform.python_version(),
+        )
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 

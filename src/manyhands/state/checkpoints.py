@@ -75,7 +75,9 @@ def commit(
         os.rename(source, target)
         sync_folder(target.parent)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint of step {step} can't be finished: {error}") from error
+        raise CheckpointError(
+            f"The checkpoint of step {step} can't be finished: {error}"
+        ) from error
     return target
 
 
@@ -101,7 +103,9 @@ def verify(path: Path) -> Manifest:
                     f"{path / name} has {size:,} bytes and should have {facts['bytes']:,}."
                 )
             if digest(path / name) != facts["sha256"]:
-                raise CheckpointError(f"{path / name} is damaged: its SHA-256 is not the one written.")
+                raise CheckpointError(
+                    f"{path / name} is damaged: its SHA-256 is not the one written."
+                )
         return Manifest(
             path, manifest["step"], manifest["course"], manifest["strategy"], manifest["workers"]
         )
@@ -111,7 +115,7 @@ def verify(path: Path) -> Manifest:
 
 def newest(run: Path) -> tuple[Manifest | None, list[str]]:
     """The newest sound checkpoint, and what is wrong with each newer one."""
-    complaints = []
+    complaints: list[str] = []
     for step in reversed(steps(run)):
         try:
             return verify(final(run, step)), complaints

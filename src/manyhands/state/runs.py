@@ -1,12 +1,12 @@
 """The folder of a run: everything that happened, and everything that resume needs.
 
-    config.json      what was resolved, and where each value came from
-    events.jsonl     every event, in order: the truth
-    summary.json     how it ended
-    logs/            one file a member
-    tb/              TensorBoard
-    checkpoints/     step-N/, see state/checkpoints.py
-    run.lock         held by the coordinator while it trains
+config.json      what was resolved, and where each value came from
+events.jsonl     every event, in order: the truth
+summary.json     how it ended
+logs/            one file a member
+tb/              TensorBoard
+checkpoints/     step-N/, see state/checkpoints.py
+run.lock         held by the coordinator while it trains
 """
 
 from __future__ import annotations

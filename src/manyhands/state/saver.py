@@ -187,4 +187,6 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 def _num_bytes(state: Any) -> int:
     leaves = torch.utils._pytree.tree_leaves(state)
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(
+        leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor)
+    )

@@ -109,7 +109,9 @@ class AllReduceLearner(Learner):
         # On a GPU the host's clock says nothing of this; on a CPU, what is left of the backward after
         # the last gradient was ready is waiting for peers.
         on_cpu = self._ddp is not None and self.trainee.device == "cpu"
-        wait = reduced - self._last_gradient_at if on_cpu and self._last_gradient_at > started else 0.0
+        wait = (
+            reduced - self._last_gradient_at if on_cpu and self._last_gradient_at > started else 0.0
+        )
         return StepReport(
             share.step,
             share.samples,

@@ -73,5 +73,10 @@ def _kind(kind: Any) -> str:
         return " or ".join(_kind(option) for option in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(str(option) for option in typing.get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        types.NoneType: "none",
+    }
     return names.get(kind, "a word")

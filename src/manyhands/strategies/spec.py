@@ -1,10 +1,10 @@
 """The language of specs: `name(option=value, ...) + codec(option=value) + ...`. Pure.
 
-    spec   = part ("+" part)*          the first names the strategy, the rest what is on the wire
-    part   = name ["(" [option ("," option)*] ")"]
-    option = key "=" value
-    name   = letters, digits, "_" and "-", with ":" between words: ps:async
-    value  = a number, true, false, none, or a word
+spec   = part ("+" part)*          the first names the strategy, the rest what is on the wire
+part   = name ["(" [option ("," option)*] ")"]
+option = key "=" value
+name   = letters, digits, "_" and "-", with ":" between words: ps:async
+value  = a number, true, false, none, or a word
 """
 
 from __future__ import annotations

@@ -86,12 +86,16 @@ class Command:
         except subprocess.TimeoutExpired:
             self.process.kill()
             out, err = self.process.communicate()
-            raise AssertionError(f"no end after {timeout_s} s:\n{out}\n{err}\n{self.logs()}") from None
+            raise AssertionError(
+                f"no end after {timeout_s} s:\n{out}\n{err}\n{self.logs()}"
+            ) from None
         seconds = time.monotonic() - self.started
         return Finished(self.process.returncode, out, err, seconds, self.run)
 
     def logs(self) -> str:
-        return "\n".join(f"{p.name}: {p.read_text()}" for p in sorted((self.run / "logs").glob("*")))
+        return "\n".join(
+            f"{p.name}: {p.read_text()}" for p in sorted((self.run / "logs").glob("*"))
+        )
 
     def events(self) -> list[dict[str, Any]]:
         path = self.run / "events.jsonl"
@@ -104,7 +108,9 @@ class Command:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
                 out, err = self.process.communicate()
-                raise AssertionError(f"ended or late while waited for:\n{out}\n{err}\n{self.logs()}")
+                raise AssertionError(
+                    f"ended or late while waited for:\n{out}\n{err}\n{self.logs()}"
+                )
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
@@ -125,9 +131,7 @@ class Command:
 
 
 @contextmanager
-def command(
-    *arguments: str, run: Path, environ: dict[str, str] | None = None
-) -> Iterator[Command]:
+def command(*arguments: str, run: Path, environ: dict[str, str] | None = None) -> Iterator[Command]:
     """A running command that does not outlive the block."""
     running = Command(arguments, run, environ)
     try:
@@ -142,15 +146,27 @@ def command(
 
 
 def train(
-    job: str | Path, run: Path, *flags: str, strategy: str = "single", workers: int = 1, **fields: Any
+    job: str | Path,
+    run: Path,
+    *flags: str,
+    strategy: str = "single",
+    workers: int = 1,
+    **fields: Any,
 ) -> Finished:
     """`manyhands train`, to its end."""
-    with command(*train_arguments(job, run, *flags, strategy=strategy, workers=workers, **fields), run=run) as c:
+    with command(
+        *train_arguments(job, run, *flags, strategy=strategy, workers=workers, **fields), run=run
+    ) as c:
         return c.wait()
 
 
 def train_arguments(
-    job: str | Path, run: Path, *flags: str, strategy: str = "single", workers: int = 1, **fields: Any
+    job: str | Path,
+    run: Path,
+    *flags: str,
+    strategy: str = "single",
+    workers: int = 1,
+    **fields: Any,
 ) -> list[str]:
     """A job of testing/jobs.py by its name, or any by its path."""
     reference = f"{JOBS}:{job}" if isinstance(job, str) and job.isidentifier() else str(job)

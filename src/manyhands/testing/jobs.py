@@ -41,7 +41,7 @@ class Regression(Job):
     def data(self) -> TensorDataset:
         return _made_up(self.samples, seed=1)
 
-    def eval_data(self) -> TensorDataset:
+    def eval_data(self) -> TensorDataset | None:
         return _made_up(31, seed=2)
 
     def loss(self, output: Any, batch: Any) -> Tensor:

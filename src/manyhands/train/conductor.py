@@ -1,12 +1,12 @@
 """The coordinator's side of a training: hands out orders, gathers reports, keeps the run folder.
 
-    start the members               wait until each is ready
-    form the view                   wait until each has joined
-    repeat:                         what happens next comes from the coordinator's inbox
-        reports   -> events, commits, checkpoints that count
-        orders    -> enough ahead that no worker waits, not so far that stopping takes long
-        deaths    -> the first failure, named
-    stop                            wait until each has left; write the summary
+start the members               wait until each is ready
+form the view                   wait until each has joined
+repeat:                         what happens next comes from the coordinator's inbox
+    reports   -> events, commits, checkpoints that count
+    orders    -> enough ahead that no worker waits, not so far that stopping takes long
+    deaths    -> the first failure, named
+stop                            wait until each has left; write the summary
 """
 
 from __future__ import annotations
@@ -95,11 +95,15 @@ class Conductor:
         self._until(lambda: len(self.ready) == self.options.workers, "ready_s", "getting ready")
         self.course = self._make_course()
         self._form_view()
-        self._until(lambda: len(self._joined) == self.options.workers, "view_s", "joining its peers")
+        self._until(
+            lambda: len(self._joined) == self.options.workers, "view_s", "joining its peers"
+        )
         self._announce_view()
         if self.options.rehearse:
             self._tell_all(order="rehearse")
-            self._until(lambda: len(self._rehearsed) == self.options.workers, "step_s", "rehearsing")
+            self._until(
+                lambda: len(self._rehearsed) == self.options.workers, "step_s", "rehearsing"
+            )
             self._finish("checked")
         else:
             self._hand_out()
@@ -303,7 +307,9 @@ class Conductor:
         assert self.course is not None
         for step in self._gathering.committed():
             self.course.commit(step.plan.step)
-            self._step_s = step.step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step.step_s
+            self._step_s = (
+                step.step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step.step_s
+            )
             self.samples += step.plan.samples
             self.bytes_sent += step.bytes_sent
             self.last_loss = step.loss

@@ -207,7 +207,7 @@ class Course:
         }
 
     def _steps(self, max_steps: int) -> Steps:
-        plans = []
+        plans: list[StepPlan] = []
         while len(plans) < max_steps and not self._leases.exhausted:
             self.step += 1
             ranges = tuple(self._leases.take(self.syllabus.batch_size))

@@ -47,4 +47,3 @@ def evaluate(
     finally:
         model.train(training)
     return {"samples": stop - start, "weight": weight_sum, "sums": sums}
-

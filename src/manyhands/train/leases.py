@@ -23,9 +23,6 @@ class Ranges:
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self._ranges)
 
-    def __iter__(self) -> Iterable[Range]:  # type: ignore[override]
-        return iter(self._ranges)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self._ranges == other._ranges
 

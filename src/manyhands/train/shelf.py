@@ -48,9 +48,7 @@ class Shelf:
             except CheckpointError as error:
                 self.error = f"The checkpoint of step {step} could not be saved: {error}"
                 last = f"; the last good one is {self.newest}" if self.newest else ""
-                self._stream.emit(
-                    events.Noticed(message=f"{self.error}. Training goes on{last}.")
-                )
+                self._stream.emit(events.Noticed(message=f"{self.error}. Training goes on{last}."))
                 continue
             best = course.best.step if course.best.metrics else None
             checkpoints.prune(self._run.path, keep=self._options.keep, also=best)

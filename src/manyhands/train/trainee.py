@@ -50,7 +50,9 @@ class Trainee:
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(
             scheduler, LRScheduler | None
         ):
-            raise _wrong(job, "schedule", "a torch scheduler that steps once a step, or None", scheduler)
+            raise _wrong(
+                job, "schedule", "a torch scheduler that steps once a step, or None", scheduler
+            )
         return cls(
             model=model,
             optimizer=optimizer,

@@ -80,9 +80,9 @@ def _store(me: Me, view: View) -> dist.Store:
     if me.rendezvous is not None:
         return _given_store(me, view, limit)
     if view.one_host:
-        store = dist.FileStore(str(me.scratch / f"view-{view.number}"), view.world)
-        store.set_timeout(limit)
-        return store
+        file = dist.FileStore(str(me.scratch / f"view-{view.number}"), view.world)
+        file.set_timeout(limit)
+        return file
     assert me.board is not None, "members on several hosts meet by way of a coordinator"
     key = f"store/{view.number}"
     if me.rank == 0:
