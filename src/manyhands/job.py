@@ -10,12 +10,13 @@ import dataclasses
 import hashlib
 import importlib.util
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 from manyhands.errors import JobError, UsageError, closest
 
@@ -171,15 +172,26 @@ def _load_module(path: Path, reference: str) -> types.ModuleType:
         sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
-        del sys.modules[name]
-        missing = getattr(error, "name", None)
-        hint = f" Install it: pip install {missing}" if missing else ""
-        raise JobError(f"{path} can't be imported: {error}.{hint}") from error
     except Exception as error:
         del sys.modules[name]
-        raise JobError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
+        raise JobError(_import_problem(path, error)) from error
     return module
+
+
+def _import_problem(path: Path, error: Exception) -> str:
+    """What is wrong in which line of a job file."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        line = (error.text or "").rstrip()
+        caret = f"\n    {' ' * (len(line[: (error.offset or 1) - 1].lstrip()))}^" if line else ""
+        shown = f"\n    {line.strip()}{caret}" if line else ""
+        return f"{error.filename}, line {error.lineno}: {error.msg}.{shown}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    where = f"{path}, line {lines[-1]}" if lines else str(path)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"{where}: {error}. Install it: pip install {package}"
+    return f"{where} can't be imported: {type(error).__name__}: {error}"
 
 
 def _check_class(cls: type[Job], path: str) -> None:
@@ -200,7 +212,7 @@ def _check_class(cls: type[Job], path: str) -> None:
 def parse_settings(cls: type[Job], settings: Mapping[str, str]) -> dict[str, Any]:
     """`--set name=value` strings as values of the fields' own types."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls) if settings else {}
     values: dict[str, Any] = {}
     for name, text in settings.items():
         if name not in fields:
@@ -212,12 +224,27 @@ def parse_settings(cls: type[Job], settings: Mapping[str, str]) -> dict[str, Any
     return values
 
 
+def _hints(cls: type[Job]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, TypeError) as error:
+        raise UsageError(
+            f"--set needs the types of the fields of {cls.__name__}, and one can't be read: {error}. "
+            "Import what it names outside of TYPE_CHECKING."
+        ) from error
+
+
 def _parse_value(name: str, text: str, kind: Any) -> Any:
     if typing.get_origin(kind) in (Union, types.UnionType):
         options = typing.get_args(kind)
         if type(None) in options and text.lower() in ("none", "null", ""):
             return None
-        kind = next(option for option in options if option is not type(None))
+        *narrower, kind = [option for option in options if option is not type(None)]
+        for option in narrower:
+            try:
+                return _parse_value(name, text, option)
+            except UsageError:
+                continue
     if kind is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         if text.lower() not in words:
@@ -240,12 +267,24 @@ def check_fields(job: Job) -> None:
     """The fields that every job has must make sense, whatever they were set by."""
     at_least_one = ("batch_size", "epochs", "accumulate", "eval_every")
     for name in at_least_one:
-        value = getattr(job, name)
-        if not isinstance(value, int) or value < 1:
-            raise JobError(f"{name} must be a whole number of at least 1, and is {value!r}.")
-    if job.clip_norm is not None and not job.clip_norm > 0:
-        raise JobError(f"clip_norm must be above 0, or None, and is {job.clip_norm!r}.")
-    if job.patience is not None and job.patience < 1:
-        raise JobError(f"patience must be at least 1, or None, and is {job.patience!r}.")
-    if job.loader_processes < 0:
-        raise JobError(f"loader_processes must not be negative, and is {job.loader_processes!r}.")
+        if not _whole(getattr(job, name), 1):
+            _refuse(job, name, "a whole number of at least 1")
+    if job.patience is not None and not _whole(job.patience, 1):
+        _refuse(job, "patience", "a whole number of at least 1, or None")
+    if not _whole(job.loader_processes, 0):
+        _refuse(job, "loader_processes", "a whole number, 0 or more")
+    if not _whole(job.seed):
+        _refuse(job, "seed", "a whole number")
+    clip = job.clip_norm
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        _refuse(job, "clip_norm", "a number above 0, or None")
+    if not isinstance(job.monitor, str):
+        _refuse(job, "monitor", "the name of a metric")
+
+
+def _whole(value: Any, least: float = float("-inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refuse(job: Job, name: str, wanted: str) -> NoReturn:
+    raise JobError(f"{name} must be {wanted}, and is {getattr(job, name)!r}.")

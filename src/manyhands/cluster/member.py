@@ -126,7 +126,8 @@ class Member:
             self.say(
                 "failed",
                 reason=str(error) if known else f"{type(error).__name__}: {error}",
-                traceback="" if usage else trace[-20_000:],
+                # What manyhands itself reports is written for people; the log has the rest.
+                traceback="" if known else trace[-20_000:],
                 usage=usage,
                 consequence=isinstance(error, PeerLost),
                 exit_code=code,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import CheckpointError
-from manyhands.state.files import sync_folder, write_json
+from manyhands.state.files import exchange, sync_folder, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -71,8 +71,11 @@ def commit(
     try:
         write_json(source / MANIFEST, manifest)
         if target.exists():
-            set_aside(target)
-        os.rename(source, target)
+            # In one go, so that a kill in between leaves the one or the other, never neither.
+            exchange(source, target)
+            os.rename(source, _aside(target))
+        else:
+            os.rename(source, target)
         sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
@@ -91,6 +94,11 @@ def verify(path: Path) -> Manifest:
     """The manifest of a checkpoint whose every file is what it should be."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from error
+    try:
         if manifest["format"] > FORMAT:
             raise CheckpointError(
                 f"{path} was written by a newer manyhands (format {manifest['format']}, "
@@ -109,8 +117,11 @@ def verify(path: Path) -> Manifest:
         return Manifest(
             path, manifest["step"], manifest["course"], manifest["strategy"], manifest["workers"]
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest: {problem}") from error
 
 
 def newest(run: Path) -> tuple[Manifest | None, list[str]]:
@@ -126,7 +137,11 @@ def newest(run: Path) -> tuple[Manifest | None, list[str]]:
 
 def set_aside(path: Path) -> None:
     """Out of the way, not deleted: it may be all that somebody has."""
-    os.rename(path, path.with_name(f".{path.name}.aside-{time.time_ns()}"))
+    os.rename(path, _aside(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.aside-{time.time_ns()}")
 
 
 def prune(run: Path, *, keep: int, also: int | None) -> None:

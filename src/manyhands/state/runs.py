@@ -73,17 +73,23 @@ class Run:
 
     def lock(self) -> None:
         """Only one coordinator at a time may write here. The kernel lets go when the process ends."""
-        self._lock = open(self.path / "run.lock", "a+")  # noqa: SIM115 - open as long as the run is
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = open(self.path / "run.lock", "a+")  # noqa: SIM115 - open as long as the run is
+        except OSError as error:
+            raise RunFolderError(f"{self.path} can't be written: {error.strerror}.") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._lock.seek(0)
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
             raise RunFolderError(
-                f"{self.path} is being trained right now, by process {self._lock.read().strip()}."
+                f"{self.path} is being trained right now, by process {holder}."
             ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()}\n")
-        self._lock.flush()
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        self._lock = file
 
     @property
     def locked(self) -> bool:
@@ -131,8 +137,9 @@ class Run:
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Delete a run in which nothing was trained."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete a run in which nothing was trained, unless somebody else is training in it."""
+        if not self.locked:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _read(self, name: str) -> dict[str, Any]:
         try:

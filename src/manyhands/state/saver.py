@@ -168,10 +168,19 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = _names(model, optimizer)
     state = optimizer.state_dict()
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
-    return {"state": {names[i]: s for i, s in state["state"].items()}, "param_groups": groups}
+    return {
+        "kind": type(optimizer).__name__,
+        "state": {names[i]: s for i, s in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    kind = type(optimizer).__name__
+    if state.get("kind", kind) != kind:
+        raise ValueError(
+            f"it holds the state of {state['kind']}, and the job's optimizer is {kind}"
+        )
     numbers = {name: number for number, name in _names(model, optimizer).items()}
     groups = [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]]
     per_parameter = {numbers[name]: values for name, values in state.get("state", {}).items()}

@@ -53,7 +53,7 @@ class AllReduceLearner(Learner):
     def __init__(self, config: AllReduce) -> None:
         self._config = config
         self._ddp: Any = None
-        self._settled = False
+        self._settled = True
         self._bytes_per_step = 0
         self._last_gradient_at = 0.0
 

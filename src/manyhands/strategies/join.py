@@ -160,10 +160,9 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             rendezvous=place.store,
         )
         hands = Hands(config.build(), me, seed=seed)
-        try:
-            yield hands
-        finally:
-            hands.close()
+        yield hands
+        # Not after an error: leaving a group waits for peers, and one of them may be the error.
+        hands.close()
 
 
 class _DataOnly(Job):

@@ -69,8 +69,10 @@ class _Reader:
         options: dict[str, Value] = {}
         if self.accept("(") and not self.accept(")"):
             while True:
+                start = self._at
                 key = self._match(_KEY, "an option such as bucket_mb=10")
                 if key in options:
+                    self._at = start
                     raise self.error(f"{key} was given twice; expected it once")
                 if not self.accept("="):
                     raise self.error(f"expected '=' after {key}")

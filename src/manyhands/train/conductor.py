@@ -55,6 +55,7 @@ class Conductor:
         *,
         entry: str,
         checkpoint: Manifest | None = None,
+        resumed: bool = False,
         tick: Callable[[], None] = lambda: None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
@@ -66,6 +67,7 @@ class Conductor:
         self.ready: dict[str, dict[str, Any]] = {}
         self._entry = entry
         self._versions = dict(versions or {})
+        self._resumed = resumed
         self._resumed_from = checkpoint
         self.shelf = Shelf(run, stream, options, newest=checkpoint)
         self._tick = tick
@@ -214,12 +216,13 @@ class Conductor:
         view, course = self.coordinator.view, self.course
         assert view is not None
         assert course is not None
-        if self._resumed_from is not None:
+        if self._resumed:
+            # Also from nothing: what was committed before, and never saved, is void.
             self.stream.emit(
                 events.Resumed(
                     step=course.step,
                     epoch=course.epoch,
-                    checkpoint=f"checkpoints/{self._resumed_from.name}",
+                    checkpoint=self.shelf.newest,
                     workers=view.world,
                 )
             )
@@ -270,7 +273,7 @@ class Conductor:
                         said["traceback"],
                         consequence=said["consequence"],
                         usage=said["usage"],
-                        exit_code=said["exit_code"],
+                        exit_code=said["exit_code"] or 1,  # leaving early is no success
                     ),
                     now,
                 )

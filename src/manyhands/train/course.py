@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.errors import CheckpointError
 from manyhands.train.leases import Leases, Range, shares, split
 
 
@@ -112,7 +113,10 @@ class Course:
         self.step: int = state.get("step", 0)
         self.committed_step = self.step
         self.best = Best(**state.get("best", {}))
-        self.last_metrics: dict[str, float] = dict(state.get("last_metrics", {}))
+        if self.best.metrics is not None:
+            self.best.metrics = _numbers(self.best.metrics)
+        self.last_metrics = _numbers(state.get("last_metrics", {}))
+        _check_samples(syllabus, state)
         self._leases = Leases(
             syllabus.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
         )
@@ -200,6 +204,7 @@ class Course:
         return {
             "epoch": self.epoch,
             "step": self.step,
+            "num_samples": self.syllabus.num_samples,
             "committed": [list(piece) for piece in done.committed.to_list()],
             "evaluated": self._evaluated,
             "best": dataclasses.asdict(self.best),
@@ -236,9 +241,24 @@ class Course:
         return Checkpoint(self.step, self.state())
 
     def _better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best.metrics is None:
-            return True
-        best = self.best.metrics[self.syllabus.monitor]
+        if not math.isfinite(value):
+            return False  # infinity too: a model that says so has diverged, and JSON has no name for it
+        best = (self.best.metrics or {}).get(self.syllabus.monitor)
+        if best is None or math.isnan(best):
+            return True  # the first one, or the first by this monitor
         return value < best if self.syllabus.lower_is_better else value > best
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Metrics that have been through JSON, which says None for what is no number."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def _check_samples(syllabus: Syllabus, state: Mapping[str, Any]) -> None:
+    """In the middle of an epoch, positions only mean something in the data that they were cut from."""
+    before = state.get("num_samples", syllabus.num_samples)
+    if state.get("committed") and before != syllabus.num_samples:
+        raise CheckpointError(
+            f"The checkpoint lies in the middle of an epoch of {before:,} samples, and data() has "
+            f"{syllabus.num_samples:,} now. Go on with the data as it was, or start a new run."
+        )

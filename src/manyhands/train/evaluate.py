@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.train.feed import gather
-from manyhands.train.trainee import job_loss, to_device
+from manyhands.train.trainee import checked_weight, evaluating, job_loss, to_device, wrong
 
 
 def evaluate(
@@ -25,25 +24,25 @@ def evaluate(
     start, stop = len(dataset) * rank // world, len(dataset) * (rank + 1) // world
     sums: dict[str, float] = {}
     weight_sum = 0.0
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for low in range(start, stop, job.batch_size):
-                indices = torch.arange(low, min(stop, low + job.batch_size))
-                batch = to_device(gather(job, dataset, indices, 0, low), device)
-                loss, output = job_loss(job, model, batch)
-                metrics = job.metrics(output, batch)
-                if not isinstance(metrics, Mapping):
-                    raise JobError(
-                        f"{type(job).__name__}.metrics() must return a dict of name to number; "
-                        f"it returned {type(metrics).__name__}."
-                    )
-                own = job.weight(batch)
-                weight = float(len(indices) if own is None else own)
-                weight_sum += weight
-                for name, value in {"loss": loss, **metrics}.items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * weight
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        for low in range(start, stop, job.batch_size):
+            indices = torch.arange(low, min(stop, low + job.batch_size))
+            batch = to_device(gather(job, dataset, indices, 0, low), device)
+            loss, output = job_loss(job, model, batch)
+            metrics = job.metrics(output, batch)
+            if not isinstance(metrics, Mapping):
+                raise wrong(job, "metrics", "a dict of name to number", metrics)
+            own = job.weight(batch)
+            weight = float(len(indices) if own is None else checked_weight(own))
+            weight_sum += weight
+            for name, value in {"loss": loss, **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + _number(job, name, value) * weight
     return {"samples": stop - start, "weight": weight_sum, "sums": sums}
+
+
+def _number(job: Job, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        wanted = f"a number or a scalar tensor for {name!r}"
+        raise wrong(job, "metrics", wanted, value) from None

@@ -123,18 +123,31 @@ class Feed:
 def gather(job: Job, dataset: Any, indices: Tensor, epoch: int, position: int) -> Any:
     """One batch."""
     if type(job).collate is Job.collate:
-        if hasattr(dataset, "batch"):
+        if _speaks_for(dataset, "batch"):
             return dataset.batch(indices)
-        if isinstance(dataset, TensorDataset):
+        if type(dataset) is TensorDataset:
             return tuple(tensor[indices] for tensor in dataset.tensors)
     # Augmentation may draw: what it draws depends on where it is in the epoch, and on nothing else.
     seed_loading(job.seed, "load", epoch, position)
     numbers = indices.tolist()
-    if hasattr(dataset, "__getitems__"):
+    if _speaks_for(dataset, "__getitems__"):
         samples = dataset.__getitems__(numbers)
     else:
         samples = [dataset[i] for i in numbers]
     return job.collate(samples)
+
+
+def _speaks_for(dataset: Any, method: str) -> bool:
+    """Whether a method for many samples at once gives what `[]` gives for each.
+
+    Not where a subclass has changed `[]` alone, to augment: it must not be passed by.
+    """
+    for cls in type(dataset).__mro__:
+        if method in vars(cls):
+            return True
+        if "__getitem__" in vars(cls):
+            return False
+    return False
 
 
 def check_dataset(job: Job, method: str, dataset: Any) -> None:

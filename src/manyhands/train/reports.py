@@ -80,12 +80,13 @@ class Gathering:
 
 
 def _together(step: OpenStep) -> Committed:
-    rows = list(step.rows.values())
+    # In rank order, not in that of arrival: sums of floats depend on it, and two runs must be equal.
+    rows = [step.rows[name] for name in step.shares]
     weight = sum(row.weight for row in rows)
     return Committed(
         plan=step.plan,
         shares=step.shares,
-        loss=sum(row.loss_sum for row in rows) / weight,
+        loss=sum(row.loss_sum for row in rows) / weight if weight else math.nan,
         lr=rows[0].lr,
         step_s=max(row.step_s for row in rows),
         compute_s=sum(row.compute_s for row in rows) / len(rows),

@@ -36,6 +36,7 @@ def train(
 ) -> int:
     """Train in the run's folder; the exit code. A mistake of the person is raised, not told."""
     run.lock()
+    resumed = (run.path / EVENTS).exists()
     try:
         checkpoints.clear_partials(run.path)
         run.forget_summary()
@@ -43,53 +44,46 @@ def train(
             [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
         )
         try:
-            return _train(options, run, stream, console, checkpoint, control, timeouts, launcher)
+            with Coordinator(
+                launcher or LocalLauncher(), logs=run.logs, timeouts=timeouts, control=control
+            ) as coordinator:
+                on_signals(coordinator)
+                conductor = Conductor(
+                    coordinator,
+                    options,
+                    run,
+                    stream,
+                    entry=WORKER,
+                    checkpoint=checkpoint,
+                    resumed=resumed,
+                    tick=console.tick,
+                    versions=versions(),
+                )
+                return _conduct(conductor)
         finally:
             stream.close()
     finally:
         run.unlock()
 
 
-def _train(
-    options: Options,
-    run: Run,
-    stream: Stream,
-    console: Console,
-    checkpoint: Manifest | None,
-    control: str,
-    timeouts: Timeouts | None,
-    launcher: Launcher | None,
-) -> int:
-    with Coordinator(
-        launcher or LocalLauncher(), logs=run.logs, timeouts=timeouts, control=control
-    ) as coordinator:
-        on_signals(coordinator)
-        conductor = Conductor(
-            coordinator,
-            options,
-            run,
-            stream,
-            entry=WORKER,
-            checkpoint=checkpoint,
-            tick=console.tick,
-            versions=versions(),
-        )
-        error: ManyhandsError | None = None
-        try:
-            outcome = conductor.conduct()
-            code = EXIT_CODES[outcome]
-        except Interrupted as caught:
-            error, outcome, code = caught, "interrupted", caught.exit_code
-        except ManyhandsError as caught:
-            error, outcome, code = caught, "failed", caught.exit_code
-        coordinator.stop()
+def _conduct(conductor: Conductor) -> int:
+    """The training and its end: whatever happens, members are gone and the summary is written."""
+    error: ManyhandsError | None = None
+    try:
+        outcome = conductor.conduct()
+        code = EXIT_CODES[outcome]
+    except Interrupted as caught:
+        error, outcome, code = caught, "interrupted", caught.exit_code
+    except ManyhandsError as caught:
+        error, outcome, code = caught, "failed", caught.exit_code
+    conductor.coordinator.stop()
     if isinstance(error, UsageError) and conductor.samples == 0:
         raise error
-    summary = conductor.summary(outcome, str(error) if error else None)
+    run, summary = conductor.run, conductor.summary(outcome, str(error) if error else None)
     run.write_summary(summary)
     done = outcome in ("finished", "early-stopped")
     command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"
-    stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
+    conductor.stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
     return code
 
 

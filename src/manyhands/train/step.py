@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from manyhands.errors import JobError
 from manyhands.train.feed import Share
-from manyhands.train.trainee import Trainee
+from manyhands.train.trainee import Trainee, checked_weight, evaluating
 
 
 @dataclass(slots=True)
@@ -88,18 +87,12 @@ def _own_weight(trainee: Trainee, batch: object, samples: int) -> float | Tensor
     assert trainee.weight is not None
     if samples == 0:
         return 0.0
-    weight = trainee.weight(batch)
-    if weight is None:
-        raise JobError("weight() must return a number for each batch; it returned None.")
-    return weight
+    return checked_weight(trainee.weight(batch))
 
 
 def _stand_in(trainee: Trainee, share: Share, model: nn.Module) -> tuple[float, Tensor]:
     """Take part with gradients of zero. In evaluation mode: nothing may learn from a sample that counts 0."""
-    trainee.model.eval()
-    try:
+    with evaluating(trainee.model):
         loss = trainee.loss(model, share.batches[0][0])
         (loss * 0.0).backward()
-    finally:
-        trainee.model.train()
     return 0.0, loss.detach() * 0.0

@@ -6,8 +6,10 @@ job's methods is checked, so that a mistake is named by the method that made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,18 +41,18 @@ class Trainee:
         torch.manual_seed(job.seed)
         model = job.model()
         if not isinstance(model, nn.Module):
-            raise _wrong(job, "model", "a torch.nn.Module", model)
+            raise wrong(job, "model", "a torch.nn.Module", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
         model = model.to(device)
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         if not isinstance(optimizer, Optimizer):
-            raise _wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
+            raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
         scheduler = job.schedule(optimizer, num_steps)
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(
             scheduler, LRScheduler | None
         ):
-            raise _wrong(
+            raise wrong(
                 job, "schedule", "a torch scheduler that steps once a step, or None", scheduler
             )
         return cls(
@@ -82,8 +84,33 @@ def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
     output = call(model, job.inputs(batch))
     loss = job.loss(output, batch)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        raise _wrong(job, "loss", "a scalar tensor, the mean over the batch", loss)
+        raise wrong(job, "loss", "a scalar tensor, the mean over the batch", loss)
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise JobError(
+            f"{type(job).__name__}.loss() must be computed from the model's output; what it returned "
+            "depends on no parameter (was it detached, or made of argmax, .item() or NumPy?)."
+        )
     return loss, output
+
+
+def checked_weight(weight: Any) -> float | Tensor:
+    """What a job's weight() said of a batch."""
+    if isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.dim() == 0):
+        return weight if isinstance(weight, Tensor) else float(weight)
+    a = "None" if weight is None else _describe(weight)
+    raise JobError(f"weight() must return a number for each batch; it returned {a}.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; then each part as it was, for some may be frozen for good."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -107,7 +134,11 @@ def to_device(batch: Any, device: str) -> Any:
     return batch
 
 
-def _wrong(job: Job, method: str, wanted: str, got: Any) -> JobError:
-    shape = f" of shape {tuple(got.shape)}" if isinstance(got, Tensor) else ""
-    a = f"{type(got).__name__}{shape}" if got is not None else "None (is a return missing?)"
+def wrong(job: Job, method: str, wanted: str, got: Any) -> JobError:
+    a = _describe(got) if got is not None else "None (is a return missing?)"
     return JobError(f"{type(job).__name__}.{method}() must return {wanted}; it returned {a}.")
+
+
+def _describe(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}"

@@ -1,0 +1,76 @@
+"""One process of the group that the doctor forms: meets the others, adds up, checks the sum.
+
+A program: `python -m manyhands.cluster.checkup.adder`, with what to do as JSON on standard input.
+It prints each step before it begins it, so that the last line of its log says where it got stuck or
+why it failed; it exits with 0 only when the sum was right.
+
+Rank r gives 2**r in every element, so that a wrong sum names who is missing or counted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from manyhands.cluster.member import die_with
+
+NUM_ELEMENTS = 1024
+
+
+def add_up(task: Mapping[str, Any]) -> None:
+    print("importing torch", flush=True)
+    import torch
+    import torch.distributed as dist
+
+    rank, world = int(task["rank"]), int(task["world"])
+    limit = timedelta(seconds=task["timeout_s"])
+    device = torch.device("cpu")
+    if task["backend"] == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    print("meeting the others", flush=True)
+    store = dist.FileStore(task["store"], world)
+    store.set_timeout(limit)
+    dist.init_process_group(
+        task["backend"], store=store, rank=rank, world_size=world, timeout=limit
+    )
+    print("adding up", flush=True)
+    tensor = torch.full((NUM_ELEMENTS,), 2.0**rank, device=device, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    total, right = set(tensor.tolist()), 2.0**world - 1
+    if total != {right}:
+        raise ValueError(f"the sum is {sorted(total)[:3]}, and {right:g} is right")
+    print("leaving", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    task = json.load(sys.stdin)
+    die_with(task["parent"])
+    try:
+        add_up(task)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {reason(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def reason(text: str) -> str:
+    """An error of torch in one line: its first, and what NCCL puts after the words "Last error"."""
+    head, _, cause = text.strip().partition("\nLast error:\n")
+    lines = [part.strip().splitlines()[0] for part in (head, cause) if part.strip()]
+    return ": ".join(lines)
+
+
+if __name__ == "__main__":
+    # Without the interpreter's own end: threads of a failed group may wait there for a lost peer.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

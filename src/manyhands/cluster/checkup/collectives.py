@@ -1,0 +1,185 @@
+"""Whether processes of this host can form a process group and all-reduce: the core of training.
+
+Fresh Python processes are started by the same launcher as members, with the same environment; they
+meet by a file in a temporary folder, each gives its part to a sum, and each checks it (see
+adder.py). The first failure or the deadline ends all of them, and none is left in any case. When it
+went wrong the folder with their logs stays, and the finding says where.
+
+Cost: starting Python and importing torch, once a process: seconds; a few bytes on the wire.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.cluster.checkup.finding import Finding
+from manyhands.cluster.launchers import Handle, LocalLauncher, Start
+from manyhands.watch.units import clean, plural
+
+GROUP_S = 60.0
+"""The processes have started, found each other, added up and left."""
+SETTLE_S = 0.5
+"""After the first failure: how long the others may take to end by themselves."""
+ADDER = "manyhands.cluster.checkup.adder"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How an attempt to form a group went."""
+
+    took_s: float
+    error: str = ""
+    logs: Path | None = None
+    """Kept only when it went wrong."""
+
+
+def check_gloo(*, deadline_s: float = GROUP_S) -> Finding:
+    """Two processes over gloo, on loopback unless GLOO_SOCKET_IFNAME says otherwise."""
+    try:
+        import torch  # noqa: F401 - if it can't be imported here, nothing is learnt from two more
+    except Exception:
+        return Finding("gloo group", None, "not tried without torch")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    where = interface or "the hostname's address"  # an empty variable leaves it to gloo
+    trial = try_group("gloo", 2, deadline_s=deadline_s)
+    if trial.error:
+        remedy = gloo_remedy(interface, [name for _, name in socket.if_nameindex()])
+        detail = f"on {where}: {trial.error} (logs: {trial.logs})"
+        return Finding("gloo group", False, detail, remedy)
+    return Finding("gloo group", True, f"2 processes all-reduced on {where}, {_took(trial)}")
+
+
+def gloo_remedy(interface: str, there: Iterable[str]) -> str:
+    """What to do when gloo fails on the interface (or several, with commas) that it was given."""
+    there = list(there)
+    absent = [name for name in interface.split(",") if name and name not in there]
+    if absent:
+        return (
+            f"unset GLOO_SOCKET_IFNAME   or set it to an interface that is there: "
+            f"{', '.join(there)}; {', '.join(absent)} is not"
+        )
+    if not interface:
+        return "unset GLOO_SOCKET_IFNAME   or set it to lo: it is set to nothing"
+    if interface != "lo":
+        return (
+            f"ip addr show {interface}   tells whether it is up and has an address; within one "
+            "host loopback is enough:  unset GLOO_SOCKET_IFNAME"
+        )
+    return "sudo ip link set lo up   and let no firewall stop connections from 127.0.0.1 to itself"
+
+
+def check_nccl(*, deadline_s: float = GROUP_S) -> Finding:
+    """One process a GPU over NCCL."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception:
+        return Finding("nccl group", None, "not tried without torch")
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        return Finding("nccl group", None, "not tried: no GPU")
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Finding("nccl group", None, "not tried: this torch has no NCCL")
+    trial = try_group("nccl", num_gpus, deadline_s=deadline_s)
+    if trial.error:
+        return Finding(
+            "nccl group",
+            False,
+            f"on {plural(num_gpus, 'GPU')}: {trial.error} (logs: {trial.logs})",
+            "NCCL_DEBUG=INFO manyhands doctor   writes NCCL's reasons to such logs",
+        )
+    who = "1 process" if num_gpus == 1 else f"{num_gpus} processes"
+    return Finding("nccl group", True, f"{who}, one a GPU, all-reduced, {_took(trial)}")
+
+
+def try_group(backend: str, world: int, *, deadline_s: float = GROUP_S) -> Trial:
+    """Form a group of `world` fresh processes and all-reduce once."""
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="manyhands-doctor-"))
+    try:
+        error = _run_group(folder, backend, world, deadline_s)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    took_s = time.monotonic() - began
+    if error:
+        return Trial(took_s, error, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return Trial(took_s)
+
+
+def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str:
+    """What went wrong, or nothing. No process is left, whatever happens."""
+    limit = time.monotonic() + deadline_s
+    ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    codes: dict[str, int] = {}
+    launcher = LocalLauncher()
+    watchers: list[threading.Thread] = []
+    try:
+        for rank in range(world):
+            task = {
+                "backend": backend,
+                "rank": rank,
+                "world": world,
+                "store": str(folder / "store"),
+                "timeout_s": deadline_s,
+            }
+            log = folder / f"rank-{rank}.log"
+            handle = launcher.start(Start(f"rank {rank}", ADDER, task, log, threads=1))
+            watchers.append(threading.Thread(target=_watch, args=(handle, ended), daemon=True))
+            watchers[-1].start()
+        while len(codes) < world and (left_s := limit - time.monotonic()) > 0:
+            try:
+                name, code = ended.get(timeout=left_s)
+            except queue.Empty:
+                break
+            codes[name] = code
+            if code:
+                limit = min(limit, time.monotonic() + SETTLE_S)
+    finally:
+        launcher.close()
+        for watcher in watchers:
+            watcher.join()
+    return _explain(folder, codes, world, deadline_s)
+
+
+def _watch(handle: Handle, ended: queue.SimpleQueue[tuple[str, int]]) -> None:
+    ended.put((handle.name, handle.wait()))
+
+
+def _explain(folder: Path, codes: dict[str, int], world: int, deadline_s: float) -> str:
+    """The first failure in time, else who was late and with what; nothing when all went well."""
+    for name, code in codes.items():
+        if code > 0:
+            return f"{name}: {_last_words(folder, name) or f'ended with exit code {code}'}"
+        if code < 0:
+            return f"{name} was killed by {signal.Signals(-code).name}"
+    late = [name for name in (f"rank {rank}" for rank in range(world)) if name not in codes]
+    if late:
+        said = _last_words(folder, late[0]) or "starting Python"
+        return f"{' and '.join(late)} not done after {deadline_s:g} s, the last step: {said}"
+    return ""
+
+
+def _last_words(folder: Path, name: str) -> str:
+    """The last line of a log: the step that was begun, or why it failed."""
+    try:
+        text = (folder / f"{name.replace(' ', '-')}.log").read_text(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in clean(text).splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _took(trial: Trial) -> str:
+    return f"in {trial.took_s:.1f} s from their start"

@@ -1,0 +1,166 @@
+"""What this machine lets a process have: cores, memory, devices, shared memory, files, disk.
+
+All read from the system, nothing is tried but one file without a name in the run folder's place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+from manyhands.cluster.checkup import cgroup
+from manyhands.cluster.checkup.cgroup import MemoryLimit
+from manyhands.cluster.checkup.finding import Finding
+from manyhands.cluster.launchers import cores
+from manyhands.watch.units import plural, size
+
+LEAST_MEMORY_BYTES = 10**9
+"""Two workers take most of this before they have a model: Python and torch themselves."""
+LEAST_SHARED_BYTES = 128 << 20
+"""Containers get 64 MiB unless asked: too little for data loaders and for NCCL."""
+LEAST_FILES = 1024
+"""What systems give by default; a member takes a handful, a loader or a link some more."""
+LEAST_DISK_BYTES = 10**9
+
+
+def check_cores() -> Finding:
+    return judge_cores(cores(), os.cpu_count() or 1, cgroup.cpu_quota())
+
+
+def judge_cores(usable: int, total: int, quota: float | None) -> Finding:
+    if quota is not None and quota < usable:
+        # Torch counts cores, not time: its threads would be stopped for most of each period.
+        threads = max(1, math.floor(quota / 2))
+        return Finding(
+            "cores",
+            None,
+            f"{usable} of {total}, with the time of {quota:g} (a container's quota)",
+            f"manyhands train JOB --workers 2 --threads {threads}",
+        )
+    if usable < total:
+        return Finding("cores", None, f"{usable} of the machine's {total} (a CPU mask)")
+    return Finding("cores", True, f"{total}, all usable")
+
+
+def check_memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
+    kb = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE))
+    total, available = (int(kb[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return judge_memory(total, available, cgroup.memory_limit())
+
+
+def judge_memory(total: int, available: int, limit: MemoryLimit | None) -> Finding:
+    detail = f"{size(available)} available of {size(total)}"
+    if limit is not None and limit.limit_bytes < total:
+        available = min(available, max(0, limit.limit_bytes - limit.used_bytes))
+        detail = (
+            f"{size(available)} available of a container's limit of {size(limit.limit_bytes)} "
+            f"(machine: {size(total)})"
+        )
+    if available < LEAST_MEMORY_BYTES:
+        return Finding(
+            "memory",
+            False,
+            f"{detail}; two workers need {size(LEAST_MEMORY_BYTES)} for Python and torch alone",
+            "End other programs, or give the container more:  docker run --memory 4g ...",
+        )
+    return Finding("memory", True, detail)
+
+
+def check_devices(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
+    try:
+        import torch
+    except Exception:
+        return Finding("devices", None, "not known without torch")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if gpus:
+        names = [f"cuda:{i} {gpu.name} with {size(gpu.total_memory)}" for i, gpu in enumerate(gpus)]
+        return Finding("devices", True, ", ".join(names))
+    installed = len(list(driver.iterdir())) if driver.is_dir() else 0
+    return judge_no_gpu(
+        installed, cuda_built=torch.version.cuda, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+
+
+def judge_no_gpu(installed: int, *, cuda_built: str | None, visible: str | None) -> Finding:
+    """Why torch sees no GPU: there is none, it is hidden, or torch can't use it."""
+    if not installed:
+        return Finding("devices", None, "no GPU: workers compute on the CPU")
+    there = f"{plural(installed, 'GPU')} in this machine"
+    if visible is not None:
+        detail = f"{there}, hidden by CUDA_VISIBLE_DEVICES={visible!r}: workers compute on the CPU"
+        return Finding("devices", None, detail, "unset CUDA_VISIBLE_DEVICES")
+    if cuda_built is None:
+        return Finding(
+            "devices",
+            False,
+            f"{there}, but this torch is built for the CPU only",
+            'pip install --force-reinstall "torch>=2.11,<2.14"  (see pytorch.org for CUDA builds)',
+        )
+    return Finding(
+        "devices",
+        False,
+        f"{there}, but torch for CUDA {cuda_built} sees none",
+        "nvidia-smi  tells whether the driver works; in a container:  docker run --gpus all ...",
+    )
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        detail, total = f"{folder}: {error.strerror}", 0
+    else:
+        detail, total = f"{size(usage.free)} free of {size(usage.total)} in {folder}", usage.total
+    if total < LEAST_SHARED_BYTES:
+        return Finding(
+            "shared memory",
+            False,
+            detail,
+            "In a container:  docker run --shm-size=1g ...   Otherwise:  "
+            "sudo mount -o remount,size=1g /dev/shm",
+        )
+    return Finding("shared memory", True, detail)
+
+
+def check_open_files() -> Finding:
+    return judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def judge_open_files(soft: int, hard: int) -> Finding:
+    if soft == resource.RLIM_INFINITY:
+        return Finding("open files", True, "no limit")
+    if soft < LEAST_FILES:
+        unbounded = hard == resource.RLIM_INFINITY
+        wanted = 65536 if unbounded else min(hard, 65536)
+        remedy = f"ulimit -n {wanted}"
+        if wanted < LEAST_FILES:
+            remedy = (
+                f"Only root can raise the hard limit of {hard}: a line  * hard nofile 65536  in "
+                "/etc/security/limits.conf, or  docker run --ulimit nofile=65536 ..."
+            )
+        return Finding("open files", False, f"{soft}, {LEAST_FILES} are needed", remedy)
+    return Finding("open files", True, str(soft))
+
+
+def check_run_folder(folder: Path) -> Finding:
+    """Whether runs can be written to the folder, which need not be there yet, and how much."""
+    folder = folder.absolute()
+    remedy = "manyhands train JOB --run-dir /another/folder/NAME"
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not place.is_dir():
+        return Finding("run folder", False, f"{folder}: {place} is not a folder", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x" * 4096)
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Finding("run folder", False, f"{folder} can't be written: {error.strerror}", remedy)
+    detail = f"{size(free)} free in {folder}"
+    if free < LEAST_DISK_BYTES:
+        return Finding("run folder", False, f"{detail}: checkpoints need room", remedy)
+    return Finding("run folder", True, detail)

@@ -1,0 +1,121 @@
+"""Whether this host can be reached under its own name, and whether links work: tried, not guessed.
+
+Each link check is a round trip over manyhands.wire, both ends in this process, with the same
+handshake that members go through.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import tempfile
+import threading
+import time
+
+from manyhands.cluster.checkup.finding import Finding
+from manyhands.errors import ManyhandsError
+from manyhands.wire import Authority, Credentials, Listener, connect
+
+RESOLVE_S = 10.0
+"""How long a name server may take; the check for a name does not wait longer."""
+LINK_S = 10.0
+"""How long one step of a round trip may take."""
+
+
+def check_hostname(name: str | None = None, *, timeout_s: float = RESOLVE_S) -> Finding:
+    """Gloo and many others look their own host up, and listen at the address that they get."""
+    name = name or socket.gethostname()
+    remedy = f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts"
+    try:
+        addresses = _resolve(name, timeout_s)
+    except TimeoutError:
+        detail = f"{name} is not resolved within {timeout_s:g} s"
+        return Finding("hostname", False, detail, remedy)
+    except (OSError, UnicodeError) as error:
+        detail = f"{name} does not resolve: {getattr(error, 'strerror', error)}"
+        return Finding("hostname", False, detail, remedy)
+    own = [address for address in addresses if _is_own(address)]
+    if not own:
+        detail = f"{name} is {', '.join(addresses)}, which is not an address of this host"
+        return Finding("hostname", False, detail, remedy)
+    return Finding("hostname", True, f"{name} is {', '.join(own)}")
+
+
+def check_unix_sockets() -> Finding:
+    try:
+        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+            took_s = _round_trip(f"unix:{folder}/s")
+    except (ManyhandsError, OSError) as error:
+        remedy = "Members meet in the temporary folder; choose another:  export TMPDIR=/tmp"
+        return Finding("unix sockets", False, str(error), remedy)
+    return Finding("unix sockets", True, f"a round trip in {took_s * 1e3:.1f} ms")
+
+
+def check_tls_links() -> Finding:
+    try:
+        authority = Authority.create("manyhands doctor")
+        near, far = authority.issue("near"), authority.issue("far")
+    except ImportError as error:
+        install = 'pip install "cryptography>=42"'
+        return Finding(
+            "TLS links", False, f"no certificates without cryptography: {error}", install
+        )
+    try:
+        took_s = _round_trip("tcp://127.0.0.1:0", near, far)
+    except (ManyhandsError, OSError) as error:
+        remedy = "Is loopback up?  sudo ip link set lo up   And does a firewall let it through?"
+        return Finding("TLS links", False, str(error), remedy)
+    return Finding("TLS links", True, f"a round trip in {took_s * 1e3:.1f} ms, on 127.0.0.1")
+
+
+def _round_trip(
+    address: str, near: Credentials | None = None, far: Credentials | None = None
+) -> float:
+    """Seconds for a message to go and to come back, once both sides are linked."""
+    payload = bytes(range(256)) * 16
+    with (
+        Listener(address, credentials=far) as listener,
+        connect(listener.address, credentials=near, timeout_s=LINK_S) as asking,
+        listener.accept(LINK_S) as answering,
+    ):
+        began = time.monotonic()
+        asking.send({"doctor": "ping"}, payload)
+        asked = answering.recv(timeout_s=LINK_S)
+        answering.send(asked.head, asked.payload)
+        answer = asking.recv(timeout_s=LINK_S)
+        took_s = time.monotonic() - began
+    if answer.head != {"doctor": "ping"} or answer.payload != payload:
+        raise ManyhandsError(f"What came back over {address} is not what was sent.")
+    return took_s
+
+
+def _resolve(name: str, timeout_s: float) -> list[str]:
+    """The addresses of a name. A name server that does not answer blocks far longer than we wait."""
+    answers: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            answers.put(list(dict.fromkeys(str(entry[4][0]) for entry in found)))
+        except Exception as error:  # OSError, or UnicodeError for a name longer than names may be
+            answers.put(error)
+
+    threading.Thread(target=ask, name="resolve", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _is_own(address: str) -> bool:
+    """Whether a process of this host can listen there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""Versions, what torch was built with, and packages that manyhands can do without.
+
+The only checks here that cost anything import torch, which proves more than its version: that its
+libraries load on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+from dataclasses import dataclass
+
+from manyhands import __version__
+from manyhands.cluster.checkup.finding import Finding
+
+PYTHONS = ((3, 11), (3, 12))
+"""The oldest and the newest Python that manyhands is tested on."""
+TORCHES = ((2, 11), (2, 13))
+"""The same for torch."""
+INSTALL_TORCH = 'pip install "torch>=2.11,<2.14"'
+
+
+@dataclass(frozen=True)
+class Package:
+    module: str
+    purpose: str
+    without: str
+    """What there is instead when it is absent."""
+    install: str
+
+
+PACKAGES = {
+    "rich": Package(
+        "rich", "colours and a progress bar on a terminal", "plain lines", 'pip install "rich>=13"'
+    ),
+    "tensorboard": Package(
+        "tensorboard",
+        "curves in the run folder's tb/",
+        "no curves, events.jsonl has the numbers",
+        'pip install "tensorboard>=2.16"',
+    ),
+    "cryptography": Package(
+        "cryptography",
+        "certificates for links between hosts",
+        "unix sockets only, one host",
+        'pip install "cryptography>=42"',
+    ),
+    "scikit-learn": Package(
+        "sklearn",
+        "the data of examples/digits.py",
+        "that example does not run",
+        'pip install "scikit-learn>=1.4"',
+    ),
+}
+
+
+def check_manyhands() -> Finding:
+    return Finding("manyhands", True, __version__)
+
+
+def check_python(version: str = platform.python_version()) -> Finding:
+    if not _within(version, PYTHONS):
+        return Finding(
+            "python",
+            False,
+            f"{version}, and manyhands is made for {_span(PYTHONS)}",
+            "Make an environment with one of these:  python3.12 -m venv .venv",
+        )
+    return Finding("python", True, f"{version} at {sys.executable}")
+
+
+def check_torch() -> Finding:
+    try:
+        import torch
+    except Exception as error:  # ImportError, or OSError for a library that does not load
+        return Finding("torch", False, f"can't be imported: {error}", INSTALL_TORCH)
+    return judge_torch(torch.__version__)
+
+
+def judge_torch(version: str) -> Finding:
+    if not _within(version, TORCHES):
+        detail = f"{version}, and manyhands is made for {_span(TORCHES)}"
+        return Finding("torch", False, detail, INSTALL_TORCH)
+    return Finding("torch", True, str(version))
+
+
+def check_backends() -> Finding:
+    """Which libraries for collectives torch was built with."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception:
+        return Finding("backends", None, "not known without torch")
+    if not dist.is_available():
+        return Finding("backends", False, "this torch has no torch.distributed", INSTALL_TORCH)
+    has = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return judge_backends(has, num_gpus=torch.cuda.device_count())
+
+
+def judge_backends(has: dict[str, bool], *, num_gpus: int) -> Finding:
+    needed = ["gloo", "nccl"] if num_gpus else ["gloo"]
+    missing = [name for name in needed if not has[name]]
+    there = ", ".join(name for name, is_there in has.items() if is_there) or "none"
+    absent = ", ".join(name for name, is_there in has.items() if not is_there)
+    detail = f"{there} (not built in: {absent})" if absent else there
+    if missing:
+        return Finding(
+            "backends", False, f"{detail}; {' and '.join(missing)} needed", INSTALL_TORCH
+        )
+    return Finding("backends", True, detail)
+
+
+def check_package(name: str) -> Finding:
+    package = PACKAGES[name]
+    try:
+        found = importlib.util.find_spec(package.module) is not None
+        version = importlib.metadata.version(name) if found else ""
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    if not found:
+        detail = f"not installed ({package.purpose}); without it: {package.without}"
+        return Finding(name, None, detail, package.install)
+    return Finding(name, True, f"{version}, for {package.purpose}")
+
+
+def _within(version: str, span: tuple[tuple[int, int], tuple[int, int]]) -> bool:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and span[0] <= (int(match[1]), int(match[2])) <= span[1]
+
+
+def _span(span: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    (a, b), (c, d) = span
+    return f"{a}.{b} to {c}.{d}"

@@ -1,0 +1,210 @@
+"""Real kills of real processes: the cause is named, nobody is left over, nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from manyhands.state import checkpoints
+from manyhands.testing import harness
+from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
+
+SLOW = {"pause_s": 0.05}
+
+
+@pytest.mark.parametrize("control", ["unix", "tcp"])
+def test_no_member_outlives_a_killed_coordinator(tmp_path: Path, control: str) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        *("Regression", run, "--control", control),
+        strategy="allreduce",
+        workers=2,
+        loader_processes=1,
+        epochs=50,
+        **SLOW,
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        pids = family(list(running.pids().values()))
+        assert len(pids) >= 4, "two workers, each with a loader"
+        running.signal(signal.SIGKILL)
+        assert running.wait().code == -signal.SIGKILL
+    assert harness.gone(pids)
+    resumed = harness.resume(run, "--set", "pause_s=0", "--set", "epochs=3")
+    assert resumed.code == 0, resumed.err
+    assert_once_an_epoch(resumed)
+
+
+def test_a_member_killed_while_it_starts_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, strategy="allreduce", workers=2)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for(
+            lambda events: len([e for e in events if e["event"] == "MemberStarted"]) == 2
+        )
+        pids = running.pids()
+        running.kill("worker-1")
+        done = running.wait()
+    assert done.code == 128 + signal.SIGKILL
+    assert "worker-1 failed: killed by SIGKILL" in done.err
+    assert harness.gone(list(pids.values()))
+
+
+def test_a_frozen_worker_does_not_freeze_the_stop(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        "Regression", run, strategy="allreduce", workers=2, epochs=50, **SLOW
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        pids = running.pids()
+        running.kill("worker-1", signal.SIGSTOP)
+        running.signal(signal.SIGINT)
+        running.wait_for(lambda events: any(e["event"] == "Stopping" for e in events))
+        running.signal(signal.SIGINT)
+        done = running.wait()
+    assert done.code == 130
+    assert harness.gone(list(pids.values()))
+
+
+def test_an_exception_in_a_job_is_shown_with_its_log(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "from dataclasses import dataclass\n"
+        "from manyhands.testing.jobs import Regression\n"
+        "@dataclass\n"
+        "class Explodes(Regression):\n"
+        "    def loss(self, output, batch):\n"
+        "        raise ValueError('the loss exploded')\n"
+    )
+    done = harness.train(job, tmp_path / "run", strategy="allreduce", workers=2)
+    assert done.code == 1
+    (failed,) = done.of("MemberFailed")
+    assert "ValueError: the loss exploded" in done.err
+    assert 'job.py", line 6, in loss' in done.err
+    assert failed["log"] in done.err
+    assert "the loss exploded" in Path(failed["log"]).read_text()
+
+
+def test_a_jobs_own_exit_code_is_handed_on(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import sys\n"
+        "from dataclasses import dataclass\n"
+        "from manyhands.testing.jobs import Regression\n"
+        "@dataclass\n"
+        "class Leaves(Regression):\n"
+        "    def loss(self, output, batch):\n"
+        "        sys.exit(17)\n"
+    )
+    assert harness.train(job, tmp_path / "run").code == 17
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stop_saves_and_resumes_on_another_number_of_workers(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, strategy="allreduce", workers=2, **SLOW)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(4)
+        pids = running.pids()
+        running.signal(number)
+        stopped = running.wait()
+    assert stopped.code == code
+    assert harness.gone(list(pids.values()))
+    last = stopped.steps[-1]["step"]
+    assert checkpoints.steps(run)[-1] == last, "every committed step is in the checkpoint"
+    assert f"manyhands resume {run}" in stopped.out
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["outcome"] == ("interrupted" if code == 130 else "preempted")
+
+    resumed = harness.resume(run, "--workers", "3", "--set", "pause_s=0")
+    assert resumed.code == 0, resumed.err
+    assert_once_an_epoch(resumed)
+    reference = harness.train("Regression", tmp_path / "reference")
+    assert resumed.losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    whole = harness.train("Regression", run, "--keep", "10")
+    assert whole.code == 0
+    expected = whole.state()
+    newest = checkpoints.final(run, checkpoints.steps(run)[-1])
+    data = newest / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100])
+    resumed = harness.resume(run, "--set", "epochs=3")
+    assert resumed.code == 0, resumed.err
+    assert f"{data} has" in resumed.out
+    assert "passed over" in resumed.out
+    assert any(path.name.startswith(f".{newest.name}.aside") for path in newest.parent.iterdir())
+    assert_same_bits(resumed.state(), expected)
+    assert_once_an_epoch(resumed)
+
+
+def test_when_no_checkpoint_is_sound_nothing_is_touched(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert harness.train("Regression", run).code == 0
+    for step in checkpoints.steps(run):
+        (checkpoints.final(run, step) / "manifest.json").write_text("{")
+    before = sorted(os.listdir(run / "checkpoints"))
+    resumed = harness.resume(run, "--set", "epochs=4")
+    assert resumed.code == 1
+    assert "No checkpoint of this run is sound" in resumed.err
+    assert sorted(os.listdir(run / "checkpoints")) == before
+
+
+def test_a_full_disk_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    try:
+        run = disk / "run"
+        # About 1.5 MB a checkpoint with its momentum, room for some ten of them.
+        arguments = harness.train_arguments(
+            *("Regression", run, "--checkpoint-every", "1", "--keep", "100"),
+            width=20_000,
+            epochs=4,
+        )
+        with harness.command(*arguments, run=run) as running:
+            done = running.wait()
+        assert done.code == 1, done.out
+        assert "could not be saved" in done.out
+        assert "no space left" in done.out
+        sound = [checkpoints.verify(checkpoints.final(run, s)).step for s in checkpoints.steps(run)]
+        assert len(sound) >= 3
+        assert json.loads((run / "summary.json").read_text())["outcome"] == "failed"
+        assert "no space left" in done.err
+        for step in sound[:-1]:
+            shutil.rmtree(checkpoints.final(run, step))
+        resumed = harness.resume(run, "--checkpoint-every", "0", "--keep", "1")
+        assert resumed.code == 0, resumed.err
+        assert resumed.of("Resumed")[-1]["step"] == sound[-1]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def family(pids: list[int]) -> list[int]:
+    """The processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(entry.parent.name))
+    found = list(pids)
+    for pid in found:
+        found.extend(children.get(pid, []))
+    return found

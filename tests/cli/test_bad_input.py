@@ -1,0 +1,162 @@
+"""Every mistake gets an error that says what was given, what is allowed and what to type."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.testing import harness
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def fails(
+    tmp_path: Path, *arguments: str, code: int = 2, environ: dict[str, str] | None = None
+) -> str:
+    with harness.command(*arguments, run=tmp_path / "run", environ=environ) as running:
+        done = running.wait()
+    assert done.code == code, f"{done.out}\n{done.err}"
+    assert "Traceback" not in done.err
+    return done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["trian", "x.py"], "did you mean 'train'?"),
+        (["train", "nowhere.py"], "There is no file nowhere.py"),
+        (["train", str(EXAMPLES / "digits.py"), "--workers", "0"], "at least 1 worker"),
+        (["train", str(EXAMPLES / "digits.py"), "--workers", "-3"], "at least 1 worker"),
+        (["train", str(EXAMPLES / "digits.py"), "--workers", "two"], "invalid int value: 'two'"),
+        (
+            ["train", str(EXAMPLES / "digits.py"), "--strategy", "alreduce"],
+            "did you mean 'allreduce'?",
+        ),
+        (["train", str(EXAMPLES / "digits.py"), "--strategy", "allreduce("], "does not parse"),
+        (
+            ["train", str(EXAMPLES / "digits.py"), "--strategy", "allreduce+int8"],
+            "can't be combined",
+        ),
+        (
+            ["train", str(EXAMPLES / "digits.py"), "--strategy", "single", "--workers", "2"],
+            "--strategy allreduce --workers 2",
+        ),
+        (["train", str(EXAMPLES / "digits.py"), "--set", "lr"], "NAME=VALUE"),
+        (["train", str(EXAMPLES / "digits.py"), "--keep", "0"], "at least 1"),
+        (["resume", "no-such-run"], "There is no run no-such-run"),
+    ],
+)
+def test_mistakes_on_the_command_line(tmp_path: Path, arguments: list[str], wanted: str) -> None:
+    assert wanted in fails(tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--set", "lrr=1"], "did you mean 'lr'?"),
+        (["--set", "lr=fast"], "lr is a number"),
+        (["--set", "batch_size=5000"], "--set batch_size=1437"),
+        (["--workers", "5", "--set", "batch_size=4"], "5 workers share a global batch of 4"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--device", "tpu"], "allowed are auto, cpu, cuda and cuda:N"),
+    ],
+)
+def test_mistakes_that_only_the_job_shows(tmp_path: Path, flags: list[str], wanted: str) -> None:
+    run = tmp_path / "run"
+    error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", str(run), *flags)
+    assert wanted in error
+    assert not run.exists(), "nothing was trained, so nothing should be left"
+
+
+def test_a_monitor_that_is_not_evaluated_is_named(tmp_path: Path) -> None:
+    done = harness.train("Regression", tmp_path / "run", monitor="acuracy")
+    assert done.code == 2
+    assert "monitor is 'acuracy', and the evaluation gives loss, worst" in done.err
+
+
+def test_an_unwritable_run_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    where = str(tmp_path / "file" / "run")
+    error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
+    assert "can't be made" in error
+    assert "--run-dir" in error
+
+
+def test_a_run_folder_with_something_in_it_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("precious")
+    where = str(tmp_path / "run")
+    error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
+    assert "is not empty" in error
+    assert os.listdir(tmp_path / "run") == ["thesis.txt"]
+
+
+def test_a_taken_port_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        error = fails(
+            tmp_path,
+            *("train", str(EXAMPLES / "digits.py"), "--control", address),
+            *("--run-dir", str(tmp_path / "run")),
+        )
+    assert address in error
+    assert "--control tcp" in error
+
+
+def test_a_truncated_data_file_is_named(tmp_path: Path) -> None:
+    names = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"]
+    names += ["t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"\0\0\x08\x03\0\0\xea\x60")
+    done = fails(
+        tmp_path,
+        *("train", str(EXAMPLES / "mnist.py"), "--strategy", "single"),
+        *("--run-dir", str(tmp_path / "run")),
+        code=1,
+        environ={"MANYHANDS_DATA": str(tmp_path)},
+    )
+    assert "train-images-idx3-ubyte" in done
+
+
+def test_options_of_the_environment_count_after_flags(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, epochs=1)
+    arguments = [a for a in arguments if a not in ("--strategy", "single")]
+    environ = {"MANYHANDS_STRATEGY": "single", "MANYHANDS_WORKERS": "7"}
+    with harness.command(*arguments, run=run, environ=environ) as running:
+        assert running.wait().code == 0
+    options = json.loads((run / "config.json").read_text())["options"]
+    assert options["strategy"] == {"value": "single", "from": "MANYHANDS_STRATEGY"}
+    assert options["workers"] == {"value": 1, "from": "--workers"}
+    assert options["keep"] == {"value": 3, "from": "default"}
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, pause_s=0.05, epochs=50)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(2)
+        second = harness.resume(run)
+        assert second.code == 2
+        assert f"by process {running.process.pid}" in second.err
+        running.signal(signal.SIGINT)
+        assert running.wait().code == 130
+
+
+def test_every_verb_has_help_with_examples() -> None:
+    for verb in ([], ["train"], ["resume"], ["list"], ["doctor"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "manyhands.cli.main", *verb, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0
+        assert "example" in done.stdout

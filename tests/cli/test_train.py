@@ -1,0 +1,232 @@
+"""The verbs as people use them: what is printed, what lies in the run folder, what resume makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.state import checkpoints
+from manyhands.testing import harness
+from manyhands.testing.conformance import assert_same_bits
+
+SUMMARY_KEYS = {
+    *("outcome", "strategy", "workers", "steps", "samples", "epochs", "wall_s", "samples_per_s"),
+    *("final_metrics", "best_metrics", "bytes_sent", "checkpoint", "error"),
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> harness.Finished:
+    """One ordinary run on two workers, for all that only look at one."""
+    run = tmp_path_factory.mktemp("ordinary") / "run"
+    finished = harness.train("Regression", run, strategy="allreduce", workers=2, epochs=5)
+    assert finished.code == 0, finished.err
+    return finished
+
+
+def test_the_summary_tells_how_it_ended(done: harness.Finished) -> None:
+    summary = json.loads((done.run / "summary.json").read_text())
+    assert set(summary) == SUMMARY_KEYS
+    assert summary["outcome"] == "finished"
+    assert (summary["strategy"], summary["workers"]) == ("allreduce", 2)
+    assert (summary["steps"], summary["epochs"], summary["samples"]) == (35, 5, 5 * 98)
+    assert summary["bytes_sent"] == sum(e["bytes_sent"] for e in done.steps) > 0
+    evaluations = done.of("Evaluated")
+    assert len(evaluations) == 5
+    assert summary["final_metrics"] == evaluations[-1]["metrics"]
+    best = min(evaluations, key=lambda e: e["metrics"]["loss"])
+    assert summary["best_metrics"] == {**best["metrics"], "step": best["step"]}
+    assert summary["checkpoint"] == "checkpoints/step-35"
+    assert summary["error"] is None
+
+
+def test_the_config_says_where_each_value_came_from(done: harness.Finished) -> None:
+    config = json.loads((done.run / "config.json").read_text())
+    assert config["fields"]["epochs"] == {"value": 5, "from": "--set"}
+    assert config["fields"]["lr"] == {"value": 0.05, "from": "job file"}
+    assert config["options"]["strategy"] == {"value": "allreduce", "from": "--strategy"}
+    assert config["options"]["checkpoint_every"] == {"value": 0, "from": "default"}
+
+
+def test_the_console_tells_the_story(done: harness.Finished) -> None:
+    for fact in (
+        "allreduce, 2 workers",
+        "98 samples",
+        "gloo on lo",
+        "35 steps of 16",
+        "finished in",
+    ):
+        assert fact in done.out
+    assert f"tensorboard --logdir {done.run}/tb" in done.out
+    assert done.err == ""
+    assert "\x1b" not in done.out
+
+
+def test_the_shares_of_a_step_are_even_and_cover_it(done: harness.Finished) -> None:
+    for record in done.steps:
+        counts = {
+            name: sum(stop - start for start, stop in ranges)
+            for name, ranges in record["shares"].items()
+        }
+        assert sum(counts.values()) == record["samples"]
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_every_member_has_a_log_and_tensorboard_its_file(done: harness.Finished) -> None:
+    assert sorted(p.name for p in (done.run / "logs").iterdir()) == ["worker-0.log", "worker-1.log"]
+    assert list((done.run / "tb").glob("events.out.tfevents.*"))
+
+
+def test_the_best_checkpoint_and_the_newest_are_kept(done: harness.Finished) -> None:
+    best = json.loads((done.run / "summary.json").read_text())["best_metrics"]["step"]
+    kept = checkpoints.steps(done.run)
+    assert kept[-3:] == [21, 28, 35]
+    assert best in kept
+    for step in kept:
+        checkpoints.verify(checkpoints.final(done.run, step))
+
+
+def test_a_finished_run_is_not_trained_again(done: harness.Finished) -> None:
+    before = (done.run / "events.jsonl").read_bytes()
+    again = harness.resume(done.run)
+    assert again.code == 0
+    assert "--set epochs=N" in again.out
+    assert (done.run / "events.jsonl").read_bytes() == before
+
+
+def test_list_shows_the_runs(done: harness.Finished, tmp_path: Path) -> None:
+    with harness.command("list", str(done.run.parent), run=tmp_path) as running:
+        listed = running.wait()
+    assert str(done.run) in listed.out
+    assert "finished" in listed.out
+    with harness.command("list", str(tmp_path / "none"), run=tmp_path) as running:
+        assert "No runs in" in running.wait().out
+
+
+def test_training_longer_goes_on_from_the_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert harness.train("Adam", run, epochs=2).code == 0
+    longer = harness.resume(run, "--set", "epochs=3")
+    assert longer.code == 0, longer.err
+    assert [e["step"] for e in longer.steps] == list(range(1, 22))
+    assert longer.of("Resumed")[0]["step"] == 14
+
+
+def test_check_tries_everything_and_trains_nothing(tmp_path: Path) -> None:
+    arguments = harness.train_arguments(
+        *("Regression", tmp_path / "run", "--check"), strategy="allreduce", workers=2
+    )
+    with harness.command(*arguments, run=tmp_path / "run") as running:
+        checked = running.wait()
+    assert checked.code == 0, checked.err
+    assert "All fine" in checked.out
+    assert "21 steps" in checked.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_finds_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "from dataclasses import dataclass\n"
+        "from manyhands.testing.jobs import Regression\n"
+        "@dataclass\n"
+        "class Vector(Regression):\n"
+        "    def loss(self, output, batch):\n"
+        "        return ((output - batch[1]) ** 2).mean(dim=1)\n"
+    )
+    with harness.command("train", str(job), "--check", run=tmp_path / "run") as running:
+        checked = running.wait()
+    assert checked.code == 2
+    assert "Vector.loss() must return a scalar tensor" in checked.err
+
+
+def test_patience_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
+    # A step that is far too large: the first evaluation stays the best.
+    done = harness.train(
+        "Regression", tmp_path / "run", lr=30, clip_norm="none", epochs=20, patience=2
+    )
+    assert done.code == 0, done.err
+    summary = json.loads((done.run / "summary.json").read_text())
+    assert summary["outcome"] == "early-stopped"
+    assert summary["epochs"] < 20
+    losses = [e["metrics"]["loss"] for e in done.of("Evaluated")]
+    best = min(range(len(losses)), key=lambda i: math.inf if math.isnan(losses[i]) else losses[i])
+    assert len(losses) == best + 1 + 2
+    assert summary["best_metrics"]["step"] in checkpoints.steps(done.run)
+
+
+def test_loader_processes_change_nothing(tmp_path: Path) -> None:
+    without = harness.train("Regression", tmp_path / "without", accumulate=2)
+    with_two = harness.train("Regression", tmp_path / "with", accumulate=2, loader_processes=2)
+    assert with_two.code == 0, with_two.err
+    assert with_two.losses == without.losses
+    assert_same_bits(with_two.state(), without.state())
+
+
+def test_control_over_tls_trains_the_same(tmp_path: Path, done: harness.Finished) -> None:
+    over_tls = harness.train(
+        *("Regression", tmp_path / "run", "--control", "tcp"),
+        strategy="allreduce",
+        workers=2,
+        epochs=5,
+    )
+    assert over_tls.code == 0, over_tls.err
+    assert over_tls.losses == done.losses
+    secrets = ["PRIVATE KEY", "BEGIN CERTIFICATE"]
+    for path in over_tls.run.rglob("*"):
+        if path.is_file():
+            assert not any(secret in path.read_text(errors="replace") for secret in secrets), path
+
+
+def test_quiet_says_one_line(tmp_path: Path) -> None:
+    done = harness.train("Regression", tmp_path / "run", "--quiet", epochs=1)
+    assert done.code == 0
+    assert len(done.out.strip().splitlines()) == 1
+
+
+def test_the_live_line_on_a_terminal_is_drawn_and_goes_away(tmp_path: Path) -> None:
+    arguments = harness.train_arguments("Regression", tmp_path / "run", epochs=2, pause_s=0.02)
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "manyhands.cli.main", *arguments],
+        stdout=slave,
+        stderr=slave,
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"},
+    )
+    os.close(slave)
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:  # how a pseudo-terminal says that the other side is closed
+        pass
+    finally:
+        os.close(master)
+        assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "step" in text
+    assert "\x1b[" in text
+    assert "/tb\x1b[0m\r\n" in text
+    last_line = text.rstrip().splitlines()[-1]
+    assert "tensorboard --logdir" in last_line
+    assert "step" not in last_line
+
+
+def test_an_interrupt_before_training_ends_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, strategy="allreduce", workers=2)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for(lambda events: any(e["event"] == "MemberStarted" for e in events))
+        running.signal(signal.SIGINT)
+        done = running.wait()
+        pids = list(running.pids().values())
+    assert done.code == 130
+    assert harness.gone(pids)

@@ -1,0 +1,89 @@
+"""`mh.join()` in a person's own loop, alone and under a real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+import manyhands as mh
+
+strategy, own_batches = sys.argv[1], sys.argv[2] == "own"
+generator = torch.Generator().manual_seed(0)
+inputs = torch.randn(50, 4, generator=generator)
+dataset = mh.data.Arrays(inputs, inputs.sum(dim=1, keepdim=True).sin())
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+with mh.join(strategy, device="cpu") as hands:
+    torch.manual_seed(hands.rank)  # join() itself makes the workers start alike
+    if hands.rank == 0 or strategy == "single":
+        torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    hands.prepare(model, optimizer, clip_norm=1.0)
+    for epoch in range(3):
+        if own_batches:  # of unequal sizes: 30 samples for rank 0, 20 for rank 1
+            cut = slice(0, 30) if hands.rank == 0 else slice(30, 50)
+            parts = [dataset.tensors[i][cut] if hands.world > 1 else dataset.tensors[i] for i in (0, 1)]
+            hands.step(loss, parts)
+        else:
+            for batch in hands.batches(dataset, batch_size=16, epoch=epoch):
+                hands.step(loss, batch)
+    share = float(loss(model, dataset.tensors))
+    weights = [p.double().sum().item() for p in model.parameters()]
+    with open(f"{sys.argv[3]}/{hands.rank}.json", "w") as file:
+        json.dump({"world": hands.world, "loss": hands.mean(share), "weights": weights}, file)
+"""
+
+
+def run(tmp_path: Path, strategy: str, batches: str, *, world: int) -> list[dict[str, object]]:
+    script = tmp_path / "loop.py"
+    script.write_text(SCRIPT)
+    folder = tmp_path / f"{strategy}-{world}"
+    folder.mkdir()
+    start = [sys.executable]
+    if world > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run(
+        [*start, str(script), strategy, batches, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("batches", ["given", "own"])
+def test_two_workers_under_torchrun_equal_one(tmp_path: Path, batches: str) -> None:
+    (alone,) = run(tmp_path, "single", batches, world=1)
+    both = run(tmp_path, "allreduce", batches, world=2)
+    assert [one["world"] for one in both] == [2, 2]
+    assert both[0] == {**both[1]}
+    assert both[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert both[0]["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
+
+
+def test_half_an_environment_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("import manyhands as mh\nwith mh.join() as hands: pass\n")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"RANK": "0"},
+    )
+    assert done.returncode != 0
+    assert "RANK or WORLD_SIZE is set, but WORLD_SIZE is not" in done.stderr

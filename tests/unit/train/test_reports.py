@@ -1,0 +1,125 @@
+"""Reports: in whatever order they come, steps are committed in theirs, with the right means."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.train.course import StepPlan
+from manyhands.train.leases import Range
+from manyhands.train.reports import Committed, Gathering, Row, combine
+
+
+def row(step: int, weight: float, loss: float, **changes: float) -> Row:
+    values = {"lr": 0.1, "step_s": 1.0, "compute_s": 1.0, "wait_s": 0.0, "bytes_sent": 0, **changes}
+    return Row(step, weight, weight * loss, **values)  # type: ignore[arg-type]
+
+
+def expect(gathering: Gathering, steps: int, members: list[str]) -> None:
+    for step in range(1, steps + 1):
+        parts: dict[str, list[Range]] = {name: [(i, i + 1)] for i, name in enumerate(members)}
+        gathering.expect(StepPlan(step, 0, ((0, len(members)),)), parts)
+
+
+@given(
+    num_members=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    weights=st.lists(st.integers(1, 50), min_size=24, max_size=24),
+    chance=st.randoms(use_true_random=False),
+)
+def test_any_order_of_members_commits_in_the_order_of_steps(
+    num_members: int, steps: int, weights: list[int], chance: random.Random
+) -> None:
+    members = [f"worker-{i}" for i in range(num_members)]
+    gathering = Gathering()
+    expect(gathering, steps, members)
+    weight_of = dict(zip(itertools.product(range(1, 7), range(4)), weights, strict=True))
+    pending = {name: list(range(1, steps + 1)) for name in members}
+    committed: list[Committed] = []
+    while any(pending.values()):
+        rank = chance.choice([i for i, name in enumerate(members) if pending[name]])
+        step = pending[members[rank]].pop(0)
+        gathering.add(members[rank], row(step, weight_of[step, rank], loss=step + rank))
+        committed += gathering.committed()
+        least = min(steps - len(left) for left in pending.values())
+        assert [c.plan.step for c in committed] == list(range(1, least + 1))
+    assert len(gathering) == 0
+    for c in committed:
+        counts = [weight_of[c.plan.step, rank] for rank in range(num_members)]
+        mean = sum(w * (c.plan.step + i) for i, w in enumerate(counts)) / sum(counts)
+        assert c.loss == pytest.approx(mean)
+
+
+def test_a_loss_does_not_depend_on_who_was_first() -> None:
+    """Sums of floats do: 0.1 + 0.2 + 0.3 is another number than 0.3 + 0.2 + 0.1."""
+    members = ["worker-0", "worker-1", "worker-2"]
+    losses = set()
+    for order in itertools.permutations(range(3)):
+        gathering = Gathering()
+        expect(gathering, 1, members)
+        for rank in order:
+            gathering.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank]))
+        (committed,) = gathering.committed()
+        losses.add(committed.loss)
+    assert len(losses) == 1
+
+
+def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
+    gathering = Gathering()
+    expect(gathering, 2, ["a", "b"])
+    gathering.add("b", row(1, 1.0, 1.0))
+    gathering.add("b", row(2, 1.0, 1.0))
+    assert list(gathering.committed()) == []
+    assert gathering.first is not None
+    assert gathering.first.missing == ["a"]
+    gathering.add("a", row(1, 1.0, 1.0))
+    assert [c.plan.step for c in gathering.committed()] == [1]
+
+
+def test_times_and_bytes_of_a_step() -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("b", row(1, 3.0, 2.0, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10))
+    gathering.add("a", row(1, 1.0, 6.0, step_s=4.0, compute_s=4.0, wait_s=0.0, bytes_sent=20))
+    (step,) = gathering.committed()
+    assert (step.loss, step.step_s, step.compute_s, step.wait_s) == (3.0, 5.0, 3.0, 1.5)
+    assert (step.bytes_sent, step.lr) == (30, 0.1)
+    assert step.shares == {"a": ((0, 1),), "b": ((1, 2),)}
+
+
+def test_a_worker_without_samples_changes_no_mean() -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("a", row(1, 2.0, 1.5))
+    gathering.add("b", row(1, 0.0, 99.0))
+    assert next(gathering.committed()).loss == 1.5
+
+
+def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
+    """A job's own weights may add up to nothing, such as a batch of padding."""
+    gathering = Gathering()
+    expect(gathering, 1, ["a"])
+    gathering.add("a", row(1, 0.0, 0.0))
+    assert math.isnan(next(gathering.committed()).loss)
+
+
+def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:
+    parts = [
+        {"samples": 3, "weight": 3.0, "sums": {"loss": 6.0, "accuracy": 3.0}},
+        {"samples": 0, "weight": 0.0, "sums": {}},
+        {"samples": 1, "weight": 1.0, "sums": {"loss": 6.0, "accuracy": 0.0}},
+    ]
+    for order in itertools.permutations(parts):
+        assert combine(order) == (4, {"loss": 3.0, "accuracy": 0.75})
+
+
+def test_an_evaluation_of_nothing_has_no_number() -> None:
+    assert combine([{"samples": 0, "weight": 0.0, "sums": {}}]) == (0, {})
+    samples, metrics = combine([{"samples": 2, "weight": 0.0, "sums": {"loss": 0.0}}])
+    assert samples == 2
+    assert math.isnan(metrics["loss"])
