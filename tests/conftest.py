@@ -119,6 +119,6 @@ def _in_a_process_group() -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """The environment, but for what pytest and, on its first import, scikit-learn put there."""
-    ours = ("PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    """The environment, but for what pytest does and what libraries do when first imported."""
+    theirs = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}

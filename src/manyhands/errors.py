@@ -104,5 +104,6 @@ class Interrupted(ManyhandsError):
 
 def closest(name: str, allowed: Iterable[str]) -> str:
     """How a sentence on a wrong name ends: with a question if an allowed name is near, else a full stop."""
-    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    by_lower = {known.lower(): known for known in allowed}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else "."

@@ -8,11 +8,14 @@ fits a model that is split another way.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import threading
 import time
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,10 +89,10 @@ class Saver:
                 "stall_s": stall_s,
                 "write_s": time.perf_counter() - started,
             }
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception
             # A full disk is the likeliest: what was written of it must not fill the disk further.
             shutil.rmtree(folder, ignore_errors=True)
-            self._outcome = {"step": step, "error": f"{type(error).__name__}: {error}"}
+            self._outcome = {"step": step, "error": _reason(error)}
 
 
 def gather_state(trained: Trained, learner: Stateful) -> dict[str, Any]:
@@ -100,10 +103,13 @@ def gather_state(trained: Trained, learner: Stateful) -> dict[str, Any]:
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
         "learner": learner.state_dict(),
     }
-    return tree_map(
-        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf,
-        state,
-    )
+    return tree_map(_copied, state)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    return copy.deepcopy(leaf)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -119,7 +125,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it saves from a single process; it should
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        dcp.save(pack(state), storage_writer=writer, no_dist=True)
     return {
         path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.iterdir())
@@ -142,9 +148,46 @@ def read_state(folder: Path) -> dict[str, Any]:
             planner=_EmptyStateDictLoadPlanner(),
             no_dist=True,
         )
-    except Exception as error:
-        raise CheckpointError(f"{folder} does not read: {type(error).__name__}: {error}") from error
-    return state
+    except (Exception, dcp.CheckpointException) as error:
+        raise CheckpointError(f"{folder} does not read: {_reason(error)}") from error
+    return unpack(state)
+
+
+PAIRS, KIND = "~pairs", "~kind"
+
+
+def pack(value: Any) -> Any:
+    """The value with no mapping that torch.distributed.checkpoint would change.
+
+    It forgets empty ones, and takes whole numbers as keys (the milestones of MultiStepLR) for places
+    in a list; as pairs they come back as they were.
+    """
+    if isinstance(value, Mapping):
+        if value and all(isinstance(key, str) for key in value):
+            return {key: pack(item) for key, item in value.items()}
+        kind = "Counter" if isinstance(value, Counter) else "dict"
+        return {KIND: kind, PAIRS: [[key, pack(item)] for key, item in value.items()]}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(pack(item) for item in value)
+    return value
+
+
+def unpack(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if PAIRS in value:
+            pairs = {key: unpack(item) for key, item in value[PAIRS]}
+            return Counter(pairs) if value[KIND] == "Counter" else pairs
+        return {key: unpack(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(unpack(item) for item in value)
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line; torch's own exception holds it behind a whole traceback."""
+    for cause, _ in getattr(error, "failures", {}).values():
+        return _reason(cause)
+    return f"{type(error).__name__}: {error}"
 
 
 def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
@@ -153,7 +196,7 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
     try:
         trained.model.load_state_dict(state["model"])
         load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
-        if trained.scheduler is not None:
+        if trained.scheduler is not None and state["scheduler"]:
             trained.scheduler.load_state_dict(state["scheduler"])
         learner.load_state_dict(state.get("learner", {}))
     except (KeyError, RuntimeError, ValueError) as error:

@@ -105,22 +105,19 @@ class AllReduceLearner(Learner):
                 )
         reduced = time.perf_counter()
         self.trainee.update()
-        ended = time.perf_counter()
-        # On a GPU the host's clock says nothing of this; on a CPU, what is left of the backward after
-        # the last gradient was ready is waiting for peers.
-        on_cpu = self._ddp is not None and self.trainee.device == "cpu"
-        wait = (
-            reduced - self._last_gradient_at if on_cpu and self._last_gradient_at > started else 0.0
-        )
+        compute_s = wait_s = None
+        if self.trainee.device == "cpu":
+            # What is left of the backward after the last gradient was ready is waiting for peers.
+            wait_s = reduced - self._last_gradient_at if self._last_gradient_at > started else 0.0
+            compute_s = time.perf_counter() - started - wait_s
         return StepReport(
             share.step,
             share.samples,
             weight,
             loss,
             lr,
-            step_s=ended - started,
-            compute_s=ended - started - wait,
-            wait_s=wait,
+            compute_s=compute_s,
+            wait_s=wait_s,
             bytes_sent=self._bytes_per_step,
         )
 

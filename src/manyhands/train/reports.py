@@ -24,8 +24,8 @@ class Row:
     loss_sum: float
     lr: float
     step_s: float
-    compute_s: float
-    wait_s: float
+    compute_s: float | None
+    wait_s: float | None
     bytes_sent: int
 
 
@@ -47,8 +47,8 @@ class Committed:
     loss: float
     lr: float
     step_s: float
-    compute_s: float
-    wait_s: float
+    compute_s: float | None
+    wait_s: float | None
     bytes_sent: int
 
 
@@ -89,10 +89,16 @@ def _together(step: OpenStep) -> Committed:
         loss=sum(row.loss_sum for row in rows) / weight if weight else math.nan,
         lr=rows[0].lr,
         step_s=max(row.step_s for row in rows),
-        compute_s=sum(row.compute_s for row in rows) / len(rows),
-        wait_s=sum(row.wait_s for row in rows) / len(rows),
+        compute_s=_mean([row.compute_s for row in rows]),
+        wait_s=_mean([row.wait_s for row in rows]),
         bytes_sent=sum(row.bytes_sent for row in rows),
     )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of what is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def combine(parts: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:

@@ -29,9 +29,9 @@ class StepReport:
     """Sum of the losses of this worker's part, each times its weight. On its device: reading waits."""
     lr: float
     step_s: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    """Time waited for other members."""
+    compute_s: float | None = None
+    wait_s: float | None = None
+    """Time waited for other members; None where the host's clock can't tell (on a GPU)."""
     bytes_sent: int = 0
     staleness: int = 0
     """Steps of others between reading the weights and changing them."""

@@ -105,10 +105,10 @@ class StepCommitted(Event):
     lr: float
     step_s: float
     """Slowest member's time for the step."""
-    compute_s: float
-    """Mean over members."""
-    wait_s: float
-    """Mean over members of the time waited for others."""
+    compute_s: float | None
+    """Mean over members; None where the host's clock can't tell (on a GPU)."""
+    wait_s: float | None
+    """Mean over members of the time waited for others; None likewise."""
     bytes_sent: int
     """By all members."""
 

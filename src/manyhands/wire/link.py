@@ -35,10 +35,6 @@ from manyhands.wire.address import Address, check_owner, check_trust, parse_addr
 from manyhands.wire.frames import DEFAULT_LIMITS, Limits, Message, Payload, Place
 from manyhands.wire.tls import Credentials, DeadlinePassed, TlsStream, certificate_name, wait_ready
 
-HANDSHAKE_S = 10.0
-"""How long a new connection has for its handshake before the listener drops it."""
-MAX_HALF_OPEN = 256
-"""Connections in their handshake at once; one more drops the oldest."""
 RETRY_S = (0.01, 0.5)
 """Shortest and longest pause before connect() tries again."""
 WELCOME = {"link": "welcome"}

@@ -22,13 +22,17 @@ import threading
 import time
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
-from manyhands.wire import link as links
 from manyhands.wire.address import Address, check_owner, check_trust, parse_address
 from manyhands.wire.frames import DEFAULT_LIMITS, Limits
-from manyhands.wire.link import Link
+from manyhands.wire.link import WELCOME, Link
 from manyhands.wire.tls import Credentials, certificate_name
 
 logger = logging.getLogger("manyhands.wire")
+
+HANDSHAKE_S = 10.0
+"""How long a new connection has for its handshake before the listener drops it."""
+MAX_HALF_OPEN = 256
+"""Connections in their handshake at once; one more drops the oldest."""
 
 
 class Listener:
@@ -112,7 +116,7 @@ class Listener:
                     self._shake(key.fileobj)
             now = time.monotonic()
             for sock in [s for s, (_, until) in self._half_open.items() if until <= now]:
-                self._drop(sock, f"no handshake within {links.HANDSHAKE_S:g} s")
+                self._drop(sock, f"no handshake within {HANDSHAKE_S:g} s")
 
     def _take(self) -> None:
         try:
@@ -136,9 +140,9 @@ class Listener:
         except (OSError, ValueError, LinkError) as error:
             self._refuse(sock, who, error)
             return
-        if len(self._half_open) >= links.MAX_HALF_OPEN:
+        if len(self._half_open) >= MAX_HALF_OPEN:
             self._drop(next(iter(self._half_open)), "too many others in their handshake")
-        self._half_open[shaking] = (who, time.monotonic() + links.HANDSHAKE_S)
+        self._half_open[shaking] = (who, time.monotonic() + HANDSHAKE_S)
         self._selector.register(shaking, selectors.EVENT_READ)
         self._shake(shaking)
 
@@ -163,7 +167,7 @@ class Listener:
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         link = Link(sock, peer=peer, limits=self._limits)
-        link.send(links.WELCOME)
+        link.send(WELCOME)
         self._ready.put(link)
 
     def _drop(self, sock: ssl.SSLSocket, why: object) -> None:

@@ -203,6 +203,32 @@ def test_patience(monitor: str, values: list[float], epochs: int, best: int) -> 
     assert_once_an_epoch(life.committed, course.syllabus, epochs)
 
 
+@given(
+    values=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan]), min_size=2, max_size=7),
+    patience=st.integers(1, 3),
+    monitor=st.sampled_from(["loss", "accuracy"]),
+    seed=st.integers(0, 2**32),
+    moment=st.integers(0, 40),
+    kill=st.booleans(),
+)
+def test_an_interruption_changes_nothing_of_the_patience(
+    values: list[float], patience: int, monitor: str, seed: int, moment: int, kill: bool
+) -> None:
+    whole, life = finish(values, monitor=monitor, patience=patience)
+    chance = random.Random(seed)
+    how = {"cut_after": moment} if kill else {"stop_after": moment}
+    metric = values.__getitem__
+    first = drive(Course(whole.syllabus), chance=chance, metric=metric, **how)
+    if first.stop in ("finished", "early-stopped"):
+        assert first.stop == life.stop
+        return
+    state = through_json(first.checkpoints[-1].state) if first.checkpoints else None
+    course = Course(whole.syllabus, state)
+    second = drive(course, chance=chance, metric=metric)
+    assert (second.stop, course.step, course.epoch) == (life.stop, whole.step, whole.epoch)
+    assert course.best == whole.best
+
+
 def test_without_patience_a_bad_metric_stops_nothing() -> None:
     course, life = finish([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (life.stop, course.best.step, course.best.waited) == ("finished", 1, 4)

@@ -135,7 +135,7 @@ def test_garbage_in_place_of_a_handshake_is_refused_and_the_next_one_served(
 def test_half_open_clients_do_not_block_a_good_one(
     authority: Authority, coordinator: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.wire.link.HANDSHAKE_S", 2.0)
+    monkeypatch.setattr("manyhands.wire.listener.HANDSHAKE_S", 2.0)
     good = authority.issue("worker0")
     with Listener(ADDRESS, credentials=coordinator) as listener, contextlib.ExitStack() as stack:
         for said in (b"", b"\x16\x03\x01", b""):
@@ -151,7 +151,7 @@ def test_half_open_clients_do_not_block_a_good_one(
 def test_too_many_half_open_clients_drop_the_oldest(
     authority: Authority, coordinator: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.wire.link.MAX_HALF_OPEN", 2)
+    monkeypatch.setattr("manyhands.wire.listener.MAX_HALF_OPEN", 2)
     with Listener(ADDRESS, credentials=coordinator) as listener, contextlib.ExitStack() as stack:
         raws = [
             stack.enter_context(socket.create_connection(host_and_port(listener), timeout=LONG_S))

@@ -1,0 +1,146 @@
+"""Run folders: a new one for every run, one coordinator in each, and clear words otherwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import RunFolderError
+from manyhands.state.runs import Run, runs_in
+
+
+@pytest.mark.parametrize(
+    ("job", "name"), [("Mnist", "mnist"), ("My_Job 2", "my-job-2"), ("???", "run"), ("-a-", "a")]
+)
+def test_a_run_is_named_by_its_job_and_the_time(tmp_path: Path, job: str, name: str) -> None:
+    run = Run.create(job, root=tmp_path / "runs")
+    assert re.fullmatch(rf"{name}-\d{{8}}-\d{{6}}", run.path.name)
+    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "logs", "tb"]
+
+
+def test_many_in_one_second_are_all_different(tmp_path: Path) -> None:
+    paths = [Run.create("job", root=tmp_path).path for _ in range(6)]
+    assert len(set(paths)) == 6
+    assert any(path.name.endswith("-2") for path in paths)
+
+
+def test_a_folder_that_was_asked_for(tmp_path: Path) -> None:
+    wanted = tmp_path / "deep" / "down"
+    assert Run.create("job", path=wanted).path == wanted
+    (tmp_path / "empty").mkdir()
+    assert Run.create("job", path=tmp_path / "empty").path.is_dir()
+    with pytest.raises(RunFolderError, match=f"not empty.*manyhands resume {wanted}"):
+        Run.create("job", path=wanted)
+
+
+def test_a_folder_that_can_not_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunFolderError, match=f"{path} can't be made: .*--run-dir"):
+            Run.create("job", path=path)
+    with pytest.raises(RunFolderError, match=r"can't be made: .*--run-dir"):
+        Run.create("job", root=tmp_path / "file" / "runs")
+
+
+def test_opening_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"There is no run .*none.*manyhands list"):
+        Run.open(tmp_path / "none")
+    with pytest.raises(RunFolderError, match=r"is not a run: it has no config\.json.*list"):
+        Run.open(tmp_path)
+
+
+def test_config_and_summary_come_back(tmp_path: Path) -> None:
+    run = Run.create("job", path=tmp_path / "run")
+    assert run.summary is None
+    run.write_config({"settings": {"lr": "0.1"}})
+    run.write_summary({"outcome": "finished"})
+    again = Run.open(run.path)
+    assert again.config == {"settings": {"lr": "0.1"}}
+    assert again.summary == {"outcome": "finished"}
+    again.note_fields({"lr": 0.1, "epochs": 3}, {"lr": "0.1"})
+    assert again.config == {
+        "settings": {"lr": "0.1"},
+        "fields": {
+            "lr": {"value": 0.1, "from": "--set"},
+            "epochs": {"value": 3, "from": "job file"},
+        },
+    }
+    again.forget_summary()
+    again.forget_summary()
+    assert again.summary is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_a_config_that_is_not_ours(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RunFolderError, match=r"config\.json"):
+        _ = Run.open(tmp_path).config
+
+
+def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:
+    for age, name in enumerate(["b", "c", "a"]):
+        run = Run.create(name, path=tmp_path / name)
+        run.write_config({})
+        os.utime(run.path / "config.json", (1000 - age, 1000 - age))
+    (tmp_path / "no-run").mkdir()
+    assert [run.path.name for run in runs_in(tmp_path)] == ["a", "c", "b"]
+    assert runs_in(tmp_path / "none") == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from manyhands.state.runs import Run
+run = Run(Path(sys.argv[1]))
+run.lock()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
+    run = Run.create("job", path=tmp_path / "run")
+    assert not run.locked
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            assert run.locked
+            with pytest.raises(RunFolderError, match=f"right now, by process {holder.pid}"):
+                run.lock()
+            run.discard()
+            assert run.path.is_dir(), "somebody trains in it"
+        finally:
+            holder.kill()
+            holder.wait(timeout=30)
+    deadline = time.monotonic() + 10
+    while run.locked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.lock()  # the kernel let go
+    assert run.locked
+    run.unlock()
+    run.unlock()
+    assert not run.locked
+
+
+def test_a_folder_that_is_gone_can_not_be_locked(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="none can't be written: No such file"):
+        Run(tmp_path / "none").lock()
+
+
+def test_discard_leaves_nothing(tmp_path: Path) -> None:
+    run = Run.create("job", path=tmp_path / "run")
+    (run.logs / "worker-0.log").write_text("x")
+    run.lock()
+    run.unlock()
+    run.discard()
+    assert list(tmp_path.iterdir()) == []
+    run.discard()

@@ -1,0 +1,92 @@
+"""From a spec to a config: every mistake is a SpecError that says what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.errors import SpecError
+from manyhands.strategies.allreduce import AllReduce
+from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
+from manyhands.strategies.single import Single
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("alreduce", "There is no strategy 'alreduce'; did you mean 'allreduce'"),
+        ("singel", "did you mean 'single'"),
+        ("AllReduce", "did you mean 'allreduce'"),
+        ("zzzz", r"There is no strategy 'zzzz'\. There are: single, allreduce"),
+        ("allreduce(bucket=3)", "no option 'bucket'; did you mean 'bucket_mb'"),
+        ("allreduce(bucketmb=3)", "did you mean 'bucket_mb'"),
+        ("allreduce(unused=true)", "did you mean 'unused_parameters'"),
+        ("allreduce(q=3)", r"no option 'q'\. Its options: bucket_mb, unused_parameters"),
+        ("single(workers=2)", "single has no option 'workers'. It has none"),
+        ("allreduce(bucket_mb=big)", "bucket_mb must be a whole number, and is 'big'"),
+        ("allreduce(bucket_mb=2.5)", "bucket_mb must be a whole number, and is 2.5"),
+        ("allreduce(bucket_mb=true)", "bucket_mb must be a whole number, and is True"),
+        ("allreduce(bucket_mb=none)", "bucket_mb must be a whole number, and is None"),
+        ("allreduce(unused_parameters=1)", "unused_parameters must be true or false, and is 1"),
+        ("allreduce(unused_parameters=maybe)", "must be true or false, and is 'maybe'"),
+        ("allreduce + int8", r"can't be combined with int8. Write  allreduce"),
+        ("allreduce(bucket_mb=9)+topk+sign", r"topk \+ sign. Write  allreduce\(bucket_mb=9\)"),
+        ("allreduce(", "does not parse"),
+    ],
+)
+def test_a_mistake(text: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        make_strategy(text)
+
+
+@given(st.sampled_from(sorted(STRATEGIES)), st.text(max_size=12), st.text(max_size=5))
+def test_no_option_at_all_raises_anything_else(name: str, key: str, value: str) -> None:
+    try:
+        config = make_strategy(f"{name}({key}={value})")
+    except SpecError:
+        return
+    assert key.strip() in {field.name for field in dataclasses.fields(config)}
+
+
+@pytest.mark.parametrize(
+    ("text", "shortest"),
+    [
+        ("single", "single"),
+        ("single()", "single"),
+        ("allreduce", "allreduce"),
+        ("allreduce(bucket_mb=25)", "allreduce"),
+        (" allreduce ( bucket_mb = 10 ) ", "allreduce(bucket_mb=10)"),
+        ("allreduce(unused_parameters=TRUE)", "allreduce(unused_parameters=true)"),
+    ],
+)
+def test_the_shortest_spec_makes_the_same_config(text: str, shortest: str) -> None:
+    config = make_strategy(text)
+    assert spec_of(config) == shortest
+    assert make_strategy(spec_of(config)) == config
+
+
+@given(st.builds(AllReduce, st.integers(1, 999), st.booleans()) | st.just(Single()))
+def test_every_config_has_a_spec(config: AllReduce | Single) -> None:
+    assert make_strategy(spec_of(config)) == config
+
+
+def test_every_strategy_is_found_by_its_name_and_says_what_it_is() -> None:
+    for name, cls in STRATEGIES.items():
+        config = make_strategy(name)
+        assert type(config) is cls
+        assert cls.summary
+        config.check(cls.default_workers)
+        with pytest.raises(SpecError, match="at least 1 worker"):
+            config.check(0)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            config.name = "other"  # type: ignore[misc]
+
+
+def test_what_can_not_work_says_what_would() -> None:
+    with pytest.raises(SpecError, match="--strategy allreduce --workers 3  or  --workers 1"):
+        make_strategy("single").check(3)
+    with pytest.raises(SpecError, match="bucket_mb must be at least 1, and is 0"):
+        make_strategy("allreduce(bucket_mb=0)").check(2)

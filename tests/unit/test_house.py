@@ -1,0 +1,163 @@
+"""The house: imports point down, one room reads the environment, torch comes late, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import manyhands
+
+HOME = Path(manyhands.__file__).parent
+FILES = sorted(HOME.rglob("*.py"))
+
+FLOORS = [
+    {"cli"},
+    {"strategies"},
+    {"train"},
+    {"wire", "cluster", "state", "watch"},
+    {"job", "errors", "__init__"},
+]
+"""From the top down. Beside the stairs: `data` stands on the ground, `testing` may look anywhere."""
+MAX_LINES = 500
+
+
+def room_of(path: Path) -> str:
+    """The folder in the package, or the module's own name."""
+    return path.relative_to(HOME).parts[0].removesuffix(".py")
+
+
+def for_types_only(tree: ast.Module) -> set[ast.AST]:
+    """All that stands under `if TYPE_CHECKING:`."""
+    return {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+
+
+def imported(path: Path, *, types: bool) -> Iterator[tuple[int, str]]:
+    """Line and room of each import of our own, wherever in the file it stands."""
+    tree = ast.parse(path.read_text())
+    hidden = set() if types else for_types_only(tree)
+    for node in ast.walk(tree):
+        if node in hidden:
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "manyhands":
+                inside = parts[1] if len(parts) > 1 else "__init__"
+                known = (HOME / inside).is_dir() or (HOME / f"{inside}.py").is_file()
+                yield node.lineno, inside if known else "__init__"
+
+
+def floor(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def test_every_room_has_its_floor() -> None:
+    rooms = {room_of(path) for path in FILES}
+    assert rooms - {"data", "testing"} == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
+def test_imports_point_down(path: Path) -> None:
+    here = room_of(path)
+    wrong = []
+    for line, room in imported(path, types=True):
+        if room == here or here == "testing":
+            continue
+        if here == "__init__":
+            fine = room in ("data", "errors", "job", "strategies")  # it hands out their names, late
+        elif here == "data":
+            fine = room in ("errors", "job")
+        else:
+            fine = room not in ("data", "testing") and floor(room) >= floor(here)
+        if not fine:
+            wrong.append(f"line {line}: {here} imports {room}")
+    assert not wrong
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    """On one floor too; what is there for type checkers only does not count."""
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        here = room_of(path)
+        if here != "__init__":
+            rooms = {room for _, room in imported(path, types=False)}
+            graph.setdefault(here, set()).update(rooms - {here, "__init__"})
+    order = list(TopologicalSorter(graph).static_order())
+    assert order.index("errors") < order.index("wire") < order.index("cluster")
+
+
+def reads_environment(path: Path) -> list[int]:
+    tree = ast.parse(path.read_text())
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and _names_environ(node))
+    ]
+
+
+def _names_environ(node: ast.ImportFrom) -> bool:
+    return any(alias.name in ("environ", "getenv") for alias in node.names)
+
+
+def test_only_the_cluster_reads_the_environment() -> None:
+    """And data, for where its own folder is; and testing, which hands it on to what it starts."""
+    readers = {path.relative_to(HOME) for path in FILES if reads_environment(path)}
+    # torch's own variable, told to people and acted on by nobody: see wire/group.py.
+    readers -= {Path("wire/group.py")}
+    assert {path.parts[0] for path in readers} <= {"cluster", "data", "testing"}
+
+
+@pytest.mark.parametrize("module", ["manyhands", "manyhands.cli.main", "manyhands.train.start"])
+def test_what_starts_without_torch(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted(n for n in sys.modules if '.' not in n))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not {"torch", "numpy", "tensorboard", "sklearn"} & set(done.stdout.split())
+
+
+def test_the_package_gives_every_name_that_it_lists() -> None:
+    for name in manyhands.__all__:
+        assert getattr(manyhands, name) is not None
+    assert dir(manyhands) == sorted(manyhands.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
+        _ = manyhands.nonesuch
+
+
+def test_the_package_lists_every_name_that_it_gives() -> None:
+    """What type checkers are shown, what is loaded late, and `__all__` are the same names."""
+    tree = ast.parse((HOME / "__init__.py").read_text())
+    shown = {
+        alias.name
+        for node in for_types_only(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert shown | {"__version__"} == set(manyhands.__all__)
+    assert set(manyhands._HOMES) <= set(manyhands.__all__)
+
+
+def test_no_file_is_too_long_and_each_says_what_it_is() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= MAX_LINES, path
+        if text.strip():
+            assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"

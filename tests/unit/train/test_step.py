@@ -1,0 +1,148 @@
+"""One worker's part of a step: however it is cut, the gradient is that of the global mean."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import JobError
+from manyhands.train.feed import Feed, Portion, Share
+from manyhands.train.step import StepReport, gradients
+from manyhands.train.trainee import Trainee
+
+SAMPLES = 13
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 4, generator=generator)
+    weights = torch.randint(1, 9, (SAMPLES,), generator=generator).float()
+    return torch.utils.data.TensorDataset(inputs, torch.sin(inputs[:, :2]), weights)
+
+
+def weighted_loss(self: Any, output: Tensor, batch: Any) -> Tensor:
+    errors = ((output - batch[1]) ** 2).mean(dim=1)
+    return (errors * batch[2]).sum() / batch[2].sum()
+
+
+def weight_of(self: Any, batch: Any) -> Tensor:
+    return batch[2].sum()
+
+
+def parts_of(job: Any, cuts: list[int]) -> list[tuple[Trainee, Share]]:
+    """Each worker's own copy of the model, with its share of one global step of all samples."""
+    edges = [0, *cuts, SAMPLES]
+    parts = []
+    for low, high in pairwise(edges):
+        ranges = ((low, high),) if high > low else ()
+        share = Feed(job, data(), device="cpu").share(Portion(1, 0, SAMPLES, ranges))
+        parts.append((Trainee.of(job, device="cpu", num_steps=1), share))
+    return parts
+
+
+def added_up(parts: list[tuple[Trainee, Share]], **how: Any) -> tuple[list[Tensor], float, float]:
+    """The sum of the workers' gradients, weights and losses."""
+    weight = loss = 0.0
+    for trainee, share in parts:
+        mine, part = gradients(trainee, share, **how)
+        weight, loss = weight + float(mine), loss + float(part)
+    models = [list(trainee.model.parameters()) for trainee, _ in parts]
+    grads = [torch.stack([p.grad for p in same]).sum(0) for same in zip(*models, strict=True)]
+    return grads, weight, loss
+
+
+def reference(job: Any) -> tuple[list[Tensor], float]:
+    """One backward over the whole batch, by torch alone."""
+    trainee = Trainee.of(job, device="cpu", num_steps=1)
+    batch = data().tensors
+    loss = job.loss(trainee.model(batch[0]), batch)
+    loss.backward()
+    return [p.grad for p in trainee.model.parameters()], loss.item()
+
+
+def model(self: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize("cuts", [[], [6], [1, 2], [0, 13], [13], [4, 4, 9]], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2, 5, 50])
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_unequal_parts_give_the_gradient_of_the_whole(
+    make_job: Any, cuts: list[int], accumulate: int, own_weights: bool
+) -> None:
+    extra = {"loss": weighted_loss, "weight": weight_of} if own_weights else {}
+    job = make_job(model=model, accumulate=accumulate, **extra)
+    total = float(data().tensors[2].sum())
+    how = {"total": lambda mine: torch.tensor(total)} if own_weights else {}
+    grads, weight, loss = added_up(parts_of(job, cuts), **how)
+    expected, mean = reference(job)
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert weight == pytest.approx(total if own_weights else SAMPLES)
+    assert loss / weight == pytest.approx(mean, rel=1e-5)
+
+
+def test_the_scale_multiplies_the_gradients_and_not_the_loss(make_job: Any) -> None:
+    job = make_job(model=model)
+    plain, _, loss = added_up(parts_of(job, []))
+    scaled, _, same = added_up(parts_of(job, []), scale=4.0)
+    assert loss == same
+    for one, four in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(four, one * 4)
+
+
+def test_every_micro_batch_but_the_last_is_local(make_job: Any) -> None:
+    entered = []
+
+    @contextmanager
+    def local() -> Any:
+        entered.append("in")
+        yield
+
+    ((trainee, share),) = parts_of(make_job(model=model, accumulate=4), [])
+    assert len(share.batches) == 4
+    gradients(trainee, share, local=local)
+    assert entered == ["in"] * 3
+
+
+def test_a_share_of_nothing_gives_zeros_and_teaches_nothing(make_job: Any) -> None:
+    def normed(self: Any) -> nn.Module:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+        net[1].eval()
+        return net
+
+    ((trainee, share), _) = parts_of(make_job(model=normed), [0])
+    before = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    weight, loss = gradients(trainee, share)
+    assert (weight, float(loss), share.samples) == (0.0, 0.0, 0)
+    assert all(p.grad is not None and not p.grad.any() for p in trainee.model.parameters())
+    after = trainee.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # Each part of the model is in the mode it was in: the second one was frozen by the job.
+    assert [module.training for module in trainee.model] == [True, False, True, True]
+
+
+def test_with_own_weights_a_share_of_nothing_still_adds_up_with_the_others(make_job: Any) -> None:
+    """The sum is a collective: whoever left it out would leave its peers waiting."""
+    asked = []
+    ((trainee, share), _) = parts_of(make_job(loss=weighted_loss, weight=weight_of), [0])
+    weight, _ = gradients(trainee, share, total=lambda mine: asked.append(float(mine)) or 9.0)
+    assert (weight, asked) == (0.0, [0.0])
+
+
+@pytest.mark.parametrize("answer", [None, "many", torch.ones(3), [1.0]])
+def test_the_wrong_weight(make_job: Any, answer: Any) -> None:
+    ((trainee, share),) = parts_of(make_job(weight=lambda self, batch: answer), [])
+    with pytest.raises(JobError, match=r"weight\(\) must return a number for each batch; it ret"):
+        gradients(trainee, share)
+
+
+def test_the_mean_loss_of_a_report() -> None:
+    assert StepReport(1, 4, 4.0, torch.tensor(6.0), 0.1).mean_loss == 1.5
+    empty = StepReport(1, 0, 0.0, torch.tensor(0.0), 0.1).mean_loss
+    assert empty != empty

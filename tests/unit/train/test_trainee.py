@@ -1,0 +1,138 @@
+"""What a job's methods return is checked, and a mistake is named by the method that made it."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from manyhands.errors import JobError
+from manyhands.train.trainee import Trainee, call, evaluating, job_loss, to_device
+
+BATCH = (torch.ones(3, 4), torch.ones(3, 2))
+
+
+def trainee(job: Any) -> Trainee:
+    return Trainee.of(job, device="cpu", num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "says"),
+    [
+        ("model", None, r"Mine.model\(\) must return a torch.nn.Module; it returned None"),
+        ("model", nn.Linear, r"Mine.model\(\) must return a torch.nn.Module; it returned type"),
+        ("model", torch.ones(3), r"it returned Tensor of shape \(3,\)"),
+        ("model", nn.ReLU(), "model of Mine has no parameter to train"),
+        ("optimizer", None, r"Mine.optimizer\(\) must return a torch.optim.Optimizer; .* None"),
+        ("optimizer", torch.optim.SGD, r"Mine.optimizer\(\) must return .*; it returned type"),
+        ("schedule", 0.1, r"Mine.schedule\(\) must return a torch scheduler .*, or None; .* float"),
+    ],
+)
+def test_the_wrong_thing(make_job: Any, method: str, answer: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        trainee(make_job(**{method: lambda self, *_: answer}))
+
+
+def test_a_frozen_model_has_nothing_to_train(make_job: Any) -> None:
+    job = make_job(model=lambda self: nn.Linear(4, 2).requires_grad_(False))
+    with pytest.raises(JobError, match="no parameter to train"):
+        trainee(job)
+
+
+def test_a_plateau_schedule_is_refused_for_it_wants_a_metric(make_job: Any) -> None:
+    job = make_job(schedule=lambda self, optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(JobError, match=r"schedule\(\) .* once a step, .* ReduceLROnPlateau"):
+        trainee(job)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda output: None, "it returned None .is a return missing"),
+        (lambda output: 3.5, "a scalar tensor, the mean over the batch; it returned float"),
+        (lambda output: output.mean(dim=1), r"it returned Tensor of shape \(3,\)"),
+        (lambda output: output.argmax(-1).float().mean(), "depends on no parameter"),
+        (lambda output: output.detach().mean(), "depends on no parameter"),
+    ],
+)
+def test_the_wrong_loss(make_job: Any, answer: Any, says: str) -> None:
+    job = make_job(loss=lambda self, output, batch: answer(output))
+    built = trainee(job)
+    with pytest.raises(JobError, match=says) as caught:
+        built.loss(built.model, BATCH)
+    assert "Mine.loss()" in str(caught.value)
+
+
+def test_without_gradients_a_loss_may_be_of_anything(make_job: Any) -> None:
+    job = make_job(loss=lambda self, output, batch: output.argmax(-1).float().mean())
+    with torch.no_grad():
+        loss, _ = job_loss(job, nn.Linear(4, 2), BATCH)
+    assert loss.dim() == 0
+
+
+def test_a_model_is_of_its_seed_alone(make_job: Any) -> None:
+    first = trainee(make_job(seed=3)).model.state_dict()
+    torch.rand(5)
+    again, other = trainee(make_job(seed=3)).model, trainee(make_job(seed=4)).model
+    assert all(torch.equal(first[name], value) for name, value in again.state_dict().items())
+    assert not torch.equal(first["weight"], other.state_dict()["weight"])
+
+
+def test_the_optimizer_gets_what_can_be_trained(make_job: Any) -> None:
+    def model(self: Any) -> nn.Module:
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        net[0].requires_grad_(False)
+        return net
+
+    built = trainee(make_job(model=model))
+    (group,) = built.optimizer.param_groups
+    assert [tuple(p.shape) for p in group["params"]] == [(2, 3), (2,)]
+
+
+def test_update_clips_steps_schedules_and_forgets(make_job: Any) -> None:
+    def schedule(self: Any, optimizer: Any, num_steps: int) -> Any:
+        return lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    built = trainee(make_job(clip_norm=1.0, schedule=schedule))
+    before = [p.detach().clone() for p in built.model.parameters()]
+    for p in built.model.parameters():
+        p.grad = torch.full_like(p, 100.0)
+    built.update()
+    moved = [b - p for b, p in zip(before, built.model.parameters(), strict=True)]
+    assert torch.cat([m.flatten() for m in moved]).norm().item() == pytest.approx(0.1, rel=1e-4)
+    assert built.lr == pytest.approx(0.05)
+    assert all(p.grad is None for p in built.model.parameters())
+
+
+def test_a_model_is_called_as_its_inputs_say() -> None:
+    class Named(nn.Module):
+        def forward(self, a: int, b: int = 5) -> tuple[int, int]:
+            return a, b
+
+    assert call(Named(), {"b": 1, "a": 2}) == (2, 1)
+    assert call(Named(), (2, 1)) == (2, 1)
+    assert call(Named(), [7]) == (7, 5)
+    assert call(Named(), 7) == (7, 5)
+
+
+def test_a_nested_batch_keeps_its_shape() -> None:
+    pair = namedtuple("pair", "x y")
+    batch = {"a": [torch.ones(1), "text"], "b": pair(torch.zeros(2), (3, None))}
+    moved = to_device(batch, "meta")
+    assert moved["a"][0].device.type == "meta"
+    assert moved["b"].x.device.type == "meta"
+    assert isinstance(moved["b"], pair)
+    assert (moved["a"][1], moved["b"].y) == ("text", (3, None))
+
+
+def test_evaluating_gives_back_every_mode_also_after_an_error() -> None:
+    """A part that the job froze in evaluation mode stays there."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    model[0].eval()
+    with pytest.raises(AssertionError, match="inside"), evaluating(model):
+        assert any(module.training for module in model.modules()), "inside, none is training"
+    assert [module.training for module in model.modules()] == [True, False, True]
