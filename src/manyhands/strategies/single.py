@@ -47,5 +47,8 @@ class SingleLearner(Learner):
         lr = self.trainee.lr
         weight, loss = gradients(self.trainee, share)
         self.trainee.update()
-        seconds = time.perf_counter() - started
-        return StepReport(share.step, share.samples, weight, loss, lr, seconds, seconds)
+        on_cpu = self.trainee.device == "cpu"
+        compute_s = time.perf_counter() - started if on_cpu else None
+        return StepReport(
+            share.step, share.samples, weight, loss, lr, compute_s=compute_s, wait_s=0.0
+        )

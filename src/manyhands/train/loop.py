@@ -153,10 +153,16 @@ class Worker:
 
     def _train(self, portions: Sequence[Portion], agenda: deque[dict[str, Any]]) -> None:
         seed, rank = self.job.seed, self.me.rank
+        began = time.perf_counter()
         for portion in portions:
             share = self.feed.share(portion)
             seed_compute(self.device, seed, "step", portion.step, rank)
-            self._reports.append(self.learner.step(share))
+            report = self.learner.step(share)
+            self._reports.append(report)
+            # On a GPU a step returns before it is done; but reading the losses, below, waits for all,
+            # so that the times of many steps add up to the truth.
+            ended = time.perf_counter()
+            report.step_s, began = ended - began, ended
             if time.monotonic() - self._flushed > REPORT_EVERY_S:
                 self._flush()
                 self._mind_the_saver()

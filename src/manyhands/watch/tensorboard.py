@@ -126,10 +126,10 @@ def step_scalars(event: StepCommitted) -> dict[str, float]:
         "train/loss": event.loss,
         "train/lr": event.lr,
         "time/step_s": event.step_s,
-        "time/compute_s": event.compute_s,
-        "time/wait_s": event.wait_s,
         "comm/bytes_sent": float(event.bytes_sent),
     }
+    if event.compute_s is not None and event.wait_s is not None:
+        scalars |= {"time/compute_s": event.compute_s, "time/wait_s": event.wait_s}
     if event.step_s > 0:
         scalars["train/samples_per_s"] = event.samples / event.step_s
     return scalars

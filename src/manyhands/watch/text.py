@@ -174,9 +174,9 @@ def progress(picture: Picture) -> Progress:
         figures.append(f"{count(sum(step.samples for step in recent) / seconds)} samples/s")
         remaining = max(0, picture.num_steps - picture.step)
         figures.append(f"eta {duration(remaining * seconds / len(recent))}")
-        if picture.view is None or len(picture.view.members) > 1:
-            wait = min(1.0, sum(step.wait_s for step in recent) / seconds)
-            figures.append(f"wait {wait:.0%}")
+        waits = [step.wait_s for step in recent if step.wait_s is not None]
+        if waits and (picture.view is None or len(picture.view.members) > 1):
+            figures.append(f"wait {min(1.0, sum(waits) / seconds):.0%}")
     if picture.evaluation is not None:
         figures.append(f"eval {clean(_figures(picture.evaluation.metrics))}")
     if picture.saved_step:
