@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append("There is no checkpoint yet: training begins anew.")
     for note in notes:
         print(f"note: {note}")
+    control = resolved.get("control", "unix")
     folder.write_config({**config, "settings": settings, "options": {**before, **resolved.sources}})
     console = make_console(quiet=arguments.quiet)
-    control = resolved.get("control", "unix")
     return train(options, folder, console=console, checkpoint=checkpoint, control=control)
 
 

@@ -96,6 +96,8 @@ class Coordinator:
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
         self.scratch = Path(tempfile.mkdtemp(prefix="manyhands-"))
         self._inbox: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        # A member may say hello before its launcher has returned.
+        self._starting = threading.Lock()
         address = {"unix": f"unix:{self.scratch}/control", "tcp": "tcp://127.0.0.1:0"}.get(
             control, control
         )
@@ -137,9 +139,10 @@ class Coordinator:
             "assignment": dict(assignment),
             "credentials": credentials.to_dict() if credentials else None,
         }
-        handle = self.launcher.start(Start(name, entry, invitation, log, threads))
-        member = Attendance(name, handle, log)
-        self.members[name] = member
+        with self._starting:
+            handle = self.launcher.start(Start(name, entry, invitation, log, threads))
+            member = Attendance(name, handle, log)
+            self.members[name] = member
         threading.Thread(
             target=self._reap, args=(member,), name=f"reap-{name}", daemon=True
         ).start()
@@ -237,7 +240,8 @@ class Coordinator:
         """One member's link, from its hello to its end."""
         try:
             hello = link.recv(timeout_s=self.timeouts.hello_s).head
-            member = self.members.get(str(hello.get("member")))
+            with self._starting:
+                member = self.members.get(str(hello.get("member")))
             if hello.get("kind") != "hello" or member is None or member.link is not None:
                 link.close()
                 return

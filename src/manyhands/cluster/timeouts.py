@@ -28,7 +28,7 @@ class Timeouts:
     """One collective operation, inside torch."""
     settle_s: float = 0.4
     """After the first failure: how long to listen for the cause behind it."""
-    stop_s: float = 60.0
+    stop_s: float = 300.0
     """Members asked to finish and save have done so."""
     kill_s: float = 1.0
     """A member asked to end has ended, before it is killed."""

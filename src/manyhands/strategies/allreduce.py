@@ -60,7 +60,7 @@ class AllReduceLearner(Learner):
     def on_view(self, view: View) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        from manyhands.wire.group import join_group
+        from manyhands.cluster.group import join_group
 
         self.close()
         if view.world == 1:
@@ -122,12 +122,12 @@ class AllReduceLearner(Learner):
         )
 
     def transport(self) -> str:
-        from manyhands.wire.group import describe_transport
+        from manyhands.cluster.group import describe_transport
 
         return describe_transport() if self._ddp is not None else "none"
 
     def close(self) -> None:
-        from manyhands.wire.group import leave_group
+        from manyhands.cluster.group import leave_group
 
         # In this order: a DDP that outlives its process group can deadlock in its destructor.
         if self._ddp is not None:
@@ -175,7 +175,7 @@ class AllReduceLearner(Learner):
     @contextmanager
     def _naming_the_peers(self) -> Iterator[None]:
         """Errors of a broken collective become PeerLost, and mistakes of the model get a remedy."""
-        from manyhands.wire.group import peer_lost
+        from manyhands.cluster.group import peer_lost
 
         try:
             yield

@@ -36,6 +36,7 @@ from manyhands.train.failures import Failure, FirstFailure
 from manyhands.train.options import Options
 from manyhands.train.reports import Gathering, Row, combine
 from manyhands.train.shelf import Shelf
+from manyhands.train.tally import Tally
 from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
@@ -81,13 +82,7 @@ class Conductor:
         self._finishing: str | None = None
         self._progress = time.monotonic()
         self._step_s = 0.0
-        self._started = time.monotonic()
-        self._training_since: float | None = None
-        self._last_commit = 0.0
-        self.samples = 0
-        """Committed since this start."""
-        self.bytes_sent = 0
-        self.last_loss: float | None = None
+        self.tally = Tally()
 
     # The story, top to bottom -----------------------------------------------------------------
 
@@ -230,7 +225,7 @@ class Conductor:
         self.stream.emit(
             events.ViewChanged(view=view.number, members=view.names, transport=transport)
         )
-        self._training_since = time.monotonic()
+        self.tally.training()
 
     # What happens -----------------------------------------------------------------------------
 
@@ -313,10 +308,13 @@ class Conductor:
             self._step_s = (
                 step.step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step.step_s
             )
-            self.samples += step.plan.samples
-            self.bytes_sent += step.bytes_sent
-            self.last_loss = step.loss
-            self._last_commit = time.monotonic()
+            if self.tally.add(step):
+                self.stream.emit(
+                    events.Noticed(
+                        message=f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
+                        "rate, warm-up or clip_norm may help; training goes on"
+                    )
+                )
             self.stream.emit(
                 events.StepCommitted(
                     step=step.plan.step,
@@ -364,7 +362,7 @@ class Conductor:
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._signal is not None or self._training_since is None:
+        if self._signal is not None or not self.tally.trains:
             code = 130 if number == signal.SIGINT else 128 + number
             raise Interrupted(f"Stopped at once by {name}.", exit_code=code)
         self._signal = number
@@ -470,29 +468,3 @@ class Conductor:
     def _all_left(self) -> bool:
         members = self.coordinator.members.values()
         return self._finishing is not None and all(m.left and not m.alive for m in members)
-
-    # How it ended -----------------------------------------------------------------------------
-
-    def summary(self, outcome: str, error: str | None) -> dict[str, Any]:
-        course = self.course
-        seconds = time.monotonic() - self._started
-        training = self._last_commit - self._training_since if self._training_since else 0.0
-        final = course.last_metrics if course else {}
-        if not final and self.last_loss is not None:
-            final = {"loss": self.last_loss}
-        best = course.best if course else None
-        return {
-            "outcome": outcome,
-            "strategy": self.options.strategy,
-            "workers": self.options.workers,
-            "steps": course.committed_step if course else 0,
-            "samples": course.samples_used if course else 0,
-            "epochs": course.epoch if course else 0,
-            "wall_s": round(seconds, 3),
-            "samples_per_s": round(self.samples / training, 1) if training > 0 else None,
-            "final_metrics": final,
-            "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
-            "bytes_sent": self.bytes_sent,
-            "checkpoint": self.shelf.newest,
-            "error": error,
-        }

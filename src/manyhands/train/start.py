@@ -11,7 +11,7 @@ from manyhands import __version__
 from manyhands.cluster.coordinator import Coordinator, on_signals
 from manyhands.cluster.launchers import Launcher, LocalLauncher
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.errors import Interrupted, ManyhandsError, UsageError
+from manyhands.errors import Interrupted, ManyhandsError, RunFolderError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import EVENTS, Run
@@ -76,10 +76,23 @@ def _conduct(conductor: Conductor) -> int:
         error, outcome, code = caught, "interrupted", caught.exit_code
     except ManyhandsError as caught:
         error, outcome, code = caught, "failed", caught.exit_code
+    except OSError as caught:
+        # The record of the run is its truth: without it, going on would be training in the dark.
+        raise RunFolderError(
+            f"The run folder {conductor.run.path} can't be written any more: {caught}. "
+            f"Make room, then  manyhands resume {conductor.run.path}"
+        ) from caught
     conductor.coordinator.stop()
-    if isinstance(error, UsageError) and conductor.samples == 0:
+    if isinstance(error, UsageError) and conductor.tally.samples == 0:
         raise error
-    run, summary = conductor.run, conductor.summary(outcome, str(error) if error else None)
+    run = conductor.run
+    summary = conductor.tally.summary(
+        conductor.options,
+        conductor.course,
+        outcome=outcome,
+        checkpoint=conductor.shelf.newest,
+        error=str(error) if error else None,
+    )
     run.write_summary(summary)
     done = outcome in ("finished", "early-stopped")
     command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"

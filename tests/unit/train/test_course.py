@@ -2,86 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import random
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from course_driver import assert_once_an_epoch, drive, finish, through_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import CheckpointError
-from manyhands.state.files import jsonable
 from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Steps, Stop, Syllabus
-
-
-@dataclass
-class Life:
-    """What came of driving a course until it stopped, or was cut off."""
-
-    committed: list[StepPlan] = field(default_factory=list)
-    evaluations: list[tuple[int, int]] = field(default_factory=list)
-    """(step, epoch)"""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    """Those that count: every step up to them is committed."""
-    orders: list[Any] = field(default_factory=list)
-    stop: str | None = None
-
-
-def drive(
-    course: Course,
-    *,
-    chance: random.Random,
-    max_lease: int = 4,
-    metric: Any = lambda epoch: 1.0 / (1 + epoch),
-    stop_after: int | None = None,
-    cut_after: int | None = None,
-) -> Life:
-    """Play conductor and workers: orders ahead, commits behind, by chance; stop or cut by count."""
-    life = Life()
-    written: list[Checkpoint] = []
-    for moment in range(100_000):
-        if moment == cut_after:
-            return life
-        if moment == stop_after:
-            course.stop("interrupted")
-        if course.open_steps and chance.random() < 0.5:
-            life.committed.append(course.commit(course.open_steps[0].step))
-        elif (order := course.next(chance.randint(1, max_lease))) is None:
-            if not course.open_steps:
-                monitor = course.syllabus.monitor
-                course.evaluated({"other": 0.5, monitor: metric(course.epoch)})
-        else:
-            life.orders.append(order)
-            if isinstance(order, Evaluate):
-                life.evaluations.append((order.step, order.epoch))
-            elif isinstance(order, Checkpoint):
-                written.append(order)
-            elif isinstance(order, Stop):
-                while course.open_steps:
-                    life.committed.append(course.commit(course.open_steps[0].step))
-                life.checkpoints += written
-                life.stop = order.reason
-                return life
-        done = [c for c in written if c.step <= course.committed_step]
-        written = [c for c in written if c not in done]
-        life.checkpoints += done
-    raise AssertionError("the course has no end")
-
-
-def through_json(state: Any) -> Any:
-    return json.loads(json.dumps(jsonable(state), allow_nan=False))
-
-
-def assert_once_an_epoch(plans: list[StepPlan], syllabus: Syllabus, epochs: int) -> None:
-    assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
-    assert [plan.epoch for plan in plans] == sorted(plan.epoch for plan in plans)
-    used = Counter((p.epoch, i) for p in plans for low, high in p.ranges for i in range(low, high))
-    assert used == Counter((e, i) for e in range(epochs) for i in range(syllabus.num_samples))
-    assert all(1 <= plan.samples <= syllabus.batch_size for plan in plans)
 
 
 def due(syllabus: Syllabus) -> list[int]:
@@ -173,99 +102,6 @@ def test_the_state_survives_json(syllabus: Syllabus, seed: int, moment: int) -> 
     drive(course, chance=random.Random(seed), cut_after=moment)
     state = through_json(course.state())
     assert Course(syllabus, state).state() == state == course.state()
-
-
-def finish(values: list[float], **changes: Any) -> tuple[Course, Life]:
-    """One epoch of one step for each value of the monitored metric."""
-    syllabus = Syllabus(num_samples=4, batch_size=4, epochs=len(values), **changes)
-    course = Course(syllabus)
-    return course, drive(course, chance=random.Random(0), metric=lambda epoch: values[epoch])
-
-
-@pytest.mark.parametrize(
-    ("monitor", "values", "epochs", "best"),
-    [
-        ("loss", [3.0, 2.0, 2.5, 2.0, 1.0], 4, 2),
-        ("val_error", [3.0, 2.0, 2.5, 1.9, 2.0, 2.0, 1.0], 6, 4),
-        ("Perplexity", [9.0, 9.0, 9.0, 1.0], 3, 1),
-        ("accuracy", [0.5, 0.6, 0.55, 0.6, 0.9], 4, 2),
-        ("f1", [0.1, 0.2, 0.3, 0.4], 4, 4),
-        ("loss", [math.nan, math.nan, 1.0], 2, 0),
-        ("accuracy", [0.1, math.nan, math.inf, 0.9], 3, 1),
-    ],
-)
-def test_patience(monitor: str, values: list[float], epochs: int, best: int) -> None:
-    course, life = finish(values, monitor=monitor, patience=2)
-    assert life.stop == ("finished" if epochs == len(values) else "early-stopped")
-    assert len(life.evaluations) == epochs
-    assert course.best.step == best
-    assert life.checkpoints[-1].step == epochs
-    assert_once_an_epoch(life.committed, course.syllabus, epochs)
-
-
-@given(
-    values=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan]), min_size=2, max_size=7),
-    patience=st.integers(1, 3),
-    monitor=st.sampled_from(["loss", "accuracy"]),
-    seed=st.integers(0, 2**32),
-    moment=st.integers(0, 40),
-    kill=st.booleans(),
-)
-def test_an_interruption_changes_nothing_of_the_patience(
-    values: list[float], patience: int, monitor: str, seed: int, moment: int, kill: bool
-) -> None:
-    whole, life = finish(values, monitor=monitor, patience=patience)
-    chance = random.Random(seed)
-    how = {"cut_after": moment} if kill else {"stop_after": moment}
-    metric = values.__getitem__
-    first = drive(Course(whole.syllabus), chance=chance, metric=metric, **how)
-    if first.stop in ("finished", "early-stopped"):
-        assert first.stop == life.stop
-        return
-    state = through_json(first.checkpoints[-1].state) if first.checkpoints else None
-    course = Course(whole.syllabus, state)
-    second = drive(course, chance=chance, metric=metric)
-    assert (second.stop, course.step, course.epoch) == (life.stop, whole.step, whole.epoch)
-    assert course.best == whole.best
-
-
-def test_without_patience_a_bad_metric_stops_nothing() -> None:
-    course, life = finish([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (life.stop, course.best.step, course.best.waited) == ("finished", 1, 4)
-
-
-@pytest.mark.parametrize("monitor", ["loss", "accuracy"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_never_best(monitor: str, value: float) -> None:
-    course, _ = finish([value, 0.5, value], monitor=monitor)
-    assert course.best.metrics == {"other": 0.5, monitor: 0.5}
-    only, _ = finish([value], monitor=monitor)
-    assert only.best.metrics is None
-
-
-def test_a_resumed_course_compares_with_what_it_knew() -> None:
-    """Also where a metric was no number, which JSON can't say."""
-    syllabus = Syllabus(num_samples=4, batch_size=4, epochs=3)
-    course = Course(syllabus)
-    course.next(1)
-    course.commit(1)
-    assert isinstance(course.next(1), Evaluate)
-    assert course.evaluated({"loss": 0.5, "other": math.nan})
-    saved = course.next(1)
-    assert isinstance(saved, Checkpoint)
-    again = Course(syllabus, through_json(saved.state))
-    assert math.isnan(again.last_metrics["other"])
-    again.next(1)
-    again.commit(2)
-    again.next(1)
-    assert not again.evaluated({"loss": 0.6, "other": 1.0})
-    # By another monitor, which was no number then, the first number is the best.
-    other = Syllabus(num_samples=4, batch_size=4, epochs=3, monitor="other")
-    changed = Course(other, through_json(saved.state))
-    changed.next(1)
-    changed.commit(2)
-    changed.next(1)
-    assert changed.evaluated({"loss": 0.6, "other": 1.0})
 
 
 def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:

@@ -1,0 +1,72 @@
+"""What a start of a run has done so far, and the summary of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from manyhands.train.course import Course
+from manyhands.train.options import Options
+from manyhands.train.reports import Committed
+
+
+class Tally:
+    """Counts from this start on: a resumed run counts anew, its course does not."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.bytes_sent = 0
+        self.last_loss: float | None = None
+        self._started = time.monotonic()
+        self._training_since: float | None = None
+        self._last_commit = 0.0
+        self._finite = True
+
+    @property
+    def trains(self) -> bool:
+        """The members have joined, and training has begun."""
+        return self._training_since is not None
+
+    def training(self) -> None:
+        self._training_since = time.monotonic()
+
+    def add(self, step: Committed) -> bool:
+        """One more step; True if its loss is the first that is no number."""
+        self.samples += step.plan.samples
+        self.bytes_sent += step.bytes_sent
+        self.last_loss = step.loss
+        self._last_commit = time.monotonic()
+        was_finite, self._finite = self._finite, self._finite and math.isfinite(step.loss)
+        return was_finite and not self._finite
+
+    def summary(
+        self,
+        options: Options,
+        course: Course | None,
+        *,
+        outcome: str,
+        checkpoint: str | None,
+        error: str | None,
+    ) -> dict[str, Any]:
+        """As in summary.json. Steps, samples and epochs are the whole run's, times this start's."""
+        training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
+        final = course.last_metrics if course else {}
+        if not final and self.last_loss is not None:
+            final = {"loss": self.last_loss}
+        best = course.best if course else None
+        return {
+            "outcome": outcome,
+            "strategy": options.strategy,
+            "workers": options.workers,
+            "steps": course.committed_step if course else 0,
+            "samples": course.samples_used if course else 0,
+            "epochs": course.epoch if course else 0,
+            "wall_s": round(time.monotonic() - self._started, 3),
+            "samples_per_s": round(self.samples / training_s, 1) if training_s > 0 else None,
+            "final_metrics": final,
+            "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
+            "bytes_sent": self.bytes_sent,
+            "checkpoint": checkpoint,
+            "error": error,
+        }

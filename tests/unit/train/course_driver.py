@@ -1,0 +1,85 @@
+"""Drives a course as a conductor and its workers would, by chance; for the tests of courses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.state.files import jsonable
+from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Stop, Syllabus
+
+
+@dataclass
+class Life:
+    """What came of driving a course until it stopped, or was cut off."""
+
+    committed: list[StepPlan] = field(default_factory=list)
+    evaluations: list[tuple[int, int]] = field(default_factory=list)
+    """(step, epoch)"""
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    """Those that count: every step up to them is committed."""
+    orders: list[Any] = field(default_factory=list)
+    stop: str | None = None
+
+
+def drive(
+    course: Course,
+    *,
+    chance: random.Random,
+    max_lease: int = 4,
+    metric: Any = lambda epoch: 1.0 / (1 + epoch),
+    stop_after: int | None = None,
+    cut_after: int | None = None,
+) -> Life:
+    """Play conductor and workers: orders ahead, commits behind, by chance; stop or cut by count."""
+    life = Life()
+    written: list[Checkpoint] = []
+    for moment in range(100_000):
+        if moment == cut_after:
+            return life
+        if moment == stop_after:
+            course.stop("interrupted")
+        if course.open_steps and chance.random() < 0.5:
+            life.committed.append(course.commit(course.open_steps[0].step))
+        elif (order := course.next(chance.randint(1, max_lease))) is None:
+            if not course.open_steps:
+                monitor = course.syllabus.monitor
+                course.evaluated({"other": 0.5, monitor: metric(course.epoch)})
+        else:
+            life.orders.append(order)
+            if isinstance(order, Evaluate):
+                life.evaluations.append((order.step, order.epoch))
+            elif isinstance(order, Checkpoint):
+                written.append(order)
+            elif isinstance(order, Stop):
+                while course.open_steps:
+                    life.committed.append(course.commit(course.open_steps[0].step))
+                life.checkpoints += written
+                life.stop = order.reason
+                return life
+        done = [c for c in written if c.step <= course.committed_step]
+        written = [c for c in written if c not in done]
+        life.checkpoints += done
+    raise AssertionError("the course has no end")
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(jsonable(state), allow_nan=False))
+
+
+def assert_once_an_epoch(plans: list[StepPlan], syllabus: Syllabus, epochs: int) -> None:
+    assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
+    assert [plan.epoch for plan in plans] == sorted(plan.epoch for plan in plans)
+    used = Counter((p.epoch, i) for p in plans for low, high in p.ranges for i in range(low, high))
+    assert used == Counter((e, i) for e in range(epochs) for i in range(syllabus.num_samples))
+    assert all(1 <= plan.samples <= syllabus.batch_size for plan in plans)
+
+
+def finish(values: list[float], **changes: Any) -> tuple[Course, Life]:
+    """One epoch of one step for each value of the monitored metric."""
+    syllabus = Syllabus(num_samples=4, batch_size=4, epochs=len(values), **changes)
+    course = Course(syllabus)
+    return course, drive(course, chance=random.Random(0), metric=lambda epoch: values[epoch])
