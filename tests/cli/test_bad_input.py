@@ -143,8 +143,10 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     arguments = harness.train_arguments("Regression", run, pause_s=0.05, epochs=50)
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(2)
-        second = harness.resume(run)
+        config = (run / "config.json").read_bytes()
+        second = harness.resume(run, "--set", "lr=9")
         assert second.code == 2
+        assert (run / "config.json").read_bytes() == config
         assert f"by process {running.process.pid}" in second.err
         running.signal(signal.SIGINT)
         assert running.wait().code == 130

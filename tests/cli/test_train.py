@@ -122,13 +122,16 @@ def test_training_longer_goes_on_from_the_end(tmp_path: Path) -> None:
 
 def test_check_tries_everything_and_trains_nothing(tmp_path: Path) -> None:
     arguments = harness.train_arguments(
-        *("Regression", tmp_path / "run", "--check"), strategy="allreduce", workers=2
+        *("Regression", tmp_path / "run", "--check"),
+        strategy="allreduce",
+        workers=2,
+        epochs=1_000_000,  # training it would take hours
     )
     with harness.command(*arguments, run=tmp_path / "run") as running:
         checked = running.wait()
     assert checked.code == 0, checked.err
     assert "All fine" in checked.out
-    assert "21 steps" in checked.out
+    assert "7,000,000 steps" in checked.out
     assert not (tmp_path / "run").exists()
 
 
@@ -146,6 +149,25 @@ def test_check_finds_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
         checked = running.wait()
     assert checked.code == 2
     assert "Vector.loss() must return a scalar tensor" in checked.err
+
+
+def test_check_finds_a_wrong_monitor(tmp_path: Path) -> None:
+    done = harness.train("Regression", tmp_path / "run", "--check", monitor="worse")
+    assert done.code == 2
+    assert "monitor is 'worse', and the evaluation gives loss, worst" in done.err
+
+
+def test_resume_remembers_the_flags_and_says_what_it_can_not_change(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert harness.train("Regression", run, "--checkpoint-every", "5", "--keep", "2").code == 0
+    longer = harness.resume(run, "--set", "epochs=4", "--set", "lr=7")
+    assert longer.code == 0, longer.err
+    assert "what the optimizer and its schedule hold" in longer.out
+    config = json.loads((run / "config.json").read_text())
+    assert config["options"]["checkpoint_every"] == {"value": 5, "from": "--checkpoint-every"}
+    assert config["options"]["keep"]["value"] == 2
+    assert 25 in [e["step"] for e in longer.of("CheckpointSaved")]
+    assert longer.steps[-1]["lr"] < 1
 
 
 def test_patience_stops_early_and_keeps_the_best(tmp_path: Path) -> None:

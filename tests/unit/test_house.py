@@ -120,8 +120,6 @@ def _names_environ(node: ast.ImportFrom) -> bool:
 def test_only_the_cluster_reads_the_environment() -> None:
     """And data, for where its own folder is; and testing, which hands it on to what it starts."""
     readers = {path.relative_to(HOME) for path in FILES if reads_environment(path)}
-    # torch's own variable, told to people and acted on by nobody: see cluster/group.py.
-    readers -= {Path("cluster/group.py")}
     assert {path.parts[0] for path in readers} <= {"cluster", "data", "testing"}
 
 

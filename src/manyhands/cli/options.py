@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,28 @@ from manyhands.train.options import Options
 
 
 class Resolved:
-    """Values with where each came from."""
+    """Values with where each came from: flag > environment > the run that goes on > default."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, before: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self._arguments = arguments
+        self._before = before or {}
         self.sources: dict[str, dict[str, Any]] = {}
 
     def get(self, name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
-        flag = getattr(self._arguments, name, None)
-        if flag is not None:
-            value, source = flag, f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-')}"
+        before = self._before.get(name, {"from": "default"})
+        if (value := getattr(self._arguments, name, None)) is not None:
+            source = flag
         elif (text := option(name)) is not None:
-            variable = PREFIX + name.upper()
+            source = PREFIX + name.upper()
             try:
-                value, source = parse(text), variable
+                value = parse(text)
             except ValueError:
-                raise UsageError(
-                    f"{variable}={text} does not fit: see --{name.replace('_', '-')}."
-                ) from None
+                raise UsageError(f"{source}={text} does not fit: see {flag}.") from None
+        elif before["from"] != "default":
+            value, source = before["value"], before["from"]
         else:
             value, source = default, "default"
         self.sources[name] = {
@@ -41,6 +45,10 @@ class Resolved:
             "from": source,
         }
         return value
+
+    def forget(self, name: str) -> None:
+        """What it was before does not count any more."""
+        self._before = {key: value for key, value in self._before.items() if key != name}
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,18 +99,11 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve_options(
-    resolved: Resolved,
-    *,
-    job: str,
-    settings: dict[str, str],
-    strategy: str = "allreduce",
-    workers: int | None = None,
-) -> Options:
-    """All options, checked; the defaults are those of the run that goes on, if one does."""
-    spec = resolved.get("strategy", strategy)
+def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -> Options:
+    """All options, checked."""
+    spec = resolved.get("strategy", "allreduce")
     config = make_strategy(spec)
-    count = resolved.get("workers", workers or config.default_workers, int)
+    count = resolved.get("workers", config.default_workers, int)
     config.check(count)
     threads = resolved.get("threads", max(1, cores() // count), int)
     every = resolved.get("checkpoint_every", 0, int)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from manyhands.cli.options import (
     Resolved,
@@ -39,40 +41,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     folder = Run.open(arguments.run_folder)
-    config = folder.config
-    settings = {**config["settings"], **parse_set(arguments.set)}
+    folder.lock()  # before anything is touched: somebody may be training in it
+    try:
+        return _resume(folder, arguments)
+    finally:
+        folder.unlock()
+
+
+def _resume(folder: Run, arguments: argparse.Namespace) -> int:
     if _is_done(folder, arguments):
         print(
             f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
             f"manyhands resume {folder.path} --set epochs=N"
         )
         return 0
+    config = folder.config
     path = Path(config["job"]["file"])
     if not path.is_file():
         raise RunFolderError(f"The job file of {folder.path} is gone: {path}. Put it back there.")
     _, _, name = config["job"]["reference"].partition(":")
-    before = config["options"]
-    resolved = Resolved(arguments)
+    changed = parse_set(arguments.set)
+    resolved = Resolved(arguments, config["options"])
+    if arguments.strategy is not None:
+        resolved.forget("workers")  # another strategy, another number
     options = resolve_options(
         resolved,
         job=f"{path}:{name}" if name else str(path),
-        settings=settings,
-        strategy=before["strategy"]["value"],
-        workers=before["workers"]["value"] if arguments.strategy is None else None,
+        settings={**config["settings"], **changed},
     )
-    notes = []
-    if file_digest(path) != config["job"]["sha256"]:
-        notes.append(f"{path} has changed since the run was started.")
-    checkpoint, complaints = _pick(folder, arguments.checkpoint)
-    notes += [f"{complaint} It was passed over." for complaint in complaints]
-    if checkpoint is None:
-        notes.append("There is no checkpoint yet: training begins anew.")
-    for note in notes:
-        print(f"note: {note}")
     control = resolved.get("control", "unix")
-    folder.write_config({**config, "settings": settings, "options": {**before, **resolved.sources}})
+    checkpoint, complaints = _pick(folder, arguments.checkpoint)
+    for note in _notes(config, path, changed, checkpoint, complaints):
+        print(f"note: {note}")
+    sources = {**config["options"], **resolved.sources}
+    folder.write_config({**config, "settings": dict(options.settings), "options": sources})
     console = make_console(quiet=arguments.quiet)
     return train(options, folder, console=console, checkpoint=checkpoint, control=control)
+
+
+def _notes(
+    config: Mapping[str, Any],
+    path: Path,
+    changed: Mapping[str, str],
+    checkpoint: Manifest | None,
+    complaints: Sequence[str],
+) -> Iterator[str]:
+    """What a person should know before it goes on."""
+    if file_digest(path) != config["job"]["sha256"]:
+        yield f"{path} has changed since the run was started."
+    for complaint in complaints:
+        yield f"{complaint} It was passed over."
+    if checkpoint is None:
+        yield "There is no checkpoint yet: training begins anew."
+    elif changed:
+        names = " ".join(f"{name}={value}" for name, value in changed.items())
+        yield (
+            f"--set {names}: what the optimizer and its schedule hold, such as the learning rate, "
+            "goes on as it was saved."
+        )
 
 
 def _is_done(folder: Run, arguments: argparse.Namespace) -> bool:

@@ -73,6 +73,8 @@ class Run:
 
     def lock(self) -> None:
         """Only one coordinator at a time may write here. The kernel lets go when the process ends."""
+        if self._lock is not None:
+            return
         try:
             file = open(self.path / "run.lock", "a+")  # noqa: SIM115 - open as long as the run is
         except OSError as error:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from manyhands.cluster.view import View
     from manyhands.train.feed import Share
@@ -120,6 +120,20 @@ class AllReduceLearner(Learner):
             wait_s=wait_s,
             bytes_sent=self._bytes_per_step,
         )
+
+    def eval_model(self) -> nn.Module:
+        """The model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
+        import torch.distributed as dist
+
+        model = self.trainee.model
+        if self._ddp is not None:
+            with self._naming_the_peers():
+                for buffer in model.buffers():
+                    # gloo takes a tensor's memory as it lies, whatever its strides say.
+                    whole = buffer.contiguous()
+                    dist.broadcast(whole, src=0)
+                    buffer.copy_(whole)
+        return model
 
     def transport(self) -> str:
         from manyhands.cluster.group import describe_transport

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,7 +123,10 @@ class Hands:
             trainee.weight = _count
         self._steps += 1
         seed_compute(self.device, self._seed, "step", self._steps, self.rank)
-        return self._learner.step(Share(self._steps, 0, samples, total, [(batch, samples)]))
+        began = time.perf_counter()
+        report = self._learner.step(Share(self._steps, 0, samples, total, [(batch, samples)]))
+        report.step_s = time.perf_counter() - began
+        return report
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over all workers, for evaluation."""

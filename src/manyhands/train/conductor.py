@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from manyhands.cluster.coordinator import (
@@ -287,7 +287,9 @@ class Conductor:
         match report:
             case {"what": "joined", "transport": str(transport)}:
                 self._joined[member] = transport
-            case {"what": "rehearsed"}:
+            case {"what": "rehearsed", "metrics": list(metrics)}:
+                if metrics:
+                    self._check_monitor(metrics)
                 self._rehearsed.add(member)
             case {"what": "steps", "rows": list(rows)}:
                 for row in rows:
@@ -341,12 +343,7 @@ class Conductor:
         samples, metrics = combine(parts)
         if not self.course.awaiting:
             return  # a stop was asked meanwhile; a resumed run evaluates again
-        monitor = self.course.syllabus.monitor
-        if monitor not in metrics:
-            raise JobError(
-                f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
-                "Set monitor to one of these, or return it from metrics()."
-            )
+        self._check_monitor(metrics)
         step, epoch = self.course.step, self.course.epoch
         best = self.course.evaluated(metrics)
         self.stream.emit(
@@ -359,6 +356,15 @@ class Conductor:
                 seconds=max(part["seconds"] for part in parts),
             )
         )
+
+    def _check_monitor(self, metrics: Iterable[str]) -> None:
+        assert self.course is not None
+        monitor = self.course.syllabus.monitor
+        if monitor not in metrics:
+            raise JobError(
+                f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
+                "Set monitor to one of these, or return it from metrics()."
+            )
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

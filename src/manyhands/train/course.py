@@ -246,6 +246,8 @@ class Course:
         best = (self.best.metrics or {}).get(self.syllabus.monitor)
         if best is None or math.isnan(best):
             return True  # the first one, or the first by this monitor
+        if math.isclose(value, best, rel_tol=1e-6):
+            return False  # equal, but for the order of sums
         return value < best if self.syllabus.lower_is_better else value > best
 
 

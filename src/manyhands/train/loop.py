@@ -215,10 +215,12 @@ class Worker:
         share = self.feed.share(portion)
         self.trainee.loss(self.trainee.model, share.batches[0][0]).backward()
         self.trainee.optimizer.zero_grad(set_to_none=True)
+        metrics: list[str] = []
         if self.eval_data is not None:
             few = torch.utils.data.Subset(self.eval_data, [0])
-            evaluate(self.job, self.trainee.model, few, rank=0, world=1, device=self.device)
-        self.member.say("report", what="rehearsed")
+            part = evaluate(self.job, self.trainee.model, few, rank=0, world=1, device=self.device)
+            metrics = list(part["sums"])
+        self.member.say("report", what="rehearsed", metrics=metrics)
 
     def _stop(self) -> None:
         self._flush()

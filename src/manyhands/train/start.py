@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from manyhands import __version__
@@ -106,7 +107,7 @@ def rehearse(options: Options, folder: Path, *, control: str = "unix") -> Conduc
     with Coordinator(LocalLauncher(), logs=run.logs, control=control) as coordinator:
         on_signals(coordinator)
         conductor = Conductor(
-            coordinator, options, run, Stream(), entry=WORKER, versions=versions()
+            coordinator, replace(options, rehearse=True), run, Stream(), entry=WORKER
         )
         conductor.conduct()
     return conductor

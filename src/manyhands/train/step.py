@@ -29,7 +29,7 @@ class StepReport:
     """Sum of the losses of this worker's part, each times its weight. On its device: reading waits."""
     lr: float
     step_s: float = 0.0
-    """From the end of the step before, its data included; set by the loop."""
+    """From the end of the step before, its data included, where the loop gets the data."""
     compute_s: float | None = None
     wait_s: float | None = None
     """Time waited for other members; None where the host's clock can't tell (on a GPU)."""

@@ -61,7 +61,7 @@ class Tally:
             "workers": options.workers,
             "steps": course.committed_step if course else 0,
             "samples": course.samples_used if course else 0,
-            "epochs": course.epoch if course else 0,
+            "epochs": round(course.samples_used / course.syllabus.num_samples, 3) if course else 0,
             "wall_s": round(time.monotonic() - self._started, 3),
             "samples_per_s": round(self.samples / training_s, 1) if training_s > 0 else None,
             "final_metrics": final,

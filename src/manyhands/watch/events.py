@@ -42,7 +42,7 @@ class RunStarted(Event):
     run: str
     """Path of the run folder."""
     job: str
-    """The job's class name."""
+    """The job as it was given: path.py or path.py:Name."""
     strategy: str
     workers: int
     versions: Mapping[str, str]

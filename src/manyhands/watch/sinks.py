@@ -77,9 +77,12 @@ class Stream:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        log.warning(
-            "%s failed and gets no more events; the run goes on. %s", _name(sink), _reason(error)
-        )
+        if not isinstance(error, BrokenPipeError):  # `| head`: whoever read has had enough
+            log.warning(
+                "%s failed and gets no more events; the run goes on. %s",
+                _name(sink),
+                _reason(error),
+            )
         log.debug("how %s failed", _name(sink), exc_info=error)
         try:
             sink.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,27 @@ def test_the_same_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     (aside,) = (tmp_path / "checkpoints").glob(".*")
     assert verify(aside)
     assert (aside / "a.distcp").read_text().startswith("old")
+
+
+def test_while_it_is_replaced_one_of_the_two_is_always_there(tmp_path: Path) -> None:
+    path = save(tmp_path, 4)
+    done = threading.Event()
+
+    def save_again() -> None:
+        try:
+            for _ in range(150):
+                save(tmp_path, 4)
+        finally:
+            done.set()
+
+    writer = threading.Thread(target=save_again)
+    writer.start()
+    missing = 0
+    while not done.is_set():
+        missing += not path.exists()
+    writer.join(timeout=30)
+    assert missing == 0
+    assert verify(path).step == 4
 
 
 def test_what_a_killed_run_left_half_done_is_cleared(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -147,7 +148,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, num_changes: int) 
     """The copy is a copy: of parameters, buffers, and what the optimizer and schedule hold."""
     trained = build("adamw", "sequential")
     trained.train(0, 3)
-    expected = gather_state(trained, Learner())
+    expected = copy.deepcopy(gather_state(trained, Learner()))
     saving = Saver(tmp_path)
     saving.start(3, trained, Learner())
     with torch.no_grad():

@@ -118,6 +118,22 @@ def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:
     assert Course(course.syllabus, through_json(saved.state)).next(9) == Evaluate(2, 0)
 
 
+def test_an_evaluation_that_is_done_is_not_done_again() -> None:
+    course = Course(Syllabus(num_samples=3, batch_size=3, epochs=2))
+    course.next(1)
+    course.commit(1)
+    assert course.next(1) == Evaluate(1, 0)
+    course.evaluated({"loss": 1.0})
+    course.stop("interrupted")
+    saved = course.next(1)
+    assert isinstance(saved, Checkpoint)
+    again = Course(course.syllabus, through_json(saved.state))
+    assert isinstance(again.next(1), Checkpoint)
+    order = again.next(1)
+    assert isinstance(order, Steps)
+    assert [(plan.step, plan.epoch) for plan in order.plans] == [(2, 1)]
+
+
 def test_a_finished_course_trained_longer_goes_on_with_the_next_epoch() -> None:
     course, life = finish([3.0, 2.0])
     state = through_json(life.checkpoints[-1].state)
