@@ -1,8 +1,8 @@
 """`Arrays`: a map-style dataset over tensors that lie in memory.
 
 Sample i is the tuple of every tensor's row i. What sets it apart from torch's TensorDataset is
-`batch(indices)`: the whole batch comes from one `index_select` a tensor, with no Python loop over
-samples and no collating. A training loop that finds the method `batch` on a dataset uses it; any
+`gather(indices)`: the whole batch comes from one `index_select` a tensor, with no Python loop over
+samples and no collating. A training loop that finds the method `gather` on a dataset uses it; any
 other reader, torch's DataLoader among them, sees an ordinary dataset.
 
 Costs one copy of the batch, and nothing beside the tensors themselves.
@@ -34,9 +34,9 @@ class Arrays(Dataset[tuple[Tensor, ...]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
         """The samples as a list: what DataLoader asks for, once a batch, before it collates."""
-        return list(zip(*self.batch(torch.as_tensor(indices, dtype=torch.int64)), strict=True))
+        return list(zip(*self.gather(torch.as_tensor(indices, dtype=torch.int64)), strict=True))
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
+    def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
         """The rows at `indices` (one-dimensional, whole numbers) of every tensor, in that order."""
         return tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in self.tensors)
 

@@ -166,13 +166,13 @@ class AllReduceLearner(Learner):
         more than two numbers depends on where in a bucket they lie. A resumed run would add up its
         first step in another order than the run it continues.
         """
+        from manyhands.train.trainee import evaluating
+
         trainee = self.trainee
-        trainee.model.eval()
-        with self._naming_the_peers():
+        with self._naming_the_peers(), evaluating(trainee.model):
             for _ in range(2):  # DDP sorts at the second forward
                 (trainee.loss(self._ddp, share.batches[0][0]) * 0.0).backward()
         trainee.optimizer.zero_grad(set_to_none=True)
-        trainee.model.train()
         self._settled = True
 
     def _watch_last_gradient(self) -> None:

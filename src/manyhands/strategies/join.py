@@ -97,7 +97,8 @@ class Hands:
                 f"{self.world} workers share a global batch of {batch_size}: every worker needs at "
                 f"least one sample. Use batch_size={self.world} or more."
             )
-        feed = Feed(_DataOnly(seed=self._seed, collate_with=collate), dataset, device=self.device)
+        data = Job(seed=self._seed) if collate is None else _Collating(self._seed, collate)
+        feed = Feed(data, dataset, device=self.device)
         leases = Leases(len(dataset))
         while ranges := leases.take(batch_size):
             total = sum(stop - start for start, stop in ranges)
@@ -169,15 +170,15 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
         hands.close()
 
 
-class _DataOnly(Job):
-    """As much of a job as a feed needs."""
+class _Collating(Job):
+    """As much of a job as a feed needs, with a collate of the person's own."""
 
-    def __init__(self, *, seed: int, collate_with: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(self, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         super().__init__(seed=seed)
-        self._collate_with = collate_with
+        self._collate = collate
 
     def collate(self, samples: list[Any]) -> Any:
-        return self._collate_with(samples) if self._collate_with else super().collate(samples)
+        return self._collate(samples)
 
 
 def _count(batch: Any) -> int:

@@ -32,7 +32,7 @@ from manyhands.errors import CheckpointError, Interrupted, JobError, MemberFaile
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.train.course import Checkpoint, Course, Evaluate, Order, Steps, Stop, Syllabus
-from manyhands.train.failures import Failure, FirstFailure
+from manyhands.train.failures import Failure, FirstFailure, Grade
 from manyhands.train.options import Options
 from manyhands.train.reports import Gathering, Row, combine
 from manyhands.train.shelf import Shelf
@@ -266,15 +266,15 @@ class Conductor:
                         member,
                         said["reason"],
                         said["traceback"],
-                        consequence=said["consequence"],
+                        grade=Grade.CONSEQUENCE if said["consequence"] else Grade.CAUSE,
                         usage=said["usage"],
                         exit_code=said["exit_code"] or 1,  # leaving early is no success
                     ),
                     now,
                 )
-            case LinkLost(member, _):
+            case LinkLost(member, reason):
                 if not self.coordinator.members[member].left:
-                    self._failures.suspect(now)
+                    self._failures.add(Failure(member, reason, grade=Grade.SUSPICION), now)
             case Exited(member, code):
                 self.stream.emit(events.MemberExited(member=member, exit_code=code))
                 if not self.coordinator.members[member].left:

@@ -1,12 +1,20 @@
 """Which failure came first. Pure.
 
-When a member dies, its peers fail too, a moment later and with louder messages. A failure that is a
-consequence (a broken collective) only counts if no cause shows up while things settle.
+When a member dies, its peers fail too, a moment later and with louder messages. So failures have
+grades: a cause is named at once; a consequence (a broken collective) only if no cause shows up while
+things settle; a suspicion (a link that closed) only if nothing better does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Grade(IntEnum):
+    CAUSE = 0
+    CONSEQUENCE = 1
+    SUSPICION = 2
 
 
 @dataclass(frozen=True)
@@ -14,7 +22,7 @@ class Failure:
     member: str
     reason: str
     traceback: str = ""
-    consequence: bool = False
+    grade: Grade = Grade.CAUSE
     usage: bool = False
     """The person's mistake: told without a traceback."""
     exit_code: int = 1
@@ -23,24 +31,21 @@ class Failure:
 class FirstFailure:
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s
-        self._failures: list[Failure] = []
-        self._since: float | None = None
+        self._failures: dict[str, Failure] = {}
+        self._newest = 0.0
 
     def add(self, failure: Failure, now: float) -> None:
-        if any(known.member == failure.member for known in self._failures):
+        known = self._failures.get(failure.member)
+        if known is not None and known.grade is not Grade.SUSPICION:
             return  # what a member said first is why it ended
-        self._failures.append(failure)
-        self._since = now if self._since is None else self._since
-
-    def suspect(self, now: float) -> None:
-        """Something is wrong, and the cause should show up in a moment."""
-        self._since = now if self._since is None else self._since
+        if known is not None:
+            del self._failures[failure.member]  # it counts from now on
+        self._failures[failure.member] = failure
+        self._newest = now
 
     def verdict(self, now: float) -> Failure | None:
-        """The failure to name, once it is certain or the time to settle is over."""
-        for failure in self._failures:
-            if not failure.consequence:
-                return failure
-        if self._failures and self._since is not None and now - self._since >= self._settle_s:
-            return self._failures[0]
+        """The failure to name, once it is certain or nothing new has come for a while."""
+        first = min(self._failures.values(), key=lambda failure: failure.grade, default=None)
+        if first is None or first.grade is Grade.CAUSE or now - self._newest >= self._settle_s:
+            return first
         return None

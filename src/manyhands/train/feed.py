@@ -1,7 +1,7 @@
 """From positions of an epoch's permutation to batches.
 
 The permutation depends on (seed, epoch) alone, so every worker and every resumed run sees the same.
-Data that can gather a batch at once (`batch(indices)`, as manyhands.data.Arrays, or torch's
+Data that can gather a batch at once (`gather(indices)`, as manyhands.data.Arrays, or torch's
 TensorDataset) is asked once a batch; any other map-style dataset is asked sample by sample and
 collated, in the worker or, with `loader_processes`, ahead of time in processes beside it.
 """
@@ -123,8 +123,8 @@ class Feed:
 def gather(job: Job, dataset: Any, indices: Tensor, epoch: int, position: int) -> Any:
     """One batch."""
     if type(job).collate is Job.collate:
-        if _speaks_for(dataset, "batch"):
-            return dataset.batch(indices)
+        if _speaks_for(dataset, "gather"):
+            return dataset.gather(indices)
         if type(dataset) is TensorDataset:
             return tuple(tensor[indices] for tensor in dataset.tensors)
     # Augmentation may draw: what it draws depends on where it is in the epoch, and on nothing else.
@@ -181,7 +181,7 @@ class Loaders:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-_loaded: tuple[Job, Any] | None = None
+_loaded: tuple[Job, Any] | Exception | None = None
 """A loader process has one job and its data, and nothing else."""
 
 
@@ -189,11 +189,17 @@ def _start_loader(reference: str, settings: dict[str, str], parent: int) -> None
     global _loaded
     die_with(parent)
     torch.set_num_threads(1)
-    job = load_job(reference, settings)
-    _loaded = (job, job.data())
+    try:
+        job = load_job(reference, settings)
+        _loaded = (job, job.data())
+    except Exception as error:
+        # An initializer that raises only breaks the pool; the first batch tells why.
+        _loaded = error
 
 
 def _load(epoch: int, position: int, indices: list[int]) -> Any:
+    if isinstance(_loaded, Exception):
+        raise _loaded
     assert _loaded is not None
     job, dataset = _loaded
     return gather(job, dataset, torch.tensor(indices), epoch, position)

@@ -29,14 +29,14 @@ def test_iteration_ends_at_the_last_sample():
 @given(st.lists(st.integers(0, 9), max_size=30))
 def test_a_batch_is_the_samples_in_the_order_asked_repeats_included(indices: list[int]):
     data = ten()
-    rows, labels = data.batch(torch.tensor(indices, dtype=torch.int64))
+    rows, labels = data.gather(torch.tensor(indices, dtype=torch.int64))
     assert labels.tolist() == indices
     assert rows.tolist() == [data[i][0].tolist() for i in indices]
 
 
 def test_a_batch_is_a_copy_so_that_training_cannot_change_the_data():
     data = ten()
-    data.batch(torch.tensor([0, 1]))[0].zero_()
+    data.gather(torch.tensor([0, 1]))[0].zero_()
     assert data[1][0].tolist() == [2.0, 3.0]
 
 
@@ -44,7 +44,7 @@ def test_an_index_outside_is_refused():
     with pytest.raises(IndexError):
         ten()[10]
     with pytest.raises((IndexError, RuntimeError)):
-        ten().batch(torch.tensor([10]))
+        ten().gather(torch.tensor([10]))
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -66,9 +66,9 @@ def test_a_dataloader_asks_once_a_batch_and_not_once_a_sample():
     class Counting(Arrays):
         asked = 0
 
-        def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.asked += 1
-            return super().batch(indices)
+            return super().gather(indices)
 
     data = Counting(torch.arange(10))
     assert len(list(DataLoader(data, batch_size=5))) == 2

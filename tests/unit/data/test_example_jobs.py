@@ -32,7 +32,7 @@ def test_the_parts_of_a_job_fit_on_one_batch(reference, name, examples, little_d
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     schedule = job.schedule(optimizer, 3)
-    batch = job.data().batch(torch.arange(16))
+    batch = job.data().gather(torch.arange(16))
     losses = []
     for _ in range(3):
         loss = job.loss(model(job.inputs(batch)), batch)
@@ -45,7 +45,7 @@ def test_the_parts_of_a_job_fit_on_one_batch(reference, name, examples, little_d
     assert loss.shape == ()
     assert losses[2] < losses[0]
     assert schedule.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
-    batch = job.eval_data().batch(torch.arange(20))
+    batch = job.eval_data().gather(torch.arange(20))
     accuracy = job.metrics(model(job.inputs(batch)), batch)["accuracy"]
     assert accuracy.shape == ()
     assert accuracy.item() * 20 == pytest.approx(round(accuracy.item() * 20))
@@ -60,7 +60,7 @@ def test_digits_learns_as_its_docstring_says(examples):
     schedule = job.schedule(optimizer, num_steps)
     for _ in range(job.epochs):
         for indices in torch.randperm(len(data)).split(job.batch_size):
-            batch = data.batch(indices)
+            batch = data.gather(indices)
             optimizer.zero_grad()
             job.loss(model(job.inputs(batch)), batch).backward()
             optimizer.step()

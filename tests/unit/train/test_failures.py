@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.train.failures import Failure, FirstFailure
+from manyhands.train.failures import Failure, FirstFailure, Grade
 
 SETTLE_S = 1.0
 
@@ -15,20 +15,24 @@ def cause(member: str) -> Failure:
 
 
 def consequence(member: str) -> Failure:
-    return Failure(member, "lost a peer", consequence=True)
+    return Failure(member, "lost a peer", grade=Grade.CONSEQUENCE)
+
+
+def suspicion(member: str) -> Failure:
+    return Failure(member, "the link is closed", grade=Grade.SUSPICION)
 
 
 def judge(
-    arrivals: list[tuple[float, Failure | None]], *, every_s: float, until_s: float
+    arrivals: list[tuple[float, Failure]], *, every_s: float, until_s: float
 ) -> Failure | None:
-    """Add the failures as they arrive (None: a suspicion) and ask for the verdict all the time."""
+    """Add the failures as they arrive and ask for the verdict all the time."""
     first = FirstFailure(SETTLE_S)
     todo = sorted(arrivals, key=lambda arrival: arrival[0])
     for tick in range(int(until_s / every_s) + 1):
         now = tick * every_s
         while todo and todo[0][0] <= now:
             at, failure = todo.pop(0)
-            first.suspect(at) if failure is None else first.add(failure, at)
+            first.add(failure, at)
         if (verdict := first.verdict(now)) is not None:
             return verdict
     return None
@@ -46,10 +50,12 @@ times = st.floats(0.0, 0.9)
 def test_a_cause_in_time_is_never_hidden(
     victims: list[float], culprit: float, suspicions: list[float], every_s: float
 ) -> None:
-    arrivals: list[tuple[float, Failure | None]] = [
+    arrivals: list[tuple[float, Failure]] = [
         (at, consequence(f"worker-{i}")) for i, at in enumerate(victims)
     ]
-    arrivals += [(at, None) for at in suspicions]
+    # Links close before anybody says why: the culprit's own, and those of its peers.
+    arrivals += [(at, suspicion(f"worker-{i}")) for i, at in enumerate(suspicions)]
+    arrivals.append((min(culprit, *victims), suspicion("culprit")))
     arrivals.append((culprit, cause("culprit")))
     # The culprit's peers, once ended, exit with a code of their own: no cause of anything.
     arrivals += [(at, cause(f"worker-{i}")) for i, at in enumerate(victims) if at >= culprit]
@@ -61,11 +67,11 @@ def test_a_cause_in_time_is_never_hidden(
 
 @given(st.lists(times, min_size=1, max_size=5))
 def test_without_a_cause_the_first_consequence_is_named_in_the_end(victims: list[float]) -> None:
-    arrivals: list[tuple[float, Failure | None]] = [
+    arrivals: list[tuple[float, Failure]] = [
         (at, consequence(f"worker-{i}")) for i, at in enumerate(sorted(victims))
     ]
-    assert judge(arrivals, every_s=0.05, until_s=SETTLE_S + min(victims) - 0.06) is None
-    verdict = judge(arrivals, every_s=0.05, until_s=SETTLE_S + min(victims) + 0.06)
+    assert judge(arrivals, every_s=0.05, until_s=SETTLE_S + max(victims) - 0.06) is None
+    verdict = judge(arrivals, every_s=0.05, until_s=SETTLE_S + max(victims) + 0.06)
     assert verdict == consequence("worker-0")
 
 
@@ -86,7 +92,12 @@ def test_what_a_member_says_first_is_why_it_ended() -> None:
     assert first.verdict(0.3) == cause("b")
 
 
-def test_a_suspicion_alone_is_no_failure() -> None:
+def test_a_suspicion_counts_only_when_nothing_better_comes() -> None:
     first = FirstFailure(SETTLE_S)
-    first.suspect(0.0)
-    assert first.verdict(100.0) is None
+    first.add(suspicion("a"), 0.0)
+    assert first.verdict(0.5) is None
+    assert first.verdict(SETTLE_S) == suspicion("a")
+    first.add(consequence("b"), SETTLE_S)
+    assert first.verdict(2 * SETTLE_S) == consequence("b")
+    first.add(cause("a"), 2 * SETTLE_S)
+    assert first.verdict(2 * SETTLE_S) == cause("a")
