@@ -1,0 +1,1 @@
+"""The parameter server: blocks, policies, server, client."""

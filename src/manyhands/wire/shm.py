@@ -1,0 +1,85 @@
+"""Memory that processes of one host share, and that can't be left behind.
+
+A segment is an anonymous file (memfd): it has no name in any folder, so when the last process that
+maps it is gone, however it ended, the kernel frees it. Another process of the same user attaches by
+an address that names the creator's descriptor; the creator must be alive then, and need not be later.
+
+Cost: none a step. Creating touches no page; a page costs when it is first written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from typing import TYPE_CHECKING
+
+from manyhands.errors import LinkError
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN = 64
+"""Bytes. Tensors begin on a cache line, so that two writers never share one."""
+
+_ADDRESS = re.compile(r"shm:(\d+):(\d+):(\d+)")
+
+
+class Segment:
+    """A stretch of shared memory. Freed when the last process that has it closes it or ends."""
+
+    def __init__(self, descriptor: int, nbytes: int, address: str) -> None:
+        self.nbytes = nbytes
+        self.address = address
+        """What to tell a process that should attach."""
+        self._descriptor: int | None = descriptor
+        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+
+    @classmethod
+    def create(cls, nbytes: int, *, label: str = "manyhands") -> Segment:
+        """New memory, all zero. `label` is what /proc shows."""
+        assert nbytes > 0, "a segment holds something"
+        descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise LinkError(f"{nbytes:,} bytes of shared memory can't be had: {error}") from error
+        return cls(descriptor, nbytes, f"shm:{os.getpid()}:{descriptor}:{nbytes}")
+
+    @classmethod
+    def attach(cls, address: str) -> Segment:
+        """The segment of an address, which another process of this user on this host has told."""
+        parts = _ADDRESS.fullmatch(address)
+        if parts is None:
+            raise LinkError(f"{address!r} is no address of shared memory.")
+        pid, number, nbytes = (int(part) for part in parts.groups())
+        try:
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise LinkError(f"The shared memory {address} is gone: {error.strerror}.") from error
+        # The number may belong to another file by now, if its process has gone on without us.
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:") or (
+            os.fstat(descriptor).st_size != nbytes
+        ):
+            os.close(descriptor)
+            raise LinkError(f"{address} is not the shared memory that it was.")
+        return cls(descriptor, nbytes, address)
+
+    def tensor(self, dtype: torch.dtype, *, offset_bytes: int = 0, numel: int) -> torch.Tensor:
+        """A flat tensor in the memory itself. It keeps the mapping alive, also after close()."""
+        import torch
+
+        assert offset_bytes % dtype.itemsize == 0, "a tensor begins at a multiple of its items"
+        return torch.frombuffer(self._map, dtype=dtype, offset=offset_bytes, count=numel)
+
+    def close(self) -> None:
+        """No further process can attach by way of this one; tensors that exist stay valid."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-nbytes // ALIGN) * ALIGN
