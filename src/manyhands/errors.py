@@ -5,6 +5,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── JobError             2   the job file: missing, without a Job, a method that returns the wrong thing
 │   ├── SpecError            2   a strategy spec that does not parse or does not fit
 │   └── RunFolderError       2   a run folder that can't be made, read or resumed
+├── RecordError              1   events.jsonl can't be written any more: the disk is full, or gone
 ├── CheckpointError          1   a checkpoint that can't be written or does not read back
 ├── DataError                1   a data set that is absent, truncated or not what it says
 ├── LinkError                1   a connection between members
@@ -33,6 +34,7 @@ __all__ = [
     "ManyhandsError",
     "MemberFailed",
     "PeerLost",
+    "RecordError",
     "RunFolderError",
     "SpecError",
     "UsageError",
@@ -59,6 +61,10 @@ class SpecError(UsageError):
 
 
 class RunFolderError(UsageError):
+    pass
+
+
+class RecordError(ManyhandsError):
     pass
 
 

@@ -105,6 +105,11 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
     config = make_strategy(spec)
     count = resolved.get("workers", config.default_workers, int)
     config.check(count)
+    if count > max(64, 8 * cores()):
+        raise UsageError(
+            f"--workers {count}: this machine has {cores()} cores; more than {max(64, 8 * cores())} "
+            "workers would only wait for each other."
+        )
     threads = resolved.get("threads", max(1, cores() // count), int)
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)

@@ -14,7 +14,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.errors import CheckpointError, RunFolderError
+from manyhands.errors import CheckpointError, RunFolderError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
@@ -61,6 +61,10 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
         raise RunFolderError(f"The job file of {folder.path} is gone: {path}. Put it back there.")
     _, _, name = config["job"]["reference"].partition(":")
     changed = parse_set(arguments.set)
+    if "seed" in changed:
+        raise UsageError(
+            "--set seed: a run keeps its seed, on which the order of its samples depends."
+        )
     resolved = Resolved(arguments, config["options"])
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
@@ -73,10 +77,19 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
     for note in _notes(config, path, changed, checkpoint, complaints):
         print(f"note: {note}")
-    sources = {**config["options"], **resolved.sources}
-    folder.write_config({**config, "settings": dict(options.settings), "options": sources})
+
+    def on_ready() -> None:
+        """Whatever is newer is set aside, not deleted: its steps are void from now on."""
+        for step in checkpoints.steps(folder.path):
+            if checkpoint is not None and step > checkpoint.step:
+                checkpoints.set_aside(checkpoints.final(folder.path, step))
+        sources = {**config["options"], **resolved.sources}
+        folder.write_config({**config, "settings": dict(options.settings), "options": sources})
+
     console = make_console(quiet=arguments.quiet)
-    return train(options, folder, console=console, checkpoint=checkpoint, control=control)
+    return train(
+        options, folder, console=console, checkpoint=checkpoint, control=control, on_ready=on_ready
+    )
 
 
 def _notes(
@@ -109,7 +122,7 @@ def _is_done(folder: Run, arguments: argparse.Namespace) -> bool:
 
 
 def _pick(folder: Run, wanted: str | None) -> tuple[Manifest | None, list[str]]:
-    """The checkpoint to go on from. Whatever is newer is set aside: its steps will be void."""
+    """The checkpoint to go on from, and what is wrong with newer ones."""
     if wanted is None:
         checkpoint, complaints = checkpoints.newest(folder.path)
         if checkpoint is None and complaints:
@@ -123,7 +136,4 @@ def _pick(folder: Run, wanted: str | None) -> tuple[Manifest | None, list[str]]:
         if name not in there:
             raise RunFolderError(f"There is no checkpoint {wanted}. There are: {', '.join(there)}.")
         checkpoint, complaints = checkpoints.verify(folder.path / "checkpoints" / name), []
-    for step in checkpoints.steps(folder.path):
-        if checkpoint is not None and step > checkpoint.step:
-            checkpoints.set_aside(checkpoints.final(folder.path, step))
     return checkpoint, complaints

@@ -23,7 +23,7 @@ from typing import Any
 from manyhands.cluster.launchers import Handle, Launcher, Start
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Seat, View
-from manyhands.errors import LinkError, UsageError
+from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
 
 
@@ -66,6 +66,8 @@ class Attendance:
     heard: float = field(default_factory=time.monotonic)
     phase: str = "starting"
     phase_since_s: float = 0.0
+    ticks: int = 0
+    """What it has got done, as it counts itself."""
     left: bool = False
     """It said goodbye."""
     read_out: threading.Event = field(default_factory=threading.Event)
@@ -109,7 +111,7 @@ class Coordinator:
                 credentials=self._authority.issue("coordinator") if self._authority else None,
                 limits=Limits(head_bytes=16 << 20, payload_bytes=0),
             )
-        except (LinkError, OSError) as error:
+        except (ManyhandsError, OSError) as error:
             shutil.rmtree(self.scratch, ignore_errors=True)
             raise UsageError(
                 f"The coordinator can't listen on {address}: {error}. Use  --control tcp  for any "
@@ -140,7 +142,10 @@ class Coordinator:
             "credentials": credentials.to_dict() if credentials else None,
         }
         with self._starting:
-            handle = self.launcher.start(Start(name, entry, invitation, log, threads))
+            try:
+                handle = self.launcher.start(Start(name, entry, invitation, log, threads))
+            except OSError as error:
+                raise ManyhandsError(f"{name} can't be started: {error}") from error
             member = Attendance(name, handle, log)
             self.members[name] = member
         threading.Thread(
@@ -220,8 +225,13 @@ class Coordinator:
         elif isinstance(happening, Said):
             member.heard = time.monotonic()
             match happening.head:
-                case {"kind": "beat", "phase": str(phase), "since_s": float(since)}:
-                    member.phase, member.phase_since_s = phase, since
+                case {
+                    "kind": "beat",
+                    "phase": str(phase),
+                    "since_s": float(since),
+                    "ticks": int(ticks),
+                }:
+                    member.phase, member.phase_since_s, member.ticks = phase, since, ticks
                 case {"kind": "bye"}:
                     member.left = True
                 case {"kind": "post", "key": str(key), "value": str(value)}:

@@ -59,6 +59,8 @@ class Member:
         self._board_changed = threading.Condition()
         self._leaving = threading.Event()
         self._phase = ("starting", time.monotonic())
+        self.ticks = 0
+        """Counts whatever was got done: while it grows, nobody calls this member stuck."""
         self.say(
             "hello",
             member=self.name,
@@ -125,7 +127,7 @@ class Member:
         try:
             self.say(
                 "failed",
-                reason=str(error) if known else f"{type(error).__name__}: {error}",
+                reason=(str(error) if known else f"{type(error).__name__}: {error}")[:4000],
                 # What manyhands itself reports is written for people; the log has the rest.
                 traceback="" if known else trace[-20_000:],
                 usage=usage,
@@ -165,7 +167,8 @@ class Member:
         while not self._leaving.wait(self.timeouts.beat_s):
             name, since = self._phase
             try:
-                self.say("beat", phase=name, since_s=round(time.monotonic() - since, 1))
+                since_s = round(time.monotonic() - since, 1)
+                self.say("beat", phase=name, since_s=since_s, ticks=self.ticks)
             except LinkError:
                 return  # the listener acts on it
 

@@ -20,10 +20,10 @@ class Timeouts:
     """A member has loaded its job, its data and its model (a first download included)."""
     view_s: float = 120.0
     """All members of a new view have found each other."""
-    silence_s: float = 60.0
+    silence_s: float = 120.0
     """A member has sent nothing, not even a beat: its process or its host is frozen."""
     step_s: float = 900.0
-    """No member has finished a step, an evaluation or a checkpoint."""
+    """No member has got anything done: not a step, not a batch of an evaluation, not a checkpoint."""
     collective_s: float = 1800.0
     """One collective operation, inside torch."""
     settle_s: float = 0.4

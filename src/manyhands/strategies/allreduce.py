@@ -166,10 +166,13 @@ class AllReduceLearner(Learner):
         more than two numbers depends on where in a bucket they lie. A resumed run would add up its
         first step in another order than the run it continues.
         """
-        from manyhands.train.trainee import evaluating
+        import torch
+
+        from manyhands.train.trainee import frozen_statistics
 
         trainee = self.trainee
-        with self._naming_the_peers(), evaluating(trainee.model):
+        # What the model draws here must not change what it draws in the step.
+        with self._naming_the_peers(), frozen_statistics(trainee.model), torch.random.fork_rng():
             for _ in range(2):  # DDP sorts at the second forward
                 (trainee.loss(self._ddp, share.batches[0][0]) * 0.0).backward()
         trainee.optimizer.zero_grad(set_to_none=True)

@@ -80,6 +80,10 @@ class Learner(ABC):
 
         return torch.as_tensor(value, dtype=torch.float64)
 
+    def collect(self) -> None:
+        """Before a checkpoint, on the worker that writes it: bring the optimizer's state here."""
+        return
+
     def transport(self) -> str:
         """What carries the gradients, for people."""
         return "none"

@@ -48,7 +48,7 @@ class Hands:
         self._seed = seed
         self._trainee: Trainee | None = None
         self._steps = 0
-        self._given: tuple[Any, int, int] | None = None
+        self._given: tuple[int, int] | None = None
 
     @property
     def rank(self) -> int:
@@ -105,7 +105,7 @@ class Hands:
             parts = split(ranges, shares(total, [1.0] * self.world))
             portion = Portion(self._steps, epoch, total, tuple(parts[self.rank]))
             batch, samples = feed.share(portion).batches[0]
-            self._given = (batch, samples, total)
+            self._given = (samples, total)
             yield batch
 
     def step(self, loss: Loss, batch: Any) -> StepReport:
@@ -114,9 +114,10 @@ class Hands:
             raise UsageError("Call hands.prepare(model, optimizer) before hands.step(loss, batch).")
         trainee = self._trainee
         trainee.loss = loss
-        if self._given is not None and self._given[0] is batch:
-            _, samples, total = self._given
-            trainee.weight = None
+        if self._given is not None:
+            # A batch of batches(), or what the person has made of it.
+            samples, total = self._given
+            self._given, trainee.weight = None, None
         else:
             # The person's own batches: how many samples the others have is for the network to say.
             batch = to_device(batch, self.device)

@@ -5,6 +5,7 @@ Builds the learner that its spec names and runs the loop with it.
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import sys
 
@@ -38,5 +39,6 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # frees semaphores of loaders
     # Not sys.exit(): after a failed collective, torch's destructors may wait for peers forever.
     os._exit(status)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.cluster.coordinator import (
@@ -57,6 +57,7 @@ class Conductor:
         entry: str,
         checkpoint: Manifest | None = None,
         resumed: bool = False,
+        on_ready: Callable[[], None] = lambda: None,
         tick: Callable[[], None] = lambda: None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
@@ -69,6 +70,7 @@ class Conductor:
         self._entry = entry
         self._versions = dict(versions or {})
         self._resumed = resumed
+        self._on_ready = on_ready
         self._resumed_from = checkpoint
         self.shelf = Shelf(run, stream, options, newest=checkpoint)
         self._tick = tick
@@ -76,6 +78,7 @@ class Conductor:
         self._gathering = Gathering()
         self._evaluation: dict[str, Mapping[str, Any]] = {}
         self._rehearsed: set[str] = set()
+        self._ticks: dict[str, int] = {}
         self._failures = FirstFailure(coordinator.timeouts.settle_s)
         self._signal: int | None = None
         self._stop_by: float | None = None
@@ -91,6 +94,8 @@ class Conductor:
         self._start_members()
         self._until(lambda: len(self.ready) == self.options.workers, "ready_s", "getting ready")
         self.course = self._make_course()
+        self._on_ready()
+        self.run.note_fields(next(iter(self.ready.values()))["fields"], self.options.settings)
         self._form_view()
         self._until(
             lambda: len(self._joined) == self.options.workers, "view_s", "joining its peers"
@@ -163,7 +168,6 @@ class Conductor:
                         "model() and data() must give the same in every process."
                     )
         fields, samples = first["fields"], first["train_samples"]
-        self.run.note_fields(fields, self.options.settings)
         syllabus = Syllabus(
             num_samples=samples,
             batch_size=fields["batch_size"],
@@ -189,8 +193,10 @@ class Conductor:
             )
         return Course(syllabus, self._resumed_from.course if self._resumed_from else None)
 
-    def _check_sizes(self, facts: Mapping[str, Any]) -> None:
-        batch, samples = facts["fields"]["batch_size"], facts["train_samples"]
+    def _check_job(self, facts: Mapping[str, Any]) -> None:
+        """What only shows when the job is loaded."""
+        fields, samples = facts["fields"], facts["train_samples"]
+        batch, monitor, metrics = fields["batch_size"], fields["monitor"], facts["metrics"]
         if batch > samples:
             raise JobError(
                 f"The data set has {samples} samples, and the global batch_size is {batch}. "
@@ -202,6 +208,13 @@ class Conductor:
                 "at least one sample. Use fewer workers, or a larger batch: "
                 f"--set batch_size={self.options.workers}"
             )
+        if metrics and monitor not in metrics:
+            raise JobError(
+                f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
+                "Set monitor to one of these, or return it from metrics()."
+            )
+        if not metrics and fields["patience"] is not None:
+            raise JobError("patience needs something to watch: eval_data() must return a data set.")
 
     def _form_view(self) -> None:
         names = sorted(self.ready, key=lambda name: int(name.rpartition("-")[2]))
@@ -254,12 +267,16 @@ class Conductor:
         now = time.monotonic()
         match happening:
             case Said(member, {"kind": "ready"} as facts):
-                self._check_sizes(facts)  # at the first: others may take their time
+                self._check_job(facts)  # at the first: others may take their time
                 self.ready[member] = facts
                 self._progress = now
             case Said(member, {"kind": "report"} as report):
                 self._progress = now
                 self._on_report(member, report)
+            case Said(member, {"kind": "beat", "ticks": int(ticks)}):
+                if ticks != self._ticks.get(member, 0):
+                    self._ticks[member] = ticks
+                    self._progress = now
             case Said(member, {"kind": "failed"} as said):
                 self._failures.add(
                     Failure(
@@ -287,9 +304,7 @@ class Conductor:
         match report:
             case {"what": "joined", "transport": str(transport)}:
                 self._joined[member] = transport
-            case {"what": "rehearsed", "metrics": list(metrics)}:
-                if metrics:
-                    self._check_monitor(metrics)
+            case {"what": "rehearsed"}:
                 self._rehearsed.add(member)
             case {"what": "steps", "rows": list(rows)}:
                 for row in rows:
@@ -343,7 +358,6 @@ class Conductor:
         samples, metrics = combine(parts)
         if not self.course.awaiting:
             return  # a stop was asked meanwhile; a resumed run evaluates again
-        self._check_monitor(metrics)
         step, epoch = self.course.step, self.course.epoch
         best = self.course.evaluated(metrics)
         self.stream.emit(
@@ -356,15 +370,6 @@ class Conductor:
                 seconds=max(part["seconds"] for part in parts),
             )
         )
-
-    def _check_monitor(self, metrics: Iterable[str]) -> None:
-        assert self.course is not None
-        monitor = self.course.syllabus.monitor
-        if monitor not in metrics:
-            raise JobError(
-                f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
-                "Set monitor to one of these, or return it from metrics()."
-            )
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -6,7 +6,7 @@ numbers a worker travels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,26 +18,36 @@ from manyhands.train.trainee import checked_weight, evaluating, job_loss, to_dev
 
 
 def evaluate(
-    job: Job, model: nn.Module, dataset: Any, *, rank: int, world: int, device: str
+    job: Job,
+    model: nn.Module,
+    dataset: Any,
+    *,
+    rank: int,
+    world: int,
+    device: str,
+    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """This worker's part: {"samples", "weight", "sums": {name: weighted sum}}."""
+    """This worker's part: {"samples", "sums": {name: [weighted sum, weight]}}."""
     start, stop = len(dataset) * rank // world, len(dataset) * (rank + 1) // world
-    sums: dict[str, float] = {}
-    weight_sum = 0.0
+    sums: dict[str, list[float]] = {}
+    size = max(1, job.batch_size // job.accumulate)
     with evaluating(model), torch.no_grad():
-        for low in range(start, stop, job.batch_size):
-            indices = torch.arange(low, min(stop, low + job.batch_size))
-            batch = to_device(gather(job, dataset, indices, 0, low), device)
+        for low in range(start, stop, size):
+            indices = torch.arange(low, min(stop, low + size))
+            batch = to_device(gather(job, dataset, indices, 0), device)
             loss, output = job_loss(job, model, batch)
             metrics = job.metrics(output, batch)
             if not isinstance(metrics, Mapping):
                 raise wrong(job, "metrics", "a dict of name to number", metrics)
             own = job.weight(batch)
             weight = float(len(indices) if own is None else checked_weight(own))
-            weight_sum += weight
             for name, value in {"loss": loss, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + _number(job, name, value) * weight
-    return {"samples": stop - start, "weight": weight_sum, "sums": sums}
+                pair = sums.setdefault(name, [0.0, 0.0])
+                if weight:  # a mean over nothing is NaN, and counts nothing
+                    pair[0] += _number(job, name, value) * weight
+                    pair[1] += weight
+            progress()
+    return {"samples": stop - start, "sums": sums}
 
 
 def _number(job: Job, name: str, value: Any) -> float:

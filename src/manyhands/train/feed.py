@@ -89,7 +89,7 @@ class Feed:
             portion = self._expected.popleft()
             self._coming.append(
                 [
-                    (loaders.submit(portion.epoch, p[0][0], self._indices(portion.epoch, p)), n)
+                    (loaders.submit(portion.epoch, self._indices(portion.epoch, p)), n)
                     for p, n in self._micro_batches(portion)
                 ]
             )
@@ -108,7 +108,7 @@ class Feed:
 
     def _load(self, portion: Portion, ranges: Sequence[Range]) -> Any:
         indices = self._indices(portion.epoch, ranges)
-        return gather(self._job, self._dataset, indices, portion.epoch, ranges[0][0])
+        return gather(self._job, self._dataset, indices, portion.epoch)
 
     def _indices(self, epoch: int, ranges: Sequence[Range]) -> Tensor:
         if epoch != self._epoch:
@@ -120,21 +120,27 @@ class Feed:
         return torch.cat([self._order[start:stop] for start, stop in ranges])
 
 
-def gather(job: Job, dataset: Any, indices: Tensor, epoch: int, position: int) -> Any:
+def gather(job: Job, dataset: Any, indices: Tensor, epoch: int) -> Any:
     """One batch."""
     if type(job).collate is Job.collate:
         if _speaks_for(dataset, "gather"):
             return dataset.gather(indices)
         if type(dataset) is TensorDataset:
             return tuple(tensor[indices] for tensor in dataset.tensors)
-    # Augmentation may draw: what it draws depends on where it is in the epoch, and on nothing else.
-    seed_loading(job.seed, "load", epoch, position)
     numbers = indices.tolist()
     if _speaks_for(dataset, "__getitems__"):
+        seed_loading(job.seed, "load", epoch, numbers[0])
         samples = dataset.__getitems__(numbers)
     else:
-        samples = [dataset[i] for i in numbers]
+        samples = [_sample(job, dataset, number, epoch) for number in numbers]
     return job.collate(samples)
+
+
+def _sample(job: Job, dataset: Any, number: int, epoch: int) -> Any:
+    """One sample. Augmentation may draw: what it draws depends on the sample and the epoch alone, and
+    not on who loads it or what was loaded before."""
+    seed_loading(job.seed, "load", epoch, number)
+    return dataset[number]
 
 
 def _speaks_for(dataset: Any, method: str) -> bool:
@@ -174,8 +180,8 @@ class Loaders:
             initargs=(reference, dict(settings), os.getpid()),
         )
 
-    def submit(self, epoch: int, position: int, indices: Tensor) -> Future[Any]:
-        return self._pool.submit(_load, epoch, position, indices.tolist())
+    def submit(self, epoch: int, indices: Tensor) -> Future[Any]:
+        return self._pool.submit(_load, epoch, indices.tolist())
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -191,15 +197,16 @@ def _start_loader(reference: str, settings: dict[str, str], parent: int) -> None
     torch.set_num_threads(1)
     try:
         job = load_job(reference, settings)
+        seed_loading(job.seed, "data")
         _loaded = (job, job.data())
     except Exception as error:
         # An initializer that raises only breaks the pool; the first batch tells why.
         _loaded = error
 
 
-def _load(epoch: int, position: int, indices: list[int]) -> Any:
+def _load(epoch: int, indices: list[int]) -> Any:
     if isinstance(_loaded, Exception):
         raise _loaded
     assert _loaded is not None
     job, dataset = _loaded
-    return gather(job, dataset, torch.tensor(indices), epoch, position)
+    return gather(job, dataset, torch.tensor(indices), epoch)

@@ -25,12 +25,14 @@ import torch
 from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.errors import JobError
 from manyhands.job import Job, load_job
+from manyhands.state.files import jsonable
 from manyhands.state.saver import Saver, load_state
 from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
-from manyhands.train.seeds import seed_compute
+from manyhands.train.seeds import seed_compute, seed_loading
 from manyhands.train.step import StepReport
 from manyhands.train.trainee import Trainee
 
@@ -45,6 +47,7 @@ class Learner(Protocol):
     def step(self, share: Share) -> StepReport: ...
     def eval_model(self) -> torch.nn.Module: ...
     def transport(self) -> str: ...
+    def collect(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -59,8 +62,11 @@ class Worker:
         self.learner = learner
         self.job: Job = load_job(task["job"], task["settings"])
         self.device = pick_device(task["device"], member.local_rank)
+        # A random split must be the same one in every process, and in every resumed run.
+        seed_loading(self.job.seed, "data")
         self.data = self.job.data()
         check_dataset(self.job, "data", self.data)
+        seed_loading(self.job.seed, "eval_data")
         self.eval_data = self.job.eval_data()
         if self.eval_data is not None:
             check_dataset(self.job, "eval_data", self.eval_data)
@@ -86,6 +92,7 @@ class Worker:
         if task["checkpoint"]:
             with member.phase("loading the checkpoint"):
                 load_state(task["checkpoint"], trainee, learner)
+            self._check_schedule(syllabus.num_steps)
         self.saver = Saver(Path(task["run"]))
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
@@ -96,7 +103,8 @@ class Worker:
             "ready",
             seat=vars(self.me.view.seats[0]),
             job=type(self.job).__name__,
-            fields=self.job.fields(),
+            fields=jsonable(self.job.fields()),
+            metrics=self._try_metrics(),
             device=describe_device(self.device),
             torch=torch.__version__,
             parameters=sum(p.numel() for p in model.parameters()),
@@ -159,6 +167,7 @@ class Worker:
             seed_compute(self.device, seed, "step", portion.step, rank)
             report = self.learner.step(share)
             self._reports.append(report)
+            self._tick()
             # On a GPU a step returns before it is done; but reading the losses, below, waits for all,
             # so that the times of many steps add up to the truth.
             ended = time.perf_counter()
@@ -193,15 +202,20 @@ class Worker:
             rank=self.me.rank,
             world=self.me.world,
             device=self.device,
+            progress=self._tick,
         )
         seconds = time.perf_counter() - started
         self.member.say("report", what="evaluated", seconds=seconds, **part)
+
+    def _tick(self) -> None:
+        self.member.ticks += 1
 
     def _checkpoint(self, step: int) -> None:
         self._flush()
         if self.me.rank == 0:
             self.saver.finish()
             self._mind_the_saver()
+            self.learner.collect()
             self.saver.start(step, self.trainee, self.learner)
 
     def _mind_the_saver(self) -> None:
@@ -215,12 +229,25 @@ class Worker:
         share = self.feed.share(portion)
         self.trainee.loss(self.trainee.model, share.batches[0][0]).backward()
         self.trainee.optimizer.zero_grad(set_to_none=True)
-        metrics: list[str] = []
-        if self.eval_data is not None:
-            few = torch.utils.data.Subset(self.eval_data, [0])
-            part = evaluate(self.job, self.trainee.model, few, rank=0, world=1, device=self.device)
-            metrics = list(part["sums"])
-        self.member.say("report", what="rehearsed", metrics=metrics)
+        self.member.say("report", what="rehearsed")
+
+    def _try_metrics(self) -> list[str]:
+        """The names that an evaluation gives: its mistakes should not wait for the end of an epoch."""
+        if self.eval_data is None:
+            return []
+        first = range(min(self.job.batch_size, len(self.eval_data)))
+        few = torch.utils.data.Subset(self.eval_data, first)
+        part = evaluate(self.job, self.trainee.model, few, rank=0, world=1, device=self.device)
+        return list(part["sums"])
+
+    def _check_schedule(self, num_steps: int) -> None:
+        total = getattr(self.trainee.scheduler, "total_steps", None)
+        if total is not None and num_steps > total:
+            kind = type(self.trainee.scheduler).__name__
+            raise JobError(
+                f"The saved {kind} ends after {total} steps, and {num_steps} are asked for now. It can't "
+                "be stretched: start a new run for more epochs, or give the job another schedule."
+            )
 
     def _stop(self) -> None:
         self._flush()

@@ -103,11 +103,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def combine(parts: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
     """All workers' parts of an evaluation, as (samples, metrics)."""
-    weight = sum(part["weight"] for part in parts)
     # A part may be empty, and then knows no names.
     names = dict.fromkeys(name for part in parts for name in part["sums"])
-    means = {
-        name: sum(part["sums"].get(name, 0.0) for part in parts) / weight if weight else math.nan
-        for name in names
-    }
+    means = {}
+    for name in names:
+        pairs = [part["sums"].get(name, (0.0, 0.0)) for part in parts]
+        weight = sum(pair[1] for pair in pairs)
+        means[name] = sum(pair[0] for pair in pairs) / weight if weight else math.nan
     return sum(part["samples"] for part in parts), means

@@ -51,7 +51,8 @@ class Shelf:
                 self._stream.emit(events.Noticed(message=f"{self.error}. Training goes on{last}."))
                 continue
             best = course.best.step if course.best.metrics else None
-            checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
+            if best is None or best in checkpoints.steps(self._run.path):  # else it is on its way
+                checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
 
     def _commit(self, order: Checkpoint, report: Mapping[str, Any]) -> None:
         if "error" in report:

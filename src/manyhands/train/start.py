@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from manyhands import __version__
 from manyhands.cluster.coordinator import Coordinator, on_signals
 from manyhands.cluster.launchers import Launcher, LocalLauncher
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.errors import Interrupted, ManyhandsError, RunFolderError, UsageError
+from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import EVENTS, Run
@@ -34,13 +35,21 @@ def train(
     control: str = "unix",
     timeouts: Timeouts | None = None,
     launcher: Launcher | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> int:
-    """Train in the run's folder; the exit code. A mistake of the person is raised, not told."""
+    """Train in the run's folder; the exit code. A mistake of the person is raised, not told.
+
+    `on_ready` is called when nothing stands in the way any more: what changes the folder waits till then.
+    """
     run.lock()
     resumed = (run.path / EVENTS).exists()
-    try:
+
+    def ready() -> None:
         checkpoints.clear_partials(run.path)
         run.forget_summary()
+        on_ready()
+
+    try:
         stream = Stream(
             [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
         )
@@ -57,6 +66,7 @@ def train(
                     entry=WORKER,
                     checkpoint=checkpoint,
                     resumed=resumed,
+                    on_ready=ready,
                     tick=console.tick,
                     versions=versions(),
                 )
@@ -75,14 +85,10 @@ def _conduct(conductor: Conductor) -> int:
         code = EXIT_CODES[outcome]
     except Interrupted as caught:
         error, outcome, code = caught, "interrupted", caught.exit_code
+    except RecordError:
+        raise  # there is nowhere to write how it ended
     except ManyhandsError as caught:
         error, outcome, code = caught, "failed", caught.exit_code
-    except OSError as caught:
-        # The record of the run is its truth: without it, going on would be training in the dark.
-        raise RunFolderError(
-            f"The run folder {conductor.run.path} can't be written any more: {caught}. "
-            f"Make room, then  manyhands resume {conductor.run.path}"
-        ) from caught
     conductor.coordinator.stop()
     if isinstance(error, UsageError) and conductor.tally.samples == 0:
         raise error
@@ -94,7 +100,10 @@ def _conduct(conductor: Conductor) -> int:
         checkpoint=conductor.shelf.newest,
         error=str(error) if error else None,
     )
-    run.write_summary(summary)
+    try:
+        run.write_summary(summary)
+    except OSError as caught:
+        raise RecordError(f"{run.path} can't be written: {caught}") from caught
     done = outcome in ("finished", "early-stopped")
     command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"
     conductor.stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))

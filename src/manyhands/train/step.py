@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from manyhands.train.feed import Share
-from manyhands.train.trainee import Trainee, checked_weight, evaluating
+from manyhands.train.trainee import Trainee, checked_weight, frozen_statistics
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ class StepReport:
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss of this worker's part."""
-        return float(self.loss) / float(self.weight) if self.weight else float("nan")
+        """The mean loss of this worker's part; 0 where it had none."""
+        return float(self.loss) / float(self.weight) if self.weight else 0.0
 
 
 Sum = Callable[[float | Tensor], float | Tensor]
@@ -55,7 +56,7 @@ def gradients(
     scale: float = 1.0,
     total: Sum | None = None,
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> tuple[float | Tensor, Tensor]:
+) -> tuple[float | Tensor, float | Tensor]:
     """Put this share's gradients in place; its weight, and the weighted sum of its losses.
 
     `model` is what to call (a wrapper of the trainee's); `scale` multiplies the gradients; `total`
@@ -69,18 +70,17 @@ def gradients(
         weights = [_own_weight(trainee, batch, samples) for batch, samples in share.batches]
         mine = sum(weights[1:], weights[0])
         whole = total(mine) if total is not None else mine
-    if share.samples == 0:
-        return _stand_in(trainee, share, model)
-    losses = None
+    losses: float | Tensor = 0.0
     last = len(share.batches) - 1
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
         with local() if index < last else nullcontext():
+            if weight == 0:
+                _take_part(trainee, model, batch)
+                continue
             loss = trainee.loss(model, batch)
             factor = weight / whole * scale
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
-        part = loss.detach() * weight
-        losses = part if losses is None else losses + part
-    assert losses is not None
+        losses = losses + loss.detach() * weight
     return sum(weights[1:], weights[0]), losses
 
 
@@ -91,9 +91,13 @@ def _own_weight(trainee: Trainee, batch: object, samples: int) -> float | Tensor
     return checked_weight(trainee.weight(batch))
 
 
-def _stand_in(trainee: Trainee, share: Share, model: nn.Module) -> tuple[float, Tensor]:
-    """Take part with gradients of zero. In evaluation mode: nothing may learn from a sample that counts 0."""
-    with evaluating(trainee.model):
-        loss = trainee.loss(model, share.batches[0][0])
-        (loss * 0.0).backward()
-    return 0.0, loss.detach() * 0.0
+def _take_part(trainee: Trainee, model: nn.Module, batch: object) -> None:
+    """Gradients of zero for what counts nothing: an empty share, or samples that weigh nothing.
+
+    Its loss may be NaN (a mean over nothing), so the gradients come from the parameters themselves.
+    The model is called all the same: a wrapper that shares gradients waits for a forward.
+    """
+    with frozen_statistics(trainee.model):
+        trainee.loss(model, batch)
+    nothing = [(p * 0.0).sum() for p in trainee.model.parameters() if p.requires_grad]
+    torch.stack(nothing).sum().backward()

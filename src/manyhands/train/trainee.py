@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -34,6 +35,8 @@ class Trainee:
     clip_norm: float | None = None
     weight: Callable[[Any], float | Tensor | None] | None = None
     """What a batch counts in the mean over workers; None: its samples."""
+    make_scheduler: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
+    """The same schedule for another optimizer, which has the same parameter groups."""
 
     @classmethod
     def of(cls, job: Job, *, device: str, num_steps: int) -> Trainee:
@@ -63,11 +66,23 @@ class Trainee:
             scheduler=scheduler,
             clip_norm=job.clip_norm,
             weight=job.weight if type(job).weight is not Job.weight else None,
+            make_scheduler=lambda other: job.schedule(other, num_steps),
         )
 
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def schedule_for(self, other: Optimizer) -> LRScheduler | None:
+        """This trainee's schedule, as far as it has come, over an optimizer with the same groups."""
+        scheduler = self.make_scheduler(other)
+        if scheduler is not None and self.scheduler is not None:
+            scheduler.load_state_dict(self.scheduler.state_dict())
+        for theirs, ours in zip(other.param_groups, self.optimizer.param_groups, strict=True):
+            theirs.update(
+                {k: v for k, v in ours.items() if k not in ("params", "fused", "foreach")}
+            )
+        return scheduler
 
     def update(self) -> None:
         """Gradients are complete: clip, step, schedule, forget."""
@@ -111,6 +126,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """In training mode, but normalization takes its running statistics and leaves them as they are."""
+    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.training]
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

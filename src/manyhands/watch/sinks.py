@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import ClassVar
 
+from manyhands.errors import RecordError
 from manyhands.watch.events import Event
 
 log = logging.getLogger("manyhands.watch")
@@ -56,9 +57,16 @@ class Stream:
             try:
                 sink.handle(event)
             except Exception as error:
-                if sink.essential:
+                if not sink.essential:
+                    self._drop(sink, error)
+                elif isinstance(error, OSError):
+                    # The record is the truth: to go on without it would be training in the dark.
+                    raise RecordError(
+                        f"The run's record can't be written any more: {error}. Make room, then resume "
+                        "the run: nothing that was saved is lost."
+                    ) from error
+                else:
                     raise
-                self._drop(sink, error)
 
     def close(self) -> None:
         """Close every sink, whatever the others do; then raise an essential one's error."""

@@ -74,8 +74,8 @@ def test_every_epoch_is_another_permutation_and_the_same_for_a_seed(make_job: An
 )
 def test_gathered_at_once_or_one_by_one(make_job: Any, dataset: Any) -> None:
     indices = torch.tensor([4, 0, 22, 4])
-    fast = gather(make_job(), dataset, indices, 0, 0)
-    slow = gather(make_job(), Plain(), indices, 0, 0)
+    fast = gather(make_job(), dataset, indices, 0)
+    slow = gather(make_job(), Plain(), indices, 0)
     for one, other in zip(fast, slow, strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
@@ -84,7 +84,7 @@ def test_gathered_at_once_or_one_by_one(make_job: Any, dataset: Any) -> None:
 @pytest.mark.parametrize("dataset", [Arrays(*tensors()), TensorDataset(*tensors()), Plain()])
 def test_a_jobs_own_collate_is_respected(make_job: Any, dataset: Any) -> None:
     job = make_job(collate=lambda self, samples: [int(y) for _, y in samples])
-    assert gather(job, dataset, torch.tensor([2, 1]), 0, 0) == [20, 10]
+    assert gather(job, dataset, torch.tensor([2, 1]), 0) == [20, 10]
 
 
 @pytest.mark.parametrize("base", [Arrays, TensorDataset])
@@ -93,7 +93,7 @@ def test_a_subclass_that_augments_is_not_passed_by(make_job: Any, base: Any) -> 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
             return tuple(2 * value for value in super().__getitem__(index))
 
-    batch = gather(make_job(), Doubled(*tensors()), torch.tensor([3, 1]), 0, 0)
+    batch = gather(make_job(), Doubled(*tensors()), torch.tensor([3, 1]), 0)
     assert batch[1].tolist() == [60, 20]
 
 
@@ -102,7 +102,7 @@ def test_an_attribute_called_batch_is_not_a_way_to_gather(make_job: Any) -> None
         def __init__(self) -> None:
             self.batch = 32
 
-    assert gather(make_job(), Odd(), torch.tensor([3]), 0, 0)[1].tolist() == [30]
+    assert gather(make_job(), Odd(), torch.tensor([3]), 0)[1].tolist() == [30]
 
 
 def test_a_dataset_that_gives_many_samples_is_asked_once(make_job: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_dataset_that_gives_many_samples_is_asked_once(make_job: Any) -> None:
             asked.append(numbers)
             return [self[i] for i in numbers]
 
-    assert gather(make_job(), Many(), torch.tensor([3, 1]), 0, 0)[1].tolist() == [30, 10]
+    assert gather(make_job(), Many(), torch.tensor([3, 1]), 0)[1].tolist() == [30, 10]
     assert asked == [[3, 1]]
 
 
@@ -193,5 +193,5 @@ def test_the_wrong_dataset(make_job: Any, dataset: Any, says: str) -> None:
 
 def test_a_list_will_do(make_job: Any) -> None:
     check_dataset(make_job(), "eval_data", [(1.0, 2)])
-    batch = gather(make_job(), [(1.0, 2), (3.0, 4)], torch.tensor([1]), 0, 0)
+    batch = gather(make_job(), [(1.0, 2), (3.0, 4)], torch.tensor([1]), 0)
     assert [value.tolist() for value in batch] == [[3.0], [4]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,17 +110,17 @@ def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
 
 
 def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:
-    parts = [
-        {"samples": 3, "weight": 3.0, "sums": {"loss": 6.0, "accuracy": 3.0}},
-        {"samples": 0, "weight": 0.0, "sums": {}},
-        {"samples": 1, "weight": 1.0, "sums": {"loss": 6.0, "accuracy": 0.0}},
+    parts: list[dict[str, Any]] = [
+        {"samples": 3, "sums": {"loss": [6.0, 3.0], "accuracy": [3.0, 3.0]}},
+        {"samples": 0, "sums": {}},
+        {"samples": 1, "sums": {"loss": [6.0, 1.0], "accuracy": [0.0, 1.0], "rare": [5.0, 1.0]}},
     ]
     for order in itertools.permutations(parts):
-        assert combine(order) == (4, {"loss": 3.0, "accuracy": 0.75})
+        assert combine(order) == (4, {"loss": 3.0, "accuracy": 0.75, "rare": 5.0})
 
 
 def test_an_evaluation_of_nothing_has_no_number() -> None:
-    assert combine([{"samples": 0, "weight": 0.0, "sums": {}}]) == (0, {})
-    samples, metrics = combine([{"samples": 2, "weight": 0.0, "sums": {"loss": 0.0}}])
+    assert combine([{"samples": 0, "sums": {}}]) == (0, {})
+    samples, metrics = combine([{"samples": 2, "sums": {"loss": [0.0, 0.0]}}])
     assert samples == 2
     assert math.isnan(metrics["loss"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.errors import RecordError
 from manyhands.watch import JsonlSink, Queued, Sink, Stream, read_events
 from manyhands.watch.events import Event, Noticed
 
@@ -58,7 +59,7 @@ def test_a_failing_sink_is_reported_once_and_the_others_get_everything(
 
 def test_the_truth_can_not_be_written_ends_the_run() -> None:
     stream = Stream([JsonlSink("/dev/full")])
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RecordError, match="No space left"):
         stream.emit(Noticed(message="x"))
     stream.close()
 
