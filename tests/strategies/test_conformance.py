@@ -14,6 +14,8 @@ CASES = [
     Case("single", workers=1),
     Case("allreduce", workers=2),
     Case("allreduce", workers=4),
+    Case("ps:sync", workers=2),
+    Case("ps:sync(servers=2)", workers=4),
 ]
 
 

@@ -19,7 +19,7 @@ FILES = sorted(HOME.rglob("*.py"))
 FLOORS = [
     {"cli"},
     {"strategies"},
-    {"train"},
+    {"ps", "train"},
     {"wire", "cluster", "state", "watch"},
     {"job", "errors", "__init__"},
 ]

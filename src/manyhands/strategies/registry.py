@@ -10,10 +10,11 @@ from typing import Any
 from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Strategy
+from manyhands.strategies.ps import PsSync
 from manyhands.strategies.single import Single
 from manyhands.strategies.spec import Part, Value, parse_spec
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, AllReduce)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, AllReduce, PsSync)}
 
 
 def make_strategy(text: str) -> Strategy:

@@ -78,6 +78,7 @@ class Conductor:
         self._gathering = Gathering()
         self._evaluation: dict[str, Mapping[str, Any]] = {}
         self._rehearsed: set[str] = set()
+        self._stopped: set[str] = set()
         self._ticks: dict[str, int] = {}
         self._failures = FirstFailure(coordinator.timeouts.settle_s)
         self._signal: int | None = None
@@ -306,6 +307,10 @@ class Conductor:
                 self._joined[member] = transport
             case {"what": "rehearsed"}:
                 self._rehearsed.add(member)
+            case {"what": "stopped"}:
+                self._stopped.add(member)
+                if len(self._stopped) == self.options.workers:
+                    self._tell_all(order="leave")
             case {"what": "steps", "rows": list(rows)}:
                 for row in rows:
                     self._gathering.add(member, Row(*row))

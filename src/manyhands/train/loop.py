@@ -6,7 +6,8 @@
         steps       for each: share of the data -> learner.step -> report
         evaluate    this worker's part of the evaluation data
         checkpoint  rank 0 copies the state and writes it while training goes on
-        stop        save what is being saved, leave
+        stop        save what is being saved
+        leave       all have: nobody needs this worker any more
 
 Reports are gathered and sent a few times a second, and losses are read from the device only then, so
 that a step costs no message and no synchronisation of its own.
@@ -141,6 +142,8 @@ class Worker:
                 case {"order": "stop"}:
                     with self.member.phase("finishing the last checkpoint"):
                         self._stop()
+                case {"order": "leave"}:
+                    self.learner.close()
                     return
 
     def _listen(self, agenda: deque[dict[str, Any]], *, timeout_s: float | None = 0) -> None:
@@ -255,7 +258,8 @@ class Worker:
         self._mind_the_saver()
         if self.loaders is not None:
             self.loaders.close()
-        self.learner.close()
+        # Not before all are done: another may still need what this one holds, to save it.
+        self.member.say("report", what="stopped")
 
 
 def _portion(row: Sequence[Any]) -> Portion:

@@ -1,0 +1,146 @@
+"""A model's numbers as flat buffers: parameters once a host, gradients once a worker.
+
+A Flat lies in private memory or in a shared segment. Parameters and gradients of a model become views
+into one, so that a backward writes where the server reads, and a push inside a host copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.ps.blocks import Block, Layout, Piece
+from manyhands.ps.optimizer import join_state
+from manyhands.wire.shm import Segment, aligned
+
+
+class Flat:
+    """The buffers of a layout, with views of blocks and of pieces (parameters)."""
+
+    def __init__(
+        self, layout: Layout, buffers: Sequence[Tensor], segment: Segment | None = None
+    ) -> None:
+        self.layout = layout
+        self.buffers = list(buffers)
+        self.segment = segment
+
+    @classmethod
+    def private(cls, layout: Layout, *, device: str = "cpu") -> Flat:
+        """Memory of this process, all zero."""
+        return cls(
+            layout,
+            [torch.zeros(b.numel, dtype=_dtype(b.dtype), device=device) for b in layout.buffers],
+        )
+
+    @classmethod
+    def shared(cls, layout: Layout, *, label: str) -> Flat:
+        """Memory that other processes of this host can attach, all zero."""
+        return cls._in(layout, Segment.create(_offsets(layout)[-1], label=label))
+
+    @classmethod
+    def attached(cls, layout: Layout, address: str) -> Flat:
+        return cls._in(layout, Segment.attach(address))
+
+    @classmethod
+    def _in(cls, layout: Layout, segment: Segment) -> Flat:
+        buffers = [
+            segment.tensor(_dtype(buffer.dtype), offset_bytes=offset, numel=buffer.numel)
+            for buffer, offset in zip(layout.buffers, _offsets(layout), strict=False)
+        ]
+        return cls(layout, buffers, segment)
+
+    def block(self, number: int) -> Tensor:
+        block = self.layout.blocks[number]
+        return self.buffers[block.buffer][block.start : block.stop]
+
+    def piece(self, name: str) -> Tensor:
+        """One parameter's numbers, flat."""
+        slot = self.layout.slots[name]
+        return self.buffers[slot.buffer][slot.start : slot.stop]
+
+    def copy_(self, other: Flat) -> None:
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs)
+
+    def zero_(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def close(self) -> None:
+        if self.segment is not None:
+            self.segment.close()
+
+
+def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name, in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    return {names.get(id(p), f"#{number}"): p for number, p in enumerate(listed)}
+
+
+def layout_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, whole_tensors: bool, min_blocks: int
+) -> Layout:
+    group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    pieces = [
+        Piece(
+            name, p.numel(), p.element_size(), group_of[id(p)], str(p.dtype).removeprefix("torch.")
+        )
+        for name, p in pieces_of(model, optimizer).items()
+    ]
+    return Layout.of(pieces, whole_tensors=whole_tensors, min_blocks=min_blocks)
+
+
+def block_state(
+    layout: Layout, block: Block, states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What an optimizer remembers of a block, from what it remembers of each parameter."""
+    whole: dict[str, Any] = {}
+    for piece in layout.pieces_in(block):
+        slot = layout.slots[piece.name]
+        low, high = max(slot.start, block.start), min(slot.stop, block.stop)
+        for key, value in states.get(piece.name, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
+                whole.setdefault(key, value)
+                continue
+            target = whole.setdefault(key, torch.zeros(block.numel, dtype=value.dtype))
+            target[low - block.start : high - block.start] = value.reshape(-1)[
+                low - slot.start : high - slot.start
+            ].cpu()
+    return whole
+
+
+def piece_state(
+    layout: Layout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What an optimizer remembers of a parameter, from what it remembers of its blocks."""
+    slot = layout.slots[name]
+    parts = []
+    for block in layout.blocks_with(name):
+        low, high = max(slot.start, block.start), min(slot.stop, block.stop)
+        parts.append(
+            {
+                key: value.reshape(-1)[low - block.start : high - block.start]
+                if isinstance(value, Tensor) and value.dim() > 0
+                else value
+                for key, value in states.get(block.number, {}).items()
+            }
+        )
+    return join_state(parts, shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """Where each buffer begins in a segment, in bytes, and behind the last the segment's size."""
+    offsets = [0]
+    for buffer in layout.buffers:
+        offsets.append(aligned(offsets[-1] + buffer.numel * buffer.itemsize))
+    return offsets

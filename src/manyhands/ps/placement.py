@@ -1,0 +1,402 @@
+"""Which server holds which shard, and which holds its replica. Pure and deterministic.
+
+A first placement cuts the line of shards where the servers' shares of the bytes end, so that each
+server gets one run of neighbours. Where coarse shards make that uneven, shards move from full servers
+to empty ones; failing that, the largest shard goes first, each to the emptiest server (Graham 1969: the
+fullest of equal servers is then at most 4/3 of the best possible). The most even of these wins.
+
+When servers come or go, every shard stays where it is; one whose server went away goes to its replica
+(no byte moves) or to the emptiest server; then shards move from full servers to empty ones, only until
+every load is within SLACK of its share. If that ends over TOLERANCE off its share and a placement from
+scratch would not, the latter is taken. A server that comes back empty must come under a new name.
+
+The guarantee: each server is within SLACK of its share of the bytes, or else within one shard and GAIN
+of it. So whenever the largest shard is under 9 % of every share, all are within TOLERANCE. The bytes
+that move are those that must, and about one shard a server.
+
+The replicas of one server are spread over all others, so that its death burdens all alike. They stay
+off its host wherever another host has a server, even at the price of balance.
+
+Costs: about a pass over the shards for each that moves: milliseconds as a rule, a second or two for a
+thousand whole tensors beside one that dwarfs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from manyhands.errors import ManyhandsError, UsageError
+from manyhands.ps.blocks import Block, Layout
+from manyhands.watch.units import plural, size
+
+SLACK = 0.05
+"""So far from its share a server may be before shards move for it."""
+TOLERANCE = 0.1
+"""So far from its share a server may be without being called uneven."""
+GAIN = 0.01
+"""What moving past a target, or more runs of neighbours, must bring: so much of a share."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A shard that has a new holder."""
+
+    shard: int
+    target: str
+    role: Literal["server", "replica"]
+    sources: tuple[str, ...]
+    """Who held it before, best first: the first of them still alive gives it away."""
+    num_bytes: int
+    """What must travel: 0 where the target held the shard already, in the other role."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every shard of a layout on its server. Made by `place`."""
+
+    layout: Layout
+    servers: tuple[str, ...]
+    shares: tuple[float, ...]
+    """Of the bytes, by server; they add up to 1."""
+    firsts: tuple[int, ...]
+    """By shard: its server, as an index into `servers`."""
+    seconds: tuple[int, ...] | None
+    """By shard: its replica's server likewise, or None where there are no replicas."""
+
+    def server_of(self, block: Block) -> str:
+        return self.servers[self.firsts[self.layout.shard_of(block)]]
+
+    def replica_of(self, block: Block) -> str | None:
+        if self.seconds is None:
+            return None
+        return self.servers[self.seconds[self.layout.shard_of(block)]]
+
+    def blocks_of(self, server: str) -> tuple[Block, ...]:
+        """By number."""
+        return self._blocks(self.firsts, server)
+
+    def replicas_of(self, server: str) -> tuple[Block, ...]:
+        """The blocks whose replica is on `server`, by number."""
+        return () if self.seconds is None else self._blocks(self.seconds, server)
+
+    def bytes_of(self, server: str) -> int:
+        """Of its own blocks, without replicas."""
+        return sum(block.num_bytes for block in self.blocks_of(server))
+
+    def holders(self, shard: int) -> tuple[str, ...]:
+        """The shard's server and, if there is one, its replica's."""
+        both = [self.firsts[shard]] + ([] if self.seconds is None else [self.seconds[shard]])
+        return tuple(self.servers[number] for number in both)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """How far the server furthest off its share is, in parts of that share."""
+        return self._spread.worst()
+
+    def moves_from(self, previous: Placement) -> list[Move]:
+        """What has to happen to get here from `previous`, shard by shard, servers before replicas."""
+        _check_same(self.layout, previous)
+        moves = []
+        roles: tuple[Literal["server", "replica"], ...] = ("server", "replica")
+        for number, role in enumerate(roles):
+            for shard, num_bytes in enumerate(self.layout.shard_bytes):
+                now, before = self.holders(shard), previous.holders(shard)
+                if now[number : number + 1] in ((), before[number : number + 1]):
+                    continue
+                target = now[number]
+                sources = tuple(name for name in before if name != target)
+                moves.append(
+                    Move(shard, target, role, sources, 0 if target in before else num_bytes)
+                )
+        return moves
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout.digest,
+            "servers": list(self.servers),
+            "shares": list(self.shares),
+            "firsts": list(self.firsts),
+            "seconds": None if self.seconds is None else list(self.seconds),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], *, layout: Layout) -> Placement:
+        """What `to_dict` gave, of the same layout."""
+        if record.get("layout") != layout.digest:
+            raise ManyhandsError(
+                f"This placement is of layout {record.get('layout')!r}, and the model here has layout "
+                f"{layout.digest!r}: all members must build the same model from the same job file."
+            )
+        try:
+            servers = tuple(str(name) for name in record["servers"])
+            shares = tuple(float(share) for share in record["shares"])
+            firsts, *rest = (
+                tuple(int(number) for number in numbers)
+                for numbers in (record["firsts"], record["seconds"])
+                if numbers is not None
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManyhandsError(f"This is not a placement: {error!r}.") from error
+        whole = all(len(numbers) == len(layout.shards) for numbers in (firsts, *rest))
+        known = all(0 <= number < len(servers) for numbers in (firsts, *rest) for number in numbers)
+        if not (whole and known and len(shares) == len(servers)):
+            raise ManyhandsError("This is not a placement: its shards and servers do not fit.")
+        return cls(layout, servers, shares, firsts, rest[0] if rest else None)
+
+    def describe(self) -> str:
+        """For the banner: "2 servers, 3.7 MB each (4 blocks and 4), replicas on the other"."""
+        loads = [self.bytes_of(server) for server in self.servers]
+        counts = [len(self.blocks_of(server)) for server in self.servers]
+        if len(loads) == 1:
+            return f"1 server, {size(loads[0])} ({plural(counts[0], 'block')}), no replicas"
+        uneven = self.imbalance > TOLERANCE
+        if uneven or max(self.shares) > min(self.shares) * (1 + SLACK):
+            each = f"{size(min(loads))} to {size(max(loads))}"
+        else:
+            each = f"{size(sum(loads) / len(loads))} each"
+        if len(counts) <= 4:
+            *first, last = [plural(counts[0], "block"), *map(str, counts[1:])]
+            blocks = f"{', '.join(first)} and {last}"
+        else:
+            blocks = f"{min(counts)} to {plural(max(counts), 'block')}"
+        other = "other" if len(loads) == 2 else "others"
+        replicas = "no replicas" if self.seconds is None else f"replicas on the {other}"
+        text = f"{plural(len(loads), 'server')}, {each} ({blocks}), {replicas}"
+        return text + (f"; uneven: {self._why_uneven()}" if uneven else "")
+
+    def _why_uneven(self) -> str:
+        layout = self.layout
+        largest = max(layout.blocks, key=lambda block: block.num_bytes)
+        if layout.whole_tensors:
+            name = layout.pieces_in(largest)[0].name
+            return (
+                f"the optimizer needs whole tensors, and {name} alone is {size(largest.num_bytes)}"
+            )
+        return (
+            f"{plural(len(layout.blocks), 'block')} of up to {size(largest.num_bytes)} can't be spread "
+            f"better over {plural(len(self.servers), 'server')}; fewer servers would do"
+        )
+
+    def _blocks(self, numbers: Sequence[int], server: str) -> tuple[Block, ...]:
+        wanted = self.servers.index(server)
+        return tuple(
+            block
+            for shard, number in enumerate(numbers)
+            if number == wanted
+            for block in self.layout.blocks_in(shard)
+        )
+
+    @cached_property
+    def _spread(self) -> _Spread:
+        targets = [share * self.layout.num_bytes for share in self.shares]
+        return _Spread(self.layout.shard_bytes, targets, self.firsts)
+
+
+def place(
+    layout: Layout,
+    servers: Sequence[str],
+    *,
+    previous: Placement | None = None,
+    weights: Mapping[str, float] | None = None,
+    replicas: int = 1,
+    hosts: Mapping[str, str] | None = None,
+) -> Placement:
+    """Spread a layout's shards over `servers`.
+
+    `previous` is what holds now: as little as possible moves away from it. `weights` (default: all
+    the same) are the servers' shares of the bytes. `hosts` says where servers run, to keep a replica
+    off its server's host. A single server has no replicas, whatever `replicas` says.
+    """
+    shares = _shares(servers, weights)
+    if replicas not in (0, 1):
+        raise UsageError(f"replicas={replicas} can't be: a block has 0 or 1 replicas.")
+    sizes = layout.shard_bytes
+    targets = [share * layout.num_bytes for share in shares]
+    held: list[list[int]] = [[] for _ in sizes]
+    if previous is not None:
+        _check_same(layout, previous)
+        number = {name: i for i, name in enumerate(servers)}
+        held = [[number[s] for s in previous.holders(x) if s in number] for x in range(len(sizes))]
+    spread = _kept(sizes, targets, held) if previous is not None else _fresh(sizes, targets)
+    if previous is not None and spread.worst() > TOLERANCE:
+        anew = _fresh(sizes, targets)
+        spread = anew if anew.worst() <= TOLERANCE else spread
+    firsts = tuple(spread.owner)
+    seconds = None
+    if replicas and len(servers) > 1:
+        places = [(hosts or {}).get(server, server) for server in servers]
+        seconds = _seconds(sizes, shares, firsts, places, held)
+    return Placement(layout, tuple(servers), shares, firsts, seconds)
+
+
+class _Spread:
+    """Shards (numbers with a size) on servers (numbers with a target), and how to even them out."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        targets: Sequence[float],
+        owner: Iterable[int],
+        *,
+        held: Sequence[Sequence[int]] = (),
+        allowed: Callable[[int, int], bool] = lambda shard, server: True,
+    ) -> None:
+        self.sizes, self.targets, self.owner = sizes, targets, list(owner)
+        self.held, self.allowed = held, allowed
+        self.excess = [-target for target in targets]
+        for shard, server in enumerate(self.owner):
+            if server >= 0:
+                self.excess[server] += sizes[shard]
+
+    def worst(self) -> float:
+        if not any(self.targets):
+            return 0.0
+        return max(abs(e) / t for e, t in zip(self.excess, self.targets, strict=True))
+
+    def put(self, shard: int, server: int) -> None:
+        if self.owner[shard] >= 0:
+            self.excess[self.owner[shard]] -= self.sizes[shard]
+        self.owner[shard] = server
+        self.excess[server] += self.sizes[shard]
+
+    def fill(self, shards: Iterable[int]) -> None:
+        """The largest first, each to the server that is fullest last."""
+        for shard in sorted(shards, key=lambda x: (-self.sizes[x], x)):
+            after = [
+                ((excess + self.sizes[shard]) / target, server)
+                for server, (excess, target) in enumerate(
+                    zip(self.excess, self.targets, strict=True)
+                )
+            ]
+            self.put(shard, min(after)[1])
+
+    def even_out(self) -> _Spread:
+        while move := self._next_move():
+            self.put(*move)
+        return self
+
+    def _next_move(self) -> tuple[int, int] | None:
+        """The shard to move, and where to; None when all is well or nothing helps.
+
+        First what brings both servers nearer to their targets without overshooting: every such byte
+        has to move anyway. Then what makes the two more alike (x below the difference of excesses):
+        the sum of squared excesses falls with every move, so this ends.
+        """
+        excess = self.excess
+        off = [abs(e) > SLACK * t for e, t in zip(excess, self.targets, strict=True)]
+        if not any(off):
+            return None
+        order = sorted(range(len(excess)), key=lambda server: (excess[server], server))
+        on: list[list[int]] = [[] for _ in excess]
+        for shard, server in enumerate(self.owner):
+            on[server].append(shard)
+        for overshoot in (False, True):
+            for a in reversed(order):
+                for b in order:
+                    gap = excess[a] - excess[b]
+                    gain = max(GAIN * min(self.targets[a], self.targets[b]), 1)
+                    room = gap - gain if overshoot else min(excess[a], -excess[b])
+                    if room <= 0 or not (off[a] or off[b]):
+                        continue
+                    fits = [x for x in on[a] if self.sizes[x] <= room and self.allowed(x, b)]
+                    if fits:
+                        return max(fits, key=lambda x: self._rank(x, a, b, gap)), b
+        return None
+
+    def _rank(self, shard: int, a: int, b: int, gap: float) -> tuple[int, int, int, int]:
+        """Best what travels free, then what helps most (roughly), then what makes longer runs."""
+        held = self.held[shard] if self.held else ()
+        helps = int(min(self.sizes[shard], gap - self.sizes[shard])).bit_length()
+        beside = [self.owner[x] for x in (shard - 1, shard + 1) if 0 <= x < len(self.owner)]
+        joins = 2 if b in beside else int(beside != [a, a])
+        return (b in held) - (a in held), helps, joins, shard
+
+
+def _fresh(sizes: Sequence[int], targets: Sequence[float]) -> _Spread:
+    line = _cut(sizes, targets)
+    tries = [_Spread(sizes, targets, line), _Spread(sizes, targets, line).even_out()]
+    if tries[1].worst() > SLACK:
+        filled = _Spread(sizes, targets, [-1] * len(sizes))
+        filled.fill(range(len(sizes)))
+        tries.append(filled.even_out())
+    # Long runs are worth a little evenness.
+    fine = max(SLACK, min(spread.worst() for spread in tries) + GAIN)
+    return next(spread for spread in tries if spread.worst() <= fine)
+
+
+def _kept(sizes: Sequence[int], targets: Sequence[float], held: Sequence[Sequence[int]]) -> _Spread:
+    spread = _Spread(sizes, targets, [who[0] if who else -1 for who in held], held=held)
+    spread.fill([shard for shard, who in enumerate(held) if not who])
+    return spread.even_out()
+
+
+def _seconds(
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    firsts: Sequence[int],
+    hosts: Sequence[str],
+    held: Sequence[Sequence[int]],
+) -> tuple[int, ...]:
+    """For each shard the server of its replica."""
+    others: list[list[int]] = []
+    for a, host in enumerate(hosts):
+        # Turned so that rounding does not favour the same servers each time.
+        turn = [*range(a + 1, len(hosts)), *range(a)]
+        others.append([b for b in turn if hosts[b] != host] or turn)
+    owner = [
+        next((b for b in reversed(held[shard]) if b in others[first]), -1)
+        for shard, first in enumerate(firsts)
+    ]
+    targets = [0.0] * len(shares)
+    for a, choices in enumerate(others):
+        mine = [shard for shard, first in enumerate(firsts) if first == a]
+        each = sum(sizes[shard] for shard in mine) / sum(shares[b] for b in choices)
+        wants = []
+        for b in choices:
+            targets[b] += each * shares[b]
+            wants.append(each * shares[b] - sum(sizes[x] for x in mine if owner[x] == b))
+        free = [shard for shard in mine if owner[shard] < 0]
+        cuts = _cut([sizes[x] for x in free], [max(want, 0.0) for want in wants])
+        for shard, choice in zip(free, cuts, strict=True):
+            owner[shard] = choices[choice]
+    allowed = [set(choices) for choices in others]
+    spread = _Spread(sizes, targets, owner, held=held, allowed=lambda x, b: b in allowed[firsts[x]])
+    return tuple(spread.even_out().owner)
+
+
+def _cut(sizes: Sequence[int], targets: Sequence[float]) -> list[int]:
+    """Cut a line where the targets (scaled to its length) end; what lies across goes by its middle."""
+    total, scale = sum(sizes), sum(targets)
+    owner, before, server = [], 0, 0
+    end = targets[0] * total
+    for length in sizes:
+        while (before + length / 2) * scale >= end and server < len(targets) - 1:
+            server += 1
+            end += targets[server] * total
+        owner.append(server)
+        before += length
+    return owner
+
+
+def _shares(servers: Sequence[str], weights: Mapping[str, float] | None) -> tuple[float, ...]:
+    if not servers or len(set(servers)) < len(servers):
+        raise UsageError(
+            f"Servers {list(servers)} can't be placed on: give at least one, each name once."
+        )
+    given = [1.0 if weights is None else float(weights.get(name, 0)) for name in servers]
+    if not all(0 < weight < float("inf") for weight in given):
+        raise UsageError(
+            f"weights={dict(weights or {})} can't be: each of {', '.join(servers)} needs a number above 0."
+        )
+    return tuple(weight / sum(given) for weight in given)
+
+
+def _check_same(layout: Layout, previous: Placement) -> None:
+    if previous.layout.digest != layout.digest:
+        raise ManyhandsError(
+            f"The previous placement is of layout {previous.layout.digest!r}, not of "
+            f"{layout.digest!r}: shards move only within one model."
+        )

@@ -1,0 +1,302 @@
+"""Policies by hand: one short story for each promise. Any order at all is in test_policies_any_order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.errors import SpecError
+from manyhands.ps.policies import (
+    POLICIES,
+    Async,
+    Backup,
+    Contribution,
+    Policy,
+    Ssp,
+    Sync,
+    Update,
+    Verdict,
+    restore,
+)
+
+ABC = ("a", "b", "c")
+
+
+def step(policy: Policy, worker: str, seq: int) -> Verdict:
+    """One whole step of a worker that asks before it begins."""
+    assert policy.may_start(worker, seq)
+    policy.started(worker, seq)
+    return policy.push(worker, seq)
+
+
+def taken(policy: Policy) -> list[Update]:
+    updates = []
+    while update := policy.take():
+        updates.append(update)
+    return updates
+
+
+def pushes(update: Update | None) -> list[tuple[str, int]]:
+    assert update is not None
+    return [(c.worker, c.seq) for c in update.contributions]
+
+
+def run(policy: Policy, orders: list[tuple[str, ...]]) -> list[Update]:
+    updates = []
+    for order in orders:
+        for worker in order:
+            step(policy, worker, policy.resume_at(worker))
+            updates += taken(policy)
+    return updates
+
+
+ORDERS = st.lists(st.permutations(ABC).map(tuple), min_size=1, max_size=6)
+
+
+@given(ORDERS)
+def test_sync_gives_the_same_updates_whatever_the_order_of_arrival(orders: list[Any]) -> None:
+    expected = [
+        Update(version, tuple(Contribution(w, version) for w in ABC))
+        for version in range(1, len(orders) + 1)
+    ]
+    assert run(Sync(ABC), orders) == expected
+    # With nobody to spare, a backup policy is the same thing; and lock-step is ssp with no slack.
+    assert run(Backup(ABC, spares=0), orders) == expected
+    assert len(run(Ssp(ABC, staleness=0), orders)) == 3 * len(orders)
+
+
+def test_sync_names_those_it_waits_for() -> None:
+    policy = Sync(ABC)
+    step(policy, "b", 1)
+    assert policy.take() is None
+    assert not policy.may_start("b", 2)
+    assert policy.waiting_for("b", 2) == ("a", "c")
+    assert policy.waiting_for("b", 1) == ()
+
+
+def test_sync_goes_on_without_a_dead_worker_and_gives_its_push_back() -> None:
+    policy = Sync(ABC)
+    for worker in "ca":
+        step(policy, worker, 1)
+    assert policy.leave("c") == (("c", 1),)
+    assert policy.take() is None
+    step(policy, "b", 1)
+    assert pushes(policy.take()) == [("a", 1), ("b", 1)]
+    assert policy.push("c", 1) is Verdict.UNKNOWN
+    assert policy.leave("c") == ()
+
+
+def test_a_worker_joins_sync_at_the_step_that_nobody_has_begun() -> None:
+    policy = Sync("ab")
+    assert policy.join("c") == 1
+    policy.started("a", 1)
+    assert policy.join("d", rank=0) == 2
+    assert not policy.may_start("d", 2)
+    for worker in "abc":
+        policy.push(worker, 1)
+    assert pushes(policy.take()) == [("a", 1), ("b", 1), ("c", 1)]
+    for worker in "abcd":
+        step(policy, worker, 2)
+    assert pushes(policy.take()) == [("d", 2), ("a", 2), ("b", 2), ("c", 2)]
+
+
+def test_a_joiner_does_not_wait_for_a_round_whose_members_are_all_dead() -> None:
+    policy = Sync("a")
+    policy.started("a", 1)
+    assert policy.join("b") == 2
+    policy.leave("a")
+    assert step(policy, "b", 2) is Verdict.ACCEPTED
+    update = policy.take()
+    assert pushes(update) == [("b", 2)]
+    assert update is not None
+    assert update.version == 1, "versions have no gaps, though rounds may"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_worker_that_comes_back_repeats_no_number(name: str) -> None:
+    policy = POLICIES[name]("ab", clock=4)
+    assert step(policy, "a", 5) is Verdict.ACCEPTED
+    policy.leave("a")
+    assert policy.join("a") == 6
+    assert policy.push("a", 5) is Verdict.DUPLICATE, "left on the wire by its first life"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_gap_is_a_bug(name: str) -> None:
+    policy = POLICIES[name]("ab")
+    with pytest.raises(AssertionError, match="a pushed step 2 where step 1 is due"):
+        policy.push("a", 2)
+    with pytest.raises(AssertionError, match="a is in already"):
+        policy.join("a")
+    with pytest.raises(AssertionError, match="can't join at step 0"):
+        policy.join("c", at=0)
+
+
+def test_a_push_ahead_of_its_round_waits_for_its_turn() -> None:
+    """After a failover, a worker's pushes may come to the replica before the others' of the step before."""
+    policy = Sync("ab")
+    policy.push("a", 1)
+    policy.push("a", 2)
+    policy.push("b", 1)
+    assert [pushes(update) for update in taken(policy)] == [[("a", 1), ("b", 1)]]
+    policy.push("b", 2)
+    assert [pushes(update) for update in taken(policy)] == [[("a", 2), ("b", 2)]]
+
+
+def test_staleness_counts_the_updates_since_the_pull() -> None:
+    policy: Policy = Async("ab")
+    policy.started("a", 1)
+    for seq in (1, 2, 3):
+        step(policy, "b", seq)
+        assert policy.take() == Update(seq, (Contribution("b", seq),))
+    policy.push("a", 1)
+    assert policy.take() == Update(4, (Contribution("a", 1, staleness=3),))
+    # A replica has not seen the pull: the oldest weights that a can have got are those it made.
+    step(policy, "b", 4)
+    policy.take()
+    policy = restore(policy.state())
+    policy.push("a", 2)
+    assert policy.take() == Update(6, (Contribution("a", 2, staleness=1),))
+    policy.started("a", 3, version=2)
+    policy.push("a", 3)
+    assert policy.take() == Update(7, (Contribution("a", 3, staleness=4),))
+
+
+def test_ssp_lets_nobody_run_ahead() -> None:
+    policy = Ssp(ABC, staleness=2)
+    for seq in (1, 2, 3):
+        step(policy, "a", seq)
+    step(policy, "b", 1)
+    assert not policy.may_start("a", 4)
+    assert policy.waiting_for("a", 4) == ("c",)
+    policy.leave("c")
+    assert policy.may_start("a", 4)
+    assert policy.join("c") == 2, "beside the slowest"
+    assert not policy.may_start("a", 5)
+
+
+def test_backup_goes_on_without_the_slowest_and_loses_no_samples() -> None:
+    policy = Backup(ABC, spares=1)
+    policy.started("b", 1)
+    step(policy, "c", 1)
+    step(policy, "a", 1)
+    assert pushes(policy.take()) == [("a", 1), ("c", 1)]
+    for worker in "ac":
+        step(policy, worker, 2)
+    policy.take()
+    assert policy.push("b", 1) is Verdict.LATE
+    assert policy.dropped() == (("b", 1),)
+    assert policy.dropped() == ()
+    assert policy.push("b", 1) is Verdict.DUPLICATE
+    assert policy.resume_at("b") == 3
+    assert step(policy, "b", 3) is Verdict.ACCEPTED
+
+
+def test_backup_decays_what_is_late() -> None:
+    policy = Backup(ABC, spares=1, late="decay", decay=0.5)
+    policy.started("b", 1)
+    run(policy, [("a", "c"), ("a", "c")])
+    assert policy.push("b", 1) is Verdict.ACCEPTED
+    (update,) = run(policy, [("a", "c")])
+    late = Contribution("b", 1, staleness=2, scale=0.25)
+    assert update == Update(3, (Contribution("a", 3), late, Contribution("c", 3)))
+    assert policy.dropped() == ()
+
+
+def test_backup_takes_the_first_also_when_more_came_before_it_was_asked() -> None:
+    policy = Backup(ABC, spares=2)
+    for worker in "bac":
+        step(policy, worker, 1)
+    assert [pushes(update) for update in taken(policy)] == [[("b", 1)]]
+    assert restore(policy.state()).dropped() == (("a", 1), ("c", 1)), "not told yet"
+    assert policy.dropped() == (("a", 1), ("c", 1))
+    assert policy.join("d") == 2, "in the open round, at once"
+
+
+def test_backup_ends_with_the_data() -> None:
+    policy = Backup(ABC, spares=1)
+    assert policy.flush() is None
+    step(policy, "b", 1)
+    assert policy.take() is None
+    assert pushes(policy.flush()) == [("b", 1)]
+    policy.started("a", 1)
+    assert policy.push("a", 1) is Verdict.LATE
+
+
+def test_backup_does_not_wait_for_one_stalled_worker_when_the_others_came_back() -> None:
+    policy = Backup(ABC, spares=1)
+    policy.started("a", 1)
+    step(policy, "c", 1)
+    policy.leave("c")
+    policy.leave("b")
+    assert policy.join("c") == 2
+    step(policy, "c", 2)
+    assert pushes(policy.take()) == [("c", 2)]
+
+
+def test_backup_gets_to_the_round_of_a_joiner_without_the_one_to_spare() -> None:
+    policy = Backup("a", spares=1)
+    step(policy, "a", 1)
+    assert policy.join("b", at=3) == 3
+    assert pushes(policy.take()) == [("a", 1)]
+    step(policy, "b", 3)
+    assert pushes(policy.take()) == [("b", 3)]
+
+
+def test_what_is_in_time_is_never_decayed() -> None:
+    policy = Backup("ab", spares=1, late="decay")
+    policy.join("c", at=3)
+    run(policy, [("a",), ("a",)])
+    policy.push("c", 3)  # its pull was not seen
+    (update,) = run(policy, [("a",)])
+    assert update.contributions[1] == Contribution("c", 3, staleness=2, scale=1.0)
+
+
+def test_who_returns_to_an_empty_house_goes_on_where_the_work_stood() -> None:
+    policy = Ssp("ab", staleness=9)
+    run(policy, [("a", "b", "b", "b", "b")])
+    policy.leave("a")
+    policy.leave("b")
+    assert policy.join("a") == 5
+    assert policy.join("c") == 5
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_restored_policy_is_of_its_kind(name: str) -> None:
+    options: dict[str, Any] = {"ssp": {"staleness": 2}, "backup": {"spares": 2, "late": "decay"}}
+    policy = POLICIES[name](ABC, clock=3, **options.get(name, {}))
+    for worker, again in itertools.product("ab", range(2)):
+        if policy.may_start(worker, 4 + again):
+            step(policy, worker, 4 + again)
+    state = json.loads(json.dumps(policy.state()))
+    twin = restore(state)
+    assert type(twin) is POLICIES[name]
+    assert twin.state() == policy.state() == state
+    assert taken(twin) == taken(policy)
+    other = Async if name == "sync" else Sync
+    with pytest.raises(AssertionError, match="is none of"):
+        other.restore(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            Ssp,
+            {"staleness": -1},
+            r"ps:ssp\(staleness=-1\).*0 or more\. Write ps:ssp\(staleness=4\)",
+        ),
+        (Ssp, {"staleness": 1.5}, r"ps:ssp\(staleness=1\.5\).*whole number"),
+        (Backup, {"spares": True}, r"ps:backup\(spares=True\).*whole number"),
+        (Backup, {"late": "dorp"}, r"late is drop or decay; did you mean 'drop'\?"),
+        (Backup, {"decay": 0.0}, r"decay=0\.0.*above 0 and at most 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(kind: Any, options: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        kind(ABC, **options)
