@@ -75,6 +75,14 @@ def test_two_workers_under_torchrun_equal_one(tmp_path: Path, batches: str) -> N
     assert both[0]["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
 
 
+def test_a_strategy_that_needs_a_coordinator_is_refused() -> None:
+    from manyhands.errors import SpecError
+    from manyhands.strategies.join import join
+
+    with pytest.raises(SpecError, match="write a Job"), join("ps:sync", device="cpu"):
+        raise AssertionError("it should not have joined")
+
+
 def test_half_an_environment_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text("import manyhands as mh\nwith mh.join() as hands: pass\n")

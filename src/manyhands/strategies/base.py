@@ -44,6 +44,8 @@ class Strategy(ABC):
     summary: ClassVar[str]
     """One line: how the members agree."""
     default_workers: ClassVar[int] = 2
+    needs_coordinator: ClassVar[bool] = False
+    """Its members find each other by way of the coordinator: not for `mh.join()`."""
 
     def check(self, workers: int) -> None:
         """Refuse what can't work with so many workers, and say what would."""

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.cluster import environment
 from manyhands.cluster.devices import device_id, pick_device
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import UsageError
+from manyhands.errors import SpecError, UsageError
 from manyhands.job import Job
 from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
@@ -145,6 +145,11 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
     place = environment.torchrun() or environment.alone()
     config = make_strategy(strategy)
     config.check(place.world)
+    if config.needs_coordinator:
+        raise SpecError(
+            f"{config.name} needs a coordinator, which `manyhands train` is and join() has not. "
+            'Use  mh.join("allreduce")  or write a Job.'
+        )
     mine = pick_device(device, place.local_rank)
     seats = tuple(
         # Of the others it is known that they were started alike.

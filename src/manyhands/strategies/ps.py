@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 class PsSync(Strategy):
     name: ClassVar[str] = "ps:sync"
     summary: ClassVar[str] = "parameter servers, each step waits for all workers"
+    needs_coordinator: ClassVar[bool] = True
 
     servers: int | Literal["auto"] = "auto"
     """How many of the workers serve; auto: all."""
@@ -68,6 +69,11 @@ class PsLearner(Learner):
 
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
+        if trainee.device != "cpu":
+            raise SpecError(
+                f"{self._config.name} computes on CPUs so far, and this worker has {trainee.device}. "
+                "Use  --device cpu  or  --strategy allreduce."
+            )
         # The scheduler here only tells the rate: the servers' optimizers do the steps.
         trainee.optimizer._opt_called = True  # type: ignore[attr-defined]
 
