@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import LinkClosed, LinkError
+from manyhands.errors import LinkError
 from manyhands.ps.memory import Flat
 from manyhands.ps.optimizer import BlockOptimizer
 from manyhands.ps.policies import Policy, Update, Verdict
 from manyhands.wire import Credentials, Link, Listener, connect
 
-MAX_BUFFERED = 2
-"""Steps of one worker whose gradients may wait at once: the one in hand and the next."""
+HELLO_S = 10.0
+"""A new connection says who it is within this time, or is dropped."""
 
 
 @dataclass
@@ -139,21 +139,21 @@ class Server:
 
     def _read(self, link: Link) -> None:
         try:
-            hello = link.recv().head
-            who = str(hello.get("worker") or hello.get("server"))
-            self._inbox.put(Happened(str(hello.get("k")), who, hello, link))
+            hello = link.recv(timeout_s=HELLO_S).head
+        except LinkError:
+            link.close()
+            return
+        who = str(hello.get("worker") or hello.get("server"))
+        self._inbox.put(Happened(str(hello.get("k")), who, hello, link))
+        try:
             while True:
                 message = link.recv()
                 head = dict(message.head)
                 if message.payload is not None:
                     head["payload"] = message.payload
                 self._inbox.put(Happened(str(head.get("k")), who, head))
-        except LinkClosed:
-            self._inbox.put(Happened("left", who if "who" in locals() else "?", {}))
-        except LinkError as error:
-            self._inbox.put(
-                Happened("left", who if "who" in locals() else "?", {"why": str(error)})
-            )
+        except LinkError:
+            self._inbox.put(Happened("left", who, {}))
 
     # What is done, in one thread ---------------------------------------------------------------
 
