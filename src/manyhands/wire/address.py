@@ -1,8 +1,8 @@
 """Where a link leads, and who is trusted there without a certificate.
 
 An address is `unix:/path/to/socket` or `tcp://host:port`. A unix socket trusts the user whose
-process is at the other end, as the kernel says; TCP needs credentials, or the word of the caller
-that the network is private.
+process is at the other end, as the kernel says; TCP needs credentials, or the run's secret, or the
+word of the caller that the network is private.
 
 Cost: one system call for each unix connection.
 """
@@ -56,12 +56,20 @@ def parse_address(text: str) -> Address:
     )
 
 
-def check_trust(where: Address, credentials: Credentials | None, insecure: bool) -> None:
-    if not (where.path or credentials or insecure):
+def check_trust(
+    where: Address, *, credentials: Credentials | None, secret: str | None, insecure: bool
+) -> None:
+    if credentials is not None and secret is not None:
+        raise ValueError("Give credentials= (TLS) or secret= (a proof without TLS), not both.")
+    if secret == "":
+        # Not the same as None: a link meant to be guarded would be open.
+        raise ValueError("The secret is empty. Give one such as secrets.token_hex(32), or None.")
+    if not (where.path or credentials or secret or insecure):
         raise UsageError(
             f"{where} without credentials would be open to everyone in the network. Give "
-            "credentials=authority.issue(name), or insecure=True in a network that is private, or "
-            "use unix:/path/to/socket within one host."
+            "credentials=authority.issue(name), or secret= where encryption is not needed, or "
+            "insecure=True in a network that is private, or use unix:/path/to/socket within one "
+            "host."
         )
 
 

@@ -33,6 +33,8 @@ VERSION = 1
 _HEADER = struct.Struct("!4sBBHIQ")
 HEADER_BYTES = _HEADER.size
 _HAS_PAYLOAD = 1
+WELCOME = {"link": "welcome"}
+"""The head of a link's first frame, from the listener's side."""
 
 Payload = bytes | bytearray | memoryview
 Place = Callable[[dict[str, Any], int], memoryview | None]

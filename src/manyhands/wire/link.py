@@ -2,8 +2,9 @@
 
 A Listener (see listener.py) takes connections in at an address (see address.py) and connect() makes
 one; both give a Link, which sends and receives frames (see frames.py). With credentials a link is
-TLS 1.3 with certificates on both sides; without, a unix socket trusts its owner's user id, and TCP
-must be asked for with insecure=True.
+TLS 1.3 with certificates on both sides; with a secret both sides prove that they know it, and what
+follows is plain (see proof.py); with neither, a unix socket trusts its owner's user id, and TCP must
+be asked for with insecure=True.
 
 The listener's side begins with a welcome frame: when connect() returns, the other side has checked
 and admitted this one, which a TLS 1.3 client would otherwise learn only from its first read.
@@ -20,25 +21,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
 from manyhands.wire import frames
 from manyhands.wire.address import Address, check_owner, check_trust, parse_address
-from manyhands.wire.frames import DEFAULT_LIMITS, Limits, Message, Payload, Place
+from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits, Message, Payload, Place
+from manyhands.wire.proof import check_name, prove
 from manyhands.wire.tls import Credentials, DeadlinePassed, TlsStream, certificate_name, wait_ready
 
 RETRY_S = (0.01, 0.5)
 """Shortest and longest pause before connect() tries again."""
-WELCOME = {"link": "welcome"}
-"""The head of the first frame, from the listener's side."""
 
 
 class _PlainStream:
@@ -214,6 +215,8 @@ def connect(
     address: str,
     *,
     credentials: Credentials | None = None,
+    secret: str | None = None,
+    name: str | None = None,
     timeout_s: float,
     peer: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
@@ -221,18 +224,24 @@ def connect(
 ) -> Link:
     """A link to the listener at `address`, which need not be there yet: tried until `timeout_s`.
 
-    Refused by either side for its certificate or user, it fails at once with LinkError. `peer` is
-    who is expected there, for messages; under TLS the link's peer is the certificate's name.
+    Refused by either side for its certificate, proof or user, it fails at once with LinkError.
+    `peer` is who is expected there, for messages; under TLS the link's peer is the certificate's
+    name. With a secret `name` is who this side is: the link's peer over there.
     """
     where = parse_address(address)
-    check_trust(where, credentials, insecure)
+    check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
     context = credentials.client_context() if credentials else None
+    proving = None
+    if secret is not None:
+        proving = functools.partial(
+            prove, secret=secret, name=check_name(name), peer=peer or address
+        )
     deadline = time.monotonic() + timeout_s
     pause_s, longest_s = RETRY_S
     target = f"{peer} at {address}" if peer else address
     while True:
         try:
-            return _connect_once(where, context, deadline, peer or address, limits)
+            return _connect_once(where, context, proving, deadline, peer or address, limits)
         except (OSError, LinkClosed, LinkTimeout) as error:
             # An alert of the other side is a word, a mere end may be a listener that restarts.
             cause = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
@@ -252,6 +261,7 @@ def connect(
 def _connect_once(
     where: Address,
     context: ssl.SSLContext | None,
+    proving: Callable[[socket.socket, float], None] | None,
     deadline: float,
     peer: str,
     limits: Limits,
@@ -272,13 +282,18 @@ def _connect_once(
         if context is not None:
             sock = context.wrap_socket(sock)
             peer = certificate_name(sock)
+        if proving is not None:
+            proving(sock, deadline)
         link = Link(sock, peer=peer, limits=limits)
     except BaseException:
         sock.close()
         raise
     try:
         if link.recv(timeout_s=max(0.0, deadline - time.monotonic())).head != WELCOME:
-            raise BadFrame(f"{peer} did not begin with a welcome: it is no listener of ours.")
+            raise BadFrame(
+                f"{peer} did not begin with a welcome: it is no listener of ours, or one that asks "
+                "for the run's secret."
+            )
     except BaseException:
         link.close()
         raise

@@ -1,8 +1,9 @@
 """The side of a link that waits: takes connections in, and lets in those that pass the handshake.
 
-A connection passes when its TLS certificate is of this run's authority, or, on a unix socket, when
-its process is of the same user. It is then welcomed with a frame (see link.py) and handed over as
-a Link. Whoever stalls, talks something else or has no right is dropped, logged and counted.
+A connection passes when its TLS certificate is of this run's authority, or it proves the run's
+secret (see proof.py); on a unix socket its process must be of the same user, which does without
+either. It is then welcomed with a frame (see link.py) and handed over as a Link. Whoever stalls,
+talks something else or has no right is dropped, logged and counted.
 
 Cost: one thread a listener for all handshakes, one descriptor for each connection in its own.
 """
@@ -16,16 +17,17 @@ import os
 import queue
 import selectors
 import socket
-import ssl
 import stat
 import threading
 import time
+from dataclasses import dataclass
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.wire import proof, tls
 from manyhands.wire.address import Address, check_owner, check_trust, parse_address
-from manyhands.wire.frames import DEFAULT_LIMITS, Limits
-from manyhands.wire.link import WELCOME, Link
-from manyhands.wire.tls import Credentials, certificate_name
+from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits
+from manyhands.wire.link import Link
+from manyhands.wire.tls import Credentials, Handshake
 
 logger = logging.getLogger("manyhands.wire")
 
@@ -33,6 +35,16 @@ HANDSHAKE_S = 10.0
 """How long a new connection has for its handshake before the listener drops it."""
 MAX_HALF_OPEN = 256
 """Connections in their handshake at once; one more drops the oldest."""
+
+
+@dataclass(eq=False)
+class _HalfOpen:
+    """A connection in its handshake."""
+
+    sock: socket.socket
+    who: str
+    until: float
+    handshake: Handshake
 
 
 class Listener:
@@ -47,21 +59,22 @@ class Listener:
         address: str,
         *,
         credentials: Credentials | None = None,
+        secret: str | None = None,
         limits: Limits = DEFAULT_LIMITS,
         backlog: int = 128,
         insecure: bool = False,
     ) -> None:
         where = parse_address(address)
-        check_trust(where, credentials, insecure)
+        check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
         self.refused = 0
         self._limits = limits
         self._context = credentials.server_context() if credentials else None
+        self._secret = secret
         self._sock = _listening_socket(where, backlog)
         port = 0 if where.path else self._sock.getsockname()[1]
         self._where = Address(path=where.path, host=where.host, port=port)
         self.address = str(self._where)
-        # Who, and until when; the oldest first.
-        self._half_open: dict[ssl.SSLSocket, tuple[str, float]] = {}
+        self._half_open: list[_HalfOpen] = []  # the oldest first
         self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -97,7 +110,7 @@ class Listener:
             if self._where.path:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._where.path)
-            for sock in (self._sock, self._woken, *self._half_open):
+            for sock in (self._sock, self._woken, *(half.sock for half in self._half_open)):
                 sock.close()
             self._selector.close()
             with contextlib.suppress(queue.Empty):
@@ -107,16 +120,16 @@ class Listener:
 
     def _serve(self) -> None:
         while not self._closed:
-            oldest = next(iter(self._half_open.values()), None)
-            wait_s = None if oldest is None else max(0.0, oldest[1] - time.monotonic())
+            oldest = self._half_open[0] if self._half_open else None
+            wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
             for key, _ in self._selector.select(wait_s):
                 if key.fileobj is self._sock:
                     self._take()
-                elif isinstance(key.fileobj, ssl.SSLSocket):
-                    self._shake(key.fileobj)
+                elif key.data is not None:
+                    self._shake(key.data)
             now = time.monotonic()
-            for sock in [s for s, (_, until) in self._half_open.items() if until <= now]:
-                self._drop(sock, f"no handshake within {HANDSHAKE_S:g} s")
+            for half in [half for half in self._half_open if half.until <= now]:
+                self._drop(half, f"no handshake within {HANDSHAKE_S:g} s")
 
     def _take(self) -> None:
         try:
@@ -130,50 +143,55 @@ class Listener:
         try:
             if self._where.path:
                 who = f"process {check_owner(sock)}"
-            if self._context is None:
+            sock.setblocking(False)
+            if self._context is not None:
+                sock = self._context.wrap_socket(
+                    sock, server_side=True, do_handshake_on_connect=False
+                )
+                handshake = tls.listening_side(sock)
+            elif self._secret is not None:
+                handshake = proof.listening_side(sock, self._secret)
+            else:
                 self._admit(sock, who)
                 return
-            sock.setblocking(False)
-            shaking = self._context.wrap_socket(
-                sock, server_side=True, do_handshake_on_connect=False
-            )
         except (OSError, ValueError, LinkError) as error:
             self._refuse(sock, who, error)
             return
         if len(self._half_open) >= MAX_HALF_OPEN:
-            self._drop(next(iter(self._half_open)), "too many others in their handshake")
-        self._half_open[shaking] = (who, time.monotonic() + HANDSHAKE_S)
-        self._selector.register(shaking, selectors.EVENT_READ)
-        self._shake(shaking)
+            self._drop(self._half_open[0], "too many others in their handshake")
+        half = _HalfOpen(sock, who, time.monotonic() + HANDSHAKE_S, handshake)
+        self._half_open.append(half)
+        self._selector.register(sock, selectors.EVENT_READ, half)
+        self._shake(half)
 
-    def _shake(self, sock: ssl.SSLSocket) -> None:
-        if sock not in self._half_open:
+    def _shake(self, half: _HalfOpen) -> None:
+        if half not in self._half_open:
             return  # dropped by an event before it in the same round
         try:
-            sock.do_handshake()
-        except ssl.SSLWantReadError:
-            self._selector.modify(sock, selectors.EVENT_READ)
-        except ssl.SSLWantWriteError:
-            self._selector.modify(sock, selectors.EVENT_WRITE)
-        except (OSError, ValueError) as error:
-            self._drop(sock, error)
-        else:
-            self._selector.unregister(sock)
-            who, _ = self._half_open.pop(sock)
+            events = next(half.handshake)
+        except StopIteration as end:
+            self._forget(half)
             try:
-                self._admit(sock, certificate_name(sock))
+                self._admit(half.sock, end.value)
             except (OSError, LinkError) as error:
-                self._refuse(sock, who, error)
+                self._refuse(half.sock, half.who, error)
+        except (OSError, ValueError, LinkError) as error:
+            self._drop(half, error)
+        else:
+            self._selector.modify(half.sock, events, half)
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         link = Link(sock, peer=peer, limits=self._limits)
         link.send(WELCOME)
         self._ready.put(link)
 
-    def _drop(self, sock: ssl.SSLSocket, why: object) -> None:
-        self._selector.unregister(sock)
-        who, _ = self._half_open.pop(sock)
-        self._refuse(sock, who, why)
+    def _drop(self, half: _HalfOpen, why: object) -> None:
+        self._forget(half)
+        self._refuse(half.sock, half.who, why)
+
+    def _forget(self, half: _HalfOpen) -> None:
+        self._selector.unregister(half.sock)
+        self._half_open.remove(half)
 
     def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
         sock.close()

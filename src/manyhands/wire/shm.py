@@ -64,7 +64,8 @@ class Segment:
         ):
             os.close(descriptor)
             raise LinkError(f"{address} is not the shared memory that it was.")
-        return cls(descriptor, nbytes, address)
+        # This process's own address from now on: the creator may die, and others still attach.
+        return cls(descriptor, nbytes, f"shm:{os.getpid()}:{descriptor}:{nbytes}")
 
     def tensor(self, dtype: torch.dtype, *, offset_bytes: int = 0, numel: int) -> torch.Tensor:
         """A flat tensor in the memory itself. It keeps the mapping alive, also after close()."""

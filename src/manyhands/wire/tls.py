@@ -21,11 +21,12 @@ import ipaddress
 import math
 import os
 import select
+import selectors
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ MAX_NAME = 64
 """X.509 allows no longer common name."""
 RECORD_BYTES = 16 * 1024
 """The most that one TLS record carries."""
+
+Handshake = Generator[int, None, str]
+"""A handshake on a socket that does not block: yields the selectors event that it waits for, and
+returns the other side's name. Whoever drives it may serve others in between."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +226,19 @@ def certificate_name(sock: ssl.SSLSocket) -> str:
     certificate = sock.getpeercert() or {}
     subject: Iterable[tuple[tuple[str, str], ...]] = certificate.get("subject", ())  # type: ignore[assignment]
     return next((value for rdn in subject for key, value in rdn if key == "commonName"), "unnamed")
+
+
+def listening_side(sock: ssl.SSLSocket) -> Handshake:
+    """The listener's side of TLS; returns the name in the other side's certificate."""
+    while True:
+        try:
+            sock.do_handshake()
+        except ssl.SSLWantReadError:
+            yield selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            yield selectors.EVENT_WRITE
+        else:
+            return certificate_name(sock)
 
 
 class DeadlinePassed(Exception):

@@ -14,7 +14,7 @@ import pytest
 from manyhands.wire import Authority, Limits, Link, Listener, connect
 
 LONG_S = 20.0
-KINDS = ("unix", "tcp", "tls")
+KINDS = ("unix", "tcp", "proof", "tls")
 Pair = tuple[Link, Link]
 InThread = Callable[[Callable[[], Any]], tuple[threading.Thread, list[Any]]]
 
@@ -24,8 +24,12 @@ def linked(kind: str, folder: Path) -> Iterator[Pair]:
     """The two ends of a new link."""
     address = f"unix:{folder}/s" if kind == "unix" else "tcp://127.0.0.1:0"
     authority = Authority.create("run") if kind == "tls" else None
-    near = {"credentials": authority.issue("near")} if authority else {"insecure": True}
-    far = {"credentials": authority.issue("far")} if authority else {"insecure": True}
+    near: dict[str, Any] = {"insecure": True}
+    far: dict[str, Any] = {"insecure": True}
+    if kind == "proof":
+        near, far = {"secret": "secret of the run", "name": "near"}, {"secret": "secret of the run"}
+    elif authority:
+        near, far = ({"credentials": authority.issue(name)} for name in ("near", "far"))
     with (
         Listener(address, **far) as listener,
         connect(listener.address, timeout_s=LONG_S, **near) as client,
