@@ -1,0 +1,216 @@
+"""The parameter server against its limit, against torch DDP, and against the parameter servers of others.
+
+All contenders have the same model, batch a worker, made-up data, optimizer, workers and threads, on the
+same machine in the same run. Each repeat runs every contender once, each time beginning with another,
+so that whatever else the machine does hits all; ratios are taken inside a repeat. Speed is samples per
+second after a warm-up. Memory is the proportional set size of a run's processes, summed, at its largest
+between warm-up and end, in the first repeat; `base` is that of as many processes with torch and the
+data and no model.
+
+    python benchmarks/ps.py                                   about an hour and a half on two cores
+    python benchmarks/ps.py --quick                           does everything work? no numbers to keep
+    python benchmarks/ps.py --workers 2,4 --models 25m --only limit,ddp,ps:sync
+    python benchmarks/ps.py --only "limit,ps:sync(transport=tcp),ps:sync(transport=tcp) --trust-network"
+
+Peers are installed into benchmarks/.venvs at the first run; whatever can't be installed or run is
+listed with its reason. Needs torch and nothing else, when no peer takes part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ps_table
+from ps_contenders import DEFAULT, Contender, base_memory, split_names
+from ps_load import MODELS, Load
+from ps_peers import PEERS, VENVS
+from ps_table import Row
+from ps_watch import Failed, become_reaper
+
+from manyhands.cluster.launchers import cores
+
+QUICK = {"perceptron": 40, "25m": 6, "100m": 4}
+"""Timed steps of --quick."""
+
+
+def main() -> None:
+    given = parse()
+    become_reaper()
+    # Ended as by Ctrl-C: what runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    machine = describe_machine()
+    print(machine["words"])
+    print(
+        f"{given.repeats} repeat(s), workers of {given.threads} thread(s); SGD with momentum, fused; "
+        "a peer's server is one process with as many threads as a worker"
+    )
+    results: list[dict[str, Any]] = []
+    for workers in given.workers:
+        for model in given.models:
+            load = make_load(model, workers, given)
+            rows = measure_all(load, given)
+            print(f"\n{model}: {MODELS[model]}; {workers} workers, {load.steps} timed steps")
+            for table in (ps_table.speed_table, ps_table.ratio_table, ps_table.memory_table):
+                if lines := table(rows):
+                    print("", *lines, sep="\n")
+            results.append(
+                {
+                    "load": json.loads(load.to_json()),
+                    "rows": [row.to_dict() for row in rows.values()],
+                    "ratios": ps_table.ratios(rows),
+                }
+            )
+            if given.json:  # after each, so that a run that is cut short leaves what it has
+                given.json.write_text(
+                    json.dumps({"machine": machine, "results": results}, indent=1)
+                )
+
+
+def measure_all(load: Load, given: argparse.Namespace) -> dict[str, Row]:
+    contenders = [Contender(name) for name in given.only]
+    rows = {contender.label: Row(contender.label) for contender in contenders}
+    for contender in contenders:
+        try:
+            contender.prepare(load, reinstall=given.reinstall)
+        except Failed as error:
+            give_up(rows[contender.label], error)
+    given.reinstall = False  # once is enough
+    for repeat in range(given.repeats):
+        first = repeat % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            row = rows[contender.label]
+            if row.failed:
+                continue
+            try:
+                measured = contender.measure(
+                    load, deadline_s=given.deadline, sample=given.memory and repeat == 0
+                )
+            except Failed as error:
+                give_up(row, error)
+                continue
+            row.runs[repeat] = measured
+            print(
+                f"  {load.model} x{load.workers} {repeat + 1}/{given.repeats} "
+                f"{contender.label}: {measured.samples_per_s:,.0f} samples/s "
+                f"over {measured.window_s:.1f} s",
+                flush=True,
+            )
+    if given.memory:
+        note_memory(contenders, rows, load, given)
+    return rows
+
+
+def note_memory(
+    contenders: list[Contender], rows: dict[str, Row], load: Load, given: argparse.Namespace
+) -> None:
+    """What memory to expect, and what the processes would take without a model."""
+    bases: dict[int, int] = {}
+    for contender in contenders:
+        row = rows[contender.label]
+        if row.memory is None or contender.name in PEERS:
+            continue
+        processes = row.memory.processes
+        if processes not in bases:
+            alone = Load(**{**json.loads(load.to_json()), "workers": processes})
+            if (base := base_memory(alone, deadline_s=given.deadline)) is not None:
+                bases[processes] = base.total_bytes
+        row.base_bytes = bases.get(processes)
+        row.expected_bytes = contender.expected_bytes(load)
+
+
+def give_up(row: Row, error: Failed) -> None:
+    row.failed = str(error)
+    print(f"  {row.contender}: left out: {error}", flush=True)
+
+
+def make_load(name: str, workers: int, given: argparse.Namespace) -> Load:
+    model = MODELS[name]
+    steps, warm_up = model.steps, model.warm_up
+    if given.quick:
+        steps, warm_up = QUICK[name], 2
+    # Workers that share cores are as much slower.
+    steps = max(4, round(given.scale * steps * min(1.0, cores() / (workers * given.threads))))
+    return Load(
+        model=name,
+        workers=workers,
+        threads=given.threads,
+        batch=given.batch or model.batch,
+        steps=steps,
+        warm_up=warm_up,
+        seconds=given.seconds,
+    )
+
+
+def describe_machine() -> dict[str, Any]:
+    cpu = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    versions = {"python": platform.python_version()}
+    for package in ("manyhands", "torch"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "from source"
+    for folder in sorted(VENVS.glob("*/lib/python*/site-packages/*.dist-info")):
+        name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+        if name in ("ray", "tensorflow_cpu", "horovod"):
+            versions[name] = version
+    load = os.getloadavg()[0]
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return {
+        "words": f"{cpu}, {cores()} cores, {memory_gib:.0f} GiB, load before {load:.1f}; {told}",
+        "cpu": cpu,
+        "cores": cores(),
+        "memory_gib": memory_gib,
+        "load_before": load,
+        "versions": versions,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=f"contenders by default: {', '.join(DEFAULT)}",
+    )
+    parser.add_argument("--workers", default="2", help="numbers of workers, as 2,4,8 (default: 2)")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--only", default=",".join(DEFAULT), help="contenders, with commas between")
+    parser.add_argument("--repeats", type=int, help="default: 5, or 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="a few steps of the smallest model")
+    parser.add_argument("--threads", type=int, default=1, help="of each worker (default: 1)")
+    parser.add_argument(
+        "--batch", type=int, help="samples a worker and step (default: the model's)"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="so many times the steps")
+    parser.add_argument("--seconds", type=float, default=20.0, help="a slow peer stops after this")
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="seconds for one run, at most"
+    )
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="time only")
+    parser.add_argument("--reinstall", action="store_true", help="install the peers anew")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
+    given = parser.parse_args()
+    given.workers = [int(word) for word in given.workers.split(",")]
+    given.models = ["perceptron"] if given.quick else given.models.split(",")
+    given.only = split_names(given.only)
+    given.repeats = given.repeats or (1 if given.quick else 5)
+    if unknown := [name for name in given.models if name not in MODELS]:
+        parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    return given
+
+
+if __name__ == "__main__":
+    main()
