@@ -13,6 +13,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
 ├── PeerLost                 1   a collective failed because another member went away
+├── ViewChanging             1   the membership changes: whatever was waited for is void
 ├── MemberFailed             *   a member ended the run; the exit code is the member's own
 └── Interrupted              *   stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM
 """
@@ -38,6 +39,7 @@ __all__ = [
     "RunFolderError",
     "SpecError",
     "UsageError",
+    "ViewChanging",
     "closest",
 ]
 
@@ -94,6 +96,10 @@ class BadFrame(LinkError):
 
 class PeerLost(ManyhandsError):
     pass
+
+
+class ViewChanging(ManyhandsError):
+    """Raised out of any wait of a learner when the next view is on its way; never seen by a person."""
 
 
 class MemberFailed(ManyhandsError):

@@ -11,8 +11,9 @@ from typing import Any
 from manyhands.cluster.environment import PREFIX, option
 from manyhands.cluster.launchers import cores
 from manyhands.errors import UsageError
+from manyhands.strategies.base import Strategy
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.options import Options
+from manyhands.train.options import Manner, Options
 
 
 class Resolved:
@@ -77,6 +78,13 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="set a field of the job, a hyperparameter; may be repeated",
     )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="how many members that die are replaced, where the strategy goes on without them "
+        "(default: 3); 0: go on with fewer",
+    )
     group = parser.add_argument_group("saving and seeing")
     group.add_argument(
         "--checkpoint-every",
@@ -97,6 +105,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="how members talk to the coordinator: unix (default), tcp, or tcp://HOST:PORT; "
         "tcp is TLS 1.3 with mutual certificates",
     )
+    group.add_argument(
+        "--trust-network",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="authenticate, but do not encrypt bulk data: for private networks",
+    )
 
 
 def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -> Options:
@@ -113,13 +127,21 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
     threads = resolved.get("threads", max(1, cores() // count), int)
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)
+    restarts = resolved.get("max_restarts", 3 if config.goes_on else 0, int)
     for flag, value, least in (
         ("threads", threads, 1),
         ("keep", keep, 1),
         ("checkpoint-every", every, 0),
+        ("max-restarts", restarts, 0),
     ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
+    asked = resolved.sources["max_restarts"]["from"] == "--max-restarts"
+    if restarts and asked and not config.goes_on:
+        raise UsageError(
+            f"--max-restarts {restarts}: {config.name} does not go on when a worker dies; the run ends, "
+            "and  manyhands resume  goes on from its last checkpoint. Leave --max-restarts out."
+        )
     return Options(
         job=job,
         strategy=spec,
@@ -129,7 +151,28 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
         threads=threads,
         checkpoint_every=every,
         keep=keep,
+        max_restarts=restarts,
+        trust_network=resolved.get("trust_network", False, _yes_or_no),
+        manner=manner_of(config, count),
     )
+
+
+def manner_of(config: Strategy, workers: int) -> Manner:
+    """What the coordinator must know of a strategy."""
+    return Manner(
+        lockstep=config.lockstep,
+        parts=config.parts,
+        goes_on=config.goes_on,
+        servers=config.servers_for(workers),
+        needs_keys=config.needs_keys(workers),
+    )
+
+
+def _yes_or_no(text: str) -> bool:
+    """As in an environment variable."""
+    if text.lower() not in ("1", "true", "yes", "0", "false", "no"):
+        raise ValueError(text)
+    return text.lower() in ("1", "true", "yes")
 
 
 def parse_set(pairs: Sequence[str]) -> dict[str, str]:

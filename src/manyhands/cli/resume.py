@@ -68,6 +68,7 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
     resolved = Resolved(arguments, config["options"])
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
+        resolved.forget("max_restarts")
     options = resolve_options(
         resolved,
         job=f"{path}:{name}" if name else str(path),

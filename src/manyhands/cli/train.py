@@ -84,7 +84,7 @@ def _check(options: Options, control: str) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
         conductor = rehearse(options, Path(folder) / "run", control=control)
-    facts = next(iter(conductor.ready.values()))
+    facts = conductor.crew.facts
     assert conductor.course is not None
     print(
         f"All fine, in {time.monotonic() - started:.1f} s, nothing trained: {facts['job']} with "

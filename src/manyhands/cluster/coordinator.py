@@ -10,6 +10,7 @@ It knows nothing of training: orders and reports are dicts that pass through.
 from __future__ import annotations
 
 import queue
+import secrets
 import shutil
 import signal
 import tempfile
@@ -25,6 +26,9 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Seat, View
 from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
+
+MAX_POSTED = 10_000
+"""Facts on the board; the oldest is forgotten for the next."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ class Coordinator:
         logs: Path,
         timeouts: Timeouts | None = None,
         control: str = "unix",
+        keys: bool = False,
     ) -> None:
+        """`keys`: give each member credentials also where control is a unix socket and needs none."""
         self.launcher = launcher
         self.logs = logs
         self.timeouts = timeouts or Timeouts()
@@ -103,12 +109,16 @@ class Coordinator:
         address = {"unix": f"unix:{self.scratch}/control", "tcp": "tcp://127.0.0.1:0"}.get(
             control, control
         )
-        over_network = address.startswith("tcp:")
-        self._authority = Authority.create("manyhands run") if over_network else None
+        self._over_network = address.startswith("tcp:")
+        wanted = self._over_network or keys
+        self._authority = Authority.create("manyhands run") if wanted else None
+        self._secret = secrets.token_hex(32)
+        self._board: dict[str, str] = {}
         try:
+            secured = self._authority if self._over_network else None
             self._listener = Listener(
                 address,
-                credentials=self._authority.issue("coordinator") if self._authority else None,
+                credentials=secured.issue("coordinator") if secured else None,
                 limits=Limits(head_bytes=16 << 20, payload_bytes=0),
             )
         except (ManyhandsError, OSError) as error:
@@ -140,6 +150,8 @@ class Coordinator:
             "timeouts": self.timeouts.to_dict(),
             "assignment": dict(assignment),
             "credentials": credentials.to_dict() if credentials else None,
+            "secured": self._over_network,
+            "secret": self._secret,
         }
         with self._starting:
             try:
@@ -234,7 +246,14 @@ class Coordinator:
                     member.phase, member.phase_since_s, member.ticks = phase, since, ticks
                 case {"kind": "bye"}:
                     member.left = True
+                case {"kind": "hello"}:
+                    # It may come late, and want to know what was posted before.
+                    for key, value in self._board.items():
+                        self.say(member.name, "posted", key=key, value=value)
                 case {"kind": "post", "key": str(key), "value": str(value)}:
+                    self._board[key] = value
+                    if len(self._board) > MAX_POSTED:
+                        del self._board[next(iter(self._board))]
                     for other in self.members:
                         self.say(other, "posted", key=key, value=value)
 
@@ -255,7 +274,7 @@ class Coordinator:
             if hello.get("kind") != "hello" or member is None or member.link is not None:
                 link.close()
                 return
-            if self._authority and link.peer != member.name:
+            if self._over_network and link.peer != member.name:
                 link.close()  # a certificate speaks for its own member only
                 return
             member.link = link

@@ -24,12 +24,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, PeerLost, UsageError
+from manyhands.errors import (
+    LinkError,
+    LinkTimeout,
+    ManyhandsError,
+    PeerLost,
+    UsageError,
+    ViewChanging,
+)
 from manyhands.wire import Credentials, Link, connect
 
 PR_SET_PDEATHSIG = 1
@@ -47,14 +54,22 @@ class Member:
         self.timeouts = Timeouts.from_dict(invitation["timeouts"])
         self.scratch: str = invitation["scratch"]
         self.local_rank: int = invitation["local_rank"]
+        self.secret: str = invitation.get("secret", "")
+        self.newest_view = 0
+        """The number of the newest view that has arrived, heard or not."""
+        self.on_view: Callable[[], None] = lambda: None
+        """Called in the control thread when a view arrives, before it can be heard."""
         credentials = invitation.get("credentials")
+        self.credentials = Credentials.from_dict(credentials) if credentials else None
+        secured = invitation.get("secured", credentials is not None)
         self._link: Link = connect(
             invitation["address"],
-            credentials=Credentials.from_dict(credentials) if credentials else None,
+            credentials=self.credentials if secured else None,
             timeout_s=self.timeouts.hello_s,
             peer="coordinator",
         )
         self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._heard_view = 0
         self._board: dict[str, str] = {}
         self._board_changed = threading.Condition()
         self._leaving = threading.Event()
@@ -86,9 +101,12 @@ class Member:
     def hear(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next view or order, or None when nothing came in time."""
         try:
-            return self._heard.get(timeout=timeout_s)
+            head = self._heard.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        if head.get("kind") == "view":
+            self._heard_view = head["view"]["number"]
+        return head
 
     def heard(self) -> bool:
         return not self._heard.empty()
@@ -98,10 +116,15 @@ class Member:
         self.say("post", key=key, value=value)
 
     def fetch(self, key: str, *, timeout_s: float) -> str:
-        """What some member has posted, once it has."""
+        """What some member has posted, once it has. ViewChanging if a view comes that was not heard yet:
+        whoever was to post it may be gone."""
         with self._board_changed:
-            if not self._board_changed.wait_for(lambda: key in self._board, timeout_s):
+            if not self._board_changed.wait_for(
+                lambda: key in self._board or self.newest_view > self._heard_view, timeout_s
+            ):
                 raise LinkTimeout(f"{self.name} waited {timeout_s:.0f} s for {key!r} of its peers.")
+            if key not in self._board:
+                raise ViewChanging(f"{self.name} waited for {key!r} when the members changed.")
             return self._board[key]
 
     @contextmanager
@@ -161,6 +184,11 @@ class Member:
                     self._board[head["key"]] = head["value"]
                     self._board_changed.notify_all()
             else:
+                if head.get("kind") == "view":
+                    with self._board_changed:
+                        self.newest_view = head["view"]["number"]
+                        self._board_changed.notify_all()
+                    self.on_view()
                 self._heard.put(head)
 
     def _beat(self) -> None:

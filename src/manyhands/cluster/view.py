@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import PeerLost
+from manyhands.wire import Credentials
 
 WORKER = "worker"
 SERVER = "server"
@@ -88,6 +89,20 @@ class Me:
     rendezvous: str | None = None
     """host:port of a store that somebody else keeps (torchrun)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
+    credentials: Credentials | None = None
+    """To speak with other members over the network, where the strategy asked for keys."""
+    secret: str = ""
+    """The same in every member of the run, and nowhere else."""
+    trust_network: bool = False
+    """Authenticate, but don't encrypt bulk data."""
+    newest_view: int = 0
+    """The number of the newest view that this member was told of, before it takes it up: all that is
+    done in one with a lower number is void."""
+
+    @property
+    def view_changing(self) -> bool:
+        """There is a newer view than the one that this member is in, or joins."""
+        return self.newest_view > self.view.number
 
     @property
     def rank(self) -> int:

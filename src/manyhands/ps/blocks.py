@@ -36,6 +36,8 @@ MIN_BLOCK_BYTES = 64 << 10
 BLOCKS_PER_SERVER = 16
 """With `min_blocks` this many times the servers, no server is over about a 16th off its share, as long
 as the model has 1 MiB (16 of the smallest blocks) for each."""
+MIN_BLOCKS = 8 * BLOCKS_PER_SERVER
+"""Enough for eight servers; fixed, for a layout must not depend on who serves it today."""
 MAX_SHARDS = 1024
 
 
@@ -51,6 +53,8 @@ class Piece:
     """Index of the optimizer's parameter group."""
     dtype: str = ""
     """Needed only where two types of one size meet, as float16 and bfloat16."""
+    shape: tuple[int, ...] | None = None
+    """Needed only where an optimizer looks at whole tensors."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,13 @@ class Layout:
         return tuple(
             piece for piece in pieces[first:last] if self.slots[piece.name].stop > block.start
         )
+
+    def shape_of(self, block: Block) -> tuple[int, ...]:
+        """The shape that an optimizer should see a block in: its tensor's, if it is a whole one."""
+        if not self.whole_tensors:
+            return (block.numel,)
+        (piece,) = self.pieces_in(block)
+        return (piece.numel,) if piece.shape is None else piece.shape
 
     def blocks_with(self, name: str) -> tuple[Block, ...]:
         """The blocks that hold a part of the piece; none for an empty piece."""

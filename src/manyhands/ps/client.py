@@ -1,19 +1,72 @@
-"""A worker's side of the parameter servers: pushes gradients, waits for the news."""
+"""A worker's side of the parameter servers in one view: pushes gradients, waits for the news.
+
+Inside a host a push is a word to the lead: the gradients lie in memory that all servers can read. Between
+hosts they travel in runs, over several connections, as soon as the backward has finished them, and the new
+parameters come back straight into the model's memory, those that the next forward needs first going first.
+
+A connection that breaks while both sides live is made again, and what was not confirmed is sent again:
+servers count each push once. If the other side is dead, the coordinator knows, and a new view comes.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from manyhands.errors import LinkError, LinkTimeout
-from manyhands.ps.memory import Flat
-from manyhands.ps.server import _bytes
-from manyhands.wire import Credentials, Link, connect
+from manyhands.ps.blocks import Layout
+from manyhands.ps.estate import spans
+from manyhands.ps.holding import Run
+from manyhands.ps.lanes import LANES, Lanes
+from manyhands.ps.memory import Flat, bytes_of
+from manyhands.ps.parcels import Parcels
+from manyhands.ps.placement import Placement
+from manyhands.wire import Link
+
+ASK_AFTER_S = 2.0
+"""Who waits longer than this asks the lead for whom."""
+RETRY_S = 0.05
+
+Dial = Callable[[str], Link]
+"""A new link to a server; it fails quickly when nobody is there."""
+
+
+@dataclass
+class Host:
+    """A server as a worker sees it."""
+
+    name: str
+    link: Link
+    lanes: Lanes | None = None
+    lane_links: list[Link] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    """The version of each run that is here."""
+    version: int = -1
+    done: int = 0
+    """The last push of this worker that is in the weights there."""
+    travels: bool = False
+    began: bool = False
+    lost: str = ""
+    sent_before: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        lanes = self.lanes.bytes_sent if self.lanes else 0
+        return self.sent_before + self.link.bytes_sent + lanes
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient on its way."""
+
+    seq: int
+    slot: int
+    head: Mapping[str, Any]
 
 
 class Client:
@@ -21,112 +74,425 @@ class Client:
         self,
         worker: str,
         *,
-        addresses: Mapping[str, str],
-        blocks: Mapping[str, Sequence[int]],
+        view: int,
+        servers: Sequence[str],
+        dial: Dial,
         params: Flat,
-        grads: Flat,
+        slots: Sequence[Flat],
+        check: Callable[[], None],
+        resolved: Callable[[int, bool, int], None],
         timeout_s: float,
-        credentials: Credentials | None = None,
     ) -> None:
-        self._blocks = {server: list(numbers) for server, numbers in blocks.items()}
+        """`check` is called while waiting, and raises when there is nothing to wait for any more.
+        `resolved(seq, left out, staleness)` is called from another thread, once for each push."""
+        self.placement: Placement | None = None
+        self.last_parts: set[tuple[int, int]] = set()
+        """(step, part) of the last update before this view."""
+        self.ticks = 0
+        self.bytes_of_servers = 0
+        """Sent by servers, as far as they have told this worker."""
+        self._worker = worker
+        self._view = view
+        self._dial = dial
         self._params = params
-        self._grads = grads
+        self._slots = slots
+        self._check = check
+        self._resolved = resolved
+        self._timeout_s = timeout_s
         self._news = threading.Condition()
-        self._version = dict.fromkeys(addresses, 0)
-        self._got: dict[str, dict[int, int]] = {server: {} for server in addresses}
-        self._lost: dict[str, str] = {}
-        self._state: dict[int, dict[str, Tensor]] = {}
-        self._state_done: set[str] = set()
-        self._links: dict[str, Link] = {}
-        for server, address in addresses.items():
-            link = connect(address, credentials=credentials, timeout_s=timeout_s, peer=server)
-            segment = grads.segment
-            link.send(
-                {"k": "enter", "worker": worker, "grads": segment.address if segment else None}
-            )
-            self._links[server] = link
-            threading.Thread(
-                target=self._listen, args=(server, link), name=f"news-{server}", daemon=True
-            ).start()
+        self._closed = False
+        self._all_shared = False
+        self._seq = 0
+        self._last_push = 0
+        self._pushes = 0
+        self._at = 1
+        self._until: int | None = 0
+        self._woken = False
+        self._late: set[int] = set()
+        self._released: set[int] = set()
+        """Pushes too late for their round, which wait for the next: the worker need not."""
+        self._staleness: dict[int, int] = {}
+        self._under_way: dict[int, Push] = {}
+        self._resting = False
+        self._pulled: set[str] = set()
+        self._missing: Sequence[str] = ()
+        self._parcels = Parcels()
+        self._states_from: set[str] = set()
+        self._buffers: dict[int, memoryview] = {}
+        self._hosts: dict[str, Host] = {}
+        self._lead = servers[0]
+        for name in servers:
+            self._hosts[name] = Host(name, self._enter(name))
+            self._listen(self._hosts[name])
+        with self._waiting("the view to begin") as wait:
+            wait(lambda: [h.name for h in self._hosts.values() if not h.began])
+
+    # Steps --------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the parameters that are here."""
+        if self._all_shared:
+            return self._params.mark
+        return min(host.version for host in self._hosts.values())
+
+    @property
+    def layout(self) -> Layout:
+        return self._params.layout
 
     @property
     def bytes_sent(self) -> int:
-        """Over the network; inside a host, nothing but a few words."""
-        if self._grads.segment is not None:
-            return 0
-        return sum(link.bytes_sent for link in self._links.values())
+        return sum(host.bytes_sent for host in self._hosts.values())
 
-    def push(self, seq: int, *, samples: float, total: float) -> None:
-        """Tell every server that this worker's gradients of step `seq` are there."""
-        head = {"k": "push", "seq": seq, "samples": samples, "total": total}
-        for server, link in self._links.items():
-            if self._grads.segment is not None:
-                link.send(head)
-                continue
-            for number in self._blocks[server]:
-                link.send({**head, "block": number}, _bytes(self._grads.block(number)))
+    def begin(self, *, rounds: bool) -> tuple[int, int]:
+        """The (seq, slot) of the next step, once it may begin and its slot is free."""
+        if self._resting:
+            self._resting = False
+            with self._news:
+                self._woken = False
+            self._send(self._lead, {"k": "wake"})
+            with self._waiting("being woken") as wait:
+                wait(lambda: [] if self._woken else [self._lead])
+            self._seq = self._at - 1
+            self.pull()
+        seq = self._at if rounds else self._seq + 1
+        slot = self._pushes % len(self._slots)
+        with self._waiting(f"leave to begin step {seq}", asks=seq) as wait:
+            wait(lambda: [self._lead] if self._until is not None and seq > self._until else [])
+            wait(lambda: self._holds(slot))
+        return seq, slot
 
-    def wait(self, version: int, *, timeout_s: float) -> None:
-        """Until every server has told of this version."""
-        deadline = time.monotonic() + timeout_s
-        with self._news:
-            while behind := [s for s, v in self._version.items() if v < version]:
-                for server in behind:
-                    if server in self._lost:
-                        raise LinkError(f"{server} is gone: {self._lost[server]}")
-                if not self._news.wait(deadline - time.monotonic()):
-                    raise LinkTimeout(
-                        f"waited {timeout_s:.0f} s for version {version} of {', '.join(behind)}"
-                    )
+    def push_run(self, server: str, i: int, *, seq: int, slot: int, priority: int) -> None:
+        """A piece of a gradient is complete: send it ahead of the push that it belongs to."""
+        host = self._hosts[server]
+        if host.lanes is not None:
+            head = {"k": "run", "seq": seq, "slot": slot, "i": i}
+            host.lanes.put(priority, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
-    def state(self, *, timeout_s: float) -> dict[int, dict[str, Tensor]]:
-        """What the servers' optimizers remember, by block."""
+    def push(self, seq: int, slot: int, push: Sequence[Any], *, began: int) -> None:
+        """A gradient is complete; its runs were pushed, where they travel."""
+        head = {"k": "push", "seq": seq, "push": push, "began": began, "after": self._last_push}
+        self._last_push = seq
+        self._seq, self._pushes = seq, self._pushes + 1
         with self._news:
-            self._state, self._state_done = {}, set()
-        for link in self._links.values():
-            link.send({"k": "state"})
+            self._under_way[seq] = Push(seq, slot, head)
+        for name in self._hosts:
+            # Where all share memory, the lead's word is enough.
+            if name == self._lead or not self._all_shared:
+                self._send(name, head)
+
+    def finish(self, seq: int) -> None:
+        """Until the push is in the weights everywhere, or was left out, or need not be waited for."""
+        with self._waiting(f"step {seq}", asks=seq) as wait:
+            wait(
+                lambda: (
+                    []
+                    if seq in self._released or seq not in self._under_way
+                    else self._holders(seq)
+                )
+            )
+
+    def drain(self) -> None:
+        """Until the fate of every push is known."""
+        if self._under_way:
+            self._send(self._lead, {"k": "ends"})
+        with self._waiting("its last pushes", asks=self._seq) as wait:
+            wait(lambda: [name for seq in self._under_way for name in self._holders(seq)])
+
+    def pull(self) -> None:
+        """Until the newest parameters are here, which others may have changed meanwhile."""
+        if not self._all_shared:
+            with self._news:
+                self._pulled = set()
+            for name in self._hosts:
+                self._send(name, {"k": "pull"})
+            with self._waiting("the newest parameters") as wait:
+                wait(lambda: [name for name in self._hosts if name not in self._pulled])
+            self.wait_for_runs()
+
+    def wait_for_runs(self, needed: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Until the runs (server to their numbers; all) are here in the version that was told."""
+
+        def behind() -> list[str]:
+            return [
+                name
+                for name, host in self._hosts.items()
+                if host.travels
+                and any(
+                    host.arrived[i] < host.version
+                    for i in (range(len(host.runs)) if needed is None else needed.get(name, ()))
+                )
+            ]
+
+        if any(host.travels for host in self._hosts.values()):
+            with self._waiting("parameters") as wait:
+                wait(behind)
+
+    def rest(self) -> None:
+        """Nobody needs to wait for this worker, until its next step."""
+        if not self._resting:
+            self._resting = True
+            self._send(self._lead, {"k": "rest"})
+
+    def travelling(self) -> dict[str, list[Run]]:
+        """The runs that travel, by server."""
+        return {name: host.runs for name, host in self._hosts.items() if host.travels}
+
+    # What is asked ------------------------------------------------------------------------------
+
+    def states(self) -> Parcels:
+        """What the servers' optimizers remember."""
         with self._news:
-            done = self._news.wait_for(lambda: len(self._state_done) == len(self._links), timeout_s)
-            if not done:
-                missing = sorted(set(self._links) - self._state_done)
-                raise LinkTimeout(f"waited {timeout_s:.0f} s for the state of {', '.join(missing)}")
-            return self._state
+            self._parcels, self._states_from = Parcels(), set()
+        for name in self._hosts:
+            self._send(name, {"k": "state"})
+        with self._waiting("the optimizer's state") as wait:
+            wait(lambda: [name for name in self._hosts if name not in self._states_from])
+        return self._parcels
+
+    def tell_buffers(self, tag: int, payload: memoryview) -> None:
+        """Something that every worker should have; `tag` tells one time from another."""
+        self._send(self._lead, {"k": "buffers", "tag": tag}, payload)
+
+    def hear_buffers(self, tag: int) -> memoryview:
+        with self._waiting("the first worker's statistics") as wait:
+            wait(lambda: [] if tag in self._buffers else [self._lead])
+        with self._news:
+            heard = self._buffers.pop(tag)
+            self._buffers.clear()
+        return heard
+
+    def wake_up(self) -> None:
+        """Whoever waits should look again."""
+        with self._news:
+            self._news.notify_all()
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        for host in self._hosts.values():
+            host.link.close()
+            for link in host.lane_links:
+                link.close()
+            if host.lanes is not None:
+                host.lanes.close()
 
-    def _listen(self, server: str, link: Link) -> None:
+    # Waiting ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _waiting(
+        self, what: str, *, asks: int | None = None
+    ) -> Iterator[Callable[[Callable[[], Sequence[str]]], None]]:
+        """Gives a function that waits until nobody is missing; each wait has a deadline and a name."""
+
+        def wait(missing: Callable[[], Sequence[str]]) -> None:
+            began = time.monotonic()
+            asked = began
+            while names := missing():
+                self._check()
+                now = time.monotonic()
+                for name in names:
+                    if now - began > self._timeout_s or self._hosts[name].lost:
+                        raise self._too_long(what, names, now - began)
+                if asks is not None and now - asked > ASK_AFTER_S:
+                    asked = now
+                    self._send(self._lead, {"k": "who", "seq": asks})
+                self._news.wait(0.5)
+
+        with self._news:
+            yield wait
+
+    def _too_long(self, what: str, names: Sequence[str], waited_s: float) -> LinkError:
+        lost = [f"{name} ({self._hosts[name].lost})" for name in names if self._hosts[name].lost]
+        if lost:
+            return LinkError(f"{self._worker} lost {', '.join(lost)} while waiting for {what}")
+        behind = f", which waits for {', '.join(self._missing)}" if self._missing else ""
+        told = ", ".join(sorted(set(names)))
+        return LinkTimeout(f"{self._worker} waited {waited_s:.0f} s for {what} of {told}{behind}")
+
+    def _holders(self, seq: int) -> list[str]:
+        """The servers that have not resolved a push."""
+        if seq in self._late:
+            return []
+        return [name for name, host in self._hosts.items() if host.done < seq]
+
+    def _holds(self, slot: int) -> list[str]:
+        """The servers that still need what lies in a slot."""
+        return [
+            name
+            for push in self._under_way.values()
+            if push.slot == slot
+            for name in self._holders(push.seq)
+        ]
+
+    # Connections --------------------------------------------------------------------------------
+
+    def _enter(self, name: str) -> Link:
+        link = self._dial(name)
+        segments = [slot.segment for slot in self._slots]
+        addresses = [segment.address for segment in segments if segment is not None]
+        self._all_shared = bool(addresses)
+        link.send({"k": "enter", "worker": self._worker, "view": self._view, "slots": addresses})
+        return link
+
+    def _listen(self, host: Host) -> None:
+        threading.Thread(
+            target=self._read, args=(host, host.link), name=f"news-{host.name}", daemon=True
+        ).start()
+
+    def _read(self, host: Host, link: Link) -> None:
+        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+            if head.get("k") != "run":
+                return None
+            return bytes_of(host.runs[int(head["i"])].of(self._params))
+
         try:
             while True:
-                message = link.recv(place=self._place)
-                self._hear(server, message.head, message.payload)
+                message = link.recv(place=place)
+                self._hear(host, message.head, message.payload)
         except LinkError as error:
             with self._news:
-                self._lost[server] = str(error)
-                self._news.notify_all()
+                current = not self._closed and (link is host.link or link in host.lane_links)
+            if current:
+                self._come_back(host, str(error))
 
-    def _place(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-        """New parameters are received straight into the model."""
-        if head.get("k") == "new" and "block" in head:
-            return _bytes(self._params.block(int(head["block"])))
-        return None
-
-    def _hear(self, server: str, head: Mapping[str, Any], payload: memoryview | None) -> None:
+    def _come_back(self, host: Host, why: str) -> None:
+        """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
         with self._news:
-            if head["k"] == "new":
-                version = int(head["version"])
-                if payload is not None:
-                    got = self._got[server]
-                    got[int(head["block"])] = version
-                    if len(got) < len(self._blocks[server]):
-                        return
-                    version = min(got.values())
-                self._version[server] = version
-            elif "done" in head:
-                self._state_done.add(server)
-            elif payload is not None:
-                dtype = getattr(torch, head["dtype"])
-                tensor = torch.frombuffer(bytearray(payload), dtype=dtype).reshape(head["shape"])
-                self._state.setdefault(int(head["block"]), {})[head["name"]] = tensor
+            if self._closed or not host.began:
+                host.lost = host.lost or why
+                self._news.notify_all()
+                return
+            host.began = False
+            host.sent_before = host.bytes_sent
+            links = [host.link, *host.lane_links]
+            host.lane_links = []
+        for link in links:
+            link.close()
+        if host.lanes is not None:
+            host.lanes.close()
+            host.lanes = None
+        deadline = time.monotonic() + self._timeout_s
+        while not self._closed:
+            try:
+                host.link = self._enter(host.name)
+                break
+            except LinkError as error:
+                if time.monotonic() > deadline:
+                    with self._news:
+                        host.lost = f"{why}; then {error}"
+                        self._news.notify_all()
+                    return
+                time.sleep(RETRY_S)
+        if self._closed:
+            host.link.close()
+            return
+        self._listen(host)
+
+    def _on_begin(self, host: Host, head: Mapping[str, Any]) -> None:
+        """The server has let this worker in, for the first time or again."""
+        layout = self._params.layout
+        placement = Placement.from_dict(head["placement"], layout=layout)
+        lanes: list[Link] = []
+        runs = spans(layout, [block.number for block in placement.blocks_of(host.name)])
+        with self._news:
+            self.placement = placement
+            host.runs, host.arrived = runs, [-1] * len(runs)
+            host.travels = bool(head["travels"])
+        if host.travels:
+            for _ in range(LANES):
+                link = self._dial(host.name)
+                link.send({"k": "lane", "worker": self._worker, "view": self._view})
+                lanes.append(link)
+        with self._news:
+            host.lane_links = lanes
+            host.lanes = Lanes(lanes, name=f"to-{host.name}") if lanes else None
+            host.version = max(host.version, int(head["v"]))
+            host.done = max(host.done, int(head["done"]))
+            self._late |= {int(seq) for seq in head["late"]} & self._under_way.keys()
+            self.ticks = max(self.ticks, int(head["ticks"]))
+            self._note_word(head)
+            host.began = True
+            self.last_parts = {(step, part) for step, part in head["last"]}
+            known = self._take_resolved()
+            again = [push for push in self._under_way.values() if push.seq > host.done]
             self._news.notify_all()
+        for seq, left_out, staleness in known:
+            self._resolved(seq, left_out, staleness)
+        for link in lanes:
+            threading.Thread(
+                target=self._read, args=(host, link), name=f"runs-{host.name}", daemon=True
+            ).start()
+        for push in again:
+            for i in range(len(runs)):
+                self.push_run(host.name, i, seq=push.seq, slot=push.slot, priority=i)
+            self._send(host.name, push.head)
+
+    def _hear(self, host: Host, head: Mapping[str, Any], payload: memoryview | None) -> None:
+        kind = head.get("k")
+        if kind == "begin":
+            self._on_begin(host, head)
+            return
+        with self._news:
+            match kind:
+                case "run":
+                    i = int(head["i"])
+                    host.arrived[i] = max(host.arrived[i], int(head["v"]))
+                case "new":
+                    host.version = max(host.version, int(head["v"]))
+                    for seq, staleness in head.get("own", ()):
+                        host.done = max(host.done, seq)
+                        self._staleness[seq] = max(self._staleness.get(seq, 0), staleness)
+                    self.ticks = max(self.ticks, int(head["ticks"]))
+                    self.bytes_of_servers += int(head.get("sent", 0))
+                    if "pulled" in head:
+                        self._pulled.add(host.name)
+                    self._note_word(head)
+                case "late":
+                    if int(head["seq"]) in self._under_way:
+                        self._late.add(int(head["seq"]))
+                    self._note_word(head)
+                case "word":
+                    self._woken = True
+                    self._note_word(head)
+                    self._released |= {
+                        seq
+                        for seq in self._under_way
+                        if self._until is not None and seq < self._until
+                    }
+                case "missing":
+                    self._missing = list(head["names"])
+                    return
+                case "buffers":
+                    assert payload is not None
+                    self._buffers[int(head["tag"])] = payload
+                case "state" if "done" in head:
+                    self._states_from.add(host.name)
+                case "state":
+                    self._parcels.add(head, payload)
+                    return
+            known = self._take_resolved()
+            self._news.notify_all()
+        for seq, left_out, staleness in known:
+            self._resolved(seq, left_out, staleness)
+
+    def _take_resolved(self) -> list[tuple[int, bool, int]]:
+        """Pushes whose fate is known now and was not before."""
+        known = []
+        for seq in [seq for seq in self._under_way if not self._holders(seq)]:
+            del self._under_way[seq]
+            self._released.discard(seq)
+            known.append((seq, seq in self._late, self._staleness.pop(seq, 0)))
+        return known
+
+    def _note_word(self, head: Mapping[str, Any]) -> None:
+        if "at" in head:
+            self._at = int(head["at"])
+            self._until = None if head["until"] is None else int(head["until"])
+
+    def _send(self, name: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+        try:
+            self._hosts[name].link.send(head, payload)
+        except LinkError:
+            pass  # its reader knows, and connects again or gives up

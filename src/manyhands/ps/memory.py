@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.ps.blocks import Block, Layout, Piece
-from manyhands.ps.optimizer import join_state
-from manyhands.wire.shm import Segment, aligned
+from manyhands.ps.blocks import MIN_BLOCKS, Block, Layout, Piece
+from manyhands.ps.optimizer import is_elementwise, join_state
+from manyhands.wire.shm import ALIGN, Segment, aligned
 
 
 class Flat:
@@ -26,6 +26,11 @@ class Flat:
         self.layout = layout
         self.buffers = list(buffers)
         self.segment = segment
+        self._mark = (
+            torch.zeros(1, dtype=torch.int64)
+            if segment is None
+            else segment.tensor(torch.int64, offset_bytes=segment.nbytes - ALIGN, numel=1)
+        )
 
     @classmethod
     def private(cls, layout: Layout, *, device: str = "cpu") -> Flat:
@@ -38,7 +43,7 @@ class Flat:
     @classmethod
     def shared(cls, layout: Layout, *, label: str) -> Flat:
         """Memory that other processes of this host can attach, all zero."""
-        return cls._in(layout, Segment.create(_offsets(layout)[-1], label=label))
+        return cls._in(layout, Segment.create(_offsets(layout)[-1] + ALIGN, label=label))
 
     @classmethod
     def attached(cls, layout: Layout, address: str) -> Flat:
@@ -52,6 +57,15 @@ class Flat:
         ]
         return cls(layout, buffers, segment)
 
+    @property
+    def mark(self) -> int:
+        """A number beside the memory: which version of it this is."""
+        return int(self._mark)
+
+    @mark.setter
+    def mark(self, version: int) -> None:
+        self._mark[0] = version
+
     def block(self, number: int) -> Tensor:
         block = self.layout.blocks[number]
         return self.buffers[block.buffer][block.start : block.stop]
@@ -61,9 +75,15 @@ class Flat:
         slot = self.layout.slots[name]
         return self.buffers[slot.buffer][slot.start : slot.stop]
 
-    def copy_(self, other: Flat) -> None:
+    def copy_(self, other: Flat, *, non_blocking: bool = False) -> None:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine.copy_(theirs)
+            mine.copy_(theirs, non_blocking=non_blocking)
+
+    def norm(self) -> float:
+        """The Euclidean norm of all numbers; padding is zero."""
+        return float(
+            torch.stack([torch.linalg.vector_norm(b).double() for b in self.buffers]).norm()
+        )
 
     def zero_(self) -> None:
         for buffer in self.buffers:
@@ -74,6 +94,12 @@ class Flat:
             self.segment.close()
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory itself."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name, in the optimizer's order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -81,17 +107,22 @@ def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     return {names.get(id(p), f"#{number}"): p for number, p in enumerate(listed)}
 
 
-def layout_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, whole_tensors: bool, min_blocks: int
-) -> Layout:
+def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Layout:
+    """The same in every process, whoever serves: it depends on the model and its optimizer alone."""
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     pieces = [
         Piece(
-            name, p.numel(), p.element_size(), group_of[id(p)], str(p.dtype).removeprefix("torch.")
+            name,
+            p.numel(),
+            p.element_size(),
+            group_of[id(p)],
+            str(p.dtype).removeprefix("torch."),
+            tuple(p.shape),
         )
         for name, p in pieces_of(model, optimizer).items()
     ]
-    return Layout.of(pieces, whole_tensors=whole_tensors, min_blocks=min_blocks)
+    whole = not is_elementwise(optimizer)
+    return Layout.of(pieces, whole_tensors=whole, min_blocks=MIN_BLOCKS)
 
 
 def block_state(
@@ -99,6 +130,11 @@ def block_state(
 ) -> dict[str, Any]:
     """What an optimizer remembers of a block, from what it remembers of each parameter."""
     whole: dict[str, Any] = {}
+    if layout.whole_tensors:
+        (only,) = layout.pieces_in(block)
+        return {
+            k: v.cpu() if isinstance(v, Tensor) else v for k, v in states.get(only.name, {}).items()
+        }
     for piece in layout.pieces_in(block):
         slot = layout.slots[piece.name]
         low, high = max(slot.start, block.start), min(slot.stop, block.stop)
@@ -117,6 +153,12 @@ def piece_state(
     layout: Layout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What an optimizer remembers of a parameter, from what it remembers of its blocks."""
+    if layout.whole_tensors:
+        return {
+            k: v
+            for block in layout.blocks_with(name)
+            for k, v in states.get(block.number, {}).items()
+        }
     slot = layout.slots[name]
     parts = []
     for block in layout.blocks_with(name):

@@ -52,6 +52,9 @@ class Async(Policy):
     def may_start(self, worker: str, seq: int) -> bool:
         return worker in self._began
 
+    def furthest(self, worker: str) -> int | None:
+        return None
+
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         return ()
 
@@ -71,6 +74,9 @@ class Ssp(Async):
 
     def may_start(self, worker: str, seq: int) -> bool:
         return worker in self._began and seq - 1 - self._slowest() <= self.staleness
+
+    def furthest(self, worker: str) -> int | None:
+        return self._slowest() + 1 + self.staleness
 
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         if worker not in self._began:
@@ -102,6 +108,9 @@ class Sync(Policy):
 
     def may_start(self, worker: str, seq: int) -> bool:
         return worker in self._began and seq <= self.round
+
+    def furthest(self, worker: str) -> int | None:
+        return self.round
 
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         if worker not in self._began or self.may_start(worker, seq):

@@ -91,6 +91,10 @@ class Policy(ABC):
         """May the worker's pull of the weights for step `seq` be answered? Once yes, always yes."""
 
     @abstractmethod
+    def furthest(self, worker: str) -> int | None:
+        """The last step for which the worker's pull may be answered now; None: any."""
+
+    @abstractmethod
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         """Whose pushes are missing until the worker may start step `seq`, in rank order."""
 

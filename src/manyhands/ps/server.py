@@ -1,296 +1,387 @@
-"""A parameter server: holds blocks, adds up what workers push, runs the optimizer, tells the news.
+"""A parameter server in one view: adds up what workers push, runs the optimizer, tells the news.
 
-One thread owns everything; readers, one a connection, only put what arrived into its inbox. So no
-block has two writers and no lock is held while numbers are added. The messages, by their "k":
+One thread owns everything; readers, one a connection, only put what arrived into its inbox. So no block
+has two writers, and no lock is held while numbers are added. A server lives as long as its view; what
+outlives it is in its Estate, and how a view begins is in council.py. Its messages, by their "k":
 
-    worker  enter  worker, grads: address of its gradients in shared memory, or none
-            push   seq, samples, total [, block + payload a frame, unless the memory is shared]
-            state  asks for what the optimizer remembers
-    server  new    version [, block + payload a frame, unless the memory is shared]
-            state  block, name + payload a frame, then done
-    peers   norm   version, value: this server's part of the gradient's squared norm, for clipping
+    from workers    enter     worker, slots: its gradients in shared memory, or none; lane: for bulk
+                    push      seq, slot, ...: a gradient is complete; run + payload: a piece of it
+                    state     asks for what the optimizer remembers
+                    rest, wake, ends, who, pull, buffers
+    to workers      begin     the placement and the version that the view begins with
+                    new       v, own: a version, and which of your pushes it has; run + payload
+                    late      a push was left out               word      which step may begin
+    among servers   had       to the lead: I have this push     decide    from the lead: apply this
+                    and what council.py and updates.py say to their like
 
-Cost a step and worker: one push and one new a server; over the network the gradients out and the
-parameters back, once each.
+Cost a step and worker inside a host: one message to the lead and one from each server. Between hosts
+gradients out and parameters back once each, and with replicas each sum once more.
 """
 
 from __future__ import annotations
 
-import math
-import queue
+import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from manyhands.errors import LinkError
+from manyhands.errors import LinkError, ManyhandsError
+from manyhands.ps.blocks import order_needed
+from manyhands.ps.council import KINDS, Council
+from manyhands.ps.door import Door, Happened
+from manyhands.ps.estate import Estate, spans
+from manyhands.ps.guest import Guest
+from manyhands.ps.holding import Run
+from manyhands.ps.lead import Lead
+from manyhands.ps.ledger import Decision, Given
 from manyhands.ps.memory import Flat
-from manyhands.ps.optimizer import BlockOptimizer
-from manyhands.ps.policies import Policy, Update, Verdict
-from manyhands.wire import Credentials, Link, Listener, connect
+from manyhands.ps.parcels import pack
+from manyhands.ps.terms import Terms
+from manyhands.ps.updates import KINDS as UPDATE_KINDS
+from manyhands.ps.updates import Updates
+from manyhands.wire import Link, Listener
 
-HELLO_S = 10.0
-"""A new connection says who it is within this time, or is dropped."""
-
-
-@dataclass
-class Guest:
-    """A worker as the server sees it."""
-
-    name: str
-    link: Link
-    grads: Flat | None
-    """In shared memory, or None: then what arrives is kept in `arrived`."""
-    arrived: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    """seq to block to gradient."""
-
-
-@dataclass(frozen=True)
-class Push:
-    worker: str
-    seq: int
-    samples: float
-    total: float
-
-
-@dataclass(frozen=True)
-class Happened:
-    """Something for the server's thread: what, from whom."""
-
-    kind: str
-    who: str
-    head: Mapping[str, Any]
-    link: Link | None = None
+logger = logging.getLogger("manyhands.ps")
 
 
 class Server:
-    """The blocks of one server, and the thread that serves them."""
-
     def __init__(
         self,
-        name: str,
+        estate: Estate,
+        terms: Terms,
+        listener: Listener,
         *,
-        blocks: Sequence[int],
-        params: Flat,
-        optimizer: BlockOptimizer,
-        policy: Policy,
-        address: str,
-        attach: Callable[[str], Flat],
-        scheduler: Any = None,
-        clip_norm: float | None = None,
-        peers: Sequence[str] = (),
-        credentials: Credentials | None = None,
+        view: int,
+        servers: Sequence[str],
+        workers: Sequence[str],
+        local: Mapping[str, Sequence[Flat]],
+        identified: bool,
     ) -> None:
-        self.name = name
+        """`local`: gradients of a worker in this very process. `identified`: see Door."""
+        self.name = estate.name
+        self.address = listener.address
+        self.estate = estate
         self.error: BaseException | None = None
-        self.bytes_sent = 0
-        self._blocks = list(blocks)
-        self._params = params
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._policy = policy
-        self._attach = attach
-        self._clip_norm = clip_norm
-        self._peers = list(peers)
-        self._peer_links: dict[str, Link] = {}
-        self._norms: dict[int, dict[str, float]] = {}
+        self.begun = threading.Event()
+        self._terms = terms
+        self._servers, self._workers = list(servers), list(workers)
+        self._local = local
+        self._frozen = False
         self._guests: dict[str, Guest] = {}
-        self._pushes: dict[tuple[str, int], Push] = {}
-        self._sums = {number: torch.zeros_like(params.block(number)) for number in self._blocks}
-        self._pending: Update | None = None
-        self._inbox: queue.SimpleQueue[Happened | None] = queue.SimpleQueue()
-        self._listener = Listener(address, credentials=credentials)
-        self._credentials = credentials
-        self.address = self._listener.address
-        threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True).start()
-        self._thread = threading.Thread(target=self._serve, name=f"{name}-serve", daemon=True)
+        self._early: list[Happened] = []
+        self._lead: Lead | None = None
+        self._runs: list[Run] = []
+        self._order: list[int] = []
+        self._updates: Updates | None = None
+        self._told_sent = 0
+        self._told: dict[str, int | None] = {}
+        self._door = Door(
+            self.name,
+            listener,
+            view=view,
+            servers=servers,
+            workers=workers,
+            identified=identified,
+            place=self._place,
+        )
+        self._council = Council(estate, self._door, view=view, servers=servers)
+        self._thread = threading.Thread(target=self._serve, name=f"{self.name}-serve", daemon=True)
         self._thread.start()
 
-    def meet(self, addresses: Mapping[str, str], *, timeout_s: float) -> None:
-        """Connect to the other servers, for what only all of them together know."""
-        for peer in self._peers:
-            link = connect(
-                addresses[peer], credentials=self._credentials, timeout_s=timeout_s, peer=peer
-            )
-            link.send({"k": "peer", "server": self.name})
-            self._peer_links[peer] = link
+    def meet(self, dial: Callable[[str], Link]) -> None:
+        """Find the other servers."""
+        self._council.meet(dial)
 
-    def close(self) -> None:
-        self._listener.close()
-        self._inbox.put(None)
-        self._thread.join(timeout=5.0)
-        for link in [g.link for g in self._guests.values()] + list(self._peer_links.values()):
-            link.close()
+    @property
+    def bytes_sent(self) -> int:
+        """Over the network, to workers and servers."""
+        if self.estate.shared:
+            return 0
+        guests = sum(guest.bytes_sent for guest in list(self._guests.values()))
+        return guests + sum(peer.link.bytes_sent for peer in list(self._council.peers.values()))
 
-    # What arrives, each in its own thread ------------------------------------------------------
+    def freeze(self, alive: Sequence[str] = ()) -> None:
+        """The view is over. What the dead have sent is heard to its end; then all links close."""
+        self._frozen = True
+        if self._updates is not None:
+            self._updates.frozen = True
+        self._door.close()
+        for name, peer in list(self._council.peers.items()):
+            if name not in alive:
+                self._door.drain(peer.link, timeout_s=2.0)
+            peer.link.close()
+        self._door.inbox.put(None)
+        for guest in list(self._guests.values()):
+            guest.close()  # else the thread might wait for one that does not read
+        self._thread.join(timeout=30.0)
+        if self._thread.is_alive():
+            raise ManyhandsError(f"{self.name} did not come to rest within 30 s.")
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept()
-            except LinkError:
-                return
-            threading.Thread(
-                target=self._read, args=(link,), name=f"{self.name}-read", daemon=True
-            ).start()
-
-    def _read(self, link: Link) -> None:
-        try:
-            hello = link.recv(timeout_s=HELLO_S).head
-        except LinkError:
-            link.close()
-            return
-        who = str(hello.get("worker") or hello.get("server"))
-        self._inbox.put(Happened(str(hello.get("k")), who, hello, link))
-        try:
-            while True:
-                message = link.recv()
-                head = dict(message.head)
-                if message.payload is not None:
-                    head["payload"] = message.payload
-                self._inbox.put(Happened(str(head.get("k")), who, head))
-        except LinkError:
-            self._inbox.put(Happened("left", who, {}))
-
-    # What is done, in one thread ---------------------------------------------------------------
+    # In the server's thread ---------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
-            while (happened := self._inbox.get()) is not None:
-                self._handle(happened)
+            while (happened := self._door.inbox.get()) is not None:
+                self._hear(happened)
         except BaseException as error:
             self.error = error
-            # Whoever waits for this server must not wait any longer.
-            for guest in self._guests.values():
-                guest.link.close()
+            logger.exception("%s failed", self.name)
+            self.begun.set()
+            for guest in list(self._guests.values()):
+                guest.close()
+
+    def _hear(self, happened: Happened) -> None:
+        if happened.who in self._workers and happened.who not in self._servers:
+            try:
+                self._handle(happened)
+            except (KeyError, TypeError, ValueError, AssertionError) as error:
+                # A worker that talks nonsense is not a reason to lose everybody's parameters.
+                logger.warning("%s drops %s: %r", self.name, happened.who, error, exc_info=True)
+                if (guest := self._guests.pop(happened.who, None)) is not None:
+                    guest.close()
+            return
+        try:
+            self._handle(happened)
+        except LinkError as error:
+            logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
     def _handle(self, happened: Happened) -> None:
-        head = happened.head
+        who, head = happened.who, happened.head
+        if happened.kind in KINDS:
+            if not self._frozen and self._council.handle(happened):
+                self._begin()
+            return
+        if not self.begun.is_set() and not self._frozen:
+            self._early.append(happened)
+            return
+        if happened.kind in UPDATE_KINDS:
+            if self._updates is not None:
+                self._updates.handle(happened.kind, who, head)
+            return
         match happened.kind:
-            case "enter":
-                assert happened.link is not None
-                grads = self._attach(head["grads"]) if head.get("grads") else None
-                self._guests[happened.who] = Guest(happened.who, happened.link, grads)
             case "push":
-                self._on_push(happened.who, head)
-            case "norm":
-                self._norms.setdefault(int(head["version"]), {})[happened.who] = float(
-                    head["value"]
-                )
-                self._finish()
+                self._on_push(who, head, run=None)
+            case "run":
+                self._on_push(who, head, run=int(head["i"]))
+            case "had":
+                self._on_had(who, head)
+            case "enter":
+                self._on_enter(happened)
+            case "lane":
+                assert happened.link is not None
+                if self._guests[who].add_lane(happened.link):
+                    self._send_runs(self._guests[who])
+            case "rest" | "wake" | "ends":
+                self._on_rest(who, happened.kind)
             case "state":
-                self._tell_state(self._guests[happened.who])
-            case "left":
-                self._guests.pop(happened.who, None)
+                self._tell_state(self._guests[who])
+            case "pull":
+                self._tell_now(self._guests[who])
+            case "buffers":
+                for name, guest in self._guests.items():
+                    if name != who:
+                        guest.tell(head, happened.payload)
+            case "who" if self._lead is not None:
+                missing = self._lead.waiting_for(who, int(head["seq"]) + 1)
+                self._guests[who].tell({"k": "missing", "names": missing})
+            case unknown:
+                logger.warning("%s got %r from %s, and does not know it", self.name, unknown, who)
 
-    def _on_push(self, worker: str, head: Mapping[str, Any]) -> None:
-        guest, seq = self._guests[worker], int(head["seq"])
-        if guest.grads is None:
-            arrived = guest.arrived.setdefault(seq, {})
-            number = int(head["block"])
-            block = self._params.block(number)
-            arrived[number] = torch.frombuffer(head["payload"], dtype=block.dtype)
-            if len(arrived) < len(self._blocks):
-                return
-        if self._policy.push(worker, seq) is not Verdict.ACCEPTED:
-            guest.arrived.pop(seq, None)
-            return
-        self._pushes[worker, seq] = Push(worker, seq, float(head["samples"]), float(head["total"]))
-        self._advance()
+    # A view begins -----------------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        """Begin the next update, if the policy has one."""
-        if self._pending is not None or (update := self._policy.take()) is None:
-            return
-        pushes = [self._pushes.pop((c.worker, c.seq)) for c in update.contributions]
-        self._add_up(pushes)
-        self._pending = update
-        if self._clip_norm is not None:
-            value = math.fsum(float(s.double().pow(2).sum()) for s in self._sums.values())
-            self._norms.setdefault(update.version, {})[self.name] = value
-            for peer in self._peers:
-                self._peer_links[peer].send(
-                    {"k": "norm", "version": update.version, "value": value}
-                )
-        self._finish()
+    def _begin(self) -> None:
+        estate, plan = self.estate, self._council.plan
+        assert plan is not None
+        placement, layout = plan.placement, estate.layout
+        mine = [block.number for block in placement.blocks_of(self.name)]
+        self._runs = spans(layout, mine)
+        first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
+        self._order = sorted(
+            range(len(self._runs)), key=lambda i: first_need[self._runs[i].blocks[0].number]
+        )
+        self._updates = Updates(
+            estate,
+            self._terms,
+            placement,
+            self._council.peers,
+            lead=self._servers[0],
+            applied=self._on_applied,
+        )
+        if self._council.leads:
+            self._lead = Lead(
+                self._terms.make_policy(self._workers),
+                estate.ledger,
+                servers=self._servers[:1] if estate.shared else self._servers,
+                lr_rule=self._terms.lr_rule,
+                by_part=not self._terms.rounds,
+            )
+        self.begun.set()
+        early, self._early = self._early, []
+        for happened in early:
+            self._hear(happened)
 
-    def _add_up(self, pushes: Sequence[Push]) -> None:
-        """The sum over workers in rank order, so that two runs are bit-equal.
-
-        Each worker has scaled its gradient by its share of the planned samples already; what is left
-        is to make up for shares that are missing.
-        """
-        scale = pushes[0].total / math.fsum(push.samples for push in pushes)
-        for number, total in self._sums.items():
-            parts = [self._gradient(push, number) for push in pushes]
-            if len(parts) == 1:
-                total.copy_(parts[0])
+    def _on_enter(self, happened: Happened) -> None:
+        link, who, layout = happened.link, happened.who, self.estate.layout
+        assert link is not None
+        if (guest := self._guests.get(who)) is not None:
+            guest.enter_again(link)
+        else:
+            addresses = happened.head["slots"]
+            if who in self._local:
+                slots: Sequence[Flat] = self._local[who]
+            elif addresses:
+                slots = [Flat.attached(layout, address) for address in addresses]
             else:
-                torch.add(parts[0], parts[1], out=total)
-                for part in parts[2:]:
-                    total.add_(part)
-            if scale != 1.0:
-                total.mul_(scale)
-        for push in pushes:
-            self._guests[push.worker].arrived.pop(push.seq, None)
+                slots = [Flat.private(layout) for _ in range(self._terms.slots)]
+            travels = who not in self._local and not addresses
+            guest = Guest(who, link, slots, travels=travels, runs=self._runs)
+            self._guests[who] = guest
+            self.estate.gradients[who] = slots
+            if self._updates is not None and self._updates.compensation is not None:
+                self._updates.compensation.remember(who, self._updates.own)
+        plan = self._council.plan
+        assert plan is not None
+        ledger = self.estate.ledger
+        guest.tell(
+            {
+                "k": "begin",
+                "v": ledger.version,
+                "ticks": ledger.ticks,
+                "done": guest.done,
+                "late": guest.late,
+                "last": [[g.step, g.part] for d in list(ledger.decisions)[-1:] for g in d.given],
+                "travels": guest.travels,
+                "placement": plan.placement.to_dict(),
+                **self._word(who),
+            }
+        )
 
-    def _gradient(self, push: Push, number: int) -> Tensor:
-        guest = self._guests[push.worker]
-        return guest.grads.block(number) if guest.grads else guest.arrived[push.seq][number]
+    # From a push to a decision -----------------------------------------------------------------
 
-    def _finish(self) -> None:
-        """Apply the update in hand, once all that it needs is there."""
-        update = self._pending
-        if update is None:
+    def _on_push(self, who: str, head: Mapping[str, Any], *, run: int | None) -> None:
+        if self._frozen:
             return
-        if self._clip_norm is not None:
-            norms = self._norms.get(update.version, {})
-            if len(norms) <= len(self._peers):
-                return
-            del self._norms[update.version]
-            # In the order of names: every server computes the same scale from the same numbers.
-            norm = math.sqrt(math.fsum(norms[name] for name in sorted(norms)))
-            factor = min(1.0, self._clip_norm / (norm + 1e-6))
-            for total in self._sums.values():
-                total.mul_(factor)
-        self._optimizer.step(self._sums)
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self._pending = None
-        self._tell_news(update.version)
-        self._advance()
+        guest, seq = self._guests[who], int(head["seq"])
+        whole = guest.arrived(seq, run=run, head=None if run is not None else head)
+        if whole is None:
+            return
+        push = _given(whole["push"])
+        if push.worker != who or not 0 <= push.slot < len(guest.slots):
+            raise ValueError(f"a push of {push.worker} in slot {push.slot}")
+        if self._lead is not None:
+            self._on_had(self.name, whole)
+        else:
+            self._tell_lead({**whole, "k": "had"})
 
-    def _tell_news(self, version: int) -> None:
-        for guest in list(self._guests.values()):
-            try:
-                if guest.grads is not None:
-                    guest.link.send({"k": "new", "version": version})
-                    continue
-                for number in self._blocks:
-                    head = {"k": "new", "version": version, "block": number}
-                    guest.link.send(head, _bytes(self._params.block(number)))
-            except LinkError:
-                continue  # its reader tells that it left
-        self.bytes_sent = sum(g.link.bytes_sent for g in self._guests.values() if not g.grads)
+    def _on_had(self, server: str, head: Mapping[str, Any]) -> None:
+        if self._frozen:
+            return
+        assert self._lead is not None
+        push = _given(head["push"])
+        self._lead.had(server, push, began=int(head["began"]), after=int(head["after"]))
+        self._decide()
+
+    def _on_rest(self, who: str, kind: str) -> None:
+        assert self._lead is not None
+        if kind == "ends":
+            self._lead.ends(who)
+            self._decide()
+        elif kind == "rest":
+            self._lead.rest(who)
+            self._decide()
+        else:
+            self._lead.wake(who)
+            self._guests[who].tell({"k": "word", **self._word(who)})
+
+    def _decide(self) -> None:
+        lead = self._lead
+        assert lead is not None
+        assert self._updates is not None
+        for decision in lead.decisions():
+            head = {"k": "decide", "decision": decision.to_dict()}
+            for peer in self._council.peers.values():
+                peer.link.send(head)
+            self._updates.carry_out(decision)
+        for push in lead.late():
+            if (guest := self._guests.get(push.worker)) is not None:
+                guest.late = [*guest.late[-7:], push.seq]
+                guest.tell({"k": "late", "seq": push.seq, **self._word(push.worker)})
+        stragglers = set(lead.stragglers())
+        for name, guest in self._guests.items():
+            news = not self._terms.rounds and name not in lead.resting
+            if name in stragglers or (news and lead.word(name).until != self._told.get(name)):
+                guest.tell({"k": "word", **self._word(name)})
+
+    def _word(self, who: str) -> dict[str, Any]:
+        if self._lead is None or who in self._lead.resting:
+            return {}
+        word = self._lead.word(who)
+        self._told[who] = word.until
+        return {"at": word.at, "until": word.until}
+
+    # News --------------------------------------------------------------------------------------
+
+    def _on_applied(self, decision: Decision) -> None:
+        if self._lead is not None:
+            self.estate.params.mark = decision.version
+        self._tell_news(decision)
+
+    def _tell_news(self, decision: Decision) -> None:
+        own: dict[str, list[list[int]]] = defaultdict(list)
+        for given in decision.given:
+            own[given.worker].append([given.seq, given.staleness])
+            if (guest := self._guests.get(given.worker)) is not None:
+                guest.done = max(guest.done, given.seq)
+        told = list(self._guests) if self._terms.rounds else [n for n in own if n in self._guests]
+        for name in told:
+            guest = self._guests[name]
+            if self._updates is not None and self._updates.compensation is not None:
+                self._updates.compensation.remember(name, self._updates.own)
+            head = {"k": "new", "v": decision.version, "ticks": decision.ticks, **self._word(name)}
+            if name in own:
+                head["own"] = own[name]
+            if name == self._workers[0]:
+                sent = self.bytes_sent
+                head["sent"], self._told_sent = sent - self._told_sent, sent
+            guest.tell(head)
+            self._send_runs(guest)
+
+    def _tell_now(self, guest: Guest) -> None:
+        ledger = self.estate.ledger
+        guest.tell({"k": "new", "v": ledger.version, "ticks": ledger.ticks, "pulled": True})
+        self._send_runs(guest)
+
+    def _send_runs(self, guest: Guest) -> None:
+        if guest.travels:
+            guest.send_runs(self.estate.ledger.version, self.estate.params, self._order)
+
+    def _place(self, who: str, head: Mapping[str, Any]) -> memoryview | None:
+        """Gradients and sums are received straight into the memory that they are added from."""
+        match head:
+            case {"k": "run", "slot": int(slot), "i": int(i)}:
+                return self._guests[who].room(slot, i)
+            case {"k": "replica", "v": int(version), "i": int(i)}:
+                assert self._updates is not None
+                return self._updates.room(who, version, i)
+        return None
+
+    # What is asked -----------------------------------------------------------------------------
 
     def _tell_state(self, guest: Guest) -> None:
-        for number in self._blocks:
-            for name, value in self._optimizer.state(number).items():
-                tensor = torch.as_tensor(value).detach().contiguous()
-                head = {
-                    "k": "state",
-                    "block": number,
-                    "name": name,
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                }
-                guest.link.send(head, _bytes(tensor))
-        guest.link.send({"k": "state", "done": True})
+        own = self.estate.keep.own
+        assert own is not None
+        for number in own.numbers:
+            material = own.take(number)
+            for head, payload in pack("state", number, material, params=False):
+                guest.tell(head, payload)
+        guest.tell({"k": "state", "done": True})
+
+    def _tell_lead(self, head: Mapping[str, Any]) -> None:
+        self._council.peers[self._servers[0]].link.send(head)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
+def _given(record: Sequence[Any]) -> Given:
+    return Decision.from_dict(
+        {"v": 0, "given": [record], "lr": 1.0, "progress": (0, 1), "factor": 1.0}
+    ).given[0]

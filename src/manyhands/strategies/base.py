@@ -10,10 +10,18 @@ The **learner** is what the config builds inside each worker. Its life:
     load_state_dict(state)          when resuming
     repeat:
         on_view(view)               the membership is this now: find your peers
-        step(share) -> StepReport   many times; every member of the view does the same steps
+        settled(), placement()      what is in the weights, and where they lie, as on_view found it
+        step(share) -> StepReport   many times; in lockstep every worker does the same steps,
+                                    otherwise each does its own parts of them
+        drain()                     before what follows: until every step so far is resolved
         eval_model()                the model to evaluate: what would be served
         state_dict()                what a checkpoint must hold besides model and optimizer
+        rest()                      nothing is left to do before the others are done too
+        interrupt()                 from another thread: the next view is coming
     close()                         leave the peers
+
+A learner whose strategy goes on in place (`goes_on`) raises ViewChanging out of whatever it waits for
+once it was interrupted, until on_view is called; the loop then forgets what was not resolved.
 
 A strategy never starts processes (cluster/) and never lays out bytes (wire/). A new one is one file,
 one line in `strategies/registry.py` and one in the conformance suite.
@@ -46,6 +54,22 @@ class Strategy(ABC):
     default_workers: ClassVar[int] = 2
     needs_coordinator: ClassVar[bool] = False
     """Its members find each other by way of the coordinator: not for `mh.join()`."""
+    lockstep: ClassVar[bool] = True
+    """Every worker does every step. Otherwise a step is cut into parts for whoever is free."""
+    goes_on: ClassVar[bool] = False
+    """Training goes on in place when a member dies."""
+
+    def parts(self, workers: int) -> int:
+        """How many parts a step is cut into, without lockstep."""
+        return workers
+
+    def servers_for(self, workers: int) -> int:
+        """How many members are started beside the workers that only serve."""
+        return 0
+
+    def needs_keys(self, workers: int) -> bool:
+        """Whether its members speak with each other over the network, and so need credentials."""
+        return False
 
     def check(self, workers: int) -> None:
         """Refuse what can't work with so many workers, and say what would."""
@@ -72,6 +96,29 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, share: Share) -> StepReport: ...
+
+    def settled(self) -> dict[str, Any] | None:
+        """After on_view: `{"version": int, "applied": [[step, part], ...]}`, what is in the weights.
+
+        Recent parts, newest last. None where another member says it, or nothing was lost.
+        """
+        return None
+
+    def placement(self) -> str:
+        """One line for people: where the weights lie. Empty where there is nothing to say."""
+        return ""
+
+    def drain(self) -> None:
+        """Wait until every step so far is resolved."""
+        return
+
+    def rest(self) -> None:
+        """All parts given to this worker are done, and no more come for a while."""
+        return
+
+    def interrupt(self) -> None:
+        """From another thread: the next view is coming, so raise ViewChanging out of any wait."""
+        return
 
     def eval_model(self) -> nn.Module:
         return self.trainee.model

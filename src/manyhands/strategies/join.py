@@ -103,7 +103,7 @@ class Hands:
         while ranges := leases.take(batch_size):
             total = sum(stop - start for start, stop in ranges)
             parts = split(ranges, shares(total, [1.0] * self.world))
-            portion = Portion(self._steps, epoch, total, tuple(parts[self.rank]))
+            portion = Portion(self._steps, epoch, total, tuple(parts[self.rank]), self.rank)
             batch, samples = feed.share(portion).batches[0]
             self._given = (samples, total)
             yield batch
@@ -126,7 +126,8 @@ class Hands:
         self._steps += 1
         seed_compute(self.device, self._seed, "step", self._steps, self.rank)
         began = time.perf_counter()
-        report = self._learner.step(Share(self._steps, 0, samples, total, [(batch, samples)]))
+        share = Share(self._steps, 0, samples, total, [(batch, samples)], self.rank)
+        report = self._learner.step(share)
         report.step_s = time.perf_counter() - began
         return report
 

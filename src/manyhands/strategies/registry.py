@@ -10,11 +10,13 @@ from typing import Any
 from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Strategy
-from manyhands.strategies.ps import PsSync
+from manyhands.strategies.ps import PsAsync, PsBackup, PsSsp, PsSync
 from manyhands.strategies.single import Single
 from manyhands.strategies.spec import Part, Value, parse_spec
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, AllReduce, PsSync)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls for cls in (Single, AllReduce, PsSync, PsAsync, PsSsp, PsBackup)
+}
 
 
 def make_strategy(text: str) -> Strategy:

@@ -4,8 +4,9 @@ start the members               wait until each is ready
 form the view                   wait until each has joined
 repeat:                         what happens next comes from the coordinator's inbox
     reports   -> events, commits, checkpoints that count
-    orders    -> enough ahead that no worker waits, not so far that stopping takes long
-    deaths    -> the first failure, named
+    orders    -> enough ahead that no worker waits, not so far that stopping takes long (handout.py)
+    deaths    -> the first failure, named; or, where the strategy goes on in place, the next view, and
+                 what is not in the weights by then is given out again (crew.py)
 stop                            wait until each has left; write the summary
 """
 
@@ -27,23 +28,22 @@ from manyhands.cluster.coordinator import (
     signal_name,
 )
 from manyhands.cluster.launchers import cores
-from manyhands.cluster.view import Seat
-from manyhands.errors import CheckpointError, Interrupted, JobError, MemberFailed, UsageError
+from manyhands.errors import CheckpointError, Interrupted, MemberFailed, UsageError
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
-from manyhands.train.course import Checkpoint, Course, Evaluate, Order, Steps, Stop, Syllabus
+from manyhands.train.course import Course
+from manyhands.train.crew import Crew
+from manyhands.train.facts import Facts, check_job, check_same, ready_event, syllabus_of
 from manyhands.train.failures import Failure, FirstFailure, Grade
+from manyhands.train.handout import Handout, make_handout
 from manyhands.train.options import Options
-from manyhands.train.reports import Gathering, Row, combine
+from manyhands.train.reports import Row, combine
 from manyhands.train.shelf import Shelf
 from manyhands.train.tally import Tally
 from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
-AHEAD_S = 0.4
-"""How much work is handed out ahead: no worker ever waits for an order, and a stop takes this long."""
 TICK_S = 0.1
-MAX_LEASE = 256
 
 
 class Conductor:
@@ -54,7 +54,7 @@ class Conductor:
         run: Run,
         stream: Stream,
         *,
-        entry: str,
+        entries: Mapping[str, str],
         checkpoint: Manifest | None = None,
         resumed: bool = False,
         on_ready: Callable[[], None] = lambda: None,
@@ -65,58 +65,63 @@ class Conductor:
         self.options = options
         self.run = run
         self.stream = stream
+        self.shelf = Shelf(run, stream, options, newest=checkpoint)
+        self.tally = Tally(lockstep=options.manner.lockstep)
+        assignment = {
+            "job": options.job,
+            "settings": dict(options.settings),
+            "strategy": options.strategy,
+            "device": options.device,
+            "trust_network": options.trust_network,
+            "run": str(run.path.resolve()),
+            "checkpoint": str(checkpoint.path.resolve()) if checkpoint else None,
+        }
+        self.crew = Crew(coordinator, options, stream, entries=entries, assignment=assignment)
         self.course: Course | None = None
-        self.ready: dict[str, dict[str, Any]] = {}
-        self._entry = entry
+        self._handout: Handout | None = None
         self._versions = dict(versions or {})
         self._resumed = resumed
-        self._on_ready = on_ready
         self._resumed_from = checkpoint
-        self.shelf = Shelf(run, stream, options, newest=checkpoint)
+        self._on_ready = on_ready
         self._tick = tick
-        self._joined: dict[str, str] = {}
-        self._gathering = Gathering()
         self._evaluation: dict[str, Mapping[str, Any]] = {}
         self._rehearsed: set[str] = set()
         self._stopped: set[str] = set()
+        self._leaving = False
+        self._view = 0
+        """The number of the view that counts: reports of older ones are void."""
         self._ticks: dict[str, int] = {}
         self._failures = FirstFailure(coordinator.timeouts.settle_s)
         self._signal: int | None = None
         self._stop_by: float | None = None
-        self._finishing: str | None = None
         self._progress = time.monotonic()
-        self._step_s = 0.0
-        self.tally = Tally()
 
     # The story, top to bottom -----------------------------------------------------------------
 
     def conduct(self) -> str:
         """Train. Returns the outcome; raises what ended it otherwise."""
-        self._start_members()
-        self._until(lambda: len(self.ready) == self.options.workers, "ready_s", "getting ready")
-        self.course = self._make_course()
+        crew, options = self.crew, self.options
+        self._announce_start()
+        crew.start()
+        self._until(lambda: len(crew.ready) == crew.num_started, "ready_s", "getting ready")
+        handout = self._prepare()
         self._on_ready()
-        self.run.note_fields(next(iter(self.ready.values()))["fields"], self.options.settings)
-        self._form_view()
-        self._until(
-            lambda: len(self._joined) == self.options.workers, "view_s", "joining its peers"
-        )
-        self._announce_view()
-        if self.options.rehearse:
-            self._tell_all(order="rehearse")
-            self._until(
-                lambda: len(self._rehearsed) == self.options.workers, "step_s", "rehearsing"
-            )
-            self._finish("checked")
-        else:
-            self._hand_out()
-        self._until(self._all_left, "step_s", "training", wake=self._hand_out)
+        self.run.note_fields(crew.facts["fields"], options.settings)
+        crew.form()
+        self._until(lambda: crew.all_joined, "view_s", "joining its peers")
+        self._begin()
+        if options.rehearse:
+            handout.tell_workers(order="rehearse")
+            everybody = set(handout.workers)
+            self._until(lambda: self._rehearsed == everybody, "step_s", "rehearsing")
+            handout.finish("checked")
+        self._until(self._all_left, "step_s", "training", wake=self._go_on)
         if self.shelf.error:
             raise CheckpointError(self.shelf.error)
-        assert self._finishing is not None
-        return self._finishing
+        assert handout.finishing is not None
+        return handout.finishing
 
-    def _start_members(self) -> None:
+    def _announce_start(self) -> None:
         options = self.options
         self.stream.emit(
             events.RunStarted(
@@ -128,118 +133,69 @@ class Conductor:
             )
         )
         if options.workers > cores():
-            self.stream.emit(
-                events.Noticed(
-                    message=f"{options.workers} workers share {cores()} cores; "
-                    "more workers than cores are slower than as many"
-                )
-            )
-        assignment = {
-            "job": options.job,
-            "settings": dict(options.settings),
-            "strategy": options.strategy,
-            "device": options.device,
-            "run": str(self.run.path.resolve()),
-            "checkpoint": str(self._resumed_from.path.resolve()) if self._resumed_from else None,
-        }
-        for rank in range(options.workers):
-            member = self.coordinator.start(
-                f"worker-{rank}",
-                entry=self._entry,
-                local_rank=rank,
-                threads=options.threads,
-                assignment=assignment,
-            )
-            self.stream.emit(
-                events.MemberStarted(
-                    member=member.name,
-                    host=member.handle.host,
-                    pid=member.handle.pid,
-                    log=str(member.log),
-                )
+            self._notice(
+                f"{options.workers} workers share {cores()} cores; "
+                "more workers than cores are slower than as many"
             )
 
-    def _make_course(self) -> Course:
-        first, *others = self.ready.values()
-        for other in others:
-            for key in ("train_samples", "eval_samples", "parameters", "fields"):
-                if other[key] != first[key]:
-                    raise JobError(
-                        f"The workers disagree on the job's {key}: {first[key]} and {other[key]}. "
-                        "model() and data() must give the same in every process."
-                    )
-        fields, samples = first["fields"], first["train_samples"]
-        syllabus = Syllabus(
-            num_samples=samples,
-            batch_size=fields["batch_size"],
-            epochs=fields["epochs"],
-            eval_every=fields["eval_every"],
-            has_eval=first["eval_samples"] > 0,
-            checkpoint_every=self.options.checkpoint_every,
-            monitor=fields["monitor"],
-            patience=fields["patience"],
-        )
-        for name, facts in self.ready.items():
-            self.stream.emit(
-                events.MemberReady(
-                    member=name,
-                    device=facts["device"],
-                    parameters=facts["parameters"],
-                    train_samples=samples,
-                    eval_samples=first["eval_samples"],
-                    batch_size=syllabus.batch_size,
-                    epochs=syllabus.epochs,
-                    steps=syllabus.num_steps,
-                )
-            )
-        return Course(syllabus, self._resumed_from.course if self._resumed_from else None)
+    def _prepare(self) -> Handout:
+        """All are ready: what to train, and how to hand it out."""
+        facts = {name: facts for name, facts in self.crew.ready.items() if "fields" in facts}
+        first = self.crew.facts
+        for other in facts.values():
+            check_same(first, other)
+        syllabus = syllabus_of(first, checkpoint_every=self.options.checkpoint_every)
+        for name, told in facts.items():
+            self.stream.emit(ready_event(name, told, syllabus))
+        self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
+        self._handout = make_handout(self.options.manner, self.course, self.shelf, self._tell)
+        return self._handout
 
-    def _check_job(self, facts: Mapping[str, Any]) -> None:
-        """What only shows when the job is loaded."""
-        fields, samples = facts["fields"], facts["train_samples"]
-        batch, monitor, metrics = fields["batch_size"], fields["monitor"], facts["metrics"]
-        if batch > samples:
-            raise JobError(
-                f"The data set has {samples} samples, and the global batch_size is {batch}. "
-                f"Use  --set batch_size={samples}  or fewer."
-            )
-        if self.options.workers > batch:
-            raise UsageError(
-                f"{self.options.workers} workers share a global batch of {batch}: every worker needs "
-                "at least one sample. Use fewer workers, or a larger batch: "
-                f"--set batch_size={self.options.workers}"
-            )
-        if metrics and monitor not in metrics:
-            raise JobError(
-                f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
-                "Set monitor to one of these, or return it from metrics()."
-            )
-        if not metrics and fields["patience"] is not None:
-            raise JobError("patience needs something to watch: eval_data() must return a data set.")
-
-    def _form_view(self) -> None:
-        names = sorted(self.ready, key=lambda name: int(name.rpartition("-")[2]))
-        self.coordinator.form_view(Seat(**self.ready[name]["seat"]) for name in names)
-
-    def _announce_view(self) -> None:
-        view, course = self.coordinator.view, self.course
-        assert view is not None
-        assert course is not None
+    def _begin(self) -> None:
+        """All have joined the first view."""
+        assert self.course is not None
         if self._resumed:
             # Also from nothing: what was committed before, and never saved, is void.
             self.stream.emit(
                 events.Resumed(
-                    step=course.step,
-                    epoch=course.epoch,
+                    step=self.course.step,
+                    epoch=self.course.epoch,
                     checkpoint=self.shelf.newest,
-                    workers=view.world,
+                    workers=self.crew.view.world,
                 )
             )
-        transport = next(iter(self._joined.values()))
-        self.stream.emit(
-            events.ViewChanged(view=view.number, members=view.names, transport=transport)
-        )
+        self._count_view()
         self.tally.training()
+
+    def _go_on(self) -> None:
+        """After whatever happened: the next thing to do, if it is time for it."""
+        crew, handout = self.crew, self.handout
+        if self._leaving:
+            return
+        if crew.joining and not crew.all_joined:
+            return
+        if crew.joining:
+            self._count_view()
+        # Newcomers wait until nothing is open; at the end of the course nobody waits for them.
+        waited_for = bool(crew.newcomers) and handout.finishing is None
+        handout.more(hold=waited_for)
+        if waited_for and handout.quiet:
+            crew.admit()
+
+    def _count_view(self) -> None:
+        """All have joined: what is in the weights counts, and what was open besides is open again."""
+        crew, handout = self.crew, self.handout
+        handout.settle(crew.applied())
+        self._commit_steps()
+        redone = handout.restart(crew.view)
+        self._view = crew.view.number
+        self._evaluation, self._stopped = {}, set()
+        self._progress = time.monotonic()
+        seconds = crew.count_view()
+        if seconds is not None:
+            self.stream.emit(
+                events.Recovered(view=self._view, seconds=seconds, redone_steps=redone)
+            )
 
     # What happens -----------------------------------------------------------------------------
 
@@ -254,6 +210,7 @@ class Conductor:
         """Handle what happens until `done`; without progress for the named timeout, say who is late."""
         self._progress = time.monotonic()
         limit = getattr(self.coordinator.timeouts, timeout)
+        wake()
         while not done():
             happening = self.coordinator.next(TICK_S)
             if happening is not None:
@@ -268,9 +225,8 @@ class Conductor:
         now = time.monotonic()
         match happening:
             case Said(member, {"kind": "ready"} as facts):
-                self._check_job(facts)  # at the first: others may take their time
-                self.ready[member] = facts
                 self._progress = now
+                self._on_member_ready(member, facts)
             case Said(member, {"kind": "report"} as report):
                 self._progress = now
                 self._on_report(member, report)
@@ -279,64 +235,74 @@ class Conductor:
                     self._ticks[member] = ticks
                     self._progress = now
             case Said(member, {"kind": "failed"} as said):
-                self._failures.add(
-                    Failure(
-                        member,
-                        said["reason"],
-                        said["traceback"],
-                        grade=Grade.CONSEQUENCE if said["consequence"] else Grade.CAUSE,
-                        usage=said["usage"],
-                        exit_code=said["exit_code"] or 1,  # leaving early is no success
-                    ),
-                    now,
-                )
+                self._on_failed(member, said)
             case LinkLost(member, reason):
-                if not self.coordinator.members[member].left:
+                if self.coordinator.members[member].left:
+                    pass
+                elif self._goes_on:
+                    self.crew.cut_off(member)
+                else:
                     self._failures.add(Failure(member, reason, grade=Grade.SUSPICION), now)
             case Exited(member, code):
                 self.stream.emit(events.MemberExited(member=member, exit_code=code))
                 if not self.coordinator.members[member].left:
-                    failure = Failure(member, signal_name(code), exit_code=exit_status(code) or 1)
-                    self._failures.add(failure, now)
+                    self._on_death(member, code)
             case Signalled(number):
                 self._on_signal(number)
 
+    def _on_member_ready(self, member: str, facts: Facts) -> None:
+        crew = self.crew
+        if crew.is_worker(member) and not crew.is_new(member):
+            check_job(
+                facts, workers=self.options.workers
+            )  # at the first: others may take their time
+        elif crew.is_worker(member):
+            assert self.course is not None
+            try:
+                check_same(crew.facts, facts)
+            except UsageError as error:
+                crew.give_up(member, str(error))
+                return
+            self.stream.emit(ready_event(member, facts, self.course.syllabus))
+        crew.ready[member] = facts
+
     def _on_report(self, member: str, report: Mapping[str, Any]) -> None:
+        # Of a view that is being joined nothing but that is told; of older ones only what was done.
+        current = report.get("view", self._view) == self._view
         match report:
-            case {"what": "joined", "transport": str(transport)}:
-                self._joined[member] = transport
+            case {"what": "joined"}:
+                self.crew.join(member, report)
             case {"what": "rehearsed"}:
                 self._rehearsed.add(member)
-            case {"what": "stopped"}:
-                self._stopped.add(member)
-                if len(self._stopped) == self.options.workers:
-                    self._tell_all(order="leave")
-            case {"what": "steps", "rows": list(rows)}:
+            case {"what": "steps", "rows": list(rows)} if current:
                 for row in rows:
-                    self._gathering.add(member, Row(*row))
+                    self.handout.add(member, Row(*row))
                 self._commit_steps()
-            case {"what": "evaluated"}:
+            case {"what": "evaluated"} if current and not self.crew.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()
+            case {"what": "stopped"} if current and not self.crew.joining:
+                self._stopped.add(member)
+                if self._stopped.issuperset(self.handout.members):
+                    self._leaving = True
+                    self.crew.dismiss()
+                    self.handout.tell_all(order="leave")
+            case {"what": "saving", "step": int(step)}:
+                self.handout.saving(member, step)
             case {"what": "saved", "step": int(step)}:
                 assert self.course is not None
-                self.shelf.written(step, report)
+                self.shelf.written(member, step, report)
                 self.shelf.settle(self.course)
 
     def _commit_steps(self) -> None:
         assert self.course is not None
-        for step in self._gathering.committed():
-            self.course.commit(step.plan.step)
-            self._step_s = (
-                step.step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step.step_s
-            )
+        for step in self.handout.committed():
             if self.tally.add(step):
-                self.stream.emit(
-                    events.Noticed(
-                        message=f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
-                        "rate, warm-up or clip_norm may help; training goes on"
-                    )
+                self._notice(
+                    f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
+                    "rate, warm-up or clip_norm may help; training goes on"
                 )
+            lockstep = self.options.manner.lockstep
             self.stream.emit(
                 events.StepCommitted(
                     step=step.plan.step,
@@ -349,32 +315,35 @@ class Conductor:
                     compute_s=step.compute_s,
                     wait_s=step.wait_s,
                     bytes_sent=step.bytes_sent,
+                    staleness=None if lockstep else step.mean_staleness,
                 )
             )
         self.shelf.settle(self.course)
 
     def _on_evaluation(self) -> None:
         assert self.course is not None
-        assert self.coordinator.view is not None
-        if len(self._evaluation) < self.coordinator.view.world:
+        if not self._evaluation.keys() >= set(self.handout.workers):
             return
-        parts = [self._evaluation[name] for name in self.coordinator.view.names]
+        parts = [self._evaluation[name] for name in self.handout.workers]
         self._evaluation = {}
         samples, metrics = combine(parts)
-        if not self.course.awaiting:
-            return  # a stop was asked meanwhile; a resumed run evaluates again
-        step, epoch = self.course.step, self.course.epoch
-        best = self.course.evaluated(metrics)
-        self.stream.emit(
-            events.Evaluated(
-                step=step,
-                epoch=epoch,
-                samples=samples,
-                metrics=metrics,
-                best=best,
-                seconds=max(part["seconds"] for part in parts),
+        wanted = (
+            self.course.awaiting
+        )  # else a stop was asked meanwhile; a resumed run evaluates again
+        if wanted:
+            step, epoch = self.course.step, self.course.epoch
+            best = self.course.evaluated(metrics)
+            self.stream.emit(
+                events.Evaluated(
+                    step=step,
+                    epoch=epoch,
+                    samples=samples,
+                    metrics=metrics,
+                    best=best,
+                    seconds=max(part["seconds"] for part in parts),
+                )
             )
-        )
+        self.handout.evaluated()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -388,61 +357,56 @@ class Conductor:
         what = "Ctrl-C" if number == signal.SIGINT else name
         self.stream.emit(events.Stopping(reason=what))
 
-    # What is told -----------------------------------------------------------------------------
-
-    def _hand_out(self) -> None:
-        """Give out orders until enough is ahead."""
-        assert self.course is not None
-        while self._finishing is None:
-            ahead = len(self._gathering)
-            if ahead >= 2 and ahead * self._step_s >= AHEAD_S:
-                return
-            room = int(AHEAD_S / self._step_s) if self._step_s else 1
-            order = self.course.next(max(1, min(room, MAX_LEASE)))
-            if order is None:
-                return
-            self._give(order)
-            if isinstance(order, Steps) and not self._step_s and ahead:
-                return
-
-    def _give(self, order: Order) -> None:
-        view = self.coordinator.view
-        assert view is not None
-        names = [seat.name for seat in view.workers]
-        match order:
-            case Steps(plans):
-                portions: dict[str, list[Any]] = {name: [] for name in names}
-                for plan in plans:
-                    shares = dict(zip(names, plan.share_out([1.0] * len(names)), strict=True))
-                    self._gathering.expect(plan, shares)
-                    for name, ranges in shares.items():
-                        portions[name].append([plan.step, plan.epoch, plan.samples, ranges])
-                for name in names:
-                    self.coordinator.say(name, "order", order="steps", portions=portions[name])
-            case Evaluate(step, epoch):
-                self._tell_all(order="evaluate", step=step, epoch=epoch)
-            case Checkpoint(step):
-                self.shelf.expect(order)
-                self._tell_all(order="checkpoint", step=step)
-            case Stop(reason):
-                self._finish(reason)
-
-    def _finish(self, reason: str) -> None:
-        self._finishing = reason
-        self._tell_all(order="stop")
-
-    def _tell_all(self, **order: Any) -> None:
-        assert self.coordinator.view is not None
-        for name in self.coordinator.view.names:
-            self.coordinator.say(name, "order", **order)
-
     # What goes wrong --------------------------------------------------------------------------
+
+    @property
+    def _goes_on(self) -> bool:
+        """A death is not the end of the run."""
+        return self.options.manner.goes_on and self.tally.trains and not self.options.rehearse
+
+    def _on_failed(self, member: str, said: Mapping[str, Any]) -> None:
+        """A member says why it ends."""
+        if self._goes_on and self.crew.is_new(member):
+            if not self._leaving:
+                self.crew.give_up(member, said["reason"])
+            return
+        if self._goes_on and said["consequence"]:
+            self.crew.suspect(member, said["reason"])
+            return
+        self._failures.add(
+            Failure(
+                member,
+                said["reason"],
+                said["traceback"],
+                grade=Grade.CONSEQUENCE if said["consequence"] else Grade.CAUSE,
+                usage=said["usage"],
+                exit_code=said["exit_code"] or 1,  # leaving early is no success
+            ),
+            time.monotonic(),
+        )
+
+    def _on_death(self, member: str, code: int) -> None:
+        """A process has ended without a goodbye."""
+        crew, reason = self.crew, self.crew.reason(member, signal_name(code))
+        failure = Failure(member, reason, exit_code=exit_status(code) or 1)
+        if not self._goes_on:
+            self._failures.add(failure, time.monotonic())
+        elif self._leaving:
+            return  # all that it had to do is done
+        elif crew.is_new(member):
+            crew.give_up(member, reason)
+        elif member in crew.view.names:
+            by_itself = code == 0 and not crew.suspected(member)
+            if by_itself or not crew.lose(member, reason):
+                self._failures.add(failure, time.monotonic())
 
     def _judge(self) -> None:
         """Raise for the first failure, a silent member, or a stop that takes too long."""
         now = time.monotonic()
         failure = self._failures.verdict(now)
-        if failure is None and (overdue := self.coordinator.overdue()) is not None:
+        if self._goes_on:
+            self.crew.enforce()
+        elif failure is None and (overdue := self.coordinator.overdue()) is not None:
             member, reason = overdue
             failure = Failure(member.name, reason)
         if failure is not None:
@@ -469,12 +433,13 @@ class Conductor:
 
     def _late(self, limit_s: float, phase: str) -> str:
         """Who has been waited for, in what phase, for how long."""
-        members = self.coordinator.members
-        late = [name for name in members if name not in self.ready] or [
-            name for name in members if name not in self._joined
-        ]
-        if (first := self._gathering.first) is not None:
-            late = first.missing
+        members, crew = self.coordinator.members, self.crew
+        if self.coordinator.view is None:
+            late = [name for name in members if name not in crew.ready]
+        else:
+            late = [name for name in crew.view.names if crew.joining and name not in crew.joined]
+            if self._handout is not None and (first := self._handout.gathering.first) is not None:
+                late = late or first.missing
         told = ", ".join(
             f"{name} ({members[name].phase} for {members[name].phase_since_s:.0f} s)"
             for name in late or members
@@ -482,5 +447,19 @@ class Conductor:
         return f"Nothing has moved for {limit_s:.0f} s while {phase}; waited for {told}."
 
     def _all_left(self) -> bool:
-        members = self.coordinator.members.values()
-        return self._finishing is not None and all(m.left and not m.alive for m in members)
+        members = [self.coordinator.members[name] for name in self.handout.members]
+        # Who died after all were told to leave has left, too, where a death is not the end.
+        return self._leaving and all((m.left or self._goes_on) and not m.alive for m in members)
+
+    # ------------------------------------------------------------------------------------------
+
+    @property
+    def handout(self) -> Handout:
+        assert self._handout is not None, "not before all are ready"
+        return self._handout
+
+    def _tell(self, name: str, order: Mapping[str, Any]) -> None:
+        self.coordinator.say(name, "order", **order)
+
+    def _notice(self, message: str) -> None:
+        self.stream.emit(events.Noticed(message=message))

@@ -7,21 +7,20 @@
         Checkpoint        after each epoch, so that the best model is always one of them
     Stop                  when the epochs are over, the patience is, or somebody asked
 
-Samples are counted, not steps: the state of a course is the epoch, what is committed of it, and the
-step number, so it can go on with any number of workers.
+Steps may be committed in any order. Samples are counted, not steps: the state of a course is the
+epoch, what is committed of it, and the step number, so it can go on with any number of workers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import CheckpointError
-from manyhands.train.leases import Leases, Range, shares, split
+from manyhands.train.leases import Leases, Range, Ranges, shares, split
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ class Course:
         self.syllabus = syllabus
         self.epoch: int = state.get("epoch", 0)
         self.step: int = state.get("step", 0)
-        self.committed_step = self.step
         self.best = Best(**state.get("best", {}))
         if self.best.metrics is not None:
             self.best.metrics = _numbers(self.best.metrics)
@@ -120,10 +118,11 @@ class Course:
         self._leases = Leases(
             syllabus.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
         )
-        self._open: deque[StepPlan] = deque()
+        self._open: dict[int, StepPlan] = {}
         self._evaluated: bool = state.get("evaluated", False)
         self._awaiting = False
         self._saved = self.step if state else -1
+        self._owed = False
         self._stop: str | None = None
         if self.epoch >= syllabus.epochs:
             self._stop = "finished"
@@ -132,6 +131,8 @@ class Course:
         """The next order, at most `max_steps` of training in it; None while an evaluation is awaited."""
         if self._awaiting:
             return None
+        if self._owed:
+            return self._checkpoint()
         if self._stop is not None:
             return self._checkpoint() if self._due_at_the_end() else Stop(self._stop)
         if not self._leases.exhausted:
@@ -150,13 +151,45 @@ class Course:
         return self.next(max_steps)
 
     def commit(self, step: int) -> StepPlan:
-        """The oldest open step is in the weights."""
-        plan = self._open.popleft()
-        assert plan.step == step, f"step {step} committed before step {plan.step}"
-        self.committed_step = step
+        """An open step is in the weights."""
+        assert step in self._open, f"step {step} is committed and not open"
+        plan = self._open.pop(step)
         if plan.epoch == self.epoch:
             self._leases.commit(plan.ranges)
         return plan
+
+    def take_back(self) -> None:
+        """What is open is void: it is ordered again, step for step and sample for sample.
+
+        For steps that are committed in order. An awaited evaluation is ordered again, too.
+        """
+        self._awaiting = False
+        if not self._open:
+            return
+        plans = list(self._open.values())
+        first = plans[0]
+        assert len(plans) == self.step - first.step + 1, "a later step is committed"
+        if first.epoch == self.epoch:
+            for plan in plans:
+                self._leases.give_back(plan.ranges)
+        else:
+            # The course is ahead of the epoch's last steps; of the next epochs nothing is committed.
+            used = Ranges([(0, self.syllabus.num_samples)])
+            for piece in (piece for p in plans if p.epoch == first.epoch for piece in p.ranges):
+                used.remove(piece)
+            self.epoch = first.epoch
+            self._leases = Leases(self.syllabus.num_samples, used.to_list())
+            if self._stop == "finished":
+                self._stop = None
+        self._open.clear()
+        self.step = first.step - 1
+        self._evaluated = False
+        if self._saved > self.step:
+            self._saved = -1
+
+    def owe_checkpoint(self) -> None:
+        """One that was ordered was lost: the next order is another."""
+        self._owed = True
 
     def evaluated(self, metrics: Mapping[str, float]) -> bool:
         """The awaited evaluation's result; True if it is the best so far."""
@@ -186,15 +219,18 @@ class Course:
     @property
     def samples_used(self) -> int:
         """Committed samples of all epochs."""
-        if self._open and self._open[0].epoch < self.epoch:
-            before = sum(plan.samples for plan in self._open if plan.epoch < self.epoch)
-            return self.epoch * self.syllabus.num_samples - before
-        return self.epoch * self.syllabus.num_samples + len(self._leases.committed)
+        before = sum(plan.samples for plan in self._open.values() if plan.epoch < self.epoch)
+        return self.epoch * self.syllabus.num_samples - before + len(self._leases.committed)
+
+    @property
+    def committed_step(self) -> int:
+        """The highest step up to which all are committed."""
+        return next(iter(self._open)) - 1 if self._open else self.step
 
     @property
     def open_steps(self) -> Sequence[StepPlan]:
         """Given out, not yet committed."""
-        return tuple(self._open)
+        return tuple(self._open.values())
 
     def state(self) -> dict[str, Any]:
         """The course as it will be when all that was given out is committed."""
@@ -217,7 +253,7 @@ class Course:
             self.step += 1
             ranges = tuple(self._leases.take(self.syllabus.batch_size))
             plans.append(StepPlan(self.step, self.epoch, ranges))
-        self._open.extend(plans)
+        self._open.update((plan.step, plan) for plan in plans)
         return Steps(tuple(plans))
 
     def _evaluation_due(self) -> bool:
@@ -237,7 +273,7 @@ class Course:
         return self.syllabus.checkpoints and self._saved != self.step
 
     def _checkpoint(self) -> Checkpoint:
-        self._saved = self.step
+        self._saved, self._owed = self.step, False
         return Checkpoint(self.step, self.state())
 
     def _better(self, value: float) -> bool:

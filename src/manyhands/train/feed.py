@@ -37,6 +37,8 @@ class Portion:
     """Samples of all workers in this step."""
     ranges: tuple[Range, ...]
     """This worker's."""
+    part: int = 0
+    """Which part of the step this is; in lockstep, this worker's rank."""
 
     @property
     def samples(self) -> int:
@@ -52,6 +54,7 @@ class Share:
     samples: int
     total: int
     batches: list[tuple[Any, int]]
+    part: int = 0
 
 
 class Feed:
@@ -75,6 +78,14 @@ class Feed:
             self._expected.extend(portions)
             self._load_ahead(self._loaders)
 
+    def forget(self) -> None:
+        """What was expected does not come."""
+        self._expected.clear()
+        for futures in self._coming:
+            for future, _ in futures:
+                future.cancel()
+        self._coming.clear()
+
     def share(self, portion: Portion) -> Share:
         """The data of one step, in the order that was expected."""
         if self._loaders is None:
@@ -96,7 +107,9 @@ class Feed:
 
     def _share(self, portion: Portion, batches: list[tuple[Any, int]]) -> Share:
         moved = [(to_device(batch, self._device), n) for batch, n in batches]
-        return Share(portion.step, portion.epoch, portion.samples, portion.total, moved)
+        return Share(
+            portion.step, portion.epoch, portion.samples, portion.total, moved, portion.part
+        )
 
     def _micro_batches(self, portion: Portion) -> list[tuple[Sequence[Range], int]]:
         if portion.samples == 0:

@@ -2,15 +2,20 @@
 
     build the job's model, optimizer and data; say ready
     for what the coordinator says:
-        view        the learner joins its peers
+        view        the learner joins its peers; whatever was ordered before is void
         steps       for each: share of the data -> learner.step -> report
+        rest        nothing to do before the others are done, too
         evaluate    this worker's part of the evaluation data
         checkpoint  rank 0 copies the state and writes it while training goes on
         stop        save what is being saved
         leave       all have: nobody needs this worker any more
 
 Reports are gathered and sent a few times a second, and losses are read from the device only then, so
-that a step costs no message and no synchronisation of its own.
+that a step costs no message and no synchronisation of its own. A report whose step may still be left
+out of the weights is kept until the learner knows.
+
+When a view arrives, the learner is interrupted at once, from the thread that hears it, and raises
+ViewChanging out of whatever it waits for.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import torch
 from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import JobError
+from manyhands.errors import JobError, ViewChanging
 from manyhands.job import Job, load_job
 from manyhands.state.files import jsonable
 from manyhands.state.saver import Saver, load_state
@@ -38,6 +43,8 @@ from manyhands.train.step import StepReport
 from manyhands.train.trainee import Trainee
 
 REPORT_EVERY_S = 0.1
+POLL_S = 0.02
+"""How often to look whether reports are resolved, or a checkpoint is written, while nothing else is to do."""
 
 
 class Learner(Protocol):
@@ -45,7 +52,12 @@ class Learner(Protocol):
 
     def prepare(self, trainee: Trainee, me: Me) -> None: ...
     def on_view(self, view: View) -> None: ...
+    def settled(self) -> dict[str, Any] | None: ...
+    def placement(self) -> str: ...
+    def interrupt(self) -> None: ...
     def step(self, share: Share) -> StepReport: ...
+    def drain(self) -> None: ...
+    def rest(self) -> None: ...
     def eval_model(self) -> torch.nn.Module: ...
     def transport(self) -> str: ...
     def collect(self) -> None: ...
@@ -88,8 +100,12 @@ class Worker:
             View(0, (seat,)),
             board=member,
             timeouts=member.timeouts,
+            credentials=member.credentials,
+            secret=member.secret,
+            trust_network=task.get("trust_network", False),
         )
         self.learner.prepare(trainee, self.me)
+        member.on_view = self._view_coming
         if task["checkpoint"]:
             with member.phase("loading the checkpoint"):
                 load_state(task["checkpoint"], trainee, learner)
@@ -97,6 +113,8 @@ class Worker:
         self.saver = Saver(Path(task["run"]))
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
+        self._joined = 0
+        """The number of the view that this worker has joined, and reports of."""
 
     def ready(self) -> None:
         model = self.trainee.model
@@ -119,32 +137,45 @@ class Worker:
         while True:
             if not agenda:
                 self._flush()
-                self._listen(agenda, timeout_s=0.05 if self.saver.busy else None)
+                busy = bool(self._reports) or self.saver.busy
+                self._listen(agenda, timeout_s=POLL_S if busy else None)
                 self._mind_the_saver()
                 continue
             head = agenda.popleft()
-            match head:
-                case {"kind": "view", "view": view}:
-                    with self.member.phase("joining its peers"):
-                        self._on_view(View.from_dict(view))
-                case {"order": "steps", "portions": portions}:
-                    with self.member.phase(f"training from step {portions[0].step}"):
-                        self._train(portions, agenda)
-                case {"order": "evaluate"}:
-                    with self.member.phase("evaluating"):
-                        self._evaluate()
-                case {"order": "checkpoint", "step": int(step)}:
-                    with self.member.phase(f"saving the checkpoint of step {step}"):
-                        self._checkpoint(step)
-                case {"order": "rehearse"}:
-                    with self.member.phase("rehearsing"):
-                        self._rehearse()
-                case {"order": "stop"}:
-                    with self.member.phase("finishing the last checkpoint"):
-                        self._stop()
-                case {"order": "leave"}:
-                    self.learner.close()
-                    return
+            if head.get("order") == "leave":
+                break
+            try:
+                self._do(head, agenda)
+            except ViewChanging:
+                continue  # the view is on the agenda, or about to be
+        self.learner.close()
+        if self.loaders is not None:
+            self.loaders.close()
+
+    def _do(self, head: dict[str, Any], agenda: deque[dict[str, Any]]) -> None:
+        match head:
+            case {"kind": "view", "view": view}:
+                with self.member.phase("joining its peers"):
+                    self._on_view(View.from_dict(self._newest(view, agenda)))
+            case {"order": "steps", "portions": portions}:
+                with self.member.phase(f"training from step {portions[0].step}"):
+                    self._train(portions, agenda)
+            case {"order": "rest"}:
+                with self.member.phase("resting"):
+                    self._drain()
+                    self.learner.rest()
+            case {"order": "evaluate"}:
+                with self.member.phase("evaluating"):
+                    self._evaluate()
+            case {"order": "checkpoint", "step": int(step)}:
+                with self.member.phase(f"saving the checkpoint of step {step}"):
+                    self._checkpoint(step)
+            case {"order": "rehearse"}:
+                with self.member.phase("rehearsing"):
+                    self._rehearse()
+            case {"order": "stop"}:
+                with self.member.phase("finishing the last checkpoint"):
+                    self._stop()
 
     def _listen(self, agenda: deque[dict[str, Any]], *, timeout_s: float | None = 0) -> None:
         """Put what was heard on the agenda; the feed can begin with what it will need."""
@@ -155,20 +186,45 @@ class Worker:
             agenda.append(head)
             timeout_s = 0
 
+    def _view_coming(self) -> None:
+        """In the thread that hears it, before it is on the agenda."""
+        self.me.newest_view = self.member.newest_view
+        self.learner.interrupt()
+
+    def _newest(self, view: dict[str, Any], agenda: deque[dict[str, Any]]) -> dict[str, Any]:
+        """The last view heard so far; all that was ordered before it is dropped."""
+        self._listen(agenda)
+        later = [index for index, head in enumerate(agenda) if head.get("kind") == "view"]
+        if later:
+            view = agenda[later[-1]]["view"]
+            for _ in range(later[-1] + 1):
+                agenda.popleft()
+        self.feed.forget()
+        return view
+
     def _on_view(self, view: View) -> None:
+        self._flush()
         self.me.view = view
         self.learner.on_view(view)
-        self.member.say(
-            "report", what="joined", view=view.number, transport=self.learner.transport()
+        # Still as reports of the view before: what on_view has found to be in the weights counts there.
+        self._flush()
+        self._reports.clear()
+        self._joined = view.number
+        self._report(
+            "joined",
+            transport=self.learner.transport(),
+            settled=self.learner.settled(),
+            placement=self.learner.placement(),
         )
 
     def _train(self, portions: Sequence[Portion], agenda: deque[dict[str, Any]]) -> None:
-        seed, rank = self.job.seed, self.me.rank
         began = time.perf_counter()
         for portion in portions:
+            self._heed_the_view()
             share = self.feed.share(portion)
-            seed_compute(self.device, seed, "step", portion.step, rank)
+            seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
             report = self.learner.step(share)
+            report.part = portion.part
             self._reports.append(report)
             self._tick()
             # On a GPU a step returns before it is done; but reading the losses, below, waits for all,
@@ -183,19 +239,32 @@ class Worker:
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
-        if not self._reports:
+        # Looked at once each: another thread may resolve one at any moment.
+        flags = [report.resolved for report in self._reports]
+        reports = [r for r, resolved in zip(self._reports, flags, strict=True) if resolved]
+        if not reports:
             return
-        reports, self._reports = self._reports, []
+        self._reports = [
+            r for r, resolved in zip(self._reports, flags, strict=True) if not resolved
+        ]
         losses = read_all([report.loss for report in reports])
         weights = read_all([report.weight for report in reports])
         rows = [
-            [r.step, weight, loss, r.lr, r.step_s, r.compute_s, r.wait_s, r.bytes_sent]
+            [
+                *(r.step, weight, loss, r.lr, r.step_s, r.compute_s, r.wait_s, r.bytes_sent),
+                *(r.part, r.staleness, r.dropped),
+            ]
             for r, weight, loss in zip(reports, weights, losses, strict=True)
         ]
-        self.member.say("report", what="steps", rows=rows)
+        self._report("steps", rows=rows)
+
+    def _drain(self) -> None:
+        """Every step so far is in the weights, or left out, and reported."""
+        self.learner.drain()
+        self._flush()
 
     def _evaluate(self) -> None:
-        self._flush()
+        self._drain()
         assert self.eval_data is not None
         started = time.perf_counter()
         part = evaluate(
@@ -205,25 +274,38 @@ class Worker:
             rank=self.me.rank,
             world=self.me.world,
             device=self.device,
-            progress=self._tick,
+            progress=self._tick_and_heed,
         )
         seconds = time.perf_counter() - started
-        self.member.say("report", what="evaluated", seconds=seconds, **part)
+        self._report("evaluated", seconds=seconds, **part)
 
     def _tick(self) -> None:
         self.member.ticks += 1
 
+    def _tick_and_heed(self) -> None:
+        self._tick()
+        self._heed_the_view()
+
+    def _heed_the_view(self) -> None:
+        if self.me.view_changing:
+            raise ViewChanging(f"view {self.me.newest_view} is coming")
+
+    def _report(self, what: str, **fields: Any) -> None:
+        self.member.say("report", what=what, view=self._joined, **fields)
+
     def _checkpoint(self, step: int) -> None:
-        self._flush()
+        self._drain()
         if self.me.rank == 0:
             self.saver.finish()
             self._mind_the_saver()
             self.learner.collect()
             self.saver.start(step, self.trainee, self.learner)
+            # From here on the weights may change.
+            self._report("saving", step=step)
 
     def _mind_the_saver(self) -> None:
         if (outcome := self.saver.outcome()) is not None:
-            self.member.say("report", what="saved", **outcome)
+            self._report("saved", **outcome)
 
     def _rehearse(self) -> None:
         """Everything but training: one sample through the loss, backward and the metrics."""
@@ -232,7 +314,7 @@ class Worker:
         share = self.feed.share(portion)
         self.trainee.loss(self.trainee.model, share.batches[0][0]).backward()
         self.trainee.optimizer.zero_grad(set_to_none=True)
-        self.member.say("report", what="rehearsed")
+        self._report("rehearsed")
 
     def _try_metrics(self) -> list[str]:
         """The names that an evaluation gives: its mistakes should not wait for the end of an epoch."""
@@ -253,18 +335,16 @@ class Worker:
             )
 
     def _stop(self) -> None:
-        self._flush()
+        self._drain()
         self.saver.finish()
         self._mind_the_saver()
-        if self.loaders is not None:
-            self.loaders.close()
         # Not before all are done: another may still need what this one holds, to save it.
-        self.member.say("report", what="stopped")
+        self._report("stopped")
 
 
 def _portion(row: Sequence[Any]) -> Portion:
-    step, epoch, total, ranges = row
-    return Portion(step, epoch, total, tuple((start, stop) for start, stop in ranges))
+    step, epoch, total, ranges, part = row
+    return Portion(step, epoch, total, tuple((start, stop) for start, stop in ranges), part)
 
 
 def read_all(values: Sequence[float | torch.Tensor]) -> list[float]:

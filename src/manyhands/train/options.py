@@ -1,9 +1,25 @@
-"""How a job is trained, apart from what the job and the strategy say."""
+"""How a job is trained, apart from what the job says; of the strategy, what the coordinator must know."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What the coordinator must know of a strategy, whose code it does not load."""
+
+    lockstep: bool = True
+    """Every worker does every step. Otherwise a step is cut into parts for whoever is free."""
+    parts: Callable[[int], int] = lambda workers: workers
+    """How many parts a step is cut into among so many workers, without lockstep."""
+    goes_on: bool = False
+    """Training goes on in place when a member dies."""
+    servers: int = 0
+    """Members beside the workers that only serve."""
+    needs_keys: bool = False
+    """Members speak with each other over the network: each is given credentials."""
 
 
 @dataclass(frozen=True)
@@ -21,5 +37,11 @@ class Options:
     """Steps between checkpoints besides those after each epoch."""
     keep: int = 3
     """How many of the newest checkpoints are kept, besides the best."""
+    max_restarts: int = 3
+    """How many members that died are replaced, where training goes on without them."""
+    trust_network: bool = False
+    """Authenticate, but don't encrypt bulk data."""
+    manner: Manner = field(default_factory=Manner)
+    """How the strategy wants to be driven."""
     rehearse: bool = False
     """Do everything but train."""

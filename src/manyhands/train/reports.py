@@ -1,23 +1,28 @@
 """What members report, put together. Pure, and without torch.
 
-A step is committed when every worker of the view has reported it. Its loss is the weighted mean of
-the workers' losses, its time that of the slowest. An evaluation is the weighted mean of the parts.
+A step is cut into parts, one a worker in lockstep; it is committed when every part of it is in the
+weights, in whatever order the reports come. Its loss is the weighted mean over its parts. In lockstep
+its time is that of the slowest worker; otherwise the workers' time for its parts, shared by all of
+them. An evaluation is the weighted mean of the workers' parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.train.course import StepPlan
-from manyhands.train.leases import Range
+from manyhands.train.leases import Range, Ranges
+
+PartKey = tuple[int, int]
+"""(step, part)"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One member's report of one step, as it travels."""
+    """One member's report of one part of one step, as it travels."""
 
     step: int
     weight: float
@@ -27,17 +32,42 @@ class Row:
     compute_s: float | None
     wait_s: float | None
     bytes_sent: int
+    part: int = 0
+    staleness: int = 0
+    dropped: bool = False
+    """Left out of the weights."""
+
+
+@dataclass
+class OpenPart:
+    ranges: tuple[Range, ...]
+    holder: str | None = None
+    """Whose attempt at it counts."""
+    row: Row | None = None
+    settled: bool = False
+    """In the weights, by what the members say of them; its row was lost."""
+    wasted_bytes: int = 0
+    """Sent by attempts that were left out."""
+
+    @property
+    def done(self) -> bool:
+        return self.settled or self.row is not None
 
 
 @dataclass
 class OpenStep:
     plan: StepPlan
-    shares: Mapping[str, tuple[Range, ...]]
-    rows: dict[str, Row]
+    parts: dict[int, OpenPart]
+    left: int = field(init=False)
+    """Parts that are not in the weights yet."""
+
+    def __post_init__(self) -> None:
+        self.left = len(self.parts)
 
     @property
     def missing(self) -> list[str]:
-        return [name for name in self.shares if name not in self.rows]
+        """Who is waited for."""
+        return [p.holder for p in self.parts.values() if p.holder is not None and not p.done]
 
 
 @dataclass(frozen=True)
@@ -50,13 +80,23 @@ class Committed:
     compute_s: float | None
     wait_s: float | None
     bytes_sent: int
+    staleness: tuple[int, ...] = ()
+    """Of each part that was reported."""
+
+    @property
+    def mean_staleness(self) -> float | None:
+        return sum(self.staleness) / len(self.staleness) if self.staleness else None
 
 
 class Gathering:
-    """The steps that were given out, until every worker has reported them."""
+    """The steps that were given out, until all their parts are in the weights."""
 
     def __init__(self) -> None:
+        self.width: int | None = None
+        """How many workers share the time of a step; None in lockstep, where each takes all of it."""
         self._open: dict[int, OpenStep] = {}
+        self._complete: list[OpenStep] = []
+        self._last: Committed | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -65,34 +105,110 @@ class Gathering:
     def first(self) -> OpenStep | None:
         return next(iter(self._open.values()), None)
 
-    def expect(self, plan: StepPlan, shares: Mapping[str, Sequence[Range]]) -> None:
-        parts = {name: tuple(ranges) for name, ranges in shares.items()}
-        self._open[plan.step] = OpenStep(plan, parts, {})
+    @property
+    def steps(self) -> Sequence[OpenStep]:
+        """Those that are open, oldest first."""
+        return tuple(self._open.values())
 
-    def add(self, member: str, row: Row) -> None:
-        self._open[row.step].rows[member] = row
+    def expect(
+        self,
+        plan: StepPlan,
+        parts: Mapping[int, Sequence[Range]],
+        holders: Mapping[int, str] | None = None,
+    ) -> None:
+        given = holders or {}
+        self._open[plan.step] = OpenStep(
+            plan, {n: OpenPart(tuple(ranges), given.get(n)) for n, ranges in parts.items()}
+        )
+
+    def give(self, key: PartKey, holder: str) -> None:
+        """From now on it is this member's attempt that counts."""
+        part = self._part(key)
+        assert part is not None, f"part {key} is given and was never expected"
+        assert not part.done, f"part {key} is given and in the weights already"
+        part.holder = holder
+
+    def add(self, member: str, row: Row) -> bool:
+        """A report; whether it put an open part into the weights. What is no longer open is ignored."""
+        part = self._part((row.step, row.part))
+        if part is None or part.done or part.holder != member:
+            return False
+        if row.dropped:
+            part.holder = None
+            part.wasted_bytes += row.bytes_sent
+            return False
+        part.row = row
+        self._count_down(row.step)
+        return True
+
+    def is_open(self, key: PartKey) -> bool:
+        part = self._part(key)
+        return part is not None and not part.done
+
+    def settle(self, applied: Collection[PartKey], *, whole: bool) -> None:
+        """These parts are in the weights, reported or not; `whole`: a step wholly or not at all."""
+        for step in self.steps:
+            number = step.plan.step
+            in_weights = [
+                n for n, part in step.parts.items() if part.done or (number, n) in applied
+            ]
+            for n in step.parts if whole and in_weights else in_weights:
+                if not step.parts[n].done:
+                    step.parts[n].settled = True
+                    self._count_down(number)
+
+    def clear(self) -> None:
+        """Forget what is open: it is void."""
+        self._open.clear()
 
     def committed(self) -> Iterator[Committed]:
-        """The steps that are complete now, in order."""
-        while (first := self.first) is not None and not first.missing:
-            del self._open[first.plan.step]
-            yield _together(first)
+        """The steps that are complete now, oldest first."""
+        complete, self._complete = sorted(self._complete, key=lambda s: s.plan.step), []
+        for step in complete:
+            self._last = self._together(step)
+            yield self._last
 
+    def _part(self, key: PartKey) -> OpenPart | None:
+        step = self._open.get(key[0])
+        return step.parts.get(key[1]) if step else None
 
-def _together(step: OpenStep) -> Committed:
-    # In rank order, not in that of arrival: sums of floats depend on it, and two runs must be equal.
-    rows = [step.rows[name] for name in step.shares]
-    weight = sum(row.weight for row in rows)
-    return Committed(
-        plan=step.plan,
-        shares=step.shares,
-        loss=sum(row.loss_sum for row in rows) / weight if weight else math.nan,
-        lr=rows[0].lr,
-        step_s=max(row.step_s for row in rows),
-        compute_s=_mean([row.compute_s for row in rows]),
-        wait_s=_mean([row.wait_s for row in rows]),
-        bytes_sent=sum(row.bytes_sent for row in rows),
-    )
+    def _count_down(self, number: int) -> None:
+        step = self._open[number]
+        step.left -= 1
+        if not step.left:
+            self._complete.append(self._open.pop(number))
+
+    def _together(self, step: OpenStep) -> Committed:
+        # In order of parts, not in that of arrival: sums of floats depend on it, and two runs must be
+        # equal.
+        parts = [step.parts[n] for n in sorted(step.parts)]
+        rows = [part.row for part in parts if part.row is not None]
+        held: dict[str, Ranges] = {}
+        for part in parts:
+            if part.holder is not None:
+                ranges = held.setdefault(part.holder, Ranges())
+                for piece in part.ranges:
+                    ranges.add(piece)
+        weight, last = sum(row.weight for row in rows), self._last
+        loss = sum(row.loss_sum for row in rows) / weight if weight else math.nan
+        if not weight and len(rows) < len(parts) and last is not None:
+            loss = last.loss  # of its parts nothing is known but that they count
+        return Committed(
+            plan=step.plan,
+            shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
+            loss=loss,
+            lr=rows[0].lr if rows else last.lr if last else math.nan,
+            step_s=self._seconds(rows) if rows else last.step_s if last else 0.0,
+            compute_s=_mean([row.compute_s for row in rows]),
+            wait_s=_mean([row.wait_s for row in rows]),
+            bytes_sent=sum(row.bytes_sent for row in rows) + sum(p.wasted_bytes for p in parts),
+            staleness=tuple(row.staleness for row in rows),
+        )
+
+    def _seconds(self, rows: Sequence[Row]) -> float:
+        if self.width is None:
+            return max(row.step_s for row in rows)
+        return sum(row.step_s for row in rows) / self.width
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

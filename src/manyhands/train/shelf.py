@@ -1,12 +1,13 @@
 """The coordinator's side of checkpoints: a written one counts once every step up to it is on record.
 
 A checkpoint that can't be written is told and forgotten; training goes on, and nothing already saved
-is touched. Only when the last one fails does the run.
+is touched. Only when the last one fails does the run. One whose writer dies is void.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import CheckpointError
@@ -19,6 +20,15 @@ from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
 
+@dataclass
+class Expected:
+    order: Checkpoint
+    writer: str
+    workers: int
+    started: bool = False
+    """The writer has copied the state: whatever happens to the weights now, it can be written."""
+
+
 class Shelf:
     def __init__(
         self, run: Run, stream: Stream, options: Options, *, newest: Manifest | None
@@ -26,35 +36,64 @@ class Shelf:
         self._run = run
         self._stream = stream
         self._options = options
-        self._expected: dict[int, Checkpoint] = {}
+        self._expected: dict[int, Expected] = {}
         self._written: dict[int, Mapping[str, Any]] = {}
+        self._lost: set[int] = set()
         self.newest = f"checkpoints/{newest.name}" if newest else None
         """Relative to the run folder."""
         self.error = ""
         """What was wrong with the last attempt."""
 
-    def expect(self, order: Checkpoint) -> None:
-        self._expected[order.step] = order
+    @property
+    def unstarted(self) -> bool:
+        """One was ordered whose writer has not come to it yet."""
+        return any(not expected.started for expected in self._expected.values())
 
-    def written(self, step: int, report: Mapping[str, Any]) -> None:
-        self._written[step] = report
+    def expect(self, order: Checkpoint, *, writer: str, workers: int) -> None:
+        self._expected[order.step] = Expected(order, writer, workers)
+        self._written.pop(order.step, None)
+        self._lost.discard(order.step)
+
+    def started(self, member: str, step: int) -> None:
+        expected = self._expected.get(step)
+        if expected is not None and expected.writer == member:
+            expected.started = True
+
+    def written(self, member: str, step: int, report: Mapping[str, Any]) -> None:
+        expected = self._expected.get(step)
+        if expected is not None and expected.writer == member:  # else it is void
+            self._written[step] = report
+
+    def void(self, members: Collection[str]) -> list[int]:
+        """With only these members left: forget what can't come any more; its steps."""
+        void = [
+            step
+            for step, expected in self._expected.items()
+            if step not in self._written and not (expected.started and expected.writer in members)
+        ]
+        for step in void:
+            del self._expected[step]
+        self._lost.update(void)
+        return void
 
     def settle(self, course: Course) -> None:
         """Make those count whose every step is committed."""
         for step in [s for s in self._written if s <= course.committed_step]:
-            report, order = self._written.pop(step), self._expected.pop(step)
+            report, expected = self._written.pop(step), self._expected.pop(step)
             try:
-                self._commit(order, report)
+                self._commit(expected, report)
             except CheckpointError as error:
                 self.error = f"The checkpoint of step {step} could not be saved: {error}"
                 last = f"; the last good one is {self.newest}" if self.newest else ""
                 self._stream.emit(events.Noticed(message=f"{self.error}. Training goes on{last}."))
                 continue
             best = course.best.step if course.best.metrics else None
-            if best is None or best in checkpoints.steps(self._run.path):  # else it is on its way
+            there = {*checkpoints.steps(self._run.path), *self._lost}
+            if best is None or best in there:  # else it is on its way
                 checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
 
-    def _commit(self, order: Checkpoint, report: Mapping[str, Any]) -> None:
+    def _commit(self, expected: Expected, report: Mapping[str, Any]) -> None:
+        order = expected.order
         if "error" in report:
             raise CheckpointError(report["error"])
         path = checkpoints.commit(
@@ -63,7 +102,7 @@ class Shelf:
             files=report["files"],
             course=order.state,
             strategy=self._options.strategy,
-            workers=self._options.workers,
+            workers=expected.workers,
         )
         self.error = ""
         self.newest = f"checkpoints/{path.name}"

@@ -13,6 +13,7 @@ from manyhands import __version__
 from manyhands.cluster.coordinator import Coordinator, on_signals
 from manyhands.cluster.launchers import Launcher, LocalLauncher
 from manyhands.cluster.timeouts import Timeouts
+from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
@@ -22,7 +23,8 @@ from manyhands.train.options import Options
 from manyhands.watch import Console, JsonlSink, Queued, Stream, TensorBoardSink
 from manyhands.watch.events import RunFinished
 
-WORKER = "manyhands.strategies.worker"
+PROGRAMS = {WORKER: "manyhands.strategies.worker", SERVER: "manyhands.strategies.server"}
+"""What a member runs, by its role."""
 EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted": 75}
 
 
@@ -55,7 +57,11 @@ def train(
         )
         try:
             with Coordinator(
-                launcher or LocalLauncher(), logs=run.logs, timeouts=timeouts, control=control
+                launcher or LocalLauncher(),
+                logs=run.logs,
+                timeouts=timeouts,
+                control=control,
+                keys=options.manner.needs_keys,
             ) as coordinator:
                 on_signals(coordinator)
                 conductor = Conductor(
@@ -63,7 +69,7 @@ def train(
                     options,
                     run,
                     stream,
-                    entry=WORKER,
+                    entries=PROGRAMS,
                     checkpoint=checkpoint,
                     resumed=resumed,
                     on_ready=ready,
@@ -99,6 +105,8 @@ def _conduct(conductor: Conductor) -> int:
         outcome=outcome,
         checkpoint=conductor.shelf.newest,
         error=str(error) if error else None,
+        num_lost=conductor.crew.num_lost,
+        num_replaced=conductor.crew.num_replaced,
     )
     try:
         run.write_summary(summary)
@@ -113,10 +121,11 @@ def _conduct(conductor: Conductor) -> int:
 def rehearse(options: Options, folder: Path, *, control: str = "unix") -> Conductor:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
     run = Run.create("check", path=folder)
-    with Coordinator(LocalLauncher(), logs=run.logs, control=control) as coordinator:
+    keys = options.manner.needs_keys
+    with Coordinator(LocalLauncher(), logs=run.logs, control=control, keys=keys) as coordinator:
         on_signals(coordinator)
         conductor = Conductor(
-            coordinator, replace(options, rehearse=True), run, Stream(), entry=WORKER
+            coordinator, replace(options, rehearse=True), run, Stream(), entries=PROGRAMS
         )
         conductor.conduct()
     return conductor

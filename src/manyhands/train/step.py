@@ -35,8 +35,15 @@ class StepReport:
     wait_s: float | None = None
     """Time waited for other members; None where the host's clock can't tell (on a GPU)."""
     bytes_sent: int = 0
+    part: int = 0
+    """Which part of the step this was; in lockstep, this worker's rank."""
     staleness: int = 0
     """Steps of others between reading the weights and changing them."""
+    dropped: bool = False
+    """Left out of the weights: the part is to be computed again."""
+    resolved: bool = True
+    """False until it is known whether the part is in the weights; a learner may set it from any thread,
+    as the last thing it sets."""
 
     @property
     def mean_loss(self) -> float:

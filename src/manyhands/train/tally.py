@@ -9,15 +9,18 @@ from typing import Any
 from manyhands.train.course import Course
 from manyhands.train.options import Options
 from manyhands.train.reports import Committed
+from manyhands.train.staleness import StalenessTally
 
 
 class Tally:
     """Counts from this start on: a resumed run counts anew, its course does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lockstep: bool = True) -> None:
         self.samples = 0
         self.bytes_sent = 0
         self.last_loss: float | None = None
+        self.staleness = None if lockstep else StalenessTally()
+        """Of every part that was reported; in lockstep there is none."""
         self._started = time.monotonic()
         self._training_since: float | None = None
         self._last_commit = 0.0
@@ -36,6 +39,9 @@ class Tally:
         self.samples += step.plan.samples
         self.bytes_sent += step.bytes_sent
         self.last_loss = step.loss
+        if self.staleness is not None:
+            for value in step.staleness:
+                self.staleness.add(value)
         self._last_commit = time.monotonic()
         was_finite, self._finite = self._finite, self._finite and math.isfinite(step.loss)
         return was_finite and not self._finite
@@ -48,6 +54,8 @@ class Tally:
         outcome: str,
         checkpoint: str | None,
         error: str | None,
+        num_lost: int = 0,
+        num_replaced: int = 0,
     ) -> dict[str, Any]:
         """As in summary.json. Steps, samples and epochs are the whole run's, times this start's."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
@@ -67,6 +75,9 @@ class Tally:
             "final_metrics": final,
             "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
             "bytes_sent": self.bytes_sent,
+            "staleness": self.staleness.to_dict() if self.staleness else None,
+            "lost": num_lost,
+            "replaced": num_replaced,
             "checkpoint": checkpoint,
             "error": error,
         }

@@ -22,9 +22,11 @@ from manyhands.watch.events import (
     Evaluated,
     Event,
     MemberFailed,
+    MemberLost,
     MemberReady,
     MemberStarted,
     Noticed,
+    Recovered,
     Resumed,
     RunFinished,
     RunStarted,
@@ -73,7 +75,13 @@ class Console(Sink):
                 self.rows(text.ready_rows(self.picture))
                 self.line()
             case ViewChanged():
-                self.line((text.view_line(event), WARN))
+                if self.picture.lost is None:  # else it was said who goes on
+                    self.line((text.view_line(event), WARN))
+                self.rows(text.placement_rows(event))
+            case MemberLost():
+                self.line((text.lost_line(event), WARN))
+            case Recovered():
+                self.line((text.recovered_line(event), WARN))
             case Resumed() if first_view:
                 self.rows([("resumed", text.resumed(event))])
             case Resumed():

@@ -10,6 +10,8 @@
             Evaluated?                      on all workers, after an epoch
             CheckpointSaved?
             Noticed*                        anything a person should know but need not act on
+            MemberLost+ ViewChanged Recovered       a member died, and the others went on
+            MemberStarted MemberReady ViewChanged   another one took its place
         Stopping?                           Ctrl-C, SIGTERM, early stop
         MemberFailed? MemberExited*
     RunFinished                             outcome and summary
@@ -76,9 +78,13 @@ class MemberReady(Event):
 class ViewChanged(Event):
     view: int
     members: tuple[str, ...]
-    """In rank order."""
+    """In rank order; those that only serve come last."""
     transport: str
     """What carries the gradients: "none", "gloo on lo", "nccl"."""
+    placement: str = ""
+    """Where the weights lie, in words."""
+    servers: int = 0
+    """How many of the members only serve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,8 @@ class StepCommitted(Event):
     """Mean over members of the time waited for others; None likewise."""
     bytes_sent: int
     """By all members."""
+    staleness: float | None = None
+    """Mean over its parts of the updates between reading the weights and changing them; None in lockstep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +167,30 @@ class MemberFailed(Event):
     traceback: str
     log: str
     """Path of the member's log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberLost(Event):
+    """A member died, and the training goes on without it."""
+
+    member: str
+    reason: str
+    """"killed by SIGKILL", "said nothing for 60 s ..."."""
+    view: int
+    """The one that it was in."""
+    workers: int
+    """How many are left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """The members that are left have agreed on what is in the weights, and train."""
+
+    view: int
+    seconds: float
+    """Since the first of the deaths was noticed."""
+    redone_steps: int
+    """Steps of which something has to be computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)

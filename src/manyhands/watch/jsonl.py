@@ -88,7 +88,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Record]:
 
 
 def committed_steps(records: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """The StepCommitted records of the true history.
+    """The StepCommitted records of the true history, by step: without lockstep they come in any order.
 
     A Resumed record with step N voids every StepCommitted before it with a step above N.
     """
@@ -98,7 +98,7 @@ def committed_steps(records: Iterable[Mapping[str, Any]]) -> list[Record]:
             steps.append(dict(record))
         elif record["event"] == "Resumed":
             steps = [step for step in steps if step["step"] <= record["step"]]
-    return steps
+    return sorted(steps, key=lambda step: step["step"])
 
 
 def _dumps(record: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Scalars for TensorBoard, by TensorBoard's own event writer; torch is not needed.
 
 Tags: train/loss, train/lr, train/samples_per_s, time/step_s, time/compute_s, time/wait_s,
-comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" that says what was started.
+comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" that says what was started; without
+lockstep also train/staleness, and at the end a text "staleness" that says how often there was how much.
 
 Each process that trains writes a file of its own into the folder; TensorBoard reads them as one. A
 `Resumed` event is written as a SessionLog START at the next step, which makes TensorBoard forget
@@ -22,6 +23,7 @@ from manyhands.watch.events import (
     Evaluated,
     Event,
     Resumed,
+    RunFinished,
     RunStarted,
     StepCommitted,
     ViewChanged,
@@ -63,6 +65,9 @@ class TensorBoardSink(Sink):
                 self._write(event, event.step, metrics)
             case CheckpointSaved():
                 self._write(event, event.step, {"checkpoint/stall_s": event.stall_s})
+            case RunFinished() if event.summary.get("staleness"):
+                text = staleness_text(event.summary["staleness"])
+                self._write_text(event, "staleness", text, step=event.summary.get("steps") or 0)
 
     def close(self) -> None:
         self._off = True
@@ -94,19 +99,19 @@ class TensorBoardSink(Sink):
         self._writer.add_event(event_pb2.Event(wall_time=event.time, step=step, summary=summary))
 
     def _write_start(self, *, step: int) -> None:
-        if self._started is None:
-            return
+        if self._started is not None:
+            event, self._started = self._started, None
+            self._write_text(event, "run", start_text(event), step=step)
+
+    def _write_text(self, event: Event, tag: str, text: str, *, step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
 
-        event, self._started = self._started, None
         value = summary_pb2.Summary.Value(
-            tag="run",
+            tag=tag,
             metadata=summary_pb2.SummaryMetadata(
                 plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
             ),
-            tensor=tensor_pb2.TensorProto(
-                dtype=types_pb2.DT_STRING, string_val=[start_text(event).encode()]
-            ),
+            tensor=tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()]),
         )
         summary = summary_pb2.Summary(value=[value])
         self._writer.add_event(event_pb2.Event(wall_time=event.time, step=step, summary=summary))
@@ -132,7 +137,15 @@ def step_scalars(event: StepCommitted) -> dict[str, float]:
         scalars |= {"time/compute_s": event.compute_s, "time/wait_s": event.wait_s}
     if event.step_s > 0:
         scalars["train/samples_per_s"] = event.samples / event.step_s
+    if event.staleness is not None:
+        scalars["train/staleness"] = event.staleness
     return scalars
+
+
+def staleness_text(told: Mapping[str, Any]) -> str:
+    """How often a part of a step was how stale, as a Markdown table."""
+    lines = [f"| {label} | {number:,} |" for label, number in told["histogram"].items()]
+    return "\n".join(["| staleness | parts |", "| --- | --- |", *lines])
 
 
 def start_text(event: RunStarted) -> str:

@@ -19,7 +19,9 @@ from manyhands.watch.events import (
     Evaluated,
     Event,
     MemberFailed,
+    MemberLost,
     MemberReady,
+    Recovered,
     Resumed,
     RunFinished,
     RunStarted,
@@ -45,6 +47,8 @@ class Picture:
     started: RunStarted | None = None
     ready: dict[str, MemberReady] = field(default_factory=dict)
     view: ViewChanged | None = None
+    lost: MemberLost | None = None
+    """The last one since all had agreed to go on."""
     step: int = 0
     epoch: int = 0
     loss: float | None = None
@@ -63,6 +67,10 @@ class Picture:
             case ViewChanged():
                 self.view = event
                 self.recent.clear()
+            case MemberLost():
+                self.lost = event
+            case Recovered():
+                self.lost = None
             case Resumed():
                 self.step, self.epoch = event.step, event.epoch
                 self.saved_step = event.step if event.checkpoint else None
@@ -70,7 +78,9 @@ class Picture:
                     self.evaluation = None
                 self.recent.clear()
             case StepCommitted():
-                self.step, self.epoch, self.loss = event.step, event.epoch, event.loss
+                # Without lockstep they come in any order.
+                self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
+                self.loss = event.loss
                 self.recent.append(event)
             case Evaluated():
                 self.evaluation = event
@@ -129,7 +139,12 @@ def ready_rows(picture: Picture) -> Rows:
     if picture.ready:
         transport = f", {view.transport}" if view and view.transport != "none" else ""
         rows.append(("devices", clean(_devices(picture.ready.values()) + transport)))
-    return rows
+    return rows + placement_rows(view)
+
+
+def placement_rows(view: ViewChanged | None) -> Rows:
+    """Where the weights lie, if there is anything to say about it."""
+    return [("weights", clean(view.placement))] if view and view.placement else []
 
 
 def _devices(ready: Iterable[MemberReady]) -> str:
@@ -144,7 +159,20 @@ def _devices(ready: Iterable[MemberReady]) -> str:
 def view_line(event: ViewChanged) -> str:
     names = ", ".join(event.members)
     transport = "" if event.transport == "none" else f"; {event.transport}"
-    return clean(f"going on with {plural(len(event.members), 'worker')}: {names}{transport}")
+    who = plural(len(event.members) - event.servers, "worker")
+    if event.servers:
+        who += f" and {plural(event.servers, 'server')}"
+    return clean(f"going on with {who}: {names}{transport}")
+
+
+def lost_line(event: MemberLost) -> str:
+    left = f"{plural(event.workers, 'worker')} {'goes' if event.workers == 1 else 'go'} on"
+    return clean(f"{event.member} was lost ({event.reason}); {left}")
+
+
+def recovered_line(event: Recovered) -> str:
+    again = f", {plural(event.redone_steps, 'step')} again" if event.redone_steps else ""
+    return f"went on after {event.seconds:.2f} s{again}"
 
 
 def resumed(event: Resumed) -> str:
@@ -255,6 +283,11 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
         rows.append(("speed", f"{count(known['samples_per_s'])} samples/s"))
     if known.get("bytes_sent"):
         rows.append(("sent", size(known["bytes_sent"])))
+    if known.get("lost"):
+        replaced = known.get("replaced", 0)
+        rows.append(("members", f"{count(known['lost'])} lost, {count(replaced)} replaced"))
+    if known.get("staleness"):
+        rows.append(("staleness", _staleness(known["staleness"])))
     if known.get("final_metrics"):
         rows.append(("final", clean(_figures(known["final_metrics"]))))
     if known.get("best_metrics"):
@@ -295,6 +328,11 @@ def _in_run(run: str | None, path: str) -> str:
 def _epochs(number: float) -> str:
     """A run that was stopped has a fraction of an epoch."""
     return f"{round(number, 2):g} epoch" + ("" if number == 1 else "s")
+
+
+def _staleness(told: Mapping[str, Any]) -> str:
+    mean = round(told["mean"], 1)
+    return f"mean {mean:g}, 95 % at most {count(told['p95'])}, largest {count(told['max'])}"
 
 
 def _figures(metrics: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ class Life:
     """(step, epoch)"""
     checkpoints: list[Checkpoint] = field(default_factory=list)
     """Those that count: every step up to them is committed."""
+    results: list[tuple[int, int]] = field(default_factory=list)
+    """Evaluations that came to a result: (step, epoch)."""
     orders: list[Any] = field(default_factory=list)
     stop: str | None = None
 
@@ -33,8 +36,13 @@ def drive(
     metric: Any = lambda epoch: 1.0 / (1 + epoch),
     stop_after: int | None = None,
     cut_after: int | None = None,
+    in_order: bool = True,
+    back_after: Collection[int] = (),
 ) -> Life:
-    """Play conductor and workers: orders ahead, commits behind, by chance; stop or cut by count."""
+    """Play conductor and workers: orders ahead, commits behind, by chance; stop or cut by count.
+
+    At the moments `back_after`, what is open is void, and so is a checkpoint that does not count yet.
+    """
     life = Life()
     written: list[Checkpoint] = []
     for moment in range(100_000):
@@ -42,10 +50,16 @@ def drive(
             return life
         if moment == stop_after:
             course.stop("interrupted")
+        if moment in back_after:
+            course.take_back()
+            lost = [c for c in written if c.step > course.committed_step]
+            written = [c for c in written if c not in lost]
         if course.open_steps and chance.random() < 0.5:
-            life.committed.append(course.commit(course.open_steps[0].step))
+            which = 0 if in_order else chance.randrange(len(course.open_steps))
+            life.committed.append(course.commit(course.open_steps[which].step))
         elif (order := course.next(chance.randint(1, max_lease))) is None:
             if not course.open_steps:
+                life.results.append((course.step, course.epoch))
                 monitor = course.syllabus.monitor
                 course.evaluated({"other": 0.5, monitor: metric(course.epoch)})
         else:

@@ -161,11 +161,82 @@ def test_data_of_another_size_is_refused_in_the_middle_of_an_epoch_only() -> Non
     assert sum(plan.samples for plan in order.plans) == 8
 
 
-def test_steps_are_committed_in_order() -> None:
+def test_a_step_is_committed_once() -> None:
     course = Course(Syllabus(num_samples=10, batch_size=4, epochs=2))
     course.next(3)
-    with pytest.raises(AssertionError, match="step 2 committed before step 1"):
+    course.commit(2)
+    with pytest.raises(AssertionError, match="step 2 is committed and not open"):
         course.commit(2)
+    assert (course.committed_step, course.samples_used) == (0, 4)
+    course.commit(1)
+    assert (course.committed_step, course.samples_used) == (2, 8)
+
+
+@settings(max_examples=100)
+@given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_course_in_any_order(syllabus: Syllabus, seed: int, max_lease: int) -> None:
+    course = Course(syllabus)
+    life = drive(course, chance=random.Random(seed), max_lease=max_lease, in_order=False)
+    assert life.stop == "finished"
+    life.committed.sort(key=lambda plan: plan.step)
+    assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
+    assert course.samples_used == syllabus.num_samples * syllabus.epochs
+    assert course.committed_step == syllabus.num_steps
+
+
+@settings(max_examples=250)
+@given(
+    syllabus=syllabi,
+    seed=st.integers(0, 2**32),
+    max_lease=st.integers(1, 6),
+    moments=st.lists(st.integers(0, 120), max_size=6),
+    stop=st.one_of(st.none(), st.integers(0, 120)),
+)
+def test_what_is_taken_back_is_ordered_again(
+    syllabus: Syllabus, seed: int, max_lease: int, moments: list[int], stop: int | None
+) -> None:
+    """Whenever what is open is void, the same steps come again with the same samples, and so do the
+    evaluations and checkpoints among them."""
+    course = Course(syllabus)
+    life = drive(
+        course,
+        chance=random.Random(seed),
+        max_lease=max_lease,
+        back_after=moments,
+        stop_after=stop,
+    )
+    given = {}
+    for order in life.orders:
+        for plan in order.plans if isinstance(order, Steps) else ():
+            assert given.setdefault(plan.step, plan) == plan
+    assert life.stop in ("finished", "interrupted")
+    assert course.samples_used == sum(plan.samples for plan in life.committed)
+    if life.stop == "finished":
+        assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
+        assert [epoch for _, epoch in life.results] == due(syllabus)
+        every, ends = syllabus.checkpoint_every, syllabus.steps_per_epoch
+        wanted = {s for s in given if every and s % every == 0 and s % ends}
+        assert {checkpoint.step for checkpoint in life.checkpoints} >= wanted
+    if syllabus.checkpoints and life.committed:
+        assert life.checkpoints[-1].step == life.committed[-1].step
+    for saved in life.checkpoints:
+        used = sum(plan.samples for plan in life.committed if plan.step <= saved.step)
+        assert Course(syllabus, through_json(saved.state)).samples_used == used
+
+
+def test_a_checkpoint_that_is_owed_comes_first() -> None:
+    course = Course(Syllabus(num_samples=12, batch_size=4, epochs=1))
+    course.next(1)
+    course.next(1)
+    course.commit(1)
+    course.take_back()
+    course.owe_checkpoint()
+    saved = course.next(5)
+    assert isinstance(saved, Checkpoint)
+    assert (saved.step, saved.state["committed"]) == (1, [[0, 4]])
+    order = course.next(5)
+    assert isinstance(order, Steps)
+    assert [(p.step, p.ranges) for p in order.plans] == [(2, ((4, 8),)), (3, ((8, 12),))]
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 9), min_size=1, max_size=5))

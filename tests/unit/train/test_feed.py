@@ -195,3 +195,9 @@ def test_a_list_will_do(make_job: Any) -> None:
     check_dataset(make_job(), "eval_data", [(1.0, 2)])
     batch = gather(make_job(), [(1.0, 2), (3.0, 4)], torch.tensor([1]), 0)
     assert [value.tolist() for value in batch] == [[3.0], [4]]
+
+
+def test_a_share_knows_which_part_it_is(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    share = Feed(job, job.data(), device="cpu").share(Portion(3, 1, 8, ((4, 8),), part=2))
+    assert (share.step, share.epoch, share.samples, share.total, share.part) == (3, 1, 4, 8, 2)

@@ -114,3 +114,21 @@ def test_loaders_die_with_their_worker(tmp_path: Path) -> None:
         for pid in loaders:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_what_was_expected_and_forgotten_does_not_come(tmp_path: Path) -> None:
+    reference = job_file(tmp_path)
+    job = load_job(reference, {})
+    portions = [Portion(i, 0, 4, ((4 * i, 4 * i + 4),)) for i in range(4)]
+    wanted = Feed(job, job.data(), device="cpu").share(portions[3])
+    loaders = Loaders(reference, {}, 1)
+    try:
+        feed = Feed(job, job.data(), device="cpu", loaders=loaders)
+        feed.expect(portions[:3])
+        feed.forget()
+        feed.expect(portions[3:])
+        share = feed.share(portions[3])
+    finally:
+        loaders.close()
+    (one, _), (other, _) = wanted.batches[0], share.batches[0]
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""Reports: in whatever order they come, steps are committed in theirs, with the right means."""
+"""Reports: in whatever order they come, each step is committed once, with the right means."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def row(step: int, weight: float, loss: float, **changes: float) -> Row:
 
 def expect(gathering: Gathering, steps: int, members: list[str]) -> None:
     for step in range(1, steps + 1):
-        parts: dict[str, list[Range]] = {name: [(i, i + 1)] for i, name in enumerate(members)}
-        gathering.expect(StepPlan(step, 0, ((0, len(members)),)), parts)
+        parts: dict[int, list[Range]] = {i: [(i, i + 1)] for i in range(len(members))}
+        plan = StepPlan(step, 0, ((0, len(members)),))
+        gathering.expect(plan, parts, dict(enumerate(members)))
 
 
 @given(
@@ -45,7 +46,8 @@ def test_any_order_of_members_commits_in_the_order_of_steps(
     while any(pending.values()):
         rank = chance.choice([i for i, name in enumerate(members) if pending[name]])
         step = pending[members[rank]].pop(0)
-        gathering.add(members[rank], row(step, weight_of[step, rank], loss=step + rank))
+        one = row(step, weight_of[step, rank], loss=step + rank, part=rank)
+        assert gathering.add(members[rank], one)
         committed += gathering.committed()
         least = min(steps - len(left) for left in pending.values())
         assert [c.plan.step for c in committed] == list(range(1, least + 1))
@@ -64,7 +66,7 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
         gathering = Gathering()
         expect(gathering, 1, members)
         for rank in order:
-            gathering.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank]))
+            gathering.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank], part=rank))
         (committed,) = gathering.committed()
         losses.add(committed.loss)
     assert len(losses) == 1
@@ -73,8 +75,8 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
 def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
     gathering = Gathering()
     expect(gathering, 2, ["a", "b"])
-    gathering.add("b", row(1, 1.0, 1.0))
-    gathering.add("b", row(2, 1.0, 1.0))
+    gathering.add("b", row(1, 1.0, 1.0, part=1))
+    gathering.add("b", row(2, 1.0, 1.0, part=1))
     assert list(gathering.committed()) == []
     assert gathering.first is not None
     assert gathering.first.missing == ["a"]
@@ -85,7 +87,8 @@ def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
 def test_times_and_bytes_of_a_step() -> None:
     gathering = Gathering()
     expect(gathering, 1, ["a", "b"])
-    gathering.add("b", row(1, 3.0, 2.0, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10))
+    slow = row(1, 3.0, 2.0, part=1, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10)
+    gathering.add("b", slow)
     gathering.add("a", row(1, 1.0, 6.0, step_s=4.0, compute_s=4.0, wait_s=0.0, bytes_sent=20))
     (step,) = gathering.committed()
     assert (step.loss, step.step_s, step.compute_s, step.wait_s) == (3.0, 5.0, 3.0, 1.5)
@@ -97,7 +100,7 @@ def test_a_worker_without_samples_changes_no_mean() -> None:
     gathering = Gathering()
     expect(gathering, 1, ["a", "b"])
     gathering.add("a", row(1, 2.0, 1.5))
-    gathering.add("b", row(1, 0.0, 99.0))
+    gathering.add("b", row(1, 0.0, 99.0, part=1))
     assert next(gathering.committed()).loss == 1.5
 
 
@@ -107,6 +110,108 @@ def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
     expect(gathering, 1, ["a"])
     gathering.add("a", row(1, 0.0, 0.0))
     assert math.isnan(next(gathering.committed()).loss)
+
+
+def parted(gathering: Gathering, step: int, number: int) -> None:
+    """A step in parts that nobody holds yet."""
+    plan = StepPlan(step, 0, ((10 * step, 10 * step + number),))
+    gathering.expect(plan, {n: [(10 * step + n, 10 * step + n + 1)] for n in range(number)})
+
+
+@given(
+    parts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    drops=st.integers(0, 8),
+    chance=st.randoms(use_true_random=False),
+)
+def test_parts_in_any_order_commit_each_step_once(
+    parts: list[int], drops: int, chance: random.Random
+) -> None:
+    gathering = Gathering()
+    gathering.width = 3
+    for step, number in enumerate(parts):
+        parted(gathering, step, number)
+    todo = [(step, part) for step, number in enumerate(parts) for part in range(number)]
+    left = dict(enumerate(parts))
+    committed: list[int] = []
+    while todo:
+        key = todo.pop(chance.randrange(len(todo)))
+        member = chance.choice(["a", "b", "c"])
+        gathering.give(key, member)
+        assert not gathering.add("d", row(key[0], 1.0, 1.0, part=key[1])), "it is not in d's hands"
+        if drops and chance.random() < 0.3:
+            drops -= 1
+            assert not gathering.add(member, row(key[0], 1.0, 9.0, part=key[1], dropped=True))
+            assert gathering.is_open(key)
+            todo.append(key)
+            continue
+        assert gathering.add(member, row(key[0], 1.0, 1.0, part=key[1]))
+        assert not gathering.add(member, row(key[0], 1.0, 5.0, part=key[1])), "once is enough"
+        left[key[0]] -= 1
+        for done in gathering.committed():
+            committed.append(done.plan.step)
+            assert left[done.plan.step] == 0
+            assert done.loss == 1.0
+            used = [
+                i
+                for ranges in done.shares.values()
+                for low, high in ranges
+                for i in range(low, high)
+            ]
+            assert sorted(used) == list(range(*done.plan.ranges[0]))
+    assert sorted(committed) == list(range(len(parts)))
+    assert len(gathering) == 0
+
+
+def test_shares_of_one_member_are_put_together() -> None:
+    gathering = Gathering()
+    gathering.width = 2
+    parted(gathering, 0, 3)
+    for part, name in enumerate(["a", "b", "a"]):
+        gathering.give((0, part), name)
+        gathering.add(name, row(0, 1.0, 1.0, part=part, step_s=3.0, staleness=part, bytes_sent=5))
+    (step,) = gathering.committed()
+    assert step.shares == {"a": ((0, 1), (2, 3)), "b": ((1, 2),)}
+    assert step.step_s == 4.5, "nine seconds of work, by two workers"
+    assert (step.staleness, step.mean_staleness) == ((0, 1, 2), 1.0)
+
+
+def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
+    gathering = Gathering()
+    parted(gathering, 0, 1)
+    for name, dropped in (("a", True), ("b", False)):
+        gathering.give((0, 0), name)
+        gathering.add(name, row(0, 1.0, 2.0, dropped=dropped, bytes_sent=100))
+    (step,) = gathering.committed()
+    assert (step.bytes_sent, step.loss, step.shares) == (200, 2.0, {"b": ((0, 1),)})
+
+
+def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
+    gathering = Gathering()
+    for step in range(3):
+        parted(gathering, step, 2)
+        for part, name in enumerate("ab"):
+            gathering.give((step, part), name)
+    gathering.add("a", row(0, 1.0, 4.0))
+    gathering.settle({(0, 0), (0, 1), (1, 1), (7, 0)}, whole=False)
+    (step0,) = gathering.committed()
+    assert (step0.loss, step0.plan.step) == (4.0, 0)
+    assert step0.shares == {"a": ((0, 1),), "b": ((1, 2),)}
+    assert not gathering.add("b", row(1, 1.0, 9.0, part=1)), "it comes too late"
+    assert gathering.is_open((1, 0))
+    assert not gathering.is_open((1, 1))
+    gathering.settle({(1, 0)}, whole=False)
+    (step1,) = gathering.committed()
+    assert step1.loss == 4.0, "the last loss that is known"
+    assert [s.plan.step for s in gathering.steps] == [2]
+
+
+def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
+    gathering = Gathering()
+    expect(gathering, 3, ["a", "b"])
+    gathering.add("a", row(1, 1.0, 1.0))
+    gathering.settle({(2, 0), (2, 1)}, whole=True)
+    assert [c.plan.step for c in gathering.committed()] == [1, 2]
+    assert [s.plan.step for s in gathering.steps] == [3]
 
 
 def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:

@@ -342,3 +342,26 @@ def test_a_dumb_terminal_gets_plain_lines(
     for event in start:
         console.handle(event)
     assert "\x1b" not in terminal.read()
+
+
+def test_a_death_is_two_lines_and_a_replacement_one(
+    plain: PlainConsole, start: list[ev.Event]
+) -> None:
+    for event in start:
+        plain.handle(event)
+    before = len(written(plain.out))
+    for event in [
+        ev.MemberLost(member="worker-1", reason="killed by SIGKILL", view=1, workers=1),
+        ev.ViewChanged(view=2, members=("worker-0",), transport="gloo on lo"),
+        ev.Recovered(view=2, seconds=0.25, redone_steps=0),
+        ev.ViewChanged(
+            view=3, members=("worker-0", "worker-2"), transport="gloo on lo", placement="on both"
+        ),
+    ]:
+        plain.handle(event)
+    assert written(plain.out)[before:].splitlines() == [
+        "worker-1 was lost (killed by SIGKILL); 1 worker goes on",
+        "went on after 0.25 s",
+        "going on with 2 workers: worker-0, worker-2; gloo on lo",
+        "  weights     on both",
+    ]

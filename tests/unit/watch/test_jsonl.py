@@ -241,3 +241,11 @@ def test_the_true_history_is_each_step_once_from_the_last_process_that_did_it(
     history = committed_steps(records)
     assert [record["step"] for record in history] == list(range(1, reached + 1))
     assert [record["by"] for record in history] == [last_doer[s] for s in range(1, reached + 1)]
+
+
+def test_steps_that_were_committed_in_any_order_are_read_in_theirs() -> None:
+    def committed(*steps: int) -> list[dict[str, object]]:
+        return [{"event": "StepCommitted", "step": step} for step in steps]
+
+    records = [*committed(2, 1, 4), {"event": "Resumed", "step": 2}, *committed(4, 3)]
+    assert [record["step"] for record in committed_steps(records)] == [1, 2, 3, 4]

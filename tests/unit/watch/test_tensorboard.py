@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import subprocess
@@ -163,3 +164,20 @@ assert "torch" not in sys.modules
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "note: x\n"
+
+
+def test_staleness_by_step_and_how_often(
+    tmp_path: Path, start: list[ev.Event], step: Callable[..., ev.StepCommitted]
+) -> None:
+    sink = TensorBoardSink(tmp_path / "tb")
+    summary = {"steps": 2, "staleness": {"histogram": {"0": 1200, "1": 0, "2-3": 4}}}
+    end = ev.RunFinished(outcome="finished", summary=summary, resume_command=None)
+    for event in [*start, dataclasses.replace(step(1), staleness=1.5), step(2), end]:
+        sink.handle(event)
+    sink.close()
+    board = read(tmp_path / "tb")
+    assert [(s.step, s.value) for s in board.Scalars("train/staleness")] == [(1, 1.5)]
+    (told,) = board.Tensors("staleness")
+    text = told.tensor_proto.string_val[0].decode()
+    assert "| 0 | 1,200 |" in text
+    assert "| 2-3 | 4 |" in text

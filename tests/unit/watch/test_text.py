@@ -118,3 +118,38 @@ def test_a_summary_of_nothing_is_short() -> None:
 def test_the_checkpoint_can_be_typed_from_here(given_as: str) -> None:
     end = ev.RunFinished(outcome="finished", summary={"checkpoint": given_as}, resume_command=None)
     assert ("checkpoint", "runs/x/checkpoints/s") in text.summary_rows(end, "runs/x")
+
+
+def test_a_loss_and_the_going_on() -> None:
+    lost = ev.MemberLost(member="worker-1", reason="killed by SIGKILL", view=1, workers=3)
+    assert text.lost_line(lost) == "worker-1 was lost (killed by SIGKILL); 3 workers go on"
+    alone = ev.MemberLost(member="server-0", reason="killed by SIGKILL", view=1, workers=1)
+    assert text.lost_line(alone) == "server-0 was lost (killed by SIGKILL); 1 worker goes on"
+    went = ev.Recovered(view=2, seconds=0.314, redone_steps=0)
+    assert text.recovered_line(went) == "went on after 0.31 s"
+    again = ev.Recovered(view=2, seconds=0.314, redone_steps=2)
+    assert text.recovered_line(again) == "went on after 0.31 s, 2 steps again"
+
+
+def test_servers_are_no_workers() -> None:
+    members = ("worker-0", "worker-2", "server-0")
+    view = ev.ViewChanged(view=3, members=members, transport="tcp", servers=1)
+    said = "going on with 2 workers and 1 server: worker-0, worker-2, server-0; tcp"
+    assert text.view_line(view) == said
+
+
+def test_steps_in_any_order_never_go_backward(step: Callable[..., ev.StepCommitted]) -> None:
+    picture = fold([step(3), step(5), step(4)])
+    assert picture.step == 5
+
+
+def test_the_end_tells_of_losses_and_staleness() -> None:
+    staleness = {"mean": 1.2345, "p95": 3, "max": 7, "count": 9, "histogram": {}}
+    summary = {"lost": 2, "replaced": 1, "staleness": staleness}
+    event = ev.RunFinished(outcome="finished", summary=summary, resume_command=None)
+    rows = dict(text.summary_rows(event, None))
+    assert rows["members"] == "2 lost, 1 replaced"
+    assert rows["staleness"] == "mean 1.2, 95 % at most 3, largest 7"
+    nothing = {"lost": 0, "replaced": 0, "staleness": None}
+    quiet = ev.RunFinished(outcome="finished", summary=nothing, resume_command=None)
+    assert text.summary_rows(quiet, None) == []

@@ -1,0 +1,40 @@
+"""Delay compensation: corrects a stale gradient by what the weights have moved since.
+
+A gradient g taken at old weights w0 and applied at w misses (w - w0) times the Hessian, which is
+approximated by the diagonal of g g^T: g + strength * g * g * (w - w0) (Zheng et al. 2017, "Asynchronous
+Stochastic Gradient Descent with Delay Compensation"; strengths of 0.01 to 2 are in use there).
+
+Cost: one copy of the server's blocks for each worker, and two passes over them a push.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from manyhands.ps.holding import Holding
+from manyhands.ps.memory import Flat
+
+
+class Compensation:
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+        self._then: dict[str, list[Tensor]] = {}
+        """Of each worker: the server's runs as they were when it got them."""
+
+    def correct(self, worker: str, gradient: Flat, params: Holding) -> None:
+        """Change a gradient of this worker, in place."""
+        if worker not in self._then:
+            return
+        for run, then in zip(params.runs, self._then[worker], strict=True):
+            mine = run.of(gradient)
+            moved = run.of(params.flat) - then
+            mine.addcmul_(mine * mine, moved, value=self.strength)
+
+    def remember(self, worker: str, params: Holding) -> None:
+        """The worker gets the weights of now."""
+        then = self._then.get(worker)
+        if then is None:
+            self._then[worker] = [run.of(params.flat).clone() for run in params.runs]
+            return
+        for run, copy in zip(params.runs, then, strict=True):
+            copy.copy_(run.of(params.flat))

@@ -1,0 +1,162 @@
+"""How the servers of a view begin it together: say what they hold, give and get blocks, go.
+
+    all servers connect to each other      peer
+    each tells the lead what it holds      status
+    the lead says who gets what            plan        (see settle.py)
+    blocks change hands                    block
+    each has what it should                moved
+    the view begins                        go
+
+Used by the server's thread alone. Nothing is applied in the meantime, so everything is as it was when
+this view fails too, and the next one begins from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.ps.door import Door, Happened
+from manyhands.ps.estate import Estate
+from manyhands.ps.parcels import Parcels, pack
+from manyhands.ps.settle import Plan, Status, make_plan
+from manyhands.wire import Link
+
+KINDS = ("peer", "status", "plan", "block", "moved", "go")
+
+
+@dataclass
+class Peer:
+    """Another server of this view."""
+
+    name: str
+    link: Link
+    sums: Sequence[str] | None = None
+    """Where its sums lie in shared memory; None: it has not said yet."""
+
+
+class Council:
+    def __init__(self, estate: Estate, door: Door, *, view: int, servers: Sequence[str]) -> None:
+        self.peers: dict[str, Peer] = {}
+        self.plan: Plan | None = None
+        self._estate = estate
+        self._door = door
+        self._view = view
+        self._servers = list(servers)
+        self._statuses: dict[str, Status] = {}
+        self._parcels = Parcels()
+        self._expected: set[tuple[str, int]] = set()
+        self._moved: set[str] = set()
+        self._prepared = False
+        self._waiting: Plan | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._estate.name == self._servers[0]
+
+    def hello(self) -> dict[str, Any]:
+        flats = self._estate.sums.flats
+        addresses = [flat.segment.address for flat in flats if flat.segment is not None]
+        name = self._estate.name
+        return {"k": "peer", "server": name, "view": self._view, "sums": addresses}
+
+    def meet(self, dial: Callable[[str], Link]) -> None:
+        """Connect to the servers before this one in the view; those behind it connect to it."""
+        for name in self._servers[: self._servers.index(self._estate.name)]:
+            link = dial(name)
+            link.send(self.hello())
+            self._door.inbox.put(Happened("peer", name, {"sums": None}, link=link))
+            self._door.read(link, name)
+        if self.leads:
+            status = self._estate.status().to_dict()
+            self._door.inbox.put(Happened("status", self._estate.name, status))
+
+    def handle(self, happened: Happened) -> bool:
+        """One message of the beginning; True when the view has begun."""
+        who, head = happened.who, happened.head
+        match happened.kind:
+            case "peer":
+                self._on_peer(who, head, happened.link)
+            case "status" if self.leads:
+                self._statuses[who] = Status.from_dict(head)
+                if len(self._statuses) == len(self._servers):
+                    self._make_plan()
+            case "plan":
+                self._waiting = Plan.from_dict(head["plan"], self._estate.layout)
+                self._proceed()
+            case "block":
+                if (key := self._parcels.add(head, happened.payload)) is not None:
+                    self._expected.discard(key)
+                    self._when_complete()
+            case "moved" if self.leads:
+                self._moved.add(who)
+            case "go":
+                self._estate.begin()
+                return True
+        if self.leads and len(self._moved) == len(self._servers):
+            self._moved.clear()
+            self._tell_all({"k": "go"})
+            self._estate.begin()
+            return True
+        return False
+
+    def _on_peer(self, who: str, head: Mapping[str, Any], link: Link | None) -> None:
+        if link is not None:
+            self.peers[who] = Peer(who, link, head["sums"])
+            if head["sums"] is not None:  # it called: it knows nothing of this side yet
+                link.send(self.hello())
+        else:
+            self.peers[who].sums = head["sums"]
+        if who == self._servers[0] and link is None:
+            status = self._estate.status().to_dict()
+            self.peers[who].link.send({"k": "status", **status})
+        self._proceed()
+
+    def _make_plan(self) -> None:
+        statuses = [self._statuses[name] for name in self._servers]
+        plan = make_plan(statuses, self._estate.layout, replicas=self._estate.replicas)
+        self._tell_all({"k": "plan", "plan": plan.to_dict()})
+        self._waiting = plan
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Carry out the plan, once it is here and all have met."""
+        plan = self._waiting
+        met = [peer for peer in self.peers.values() if peer.sums is not None]
+        if plan is None or len(met) < len(self._servers) - 1:
+            return
+        self._waiting = None
+        estate, layout = self._estate, self._estate.layout
+        self.plan = plan
+        estate.catch_up(plan)
+        self._expected |= {
+            (move.role, block.number)
+            for move in plan.moves
+            if move.target == estate.name
+            for block in layout.blocks_in(move.shard)
+        } - self._parcels.complete.keys()
+        for move in plan.moves:
+            if move.source == estate.name:
+                link = self.peers[move.target].link
+                for block in layout.blocks_in(move.shard):
+                    material = estate.material(block.number)
+                    for head, payload in pack("block", block.number, material, role=move.role):
+                        link.send(head, payload)
+        self._when_complete()
+
+    def _when_complete(self) -> None:
+        plan = self.plan
+        if plan is None or self._expected or self._prepared:
+            return
+        self._prepared = True
+        complete = self._parcels.complete
+        self._estate.prepare(self._view, plan.placement, complete, fresh=not plan.standing)
+        if self.leads:
+            self._moved.add(self._estate.name)
+        else:
+            self.peers[self._servers[0]].link.send({"k": "moved"})
+
+    def _tell_all(self, head: Mapping[str, Any]) -> None:
+        for peer in self.peers.values():
+            peer.link.send(head)

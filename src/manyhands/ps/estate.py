@@ -1,0 +1,242 @@
+"""What a process that serves keeps while the membership changes around it.
+
+The parameters' memory, the blocks it holds (its own and replicas, see holding.py), the ledger of what
+was applied, and the sums of the last two updates with the gradients that they were made of: enough to
+finish what others have finished, and to take over from a server whose replica is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manyhands.ps.blocks import Layout
+from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of
+from manyhands.ps.ledger import Decision, Ledger
+from manyhands.ps.memory import Flat, block_state, pieces_of
+from manyhands.ps.placement import Placement
+from manyhands.ps.settle import Plan, Status
+from manyhands.train.trainee import Trainee
+
+SPAN_BYTES = 1 << 20
+"""Of neighbouring blocks in one message: small enough to overlap, large enough to cost nothing."""
+
+
+class Ticker:
+    """The trainee's schedule, and how many steps it has done since this process began."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+        self.ticks = 0
+
+    def advance(self, ticks: int) -> None:
+        while self.ticks < ticks:
+            self.ticks += 1
+            if self._trainee.scheduler is not None:
+                self._trainee.scheduler.step()
+
+
+@dataclass
+class Keep:
+    """What is held by the word of one view."""
+
+    view: int = 0
+    placement: Placement | None = None
+    own: Holding | None = None
+    replicas: dict[str, Holding] = field(default_factory=dict)
+    """By the server that they are replicas of."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of the replicas."""
+
+
+@dataclass
+class Sums:
+    """The aggregated gradients of the last two versions."""
+
+    flats: Sequence[Flat]
+    versions: list[int] = field(default_factory=lambda: [0, 0])
+
+    def of(self, version: int) -> Flat:
+        return self.flats[version % len(self.flats)]
+
+    def has(self, version: int) -> bool:
+        return self.versions[version % 2] == version
+
+    def note(self, version: int) -> None:
+        self.versions[version % 2] = version
+
+
+class Estate:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        trainee: Trainee,
+        params: Flat,
+        ticker: Ticker,
+        *,
+        shared: bool,
+        replicas: int,
+    ) -> None:
+        self.name, self.host = name, host
+        self.trainee = trainee
+        self.params = params
+        self.ticker = ticker
+        self.shared = shared
+        """Members share memory: gradients of the dead are still there, and sums need not travel."""
+        self.replicas = replicas
+        self.ledger = Ledger()
+        self.keep = Keep()
+        self.coming: Keep | None = None
+        """Ready for a view that has not begun."""
+        self.sums = Sums([self._memory("manyhands-sums") for _ in range(2)])
+        self.others: dict[str, Sums] = {}
+        """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
+        self.gradients: dict[str, Sequence[Flat]] = {}
+        """Of each worker, in its slots: its own memory, or what it sent."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.params.layout
+
+    def status(self) -> Status:
+        keep, coming = self.keep, self.coming
+        reach = dict(keep.versions)
+        for name, version in keep.versions.items():
+            others = self.others.get(name)
+            if others is not None and others.has(version + 1):
+                reach[name] = version + 1
+        return Status(
+            server=self.name,
+            host=self.host,
+            view=keep.view,
+            prepared=coming.view if coming else 0,
+            placement=coming.placement.to_dict() if coming and coming.placement else None,
+            old_placement=keep.placement.to_dict() if keep.placement else None,
+            ledger=self.ledger.to_dict(),
+            replicas=reach,
+        )
+
+    def catch_up(self, plan: Plan) -> None:
+        """Finish what another server has finished, with everything that is held here."""
+        if self.coming is not None and self.coming.view == plan.standing:
+            self.keep = self.coming
+        self.coming = None
+        self.ticker.advance(plan.ledger.ticks)
+        if self.keep.view != plan.standing:
+            self.keep = Keep()  # what it held was given up in a view that it missed
+            self.ledger = plan.ledger
+            return
+        for keeper, owner in plan.stale:
+            if keeper == self.name:  # what is needed of it will be sent anew
+                del self.keep.replicas[owner], self.keep.versions[owner]
+        for owner, holding in self.keep.replicas.items():
+            for decision in plan.ledger.after(self.keep.versions[owner]):
+                self._catch_up_replica(owner, holding, decision)
+        for decision in plan.ledger.after(self.ledger.version):
+            if not self.sums.has(decision.version):
+                self.add_up(decision, self.sums.of(decision.version), self._own.runs)
+                _scale(self.sums.of(decision.version), self._own.runs, decision.factor)
+            self.apply(decision)
+
+    def material(self, number: int) -> Material:
+        """A block that is held here, in whatever role."""
+        for holding in (self.keep.own, *self.keep.replicas.values()):
+            if holding is not None and number in holding:
+                return holding.take(number)
+        raise AssertionError(f"{self.name} holds no block {number}")
+
+    def fresh(self, number: int) -> Material:
+        """A block as the job, or its checkpoint, has it."""
+        model, optimizer = self.trainee.model, self.trainee.optimizer
+        pieces = pieces_of(model, optimizer)
+        states = {name: optimizer.state.get(p, {}) for name, p in pieces.items()}
+        state = block_state(self.layout, self.layout.blocks[number], states)
+        return Material(self.params.block(number), state)
+
+    def prepare(
+        self,
+        view: int,
+        placement: Placement,
+        materials: Mapping[tuple[str, int], Material],
+        *,
+        fresh: bool,
+    ) -> None:
+        """Build what is held by `placement`, from what came (role, block) and what is here."""
+
+        def find(role: str, numbers: Iterable[int]) -> dict[int, Material]:
+            return {
+                n: materials.get((role, n)) or (self.fresh(n) if fresh else self.material(n))
+                for n in numbers
+            }
+
+        ticks = self.ticker.ticks
+        keep = Keep(view, placement)
+        own = [block.number for block in placement.blocks_of(self.name)]
+        keep.own = Holding(self.trainee, self.params, find("own", own), ticks=ticks)
+        kept = placement.replicas_of(self.name)
+        for server in placement.servers:
+            numbers = [block.number for block in kept if placement.server_of(block) == server]
+            if numbers:
+                memory = Flat.private(self.layout)
+                holding = Holding(self.trainee, memory, find("replica", numbers), ticks=ticks)
+                keep.replicas[server] = holding
+                keep.versions[server] = self.ledger.version
+        self.coming = keep
+
+    def begin(self) -> None:
+        """The view for which everything is prepared has begun."""
+        assert self.coming is not None
+        self.params.mark = self.ledger.version
+        self.keep, self.coming = self.coming, None
+        self.sums.versions = [0, 0]
+        self.others = {}
+
+    # Updates ------------------------------------------------------------------------------------
+
+    @property
+    def _own(self) -> Holding:
+        assert self.keep.own is not None
+        return self.keep.own
+
+    def add_up(self, decision: Decision, sums: Flat, runs: Sequence[Run]) -> None:
+        sources = [self.gradients[g.worker][g.slot] for g in decision.given]
+        add_up(sums, runs, sources, decision.coefficients())
+
+    def apply(self, decision: Decision) -> None:
+        """The sums of a decision go into the own blocks."""
+        self._own.apply(
+            self.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks
+        )
+        self.ledger.note(decision)
+
+    def apply_replica(self, owner: str, decision: Decision) -> None:
+        holding = self.keep.replicas[owner]
+        sums = self.others[owner].of(decision.version)
+        holding.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
+        self.keep.versions[owner] = decision.version
+
+    def _catch_up_replica(self, owner: str, holding: Holding, decision: Decision) -> None:
+        others = self.others.get(owner)
+        if others is None or not others.has(decision.version):
+            if others is None or self.shared:  # never into the memory of its owner
+                others = self.others[owner] = Sums([Flat.private(self.layout)] * 2)
+            self.add_up(decision, others.of(decision.version), holding.runs)
+            _scale(others.of(decision.version), holding.runs, decision.factor)
+        self.apply_replica(owner, decision)
+
+    def _memory(self, label: str) -> Flat:
+        if self.shared and self.replicas:
+            return Flat.shared(self.layout, label=label)
+        return Flat.private(self.layout)
+
+
+def _scale(sums: Flat, runs: Sequence[Run], factor: float) -> None:
+    if factor != 1.0:
+        for run in runs:
+            run.of(sums).mul_(factor)
+
+
+def spans(layout: Layout, numbers: Iterable[int]) -> list[Run]:
+    """Blocks as they travel."""
+    return runs_of(layout, numbers, max_bytes=SPAN_BYTES)

@@ -1,0 +1,103 @@
+"""A worker as a server sees it: its connections, its gradients, and which of its pushes are here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.errors import LinkError
+from manyhands.ps.holding import Run
+from manyhands.ps.lanes import LANES, Lanes
+from manyhands.ps.memory import Flat, bytes_of
+from manyhands.wire import Link
+
+
+@dataclass
+class Arriving:
+    """A push of which not everything is here yet."""
+
+    head: Mapping[str, Any] | None = None
+    runs: set[int] = field(default_factory=set)
+
+
+class Guest:
+    def __init__(
+        self, name: str, link: Link, slots: Sequence[Flat], *, travels: bool, runs: Sequence[Run]
+    ) -> None:
+        """`slots`: its gradients. `travels`: they come over the network, in these runs."""
+        self.name = name
+        self.slots = slots
+        self.travels = travels
+        self.done = 0
+        """Its last push that is in the weights here."""
+        self.late: list[int] = []
+        """Its last pushes that were left out."""
+        self._link = link
+        self._runs = runs
+        self._lane_links: list[Link] = []
+        self._lanes: Lanes | None = None
+        self._arriving: dict[int, Arriving] = {}
+        self._sent_before = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        lanes = self._lanes.bytes_sent if self._lanes else 0
+        return self._sent_before + self._link.bytes_sent + lanes
+
+    def enter_again(self, link: Link) -> None:
+        """It lost its connections, and has come back with new ones."""
+        self.close()
+        self._sent_before = self.bytes_sent
+        self._link, self._lanes, self._lane_links = link, None, []
+
+    def add_lane(self, link: Link) -> bool:
+        """One more connection for bulk data; True when all are here."""
+        self._lane_links.append(link)
+        if len(self._lane_links) < LANES:
+            return False
+        self._lanes = Lanes(self._lane_links, name=f"to-{self.name}")
+        return True
+
+    def tell(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+        try:
+            self._link.send(head, payload)
+        except LinkError:
+            pass  # it is gone, or comes back and asks
+
+    def send_runs(self, version: int, params: Flat, order: Sequence[int]) -> None:
+        """All parameters that are held here, those that it needs first going first."""
+        if self._lanes is None:
+            return
+        for priority, i in enumerate(order):
+            head = {"k": "run", "v": version, "i": i}
+            self._lanes.put(priority, head, bytes_of(self._runs[i].of(params)))
+
+    def room(self, slot: int, i: int) -> memoryview:
+        """Where a piece of a gradient goes."""
+        if not self.travels or not (0 <= slot < len(self.slots) and 0 <= i < len(self._runs)):
+            raise LinkError(f"{self.name} sent a run {i} for slot {slot}, which there is not")
+        return bytes_of(self._runs[i].of(self.slots[slot]))
+
+    def arrived(self, seq: int, *, run: int | None = None, head: Mapping[str, Any] | None = None) -> (
+        Mapping[str, Any] | None
+    ):  # fmt: skip
+        """Something of a push is here; its head, once all of it is."""
+        if seq <= self.done:
+            return None
+        arriving = self._arriving.setdefault(seq, Arriving())
+        if run is not None:
+            arriving.runs.add(run)
+        if head is not None:
+            arriving.head = head
+        if arriving.head is None or (self.travels and len(arriving.runs) < len(self._runs)):
+            return None
+        del self._arriving[seq]
+        return arriving.head
+
+    def close(self) -> None:
+        self._link.close()
+        if self._lanes is not None:
+            self._lanes.close()
+        for link in self._lane_links:
+            link.close()

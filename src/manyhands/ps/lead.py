@@ -1,0 +1,161 @@
+"""The lead: the one server of a view whose policy decides for the whole model. Pure.
+
+All servers must put the same pushes into the same updates, also when the slowest are left behind or a
+worker dies in the middle of a push. So a push counts once every server has it (where gradients travel;
+inside a host they lie in memory that all can read), and one policy, here, says what the next update is.
+
+    had(server, push)    a server has a push; the last one to say so makes it count
+    decisions()          what is to be applied now, in order
+    late()               what was left out, since the last time
+    word(worker)         which step a worker may begin: told along with the news
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from manyhands.ps.ledger import Decision, Given, Ledger, progress_after
+from manyhands.ps.policies import Policy, Update, Verdict
+from manyhands.ps.staleness import Rule, lr_scale
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a worker is told about its next step."""
+
+    at: int
+    """Its number, where the policy counts rounds."""
+    until: int | None
+    """The last one that may begin now; None: any."""
+
+
+class Lead:
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: Ledger,
+        *,
+        servers: Iterable[str],
+        lr_rule: Rule = "none",
+        by_part: bool = False,
+    ) -> None:
+        """`by_part`: an update is one part of a batch, and moves the weights by that part of a step."""
+        self.policy = policy
+        policy.version = ledger.version
+        self._progress = Fraction(ledger.progress)
+        self._servers = set(servers)
+        self._lr_rule = lr_rule
+        self._by_part = by_part
+        self._had: dict[tuple[str, int], set[str]] = {}
+        self._complete: dict[str, dict[int, tuple[Given, int]]] = {}
+        self._last: dict[str, int] = {}
+        self._waiting: dict[tuple[str, int], Given] = {}
+        self._late: list[Given] = []
+        self.resting: set[str] = set()
+        self._stragglers: set[str] = set()
+        self._ending: set[str] = set()
+
+    def had(self, server: str, push: Given, *, began: int, after: int) -> None:
+        """A server has all of a push, which its worker made after the one numbered `after`.
+
+        It counts when every server has it, and in its worker's order: two may overtake each other
+        on different connections.
+        """
+        had = self._had.setdefault((push.worker, push.seq), set())
+        had.add(server)
+        if had < self._servers:
+            return
+        complete = self._complete.setdefault(push.worker, {})
+        complete[after] = (push, began)
+        last = self._last.setdefault(push.worker, 0)
+        while (ready := complete.pop(last, None)) is not None:
+            push, began = ready
+            self._had.pop((push.worker, push.seq), None)
+            self.count(push, began=began)
+            self._last[push.worker] = last = push.seq
+
+    def count(self, push: Given, *, began: int) -> bool:
+        """A push is complete; False if it was resolved before or is too late."""
+        self._ending.discard(push.worker)
+        self.policy.started(push.worker, push.seq, version=began)
+        verdict = self.policy.push(push.worker, push.seq)
+        if verdict is Verdict.ACCEPTED:
+            self._waiting[push.worker, push.seq] = push
+            until = self.policy.furthest(push.worker)
+            if not self._by_part and until is not None and push.seq < until:
+                self._stragglers.add(push.worker)
+            return True
+        if verdict is Verdict.LATE:
+            self._waiting[push.worker, push.seq] = push
+            self._gather_late()
+        return False
+
+    def decisions(self) -> list[Decision]:
+        made = []
+        while (update := self._take()) is not None:
+            given = tuple(
+                replace(
+                    (push := self._waiting.pop((c.worker, c.seq))),
+                    staleness=c.staleness,
+                    scale=push.scale * c.scale,
+                )
+                for c in update.contributions
+            )
+            self._progress = progress_after(self._progress, given)
+            rate = 1.0
+            if self._by_part:
+                (only,) = given
+                rate = only.share[0] / only.share[1] * lr_scale(self._lr_rule, only.staleness)
+            made.append(
+                Decision(
+                    update.version,
+                    given,
+                    lr_scale=rate,
+                    progress=(self._progress.numerator, self._progress.denominator),
+                )
+            )
+        self._gather_late()
+        return made
+
+    def _take(self) -> Update | None:
+        update = self.policy.take()
+        if update is None and self._waiting and self._ending.issuperset(self.policy.workers):
+            return self.policy.flush()
+        return update
+
+    def late(self) -> list[Given]:
+        """Pushes that were left out of the weights, each told once."""
+        late, self._late = self._late, []
+        return late
+
+    def stragglers(self) -> list[str]:
+        """Workers whose push was too late for its round and waits for the next: they may go on."""
+        told, self._stragglers = sorted(self._stragglers), set()
+        return told
+
+    def ends(self, worker: str) -> None:
+        """The worker gives nothing more until what it gave is resolved."""
+        self._ending.add(worker)
+
+    def rest(self, worker: str) -> None:
+        """Nobody waits for this worker until it wakes."""
+        if worker not in self.resting:
+            self.resting.add(worker)
+            self.policy.leave(worker)
+
+    def wake(self, worker: str) -> None:
+        if worker in self.resting:
+            self.resting.discard(worker)
+            self.policy.join(worker)
+
+    def word(self, worker: str) -> Word:
+        return Word(self.policy.resume_at(worker), self.policy.furthest(worker))
+
+    def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
+        return self.policy.waiting_for(worker, seq)
+
+    def _gather_late(self) -> None:
+        for push in self.policy.dropped():
+            self._late.append(self._waiting.pop(push))

@@ -1,0 +1,152 @@
+"""What is in the weights: decisions, in the order of their versions, and what they were made of. Pure.
+
+A *decision* says what the next update consists of. The lead, the first server of a view, makes them
+out of what its policy allows; every server applies all of them in the same order, so that a version
+means the same thing everywhere, and a survivor can finish what a dead one has begun.
+
+The ledger remembers the last decisions (a server may be a few behind another when the membership
+changes), the parts of steps that were applied lately (whoever pushed them may be dead), how many
+pushes of each worker were applied since the run began (the books, for audits), and how much of the
+data they were: the learning rate's schedule goes by batches, not by updates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+from fractions import Fraction
+from typing import Any
+
+KEEP_DECISIONS = 64
+"""A worker has at most two pushes under way, so servers are at most twice the workers apart."""
+KEEP_PARTS = 4096
+"""A worker reports several times a second; this many parts are not applied in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One push in a decision."""
+
+    worker: str
+    seq: int
+    slot: int
+    """Which of the worker's gradient buffers it lies in."""
+    step: int
+    part: int
+    samples: float
+    """What it counts (samples, or the job's own weights)."""
+    total: float
+    """What its gradient was divided by already."""
+    share: tuple[int, int]
+    """The part of a batch that it is, as a fraction."""
+    staleness: int = 0
+    scale: float = 1.0
+    """What its policy, or its own clipping, wants it multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    version: int
+    """The version that it makes."""
+    given: tuple[Given, ...]
+    """In rank order: the order in which they are added."""
+    lr_scale: float = 1.0
+    progress: tuple[int, int] = (0, 1)
+    """Batches in the weights after it, since the run began, as a fraction."""
+    factor: float = 1.0
+    """What clipping multiplied the sum by; known once it is applied."""
+
+    @property
+    def ticks(self) -> int:
+        """Whole batches in the weights after it: steps of the schedule."""
+        return self.progress[0] // self.progress[1]
+
+    def coefficients(self) -> list[float]:
+        """What to multiply each gradient by, so that their sum is the mean over what was given."""
+        whole = sum(g.samples for g in self.given)
+        return [g.scale * g.total / whole if whole else 0.0 for g in self.given]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "v": self.version,
+            "given": [astuple(g) for g in self.given],
+            "lr": self.lr_scale,
+            "progress": self.progress,
+            "factor": self.factor,
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Decision:
+        given = tuple(
+            Given(str(w), int(q), int(slot), int(step), int(part), float(n), float(t), _pair(share),
+                  int(stale), float(scale))
+            for w, q, slot, step, part, n, t, share, stale, scale in record["given"]
+        )  # fmt: skip
+        return cls(
+            int(record["v"]),
+            given,
+            float(record["lr"]),
+            _pair(record["progress"]),
+            float(record["factor"]),
+        )
+
+
+@dataclass
+class Ledger:
+    version: int = 0
+    progress: Fraction = field(default_factory=Fraction)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Pushes applied, by worker, since the run began."""
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=KEEP_DECISIONS))
+    parts: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEEP_PARTS))
+    """(step, part) of what was applied lately, newest last."""
+
+    @property
+    def ticks(self) -> int:
+        return int(self.progress)
+
+    def note(self, decision: Decision) -> None:
+        """It is applied."""
+        assert decision.version == self.version + 1, f"{decision.version} after {self.version}"
+        self.version = decision.version
+        self.progress = Fraction(*decision.progress)
+        self.decisions.append(decision)
+        for given in decision.given:
+            self.counts[given.worker] += 1
+            self.parts.append((given.step, given.part))
+
+    def after(self, version: int) -> list[Decision]:
+        """What was applied after `version`, oldest first."""
+        missed = [d for d in self.decisions if d.version > version]
+        assert len(missed) == self.version - version, f"{version} is too long ago to catch up from"
+        return missed
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "progress": [self.progress.numerator, self.progress.denominator],
+            "counts": dict(self.counts),
+            "decisions": [d.to_dict() for d in self.decisions],
+            "parts": [list(part) for part in self.parts],
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Ledger:
+        ledger = cls(
+            int(record["version"]),
+            Fraction(*_pair(record["progress"])),
+            Counter({str(k): int(n) for k, n in record["counts"].items()}),
+        )
+        ledger.decisions.extend(Decision.from_dict(d) for d in record["decisions"])
+        ledger.parts.extend((int(step), int(part)) for step, part in record["parts"])
+        return ledger
+
+
+def progress_after(before: Fraction, given: Iterable[Given]) -> Fraction:
+    return before + sum((Fraction(*g.share) for g in given), Fraction())
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, second = value
+    return int(first), int(second)

@@ -1,0 +1,154 @@
+"""A change of membership, as far as the servers are concerned: who has what, and who gets what. Pure.
+
+When a view begins, every server says what it holds (a Status) to the lead, the first of them, who makes
+a Plan: up to which version all finish what was begun, where the blocks lie from now on, and which of
+them travel. A block comes from its server or, if that is gone, from its replica; if both are gone it is
+lost, and only a checkpoint helps.
+
+A plan takes hold when the lead says go, which it does when every server has all that it should hold.
+If the lead dies before everybody has heard it, whoever has heard it is right: `standing` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from manyhands.errors import ManyhandsError
+from manyhands.ps.blocks import Layout
+from manyhands.ps.ledger import Ledger
+from manyhands.ps.placement import Placement, place
+
+
+@dataclass(frozen=True)
+class Status:
+    """What one server brings into a view."""
+
+    server: str
+    host: str
+    view: int
+    """The last view that it heard go of; 0: it has just come, and holds nothing."""
+    prepared: int
+    """A later view for which it had all that it should hold, and has not heard go; else 0."""
+    placement: Mapping[str, Any] | None
+    """Of the later one of the two, if it is prepared."""
+    old_placement: Mapping[str, Any] | None
+    """Of `view`."""
+    ledger: Mapping[str, Any]
+    replicas: Mapping[str, int]
+    """How far it can bring the replicas that it keeps for each server."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Status:
+        return cls(
+            server=str(record["server"]),
+            host=str(record["host"]),
+            view=int(record["view"]),
+            prepared=int(record["prepared"]),
+            placement=record["placement"],
+            old_placement=record["old_placement"],
+            ledger=record["ledger"],
+            replicas={str(k): int(v) for k, v in record["replicas"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Move:
+    """A shard that one server gives to another."""
+
+    shard: int
+    source: str
+    target: str
+    role: Literal["own", "replica"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    standing: int
+    """The view whose holdings count; 0: a fresh start."""
+    ledger: Ledger
+    previous: Placement | None
+    placement: Placement
+    moves: tuple[Move, ...]
+    stale: tuple[tuple[str, str], ...] = ()
+    """(keeper, owner): replicas that are behind their living owner, and can't catch up by themselves."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "standing": self.standing,
+            "ledger": self.ledger.to_dict(),
+            "previous": self.previous.to_dict() if self.previous else None,
+            "placement": self.placement.to_dict(),
+            "moves": [[m.shard, m.source, m.target, m.role] for m in self.moves],
+            "stale": [list(pair) for pair in self.stale],
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], layout: Layout) -> Plan:
+        previous = record["previous"]
+        return cls(
+            int(record["standing"]),
+            Ledger.from_dict(record["ledger"]),
+            Placement.from_dict(previous, layout=layout) if previous else None,
+            Placement.from_dict(record["placement"], layout=layout),
+            tuple(Move(int(s), str(a), str(b), role) for s, a, b, role in record["moves"]),
+            tuple((str(keeper), str(owner)) for keeper, owner in record["stale"]),
+        )
+
+
+def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> Plan:
+    """`statuses` in the order of the view; the first is the lead's."""
+    servers = [status.server for status in statuses]
+    hosts = {status.server: status.host for status in statuses}
+    standing = max(status.view for status in statuses)
+    if not standing:
+        placement = place(layout, servers, replicas=replicas, hosts=hosts)
+        ledger = Ledger.from_dict(statuses[0].ledger)
+        return Plan(0, ledger, None, placement, ())
+    # Who was prepared for the standing view holds what it should there, though it did not hear go.
+    having = [s for s in statuses if standing in (s.view, s.prepared)]
+    newest = max(having, key=lambda status: int(status.ledger["version"]))
+    first = next(s for s in having if s.view == standing)
+    assert first.old_placement is not None
+    previous = Placement.from_dict(first.old_placement, layout=layout)
+    placement = place(layout, servers, previous=previous, replicas=replicas, hosts=hosts)
+    moves: list[Move] = []
+    by_name = {status.server: status for status in having}
+    stale = tuple(
+        (keeper.server, owner)
+        for keeper in having
+        for owner, reach in keeper.replicas.items()
+        if owner in by_name and reach < int(by_name[owner].ledger["version"])
+    )
+    for shard in range(len(layout.shards)):
+        good = _good_holders(previous, shard, by_name, stale)
+        roles: tuple[Literal["own", "replica"], ...] = ("own", "replica")
+        for target, role in zip(placement.holders(shard), roles, strict=False):
+            if target not in good:
+                moves.append(Move(shard, good[0], target, role))
+    ledger = Ledger.from_dict(newest.ledger)
+    return Plan(standing, ledger, previous, placement, tuple(moves), stale)
+
+
+def _good_holders(
+    previous: Placement,
+    shard: int,
+    having: Mapping[str, Status],
+    stale: Sequence[tuple[str, str]],
+) -> tuple[str, ...]:
+    """Who holds a shard as it should be, best first."""
+    owner, *second = previous.holders(shard)
+    keepers = [name for name in second if name in having]
+    if owner not in having:
+        if not keepers:
+            both = " and its replica on ".join(previous.holders(shard))
+            alone = "" if second else " (it had no replica)"
+            raise ManyhandsError(
+                f"A part of the parameters was on {both}{alone}, and is lost with it."
+            )
+        return tuple(keepers)
+    return (owner, *[name for name in keepers if (name, owner) not in stale])

@@ -1,0 +1,25 @@
+"""What distinguishes the ways of agreeing, as far as servers and their clients must know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from manyhands.ps.policies import Policy
+from manyhands.ps.staleness import Rule
+
+
+@dataclass(frozen=True)
+class Terms:
+    make_policy: Callable[[Sequence[str]], Policy]
+    """From the workers, in rank order."""
+    rounds: bool
+    """Updates are made in rounds, and all workers are told of each; otherwise a push is an update of
+    its own, and its worker alone is told."""
+    slots: int
+    """Gradient buffers of a worker: with two it computes the next while one is under way."""
+    lr_rule: Rule = "none"
+    compensate: float = 0.0
+    """Strength of the delay compensation; 0: none."""
+    clip_norm: float | None = None
+    """By which the servers clip what they have added up."""

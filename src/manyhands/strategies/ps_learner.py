@@ -1,0 +1,287 @@
+"""The worker's half of the parameter-server strategies: computes on what the servers hold.
+
+begin     wait for leave to begin (sync: the round before is over), and for a free gradient buffer
+compute   forward and backward; gradients are written where the servers read, or travel while the
+          backward goes on
+push      tell the servers
+finish    in rounds: until the update is made. Otherwise not at all: the next step begins at once,
+          on the other gradient buffer, and the report of this one is resolved when the news come
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import LinkError, LinkTimeout
+from manyhands.ps.client import Client
+from manyhands.ps.memory import Flat, bytes_of, piece_state
+from manyhands.strategies.base import Learner
+from manyhands.strategies.ps import ParameterServer
+from manyhands.strategies.ps_overlap import Overlap
+from manyhands.strategies.ps_station import Station
+from manyhands.train.step import StepReport, gradients
+
+if TYPE_CHECKING:
+    from manyhands.cluster.view import Me, View
+    from manyhands.train.feed import Share
+    from manyhands.train.trainee import Trainee
+
+
+class PsLearner(Learner):
+    def __init__(self, config: ParameterServer) -> None:
+        self._config = config
+        self._client: Client | None = None
+        self._slots: list[Flat] = []
+        self._computed: Flat | None = None
+        """The parameters that the model computes with, where they are not those of the servers."""
+        self._gradient: Flat | None = None
+        """Where the backward writes, where it is not a slot: on a GPU."""
+        self._reports: dict[int, StepReport] = {}
+        self._in_step: tuple[int, int] | None = None
+        self._before: list[Tensor] = []
+        self._target: Flat | None = None
+        self._sent = 0
+        self._exchanges = 0
+
+    def prepare(self, trainee: Trainee, me: Me) -> None:
+        super().prepare(trainee, me)
+        # The scheduler here only tells the rate: the servers' optimizers do the steps.
+        trainee.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._station = Station(self._config, trainee, me)
+        self._rounds = self._station.terms.rounds
+        self._overlap = Overlap(trainee.model, self._station.parameters)
+
+    # The view -----------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        if self._client is not None:
+            self._client.wake_up()
+
+    def on_view(self, view: View) -> None:
+        station, me = self._station, self.me
+        self._drop_client()
+        station.leave(view)
+        self._reports.clear()
+        station.check()
+        if not self._slots:
+            station.find_memory(view)
+            self._lay_out()
+        station.enter(view, local={me.name: self._slots})
+        assert station.params is not None
+        self._sent, self._exchanges = 0, 0
+        self._client = Client(
+            me.name,
+            view=view.number,
+            servers=station.servers_in(view),
+            dial=station.dial,
+            params=station.params,
+            slots=self._slots,
+            check=station.check,
+            timeout_s=me.timeouts.collective_s,
+            resolved=self._resolve,
+        )
+        station.wait_until_begun()
+        if self._in_step is not None and self._in_step not in self._client.last_parts:
+            for buffer, before in zip(trainee_buffers(self.trainee), self._before, strict=True):
+                buffer.copy_(before)  # the step will be done again, and must find them as it did
+        self._in_step = None
+        self._client.wait_for_runs()
+        station.ticker.advance(self._client.ticks)
+        self._refresh()
+        self._overlap.follow(self._client, enabled=self._rounds and self._computed is None)
+
+    def settled(self) -> dict[str, Any] | None:
+        return self._station.settled()
+
+    def placement(self) -> str:
+        if self._client is None or self._client.placement is None:
+            return ""
+        return f"{self._client.placement.describe()}; {self._config.placement}"
+
+    def transport(self) -> str:
+        if self._station.shared:
+            return "shared memory"
+        return "tcp, authenticated only" if self.me.trust_network else "tcp with TLS"
+
+    def close(self) -> None:
+        self._drop_client()
+        self._station.leave()
+
+    def _drop_client(self) -> None:
+        if self._client is not None:
+            self._overlap.stop()
+            self._client.close()
+            self._client = None
+
+    def _lay_out(self) -> None:
+        """Let the model compute with the flat memory itself, or with flat copies of it."""
+        station, trainee = self._station, self.trainee
+        assert station.params is not None
+        layout, count = station.layout, station.terms.slots
+        on_host = trainee.device == "cpu"
+        if station.shared:
+            self._slots = [Flat.shared(layout, label="manyhands-gradients") for _ in range(count)]
+        else:
+            self._slots = [Flat.private(layout) for _ in range(count)]
+        if not on_host:
+            self._computed = Flat.private(layout, device=trainee.device)
+            self._gradient = Flat.private(layout, device=trainee.device)
+        elif not station.shared and not self._config.lockstep:
+            # News arrive while the model computes.
+            self._computed = Flat.private(layout)
+        params = self._computed or station.params
+        if self._computed is not None:
+            self._computed.copy_(station.params)
+        for name, parameter in station.parameters.items():
+            parameter.data = params.piece(name).view_as(parameter)
+        self._write_to(self._gradient or self._slots[0])
+
+    def _write_to(self, flat: Flat) -> None:
+        """The next backward adds to this, from zero."""
+        flat.zero_()
+        if flat is not self._target:
+            self._target = flat
+            for name, parameter in self._station.parameters.items():
+                parameter.grad = flat.piece(name).view_as(parameter)
+
+    def _refresh(self) -> None:
+        if self._computed is not None:
+            assert self._station.params is not None
+            self._computed.copy_(self._station.params)
+
+    # A step -------------------------------------------------------------------------------------
+
+    def step(self, share: Share) -> StepReport:
+        client, trainee, started = self._joined(), self.trainee, time.perf_counter()
+        try:
+            seq, slot = client.begin(rounds=self._rounds)
+            began, version = time.perf_counter(), client.version
+            self._in_step = (share.step, share.part)
+            self._before = [buffer.clone() for buffer in trainee_buffers(trainee)]
+            self._station.ticker.advance(client.ticks)
+            self._refresh()
+            lr = trainee.lr
+            self._write_to(self._gradient or self._slots[slot])
+            self._overlap.begin(seq, slot)
+            weight, loss = gradients(
+                trainee, share, total=_not_known, local=self._overlap.accumulating
+            )
+            if self._gradient is not None:
+                self._slots[slot].copy_(self._gradient)
+            self._overlap.finish()
+            report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
+            computed = time.perf_counter()
+            self._push(client, share, seq, slot, weight, version, report)
+            if self._rounds:
+                client.finish(seq)
+        except LinkTimeout:
+            raise
+        except LinkError as error:
+            raise self.me.lost_a_peer(error) from error
+        ended = time.perf_counter()
+        self._in_step = None
+        report.compute_s = computed - began
+        report.wait_s = (began - started) + (ended - computed)
+        report.bytes_sent = self._bytes_since()
+        return report
+
+    def _push(
+        self,
+        client: Client,
+        share: Share,
+        seq: int,
+        slot: int,
+        weight: float | Tensor,
+        version: int,
+        report: StepReport,
+    ) -> None:
+        samples, total = float(share.samples), float(share.total)
+        if self.trainee.weight is not None:
+            # Scaled by its own weight: the servers know everybody's, and divide by their sum.
+            samples, total = float(weight), 1.0
+        scale = 1.0
+        if not self._rounds and self.trainee.clip_norm is not None and samples:
+            norm = self._slots[slot].norm() * total / samples
+            scale = min(1.0, self.trainee.clip_norm / (norm + 1e-6))
+        if not self._rounds or not self._config.lockstep:
+            report.resolved = False
+            self._reports[seq] = report
+        push = [self.me.name, seq, slot, share.step, share.part, samples, total,
+                [share.samples, share.total], 0, scale]  # fmt: skip
+        client.push(seq, slot, push, began=version)
+
+    def _resolve(self, seq: int, left_out: bool, staleness: int) -> None:
+        """What became of a push; in a thread of the client's."""
+        if (report := self._reports.pop(seq, None)) is not None:
+            report.staleness, report.dropped = staleness, left_out
+            report.resolved = True
+
+    def drain(self) -> None:
+        client = self._joined()
+        client.drain()
+        if self._config.lockstep:
+            client.wait_for_runs()
+        else:
+            client.pull()
+        self._station.ticker.advance(client.ticks)
+        self._refresh()
+
+    def rest(self) -> None:
+        self._joined().rest()
+
+    def eval_model(self) -> torch.nn.Module:
+        """With the statistics of the first worker, which are those that are saved."""
+        self.drain()
+        buffers = trainee_buffers(self.trainee)
+        if buffers and self.me.world > 1:
+            self._exchanges += 1
+            client = self._joined()
+            whole = torch.cat([buffer.detach().reshape(-1).double().cpu() for buffer in buffers])
+            if self.me.rank == 0:
+                client.tell_buffers(self._exchanges, bytes_of(whole))
+            else:
+                heard = client.hear_buffers(self._exchanges)
+                whole = torch.frombuffer(heard, dtype=torch.float64)
+                for buffer, part in zip(
+                    buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True
+                ):
+                    buffer.copy_(part.view_as(buffer))
+        return self.trainee.model
+
+    def collect(self) -> None:
+        """Put what the servers' optimizers remember into this worker's, for a checkpoint."""
+        trainee, layout = self.trainee, self._station.layout
+        self.drain()
+        parcels = self._joined().states()
+        states = {number: material.state for (_, number), material in parcels.complete.items()}
+        for name, parameter in self._station.parameters.items():
+            state = piece_state(layout, name, parameter.shape, states)
+            if state:
+                trainee.optimizer.state[parameter] = state
+
+    def _joined(self) -> Client:
+        assert self._client is not None, "a view comes before the first step"
+        return self._client
+
+    def _bytes_since(self) -> int:
+        """Over the network since the last report: by this worker, and by servers that told it."""
+        if self._station.shared:
+            return 0
+        client = self._joined()
+        total = client.bytes_sent + client.bytes_of_servers
+        since, self._sent = total - self._sent, total
+        return since
+
+
+def trainee_buffers(trainee: Trainee) -> list[Tensor]:
+    """Running statistics and other state of the model that no gradient changes."""
+    return list(trainee.model.buffers())
+
+
+def _not_known(mine: float | Tensor) -> float:
+    """The weight of all workers is for the servers to add up."""
+    return 1.0

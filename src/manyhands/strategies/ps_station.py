@@ -1,0 +1,202 @@
+"""A member's place among parameter servers: finding the others, the memory, and its own server if it is one.
+
+Workers and dedicated servers have one each. It lives as long as the process, while servers and their
+clients are made anew for every view.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.cluster.view import SERVER, Me, View
+from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging
+from manyhands.ps.blocks import Layout
+from manyhands.ps.estate import Estate, Ticker
+from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.ps.server import Server
+from manyhands.strategies.ps import ParameterServer
+from manyhands.train.trainee import Trainee
+from manyhands.wire import Limits, Link, Listener, connect
+
+DIAL_S = 2.0
+"""An address that was posted is listened at, or its process is dead."""
+POLL_S = 0.1
+
+
+class Station:
+    def __init__(self, config: ParameterServer, trainee: Trainee, me: Me) -> None:
+        self.config = config
+        self.trainee = trainee
+        self.me = me
+        self.terms = config.terms(trainee.clip_norm)
+        self.layout: Layout = layout_of(trainee.model, trainee.optimizer)
+        self.ticker = Ticker(trainee)
+        self.parameters = pieces_of(trainee.model, trainee.optimizer)
+        self.params: Flat | None = None
+        self.server: Server | None = None
+        self.shared = False
+        self._estate: Estate | None = None
+        biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
+        self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
+
+    def check(self) -> None:
+        """Raises when there is nothing to wait for any more."""
+        if self.me.view_changing:
+            raise ViewChanging(f"view {self.me.newest_view} is coming")
+        if self.server is not None and self.server.error is not None:
+            raise self.server.error
+
+    def servers_in(self, view: View) -> list[str]:
+        if self.config.placement == "dedicated":
+            return [seat.name for seat in view.seats if seat.role == SERVER]
+        workers = [seat.name for seat in view.workers]
+        return workers if self.config.servers == "auto" else workers[: self.config.servers]
+
+    def leave(self, view: View | None = None) -> None:
+        """End what there is of the view before; what the dead have said is still heard."""
+        if self.server is not None:
+            server, self.server = self.server, None
+            server.freeze(view.names if view is not None else self.me.view.names)
+
+    def enter(self, view: View, local: Mapping[str, Sequence[Flat]] | None = None) -> None:
+        """Find the memory and, if this member serves, the other servers. Does not wait for them."""
+        self.find_memory(view)
+        servers = self.servers_in(view)
+        if self.me.name not in servers:
+            return
+        assert self.params is not None
+        if self._estate is None:
+            self._estate = Estate(
+                self.me.name,
+                self.me.host,
+                self.trainee,
+                self.params,
+                self.ticker,
+                shared=self.shared,
+                replicas=self.config.replicas,
+            )
+        self.server = Server(
+            self._estate,
+            self.terms,
+            self._listen(view),
+            view=view.number,
+            servers=servers,
+            workers=[seat.name for seat in view.workers],
+            local=local or {},
+            identified=not self.shared,
+        )
+        self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
+        self.server.meet(self.dial)
+
+    def wait_until_begun(self) -> None:
+        """Until the servers of this view have begun it, where this member is one."""
+        deadline = time.monotonic() + self.me.timeouts.view_s
+        while self.server is not None and not self.server.begun.wait(POLL_S):
+            self.check()
+            if time.monotonic() > deadline:
+                raise LinkTimeout(
+                    f"{self.me.name} waited {self.me.timeouts.view_s:.0f} s for the other servers."
+                )
+        self.check()
+
+    @property
+    def leads(self) -> bool:
+        return self.server is not None and self.servers_in(self.me.view)[0] == self.me.name
+
+    def settled(self) -> dict[str, Any] | None:
+        """What is in the weights, by the word of the lead."""
+        if not self.leads:
+            return None
+        assert self._estate is not None
+        ledger = self._estate.ledger
+        return {
+            "version": ledger.version,
+            "applied": [list(part) for part in ledger.parts],
+            "pushes": dict(ledger.counts),
+        }
+
+    def dial(self, server: str) -> Link:
+        """A link to a server of the present view."""
+        address = self.fetch(f"ps/{self.me.view.number}/{server}")
+        me = self.me
+        if self.shared:
+            return connect(address, timeout_s=DIAL_S, peer=server, limits=self._limits)
+        if me.trust_network:
+            return connect(
+                address,
+                secret=me.secret,
+                name=me.name,
+                timeout_s=DIAL_S,
+                peer=server,
+                limits=self._limits,
+            )
+        link = connect(
+            address,
+            credentials=me.credentials,
+            timeout_s=DIAL_S,
+            peer=server,
+            limits=self._limits,
+        )
+        if link.peer != server:
+            link.close()
+            raise LinkError(f"{link.peer} answered where {server} should.")
+        return link
+
+    def fetch(self, key: str) -> str:
+        """From the board, as soon as it is there."""
+        assert self.me.board is not None
+        deadline = time.monotonic() + self.me.timeouts.view_s
+        while True:
+            try:
+                return self.me.board.fetch(key, timeout_s=POLL_S)
+            except LinkTimeout:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise
+
+    def _post(self, key: str, value: str) -> None:
+        assert self.me.board is not None
+        self.me.board.post(key, value)
+
+    def _listen(self, view: View) -> Listener:
+        me = self.me
+        if self.shared:
+            path = f"unix:{me.scratch}/ps-{me.name}-{view.number}"
+            return Listener(path, limits=self._limits)
+        address = f"tcp://{'127.0.0.1' if view.one_host else me.host}:0"
+        if me.trust_network:
+            return Listener(address, secret=me.secret, limits=self._limits)
+        return Listener(address, credentials=me.credentials, limits=self._limits)
+
+    def find_memory(self, view: View) -> None:
+        """The parameters: once a host where memory is shared, once a process where not.
+
+        The lead has them from the beginning, or has survived with them: it tells the others where.
+        """
+        key, leads = f"ps/{view.number}/params", self.servers_in(view)[0] == self.me.name
+        if self.params is None:
+            self.shared = self._is_shared(view)
+            if self.shared and not leads:
+                self.params = Flat.attached(self.layout, self.fetch(key))
+                return
+            self.params = (
+                Flat.shared(self.layout, label="manyhands-parameters")
+                if self.shared
+                else Flat.private(self.layout)
+            )
+            for name, parameter in self.parameters.items():
+                self.params.piece(name).copy_(parameter.detach().reshape(-1))
+        if leads and self.params.segment is not None:
+            self._post(key, self.params.segment.address)
+
+    def _is_shared(self, view: View) -> bool:
+        transport = self.config.transport
+        if transport == "shm" and not view.one_host:
+            hosts = sorted({seat.host for seat in view.seats})
+            raise SpecError(
+                f"{self.config.name}: transport=shm shares memory inside one host, and there are "
+                f"{', '.join(hosts)}. Use transport=auto."
+            )
+        return transport != "tcp" and view.one_host

@@ -1,0 +1,132 @@
+"""The program of a dedicated server: `python -m manyhands.strategies.server`, started by a launcher.
+
+It builds the job's model and optimizer, as workers do, and serves them; it computes no gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.member import Member
+from manyhands.errors import LinkError, ViewChanging
+
+POLL_S = 0.2
+
+
+def main() -> int:
+    try:
+        # Before torch is loaded: the coordinator should know at once that this process lives.
+        member = Member.from_launcher()
+    except LinkError as error:
+        print(f"The coordinator can't be reached: {error}", file=sys.stderr)
+        return 1
+    try:
+        with member.phase("loading the job"):
+            keeper = Keeper(member)
+        with member.phase("serving"):
+            keeper.run()
+    except BaseException as error:
+        return member.fail(error)
+    member.leave()
+    return 0
+
+
+class Keeper:
+    """A server's life, driven by the coordinator's orders."""
+
+    def __init__(self, member: Member) -> None:
+        from manyhands.cluster.view import SERVER, Me, Seat, View
+        from manyhands.job import load_job
+        from manyhands.state.saver import load_state
+        from manyhands.strategies.ps import ParameterServer
+        from manyhands.strategies.ps_station import Station
+        from manyhands.strategies.registry import make_strategy
+        from manyhands.train.course import Syllabus
+        from manyhands.train.seeds import seed_loading
+        from manyhands.train.trainee import Trainee
+
+        task = member.assignment
+        self.member = member
+        config = make_strategy(task["strategy"])
+        assert isinstance(config, ParameterServer), f"{config.name} has no servers"
+        job = load_job(task["job"], task["settings"])
+        seed_loading(job.seed, "data")
+        # Only for its length: the schedule of the learning rate goes by it.
+        syllabus = Syllabus(len(job.data()), job.batch_size, job.epochs)
+        trainee = Trainee.of(job, device="cpu", num_steps=syllabus.num_steps)
+        trainee.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
+        self.seat = Seat(member.name, member.host, role=SERVER)
+        self.me = Me(
+            member.name,
+            member.host,
+            "cpu",
+            Path(member.scratch),
+            View(0, (self.seat,)),
+            board=member,
+            timeouts=member.timeouts,
+            credentials=member.credentials,
+            secret=member.secret,
+            trust_network=task.get("trust_network", False),
+        )
+        member.on_view = self._view_coming
+        if task["checkpoint"]:
+            load_state(task["checkpoint"], trainee, _Stateless())
+        self.station = Station(config, trainee, self.me)
+
+    def run(self) -> None:
+        self.member.say("ready", seat=vars(self.seat))
+        while True:
+            head = self.member.hear(timeout_s=POLL_S)
+            server = self.station.server
+            if server is not None and server.error is not None:
+                raise server.error
+            match head:
+                case {"kind": "view", "view": view}:
+                    with self.member.phase("joining its peers"):
+                        self._on_view(view)
+                case {"order": "stop"}:
+                    self._report("stopped")
+                case {"order": "leave"}:
+                    self.station.leave()
+                    return
+
+    def _view_coming(self) -> None:
+        self.me.newest_view = self.member.newest_view
+
+    def _on_view(self, told: Any) -> None:
+        from manyhands.cluster.view import View
+
+        view = View.from_dict(told)
+        if view.number < self.me.newest_view:
+            return  # the next one is in the queue
+        self.me.view = view
+        try:
+            self.station.leave(view)
+            self.station.enter(view)
+            self.station.wait_until_begun()
+        except ViewChanging:
+            return
+        self._report("joined", transport="", settled=self.station.settled(), placement="")
+
+    def _report(self, what: str, **fields: Any) -> None:
+        self.member.say("report", what=what, view=self.me.view.number, **fields)
+
+
+class _Stateless:
+    """A learner's state is a worker's business."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

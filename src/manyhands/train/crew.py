@@ -1,0 +1,262 @@
+"""Who takes part in a training: the first members, those that are lost, those that take their place.
+
+    start       workers, and servers beside them where the strategy wants any
+    form        the first view, once each is ready
+    lose        a member has died: the next view is formed at once from those that are left, and
+                another one is started in its place, under a name of its own
+    admit       the new ones are ready and nothing is open: the next view has them, too
+
+A view counts once each of its members has joined it. Until then a member may die, and yet another
+view is formed. A new one that dies or fails before it has joined a view is no loss, only an attempt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from manyhands.cluster.coordinator import Coordinator
+from manyhands.cluster.view import SERVER, WORKER, Seat, View
+from manyhands.errors import ManyhandsError
+from manyhands.train.facts import Facts
+from manyhands.train.options import Options
+from manyhands.train.reports import PartKey
+from manyhands.watch import events
+from manyhands.watch.sinks import Stream
+
+
+class Crew:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        options: Options,
+        stream: Stream,
+        *,
+        entries: Mapping[str, str],
+        assignment: Mapping[str, Any],
+    ) -> None:
+        self.ready: dict[str, Facts] = {}
+        """What each member said when it was ready, also of those that are gone."""
+        self.joined: dict[str, Mapping[str, Any]] = {}
+        """The reports of those that have joined the newest view."""
+        self.num_lost = 0
+        self.num_replaced = 0
+        self._coordinator = coordinator
+        self._options = options
+        self._stream = stream
+        self._entries = dict(entries)
+        self._assignment = dict(assignment)
+        self._roles: dict[str, str] = {}
+        self._places: dict[str, int] = {}
+        """Each member's local rank: who takes its place takes its device."""
+        self._numbers: Counter[str] = Counter()
+        self._new: set[str] = set()
+        """Started to take another's place, and in no view yet that they have joined."""
+        self._restarts = 0
+        self._joining = False
+        self._formed = 0.0
+        self._death_seen: float | None = None
+        self._reasons: dict[str, str] = {}
+        """Why a member ends that has not ended yet."""
+        self._cut_off: dict[str, float] = {}
+        """Members whose link is lost, since when."""
+
+    @property
+    def view(self) -> View:
+        assert self._coordinator.view is not None
+        return self._coordinator.view
+
+    @property
+    def facts(self) -> Facts:
+        """A worker's: all know the same of the job."""
+        return next(facts for name, facts in self.ready.items() if self._roles[name] == WORKER)
+
+    @property
+    def num_started(self) -> int:
+        return len(self._roles)
+
+    @property
+    def joining(self) -> bool:
+        """A view was formed that does not count yet."""
+        return self._joining
+
+    @property
+    def all_joined(self) -> bool:
+        return self._joining and all(name in self.joined for name in self.view.names)
+
+    def is_worker(self, member: str) -> bool:
+        return self._roles[member] == WORKER
+
+    def is_new(self, member: str) -> bool:
+        return member in self._new
+
+    # The first ones ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for rank in range(self._options.workers):
+            self._start(WORKER, rank, self._assignment)
+        for number in range(self._options.manner.servers):
+            self._start(SERVER, number, self._assignment)
+
+    def form(self) -> None:
+        """The first view."""
+        self._form(self._roles)
+
+    def join(self, member: str, report: Mapping[str, Any]) -> None:
+        if report["view"] == self.view.number:  # else there is a newer one already
+            self.joined[member] = report
+
+    def count_view(self) -> float | None:
+        """All have joined: from now on the view counts. Seconds since a death, if that was why."""
+        self._joining = False
+        arrived = self._new & set(self.view.names)
+        self._new -= arrived
+        self.num_replaced += len(arrived)
+        seen, self._death_seen = self._death_seen, None
+        self._stream.emit(
+            events.ViewChanged(
+                view=self.view.number,
+                members=self.view.names,
+                transport=self.joined[self.view.names[0]]["transport"],
+                placement=self._placement(),
+                servers=len(self.view.seats) - self.view.world,
+            )
+        )
+        return None if seen is None else time.monotonic() - seen
+
+    def applied(self) -> set[PartKey]:
+        """The parts that are in the weights, by what those say who have joined the view."""
+        told = [report["settled"] for report in self.joined.values() if report.get("settled")]
+        return {(step, part) for settled in told for step, part in settled["applied"]}
+
+    # Those that are lost ----------------------------------------------------------------------
+
+    def suspect(self, member: str, reason: str) -> None:
+        """It is about to end, or should be; why."""
+        self._reasons.setdefault(member, reason)
+
+    def cut_off(self, member: str) -> None:
+        """Its link is lost. It ends itself, or is ended in a moment."""
+        self._cut_off.setdefault(member, time.monotonic())
+
+    def suspected(self, member: str) -> bool:
+        return member in self._reasons
+
+    def reason(self, member: str, otherwise: str) -> str:
+        """Why it ended, if anything is known but how its process did."""
+        return self._reasons.get(member, otherwise)
+
+    def lose(self, member: str, reason: str) -> bool:
+        """A member has died: form the next view at once. False if no worker is left to go on."""
+        left = [name for name in self.view.names if name != member and self._lives(name)]
+        workers = [name for name in left if self.is_worker(name)]
+        if not workers:
+            return False
+        if self._death_seen is None:
+            self._death_seen = time.monotonic()
+        self.num_lost += 1
+        self._stream.emit(
+            events.MemberLost(
+                member=member, reason=reason, view=self.view.number, workers=len(workers)
+            )
+        )
+        self._form(left)
+        self._replace(member)
+        return True
+
+    def give_up(self, member: str, reason: str) -> None:
+        """A new one came to nothing before it had joined."""
+        if member not in self._new:
+            return
+        self._new.discard(member)
+        self._coordinator.members[member].handle.kill()
+        self._stream.emit(
+            events.Noticed(message=f"{member}, to take another's place, came to nothing: {reason}")
+        )
+        if self._joining and member in self.view.names:
+            self._form([name for name in self.view.names if name != member])
+        self._replace(member)
+
+    def enforce(self) -> None:
+        """End those that are silent, cut off, or don't join: their exit is then their death."""
+        now, timeouts = time.monotonic(), self._coordinator.timeouts
+        if (overdue := self._coordinator.overdue()) is not None:
+            self._end(overdue[0].name, overdue[1])
+        for member, since in self._cut_off.items():
+            if now - since > timeouts.settle_s:
+                self._end(member, "lost its link")
+        if self._joining and now - self._formed > timeouts.view_s:
+            for name in self.view.names:
+                if name not in self.joined:
+                    self._end(name, f"did not join its peers within {timeouts.view_s:.0f} s")
+
+    # Those that take their place --------------------------------------------------------------
+
+    @property
+    def newcomers(self) -> list[str]:
+        """New ones that are ready, and wait to be in a view."""
+        return [
+            name
+            for name in self._roles
+            if name in self._new and name in self.ready and name not in self.view.names
+        ]
+
+    def admit(self) -> None:
+        self._form([*self.view.names, *self.newcomers])
+
+    def dismiss(self) -> None:
+        """Nobody is needed any more who is not here yet."""
+        for name in self._new:
+            self._coordinator.members[name].handle.kill()
+
+    # ------------------------------------------------------------------------------------------
+
+    def _start(self, role: str, place: int, assignment: Mapping[str, Any]) -> str:
+        name = f"{role}-{self._numbers[role]}"
+        self._numbers[role] += 1
+        self._roles[name], self._places[name] = role, place
+        member = self._coordinator.start(
+            name,
+            entry=self._entries[role],
+            local_rank=place,
+            threads=self._options.threads,
+            assignment=assignment,
+        )
+        self._stream.emit(
+            events.MemberStarted(
+                member=name, host=member.handle.host, pid=member.handle.pid, log=str(member.log)
+            )
+        )
+        return name
+
+    def _replace(self, member: str) -> None:
+        if self._restarts >= self._options.max_restarts:
+            return
+        self._restarts += 1
+        # Not from the checkpoint of the start, which may be deleted by now: its peers know better.
+        assignment = {**self._assignment, "checkpoint": None}
+        try:
+            self._new.add(self._start(self._roles[member], self._places[member], assignment))
+        except ManyhandsError as error:
+            self._stream.emit(events.Noticed(message=f"{member} is not replaced: {error}"))
+
+    def _form(self, names: Iterable[str]) -> None:
+        self.joined = {}
+        self._joining, self._formed = True, time.monotonic()
+        ordered = sorted(names, key=lambda name: not self.is_worker(name))  # else as they are
+        self._coordinator.form_view(Seat(**self.ready[name]["seat"]) for name in ordered)
+
+    def _lives(self, name: str) -> bool:
+        return self._coordinator.members[name].alive
+
+    def _end(self, name: str, reason: str) -> None:
+        member = self._coordinator.members[name]
+        if member.alive and not member.left:
+            self.suspect(name, reason)
+            member.handle.kill()
+
+    def _placement(self) -> str:
+        told = (str(self.joined[name].get("placement", "")) for name in self.view.names)
+        return next((placement for placement in told if placement), "")

@@ -1,0 +1,74 @@
+"""What workers find when they have built the job: whether it fits, and the syllabus that follows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.errors import JobError, UsageError
+from manyhands.train.course import Syllabus
+from manyhands.watch import events
+
+Facts = Mapping[str, Any]
+"""What a worker says when it is ready."""
+
+
+def check_job(facts: Facts, *, workers: int) -> None:
+    """What only shows when the job is loaded."""
+    fields, samples = facts["fields"], facts["train_samples"]
+    batch, monitor, metrics = fields["batch_size"], fields["monitor"], facts["metrics"]
+    if batch > samples:
+        raise JobError(
+            f"The data set has {samples} samples, and the global batch_size is {batch}. "
+            f"Use  --set batch_size={samples}  or fewer."
+        )
+    if workers > batch:
+        raise UsageError(
+            f"{workers} workers share a global batch of {batch}: every worker needs "
+            "at least one sample. Use fewer workers, or a larger batch: "
+            f"--set batch_size={workers}"
+        )
+    if metrics and monitor not in metrics:
+        raise JobError(
+            f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
+            "Set monitor to one of these, or return it from metrics()."
+        )
+    if not metrics and fields["patience"] is not None:
+        raise JobError("patience needs something to watch: eval_data() must return a data set.")
+
+
+def check_same(first: Facts, other: Facts) -> None:
+    """All workers train the same."""
+    for key in ("train_samples", "eval_samples", "parameters", "fields"):
+        if other[key] != first[key]:
+            raise JobError(
+                f"The workers disagree on the job's {key}: {first[key]} and {other[key]}. "
+                "model() and data() must give the same in every process."
+            )
+
+
+def syllabus_of(facts: Facts, *, checkpoint_every: int) -> Syllabus:
+    fields = facts["fields"]
+    return Syllabus(
+        num_samples=facts["train_samples"],
+        batch_size=fields["batch_size"],
+        epochs=fields["epochs"],
+        eval_every=fields["eval_every"],
+        has_eval=facts["eval_samples"] > 0,
+        checkpoint_every=checkpoint_every,
+        monitor=fields["monitor"],
+        patience=fields["patience"],
+    )
+
+
+def ready_event(member: str, facts: Facts, syllabus: Syllabus) -> events.MemberReady:
+    return events.MemberReady(
+        member=member,
+        device=facts["device"],
+        parameters=facts["parameters"],
+        train_samples=facts["train_samples"],
+        eval_samples=facts["eval_samples"],
+        batch_size=syllabus.batch_size,
+        epochs=syllabus.epochs,
+        steps=syllabus.num_steps,
+    )

@@ -1,0 +1,79 @@
+"""Options of a training: what a strategy asks of the coordinator, and flags that don't fit it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from manyhands.cli.options import Resolved, add_training_flags, manner_of, resolve_options
+from manyhands.errors import UsageError
+from manyhands.strategies.registry import make_strategy
+from manyhands.strategies.single import Single
+from manyhands.train.options import Options
+
+
+class Restless(Single):
+    """A strategy that says something of its own to every question."""
+
+    lockstep = False
+    goes_on = True
+
+    def parts(self, workers: int) -> int:
+        return 2 * workers
+
+    def servers_for(self, workers: int) -> int:
+        return workers + 1
+
+    def needs_keys(self, workers: int) -> bool:
+        return workers > 1
+
+
+def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[Options, Resolved]:
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
+    resolved = Resolved(parser.parse_args(flags), before)
+    return resolve_options(resolved, job="job.py", settings={}), resolved
+
+
+@pytest.mark.parametrize("spec", ["single", "allreduce"])
+def test_in_step_and_ended_by_a_death(spec: str) -> None:
+    manner = manner_of(make_strategy(spec), 1)
+    assert (manner.lockstep, manner.goes_on, manner.servers, manner.needs_keys) == (
+        *(True, False),
+        *(0, False),
+    )
+    assert options("--strategy", spec, "--workers", "1")[0].manner.lockstep
+
+
+def test_the_manner_is_what_the_strategy_says() -> None:
+    manner = manner_of(Restless(), 3)
+    assert (manner.lockstep, manner.goes_on, manner.servers, manner.needs_keys) == (
+        *(False, True),
+        *(4, True),
+    )
+    assert manner.parts(5) == 10
+
+
+def test_restarts_are_refused_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--max-restarts 2: single does not go on"):
+        options("--strategy", "single", "--max-restarts", "2")
+    with pytest.raises(UsageError, match="--max-restarts -1: it must be at least 0"):
+        options("--strategy", "single", "--max-restarts", "-1")
+    # What is set for all runs must not stop one that has no use for it.
+    monkeypatch.setenv("MANYHANDS_MAX_RESTARTS", "5")
+    assert options("--strategy", "single")[0].max_restarts == 5
+
+
+def test_trust_is_a_flag_that_the_run_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options()[0].trust_network is False
+    given, resolved = options("--trust-network")
+    assert given.trust_network is True
+    assert options(before=resolved.sources)[0].trust_network is True
+    assert options("--no-trust-network", before=resolved.sources)[0].trust_network is False
+    monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "yes")
+    assert options()[0].trust_network is True
+    monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "perhaps")
+    with pytest.raises(UsageError, match="MANYHANDS_TRUST_NETWORK=perhaps does not fit"):
+        options()

@@ -1,0 +1,312 @@
+"""The hand-out: whoever dies or comes, every sample is in the weights once, and every checkpoint is whole."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from troupe import Troupe, row
+
+from manyhands.cluster.view import SERVER, Seat, View
+from manyhands.state import checkpoints
+from manyhands.state.runs import Run
+from manyhands.train.course import Course, Syllabus
+from manyhands.train.handout import Handout, make_handout
+from manyhands.train.options import Manner, Options
+from manyhands.train.shelf import Shelf
+from manyhands.watch.sinks import Stream
+
+IN_STEP = Manner()
+IN_PARTS = Manner(lockstep=False, parts=lambda workers: workers)
+IN_MANY_PARTS = Manner(lockstep=False, parts=lambda workers: 2 * workers + 1)
+
+syllabi = st.builds(
+    Syllabus,
+    num_samples=st.integers(1, 40),
+    batch_size=st.integers(1, 15),
+    epochs=st.integers(1, 3),
+    eval_every=st.integers(1, 2),
+    has_eval=st.booleans(),
+    checkpoint_every=st.integers(0, 4),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    syllabus=syllabi,
+    manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    workers=st.integers(1, 4),
+    deaths=st.integers(0, 3),
+    arrivals=st.integers(0, 2),
+    stop_at=st.one_of(st.none(), st.integers(0, 200)),
+    seed=st.integers(0, 2**32),
+)
+def test_whoever_dies_or_comes_every_sample_counts_once(
+    syllabus: Syllabus,
+    manner: Manner,
+    workers: int,
+    deaths: int,
+    arrivals: int,
+    stop_at: int | None,
+    seed: int,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        troupe = Troupe(Path(folder), syllabus, manner, workers, random.Random(seed))
+        troupe.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
+        course = troupe.course
+        steps = sorted(c.plan.step for c in troupe.committed)
+        assert steps == list(range(1, len(steps) + 1)), "each step is committed once"
+        assert course.committed_step == len(steps)
+        used = troupe.used()
+        assert course.samples_used == used.total()
+        assert set(used.values()) <= {1}
+        said = Counter(
+            (c.plan.epoch, i)
+            for c in troupe.committed
+            for ranges in c.shares.values()
+            for low, high in ranges
+            for i in range(low, high)
+        )
+        assert said == used, "the record is the truth"
+        if troupe.handout.finishing == "finished":
+            assert used.total() == syllabus.num_samples * syllabus.epochs
+            every, last = syllabus.eval_every, syllabus.epochs - 1
+            due = [e for e in range(syllabus.epochs) if (e + 1) % every == 0 or e == last]
+            assert troupe.evaluations == (due if syllabus.has_eval else [])
+        # Only the writer's last words are still on their way.
+        troupe.shelf.settle(course)
+        if troupe._writing is not None:
+            troupe._written()
+        if steps:
+            assert checkpoints.steps(troupe.run.path)[-1] == len(steps)
+
+
+class Stage:
+    """A hand-out, and what it told whom."""
+
+    def __init__(self, tmp_path: Path, manner: Manner, workers: int, **syllabus: Any) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.course = Course(Syllabus(**{"batch_size": 4, "epochs": 1, **syllabus}))
+        run = Run.create("stage", path=tmp_path / "run")
+        options = Options("job.py", "any", workers, manner=manner)
+        self.shelf = Shelf(run, Stream(), options, newest=None)
+        self.handout: Handout = make_handout(
+            manner, self.course, self.shelf, lambda name, order: self.told.append((name, order))
+        )
+        self.view = 0
+        self.seat(*[f"worker-{n}" for n in range(workers)])
+
+    def seat(self, *names: str, servers: int = 0) -> int:
+        self.view += 1
+        seats = [Seat(name, "here") for name in names]
+        seats += [Seat(f"server-{n}", "here", role=SERVER) for n in range(servers)]
+        return self.handout.restart(View(self.view, tuple(seats)))
+
+    def more(self, *, hold: bool = False) -> list[tuple[str, Any]]:
+        """What is told now: the order's name, or the (step, part) of each portion."""
+        self.told.clear()
+        self.handout.more(hold=hold)
+        return [
+            (
+                name,
+                [(p[0], p[4]) for p in order["portions"]]
+                if "portions" in order
+                else order["order"],
+            )
+            for name, order in self.told
+        ]
+
+    def done(self, name: str, step: int, part: int, seconds: float = 1.0, **how: Any) -> None:
+        self.handout.add(name, row(step, part, seconds, **how))
+        for _ in self.handout.committed():
+            pass
+
+
+def test_in_lockstep_everybody_has_a_share_of_every_step(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
+    assert stage.more() == [
+        *(("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])),
+        *(("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])),
+    ]
+
+
+def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.handout.settle({(1, 0), (1, 1)})
+    assert list(stage.handout.committed()) == []
+    assert stage.seat("worker-0") == 1
+    assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
+    (_, order), _ = stage.told
+    assert order["portions"] == [[2, 0, 4, [(4, 8)], 0]]
+
+
+def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
+    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
+    assert stage.more() == []
+    stage.done("worker-0", 1, 0)
+    assert stage.more() == [("worker-0", [(2, 0)])]
+    stage.done("worker-0", 2, 0)
+    assert stage.more() == [("worker-0", [(2, 1)])]
+    stage.done("worker-0", 2, 1)
+    assert stage.course.samples_used == 4, "step 2 is in the weights, step 1 is not"
+    assert stage.course.committed_step == 0
+
+
+def test_a_part_that_was_left_out_is_the_next(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
+    stage.more()
+    stage.done("worker-1", 1, 1, dropped=True)
+    assert stage.more() == [("worker-1", [(1, 1)])]
+    stage.done("worker-0", 1, 1)
+    assert stage.handout.gathering.is_open((1, 1)), "it is in the hands of another"
+
+
+def test_an_evaluation_waits_for_all_and_all_rest_meanwhile(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    assert stage.more() == [("worker-0", "rest"), ("worker-1", "rest")]
+    assert stage.more() == [], "once"
+    stage.done("worker-1", 1, 1, dropped=True)
+    assert stage.more() in (
+        [("worker-0", [(1, 1)]), ("worker-0", "rest")],
+        [("worker-1", [(1, 1)]), ("worker-1", "rest")],
+    )
+    stage.done(stage.told[0][0], 1, 1)
+    assert stage.more() == [("worker-0", "evaluate"), ("worker-1", "evaluate")]
+    assert not stage.handout.quiet
+
+
+def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=8, checkpoint_every=1)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    orders = [what for _, what in stage.more()]
+    assert orders == ["rest", "rest", "checkpoint", "checkpoint"]
+    assert stage.more() == []
+    stage.handout.saving("worker-0", 1)
+    assert stage.more() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
+    tmp_path: Path, manner: Manner
+) -> None:
+    stage = Stage(tmp_path, manner, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.more()
+    assert stage.course.awaiting
+    assert stage.seat("worker-1") == 0
+    assert ("worker-1", "evaluate") in stage.more()
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
+    tmp_path: Path, manner: Manner, started: bool, victim: str
+) -> None:
+    stage = Stage(tmp_path, manner, 2, num_samples=8, checkpoint_every=1)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.more()
+    if started:
+        stage.handout.saving("worker-0", 1)
+        stage.more()
+    left = "worker-1" if victim == "worker-0" else "worker-0"
+    stage.seat(left)
+    again = (left, "checkpoint") in stage.more()
+    if manner is IN_PARTS and started:
+        # The steps behind it are under way already: the next one is at their end.
+        assert not again
+        saved = victim != "worker-0"
+        assert stage.shelf.void([left]) == []
+        for _ in range(2):
+            for name, step, part in [(left, 2, 0), (left, 2, 1)]:
+                stage.done(name, step, part)
+                stage.more()
+        assert stage.shelf.unstarted or saved
+    else:
+        assert again == (not started or victim == "worker-0")
+
+
+def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=4, has_eval=False)
+    stage.seat("worker-0", servers=2)
+    told = stage.more()
+    assert [name for name, what in told if what != "stop"] == ["worker-0"] * (len(told) - 3)
+    assert [name for name, what in told if what == "stop"] == ["worker-0", "server-0", "server-1"]
+
+
+def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
+    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
+    stage.handout.settle({(1, 1)})
+    assert stage.seat("worker-1") == 1
+    assert stage.more() == [("worker-1", [(1, 0)])]
+    stage.done("worker-1", 1, 0)
+    assert stage.more() == [("worker-1", [(1, 2)])]
+
+
+def test_nothing_new_is_given_while_somebody_new_is_waited_for(tmp_path: Path) -> None:
+    for manner in (IN_STEP, IN_PARTS):
+        stage = Stage(tmp_path / str(manner.lockstep), manner, 1, num_samples=40)
+        stage.more()
+        assert not stage.handout.quiet
+        steps = [step.plan.step for step in stage.handout.gathering.steps]
+        for step in steps:
+            stage.done("worker-0", step, 0)
+            assert all(what == "rest" for _, what in stage.more(hold=True))
+        assert stage.handout.quiet
+        stage.seat("worker-0", "worker-1")
+        given = {name for name, what in stage.more() if isinstance(what, list)}
+        assert given == {"worker-0", "worker-1"}
+
+
+def test_an_evaluation_that_nobody_wants_any_more_is_not_ordered(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.more()
+    assert stage.course.awaiting
+    stage.course.stop("interrupted")
+    stage.done("worker-1", 1, 1)
+    assert [what for _, what in stage.more()] == ["checkpoint", "checkpoint"]
+
+
+def test_those_who_rest_are_told_so_in_every_view(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    assert [what for _, what in stage.more()] == ["rest", "rest"]
+    stage.seat("worker-0")
+    assert stage.more() == [("worker-0", [(1, 1)]), ("worker-0", "rest")]
+
+
+def test_in_lockstep_it_is_not_quiet_before_the_evaluation_and_the_copy(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    assert stage.course.awaiting
+    assert not stage.handout.quiet
+    stage.course.evaluated({"loss": 1.0})
+    stage.handout.evaluated()
+    assert stage.handout.quiet
+    stage.more()
+    assert not stage.handout.quiet
+    stage.handout.saving("worker-0", 1)
+    assert stage.handout.quiet
