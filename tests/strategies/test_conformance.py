@@ -1,31 +1,127 @@
-"""Every strategy keeps what the conformance suite asks, with real processes."""
+"""Every strategy keeps what the conformance suite asks, with real processes.
+
+Parameter servers can be arranged in many ways. Each way of a switch (where servers are, how many, what
+carries the numbers, replicas, the optimizer) is in some case here, each case in the checks that it has
+most to do with: a selection that covers all of them, not all of their pairs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manyhands.testing import harness
-from manyhands.testing.conformance import CHECKS, Case
+from manyhands.testing.conformance import (
+    CHECKS,
+    Case,
+    equals_single,
+    equals_single_with_accumulation,
+    equals_single_with_own_weights,
+    repeats_and_resumes_bit_equal,
+    reports_the_bytes_it_sends,
+    resumes_as,
+    survives_a_kill,
+)
+
+Check = Callable[[Case, Path], None]
 
 CASES = [
     Case("single", workers=1),
     Case("allreduce", workers=2),
     Case("allreduce", workers=4),
-    Case("ps:sync", workers=2),
-    Case("ps:sync(servers=2)", workers=4),
+]
+
+WIDE = {"width": 20_000}
+"""Enough parameters for every server to have some."""
+TRUSTED = ("--trust-network",)
+
+
+def plain() -> dict[str, Any]:
+    """Neither momentum nor a schedule nor clipping."""
+    return {**WIDE, "optim": "sgd", "anneal": False, "clip_norm": "none", "lr": 1e-4}
+
+
+SERVED: list[tuple[Case, tuple[Check, ...]]] = [
+    (
+        Case("ps:sync", workers=2),  # one block in all: one of two servers has nothing
+        (equals_single_with_accumulation, equals_single_with_own_weights),
+    ),
+    (
+        Case("ps:sync(transport=shm)", workers=2, fields=WIDE),
+        (repeats_and_resumes_bit_equal,),
+    ),
+    (Case("ps:sync(servers=3)", workers=4, fields=WIDE), (equals_single, survives_a_kill)),
+    (
+        Case("ps:sync(servers=1,replicas=0)", workers=2, fields=plain()),
+        (equals_single,),
+    ),
+    (
+        Case("ps:sync(transport=tcp)", workers=3, fields={**WIDE, "optim": "adamw", "lr": 1e-5}),
+        (equals_single, survives_a_kill),
+    ),
+    (
+        Case("ps:sync(transport=tcp)", workers=2, fields=WIDE, flags=TRUSTED),
+        (reports_the_bytes_it_sends,),
+    ),
+    (
+        Case(
+            "ps:sync(placement=dedicated,servers=4,replicas=0)",
+            workers=2,
+            fields={**WIDE, "optim": "adam", "lr": 1e-5},
+        ),
+        (equals_single,),
+    ),
+    (
+        Case("ps:sync(placement=dedicated,transport=tcp)", workers=2, fields=WIDE),
+        (repeats_and_resumes_bit_equal, reports_the_bytes_it_sends),
+    ),
+    (
+        Case("ps:sync(placement=dedicated,transport=tcp)", workers=2, fields=WIDE, flags=TRUSTED),
+        (survives_a_kill,),
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_conformance(case: Case, check: Callable[[Case, Path], None], tmp_path: Path) -> None:
+def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
-def test_batch_norm_is_evaluated_with_one_set_of_statistics(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "check"),
+    [
+        pytest.param(case, check, id=f"{check.__name__}-{case}")
+        for case, checks in SERVED
+        for check in checks
+    ],
+)
+def test_conformance_of_parameter_servers(case: Case, check: Check, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        (
+            Case("ps:sync(placement=dedicated,servers=1)", workers=2, fields=WIDE),
+            Case("allreduce", workers=3),
+        ),
+        (Case("allreduce", workers=3, fields=WIDE), Case("ps:sync(transport=tcp)", workers=2)),
+    ],
+    ids=["from servers", "to servers"],
+)
+def test_a_run_goes_on_as_another_strategy_on_other_workers(
+    case: Case, other: Case, tmp_path: Path
+) -> None:
+    resumes_as(case, other, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_batch_norm_is_evaluated_with_one_set_of_statistics(strategy: str, tmp_path: Path) -> None:
     """Each worker gathers its own running statistics; those of rank 0 are what is evaluated and saved."""
     job = tmp_path / "job.py"
     job.write_text(
@@ -39,7 +135,7 @@ def test_batch_norm_is_evaluated_with_one_set_of_statistics(tmp_path: Path) -> N
         "    def eval_data(self):\n"
         "        return self.data()\n"
     )
-    fields = {"strategy": "allreduce", "batch_size": 14, "samples": 98}
+    fields = {"strategy": strategy, "batch_size": 14, "samples": 98}
     done = harness.train(job, tmp_path / "run", workers=2, **fields)
     assert done.code == 0, done.err
     import torch

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.errors import LinkError, LinkTimeout
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import spans
 from manyhands.ps.holding import Run
@@ -29,10 +29,9 @@ from manyhands.wire import Link
 
 ASK_AFTER_S = 2.0
 """Who waits longer than this asks the lead for whom."""
-RETRY_S = 0.05
 
 Dial = Callable[[str], Link]
-"""A new link to a server; it fails quickly when nobody is there."""
+"""A new link to a server; tried until it is there, or a view comes."""
 
 
 @dataclass
@@ -51,6 +50,8 @@ class Host:
     """The last push of this worker that is in the weights there."""
     travels: bool = False
     began: bool = False
+    returning: bool = False
+    """Its connections broke, and are being made again."""
     lost: str = ""
     sent_before: int = 0
 
@@ -101,6 +102,7 @@ class Client:
         self._timeout_s = timeout_s
         self._news = threading.Condition()
         self._closed = False
+        self._refused = ""
         self._all_shared = False
         self._seq = 0
         self._last_push = 0
@@ -134,7 +136,10 @@ class Client:
         """Of the parameters that are here."""
         if self._all_shared:
             return self._params.mark
-        return min(host.version for host in self._hosts.values())
+        return min(
+            min(host.arrived, default=host.version) if host.travels else host.version
+            for host in self._hosts.values()
+        )
 
     @property
     def layout(self) -> Layout:
@@ -184,13 +189,7 @@ class Client:
     def finish(self, seq: int) -> None:
         """Until the push is in the weights everywhere, or was left out, or need not be waited for."""
         with self._waiting(f"step {seq}", asks=seq) as wait:
-            wait(
-                lambda: (
-                    []
-                    if seq in self._released or seq not in self._under_way
-                    else self._holders(seq)
-                )
-            )
+            wait(lambda: [] if seq in self._released else self._holders(seq))
 
     def drain(self) -> None:
         """Until the fate of every push is known."""
@@ -291,6 +290,8 @@ class Client:
             asked = began
             while names := missing():
                 self._check()
+                if self._refused:
+                    raise ManyhandsError(self._refused)
                 now = time.monotonic()
                 for name in names:
                     if now - began > self._timeout_s or self._hosts[name].lost:
@@ -313,7 +314,7 @@ class Client:
 
     def _holders(self, seq: int) -> list[str]:
         """The servers that have not resolved a push."""
-        if seq in self._late:
+        if seq in self._late or seq not in self._under_way:
             return []
         return [name for name, host in self._hosts.items() if host.done < seq]
 
@@ -352,42 +353,37 @@ class Client:
                 message = link.recv(place=place)
                 self._hear(host, message.head, message.payload)
         except LinkError as error:
-            with self._news:
-                current = not self._closed and (link is host.link or link in host.lane_links)
-            if current:
-                self._come_back(host, str(error))
+            self._come_back(host, link, str(error))
+        except ManyhandsError:
+            return  # a view comes
 
-    def _come_back(self, host: Host, why: str) -> None:
+    def _come_back(self, host: Host, link: Link, why: str) -> None:
         """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
         with self._news:
-            if self._closed or not host.began:
-                host.lost = host.lost or why
-                self._news.notify_all()
+            current = link is host.link or link in host.lane_links
+            if self._closed or not current or host.returning:
                 return
+            host.returning = True
             host.began = False
             host.sent_before = host.bytes_sent
-            links = [host.link, *host.lane_links]
-            host.lane_links = []
-        for link in links:
-            link.close()
-        if host.lanes is not None:
-            host.lanes.close()
-            host.lanes = None
-        deadline = time.monotonic() + self._timeout_s
-        while not self._closed:
-            try:
-                host.link = self._enter(host.name)
-                break
-            except LinkError as error:
-                if time.monotonic() > deadline:
-                    with self._news:
-                        host.lost = f"{why}; then {error}"
-                        self._news.notify_all()
-                    return
-                time.sleep(RETRY_S)
-        if self._closed:
-            host.link.close()
+            links, lanes = [host.link, *host.lane_links], host.lanes
+            host.lane_links, host.lanes = [], None
+        for each in links:
+            each.close()
+        if lanes is not None:
+            lanes.close()
+        try:
+            new = self._enter(host.name)
+        except ManyhandsError as error:  # nobody answers, or a view comes
+            with self._news:
+                host.lost = f"{why}; then {error}"
+                self._news.notify_all()
             return
+        with self._news:
+            host.link, host.returning = new, False
+            if self._closed:
+                new.close()
+                return
         self._listen(host)
 
     def _on_begin(self, host: Host, head: Mapping[str, Any]) -> None:
@@ -449,6 +445,8 @@ class Client:
                     if "pulled" in head:
                         self._pulled.add(host.name)
                     self._note_word(head)
+                case "refused":
+                    self._refused = f"{host.name} refused {self._worker}: {head['why']}"
                 case "late":
                     if int(head["seq"]) in self._under_way:
                         self._late.add(int(head["seq"]))

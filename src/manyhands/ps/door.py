@@ -1,4 +1,11 @@
-"""The door of a server: takes connections in, asks who it is, and puts what they say into one inbox."""
+"""The door of a server: takes connections in, asks who it is, and puts what they say into one inbox.
+
+A connection has a thread that reads it. What a worker says is checked there (see heads.py): what comes
+into the inbox is as it should be. Whoever talks nonsense is told so, and its connection is closed.
+
+Everything is bounded: connections that have not said who they are, what they may hold in memory, and the
+words of a worker that nobody has heard yet.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,22 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.errors import LinkError
+from manyhands.errors import LinkClosed, LinkError
+from manyhands.ps.heads import ENTER, LANE, PEER, REFUSED, Nonsense, check_first, check_said
 from manyhands.wire import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
 
 HELLO_S = 10.0
 """A new connection says who it is within this time, or is dropped."""
+MAX_STRANGERS = 64
+"""Connections that have not said who they are; one more drops the oldest."""
+MAX_UNHEARD = 64
+"""Words of a worker in the inbox; it has a handful under way. More are not read until some are heard."""
 
 Place = Callable[[str, Mapping[str, Any]], memoryview | None]
 """(who, head) to where the payload goes; None: new memory."""
@@ -30,6 +43,11 @@ class Happened:
     head: Mapping[str, Any]
     payload: memoryview | None = None
     link: Link | None = None
+    """Where it came from: of a first word, and of all that a worker says."""
+    by_worker: bool = False
+    """Said as a worker, though a member of that name may serve too."""
+    heard: Callable[[], None] = lambda: None
+    """To be called when it was dealt with."""
 
 
 Inbox = queue.SimpleQueue[Happened | None]
@@ -47,21 +65,26 @@ class Door:
         identified: bool,
         place: Place,
     ) -> None:
-        """`identified`: the peer of a link is who its key says, so nobody can speak for another."""
+        """`identified`: the peer of a link is who its key says, so nobody can speak for another.
+        Otherwise it is a process, and the first one that says a name has it."""
         self.name = name
         self.inbox: Inbox = queue.SimpleQueue()
         self._listener = listener
         self._view = view
-        self._known = {"peer": set(servers), "enter": set(workers), "lane": set(workers)}
+        behind = servers[servers.index(name) + 1 :]  # those before it are called from here
+        self._known = {PEER: set(behind), ENTER: set(workers), LANE: set(workers)}
+        self._claimed: dict[str, str] = {}
         self._identified = identified
         self._place = place
+        self._closed = False
         self._readers: dict[Link, threading.Thread] = {}
+        self._strangers: dict[Link, None] = {}
         threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True).start()
 
     def read(self, link: Link, who: str) -> None:
-        """Read from a link that this side has made, from now on."""
+        """Read from a link to another server that this side has made, from now on."""
         thread = threading.Thread(
-            target=self._read, args=(link, who), name=f"{self.name}-reads-{who}", daemon=True
+            target=self._read, args=(link, who, PEER), name=f"{self.name}-reads-{who}", daemon=True
         )
         self._readers[link] = thread
         thread.start()
@@ -71,8 +94,18 @@ class Door:
         if (reader := self._readers.get(link)) is not None:
             reader.join(timeout_s)
 
+    def turn_away(self, link: Link, who: str, why: Nonsense) -> None:
+        """Close a link, with a word why; does not wait for the one who is told."""
+        logger.warning("%s refused %s: %s", self.name, who, why)
+        threading.Thread(
+            target=_part, args=(link, why), name=f"{self.name}-parts", daemon=True
+        ).start()
+
     def close(self) -> None:
+        self._closed = True
         self._listener.close()
+        for link in list(self._strangers):
+            link.close()
 
     def _accept(self) -> None:
         while True:
@@ -80,6 +113,11 @@ class Door:
                 link = self._listener.accept()
             except LinkError:
                 return
+            strangers = list(self._strangers)
+            if len(strangers) >= MAX_STRANGERS:
+                self._strangers.pop(strangers[0], None)
+                strangers[0].close()
+            self._strangers[link] = None
             thread = threading.Thread(
                 target=self._welcome, args=(link,), name=f"{self.name}-reads", daemon=True
             )
@@ -87,39 +125,97 @@ class Door:
             thread.start()
 
     def _welcome(self, link: Link) -> None:
+        def nowhere(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+            raise _told(link, Nonsense(f"it begins with a payload of {nbytes} bytes"))
+
         try:
-            hello = link.recv(timeout_s=HELLO_S).head
-            kind, who = self._identify(hello, link)
+            hello = link.recv(timeout_s=HELLO_S, place=nowhere).head
+            line, who = self._identify(hello, link)
+        except Nonsense as why:
+            logger.warning("%s refused %s: %s", self.name, link.peer, why)
+            _part(link, why)
         except LinkError as error:
-            logger.warning("%s refused %s: %s", self.name, link.peer, error)
+            dropped = link not in self._strangers and not self._closed
+            reason = "too many others have not said who they are" if dropped else error
+            logger.warning("%s refused %s: %s", self.name, link.peer, reason)
             link.close()
-            return
-        self.inbox.put(Happened(kind, who, hello, link=link))
-        self._read(link, who)
+        else:
+            self._strangers.pop(link, None)
+            self.inbox.put(Happened(line, who, hello, link=link, by_worker=line != PEER))
+            self._read(link, who, line)
+        finally:
+            self._strangers.pop(link, None)
+            self._readers.pop(link, None)
 
     def _identify(self, hello: Mapping[str, Any], link: Link) -> tuple[str, str]:
-        kind = str(hello.get("k"))
-        if hello.get("view") != self._view:
-            raise LinkError(f"it speaks of view {hello.get('view')!r}, not of {self._view}")
-        who = hello.get("server" if kind == "peer" else "worker")
-        if who not in self._known.get(kind, ()):
-            raise LinkError(f"it says {kind!r} as {who!r}, who is not in this view")
+        line, who = check_first(hello)
+        if hello["view"] != self._view:
+            raise Nonsense(f"it speaks of view {hello['view']}, not of {self._view}")
+        if who not in self._known[line]:
+            raise Nonsense(f"it says {line!r} as {who[:80]!r}, whom nobody expects")
         if self._identified and link.peer != who:
-            raise LinkError(f"it says that it is {who!r}, and has the key of {link.peer!r}")
-        return kind, str(who)
+            raise Nonsense(f"it says that it is {who!r}, and has the key of {link.peer!r}")
+        if (first := self._claimed.setdefault(who, link.peer)) != link.peer:
+            raise Nonsense(f"it says that it is {who!r}, who is here already: {first}")
+        return line, who
 
-    def _read(self, link: Link, who: str) -> None:
-        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            return self._place(who, head)
-
+    def _read(self, link: Link, who: str, line: str) -> None:
         try:
-            while True:
-                message = link.recv(place=place)
-                kind = str(message.head.get("k"))
-                self.inbox.put(Happened(kind, who, message.head, message.payload))
-        except LinkError as error:
+            if line == PEER:
+                self._read_server(link, who)
+            else:
+                self._read_worker(link, who, line)
+        except LinkClosed as error:
             logger.info("%s no longer hears %s: %s", self.name, who, error)
+        except Nonsense as why:
+            logger.warning("%s refused %s (%s): %s", self.name, who, link.peer, why)
+            _part(link, why)
         except Exception as error:  # whatever it was, it was not meant for us
             logger.warning("%s dropped its link to %s: %r", self.name, who, error)
             link.close()
         self._readers.pop(link, None)
+
+    def _read_server(self, link: Link, who: str) -> None:
+        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+            return self._place(who, head)
+
+        while True:
+            message = link.recv(place=place)
+            kind = str(message.head.get("k"))
+            self.inbox.put(Happened(kind, who, message.head, message.payload))
+
+    def _read_worker(self, link: Link, who: str, line: str) -> None:
+        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+            try:
+                kind = check_said(line, who, head, payload=True)
+                room = self._place(who, head)
+                if room is None or room.nbytes != nbytes:
+                    raise Nonsense(f"{kind!r} with a payload of {nbytes} bytes")
+            except Nonsense as why:
+                raise _told(link, why) from None
+            return room
+
+        unheard = threading.Semaphore(MAX_UNHEARD)
+        while True:
+            message = link.recv(place=place)
+            if message.payload is None:
+                check_said(line, who, message.head, payload=False)
+            while not unheard.acquire(timeout=1.0):
+                if self._closed:
+                    return
+            kind = str(message.head["k"])
+            self.inbox.put(
+                Happened(kind, who, message.head, message.payload, link, True, unheard.release)
+            )
+
+
+def _part(link: Link, why: Nonsense) -> None:
+    _told(link, why)
+    link.close()
+
+
+def _told(link: Link, why: Nonsense) -> Nonsense:
+    """`why`, after a word of it: where a payload has no place, recv() closes the link at once."""
+    with suppress(LinkError):
+        link.send({"k": REFUSED, "why": str(why)})
+    return why

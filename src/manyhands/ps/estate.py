@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
 
 from manyhands.ps.blocks import Layout
 from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of
@@ -23,11 +25,14 @@ SPAN_BYTES = 1 << 20
 
 
 class Ticker:
-    """The trainee's schedule, and how many steps it has done since this process began."""
+    """The trainee's schedule, and how many steps it has done since training began."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee
-        self.ticks = 0
+        scheduler: Any = trainee.scheduler
+        while hasattr(scheduler, "_schedulers") and not hasattr(scheduler, "last_epoch"):
+            scheduler = scheduler._schedulers[0]
+        self.ticks = int(getattr(scheduler, "last_epoch", 0))
 
     def advance(self, ticks: int) -> None:
         while self.ticks < ticks:
@@ -85,11 +90,13 @@ class Estate:
         self.shared = shared
         """Members share memory: gradients of the dead are still there, and sums need not travel."""
         self.replicas = replicas
-        self.ledger = Ledger()
+        self.ledger = Ledger(progress=Fraction(ticker.ticks))
         self.keep = Keep()
         self.coming: Keep | None = None
         """Ready for a view that has not begun."""
         self.sums = Sums([self._memory("manyhands-sums") for _ in range(2)])
+        self.ahead: dict[int, Decision] = {}
+        """Decisions that a replica has, by version, and the own blocks have not."""
         self.others: dict[str, Sums] = {}
         """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
         self.gradients: dict[str, Sequence[Flat]] = {}
@@ -106,6 +113,9 @@ class Estate:
             others = self.others.get(name)
             if others is not None and others.has(version + 1):
                 reach[name] = version + 1
+        ledger = Ledger.from_dict(self.ledger.to_dict())
+        while (decision := self.ahead.get(ledger.version + 1)) is not None:
+            ledger.note(decision)  # else a replica would have what nobody knows of
         return Status(
             server=self.name,
             host=self.host,
@@ -113,8 +123,9 @@ class Estate:
             prepared=coming.view if coming else 0,
             placement=coming.placement.to_dict() if coming and coming.placement else None,
             old_placement=keep.placement.to_dict() if keep.placement else None,
-            ledger=self.ledger.to_dict(),
+            ledger=ledger.to_dict(),
             replicas=reach,
+            seen=self.params.mark,
         )
 
     def catch_up(self, plan: Plan) -> None:
@@ -129,14 +140,15 @@ class Estate:
             return
         for keeper, owner in plan.stale:
             if keeper == self.name:  # what is needed of it will be sent anew
-                del self.keep.replicas[owner], self.keep.versions[owner]
+                self.keep.replicas.pop(owner, None)
+                self.keep.versions.pop(owner, None)
         for owner, holding in self.keep.replicas.items():
             for decision in plan.ledger.after(self.keep.versions[owner]):
                 self._catch_up_replica(owner, holding, decision)
         for decision in plan.ledger.after(self.ledger.version):
             if not self.sums.has(decision.version):
-                self.add_up(decision, self.sums.of(decision.version), self._own.runs)
-                _scale(self.sums.of(decision.version), self._own.runs, decision.factor)
+                self.add_up(decision, self.sums.of(decision.version), self.own.runs)
+                _scale(self.sums.of(decision.version), self.own.runs, decision.factor)
             self.apply(decision)
 
     def material(self, number: int) -> Material:
@@ -187,15 +199,15 @@ class Estate:
     def begin(self) -> None:
         """The view for which everything is prepared has begun."""
         assert self.coming is not None
-        self.params.mark = self.ledger.version
         self.keep, self.coming = self.coming, None
         self.sums.versions = [0, 0]
-        self.others = {}
+        self.others, self.ahead = {}, {}
+        self._set_mark()
 
     # Updates ------------------------------------------------------------------------------------
 
     @property
-    def _own(self) -> Holding:
+    def own(self) -> Holding:
         assert self.keep.own is not None
         return self.keep.own
 
@@ -205,16 +217,26 @@ class Estate:
 
     def apply(self, decision: Decision) -> None:
         """The sums of a decision go into the own blocks."""
-        self._own.apply(
+        self.own.apply(
             self.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks
         )
         self.ledger.note(decision)
+        self._set_mark()
+        self.ahead.pop(decision.version, None)
+
+    def _set_mark(self) -> None:
+        placement = self.keep.placement
+        if placement is not None:
+            me, count = placement.servers.index(self.name), len(placement.servers)
+            self.params.set_mark(self.ledger.version, server=me, servers=count)
 
     def apply_replica(self, owner: str, decision: Decision) -> None:
         holding = self.keep.replicas[owner]
         sums = self.others[owner].of(decision.version)
         holding.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
         self.keep.versions[owner] = decision.version
+        if decision.version > self.ledger.version:
+            self.ahead[decision.version] = decision
 
     def _catch_up_replica(self, owner: str, holding: Holding, decision: Decision) -> None:
         others = self.others.get(owner)

@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import LinkError
+from manyhands.ps.heads import Nonsense
 from manyhands.ps.holding import Run
 from manyhands.ps.lanes import LANES, Lanes
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.wire import Link
+
+MAX_ARRIVING = 8
+"""Pushes of one worker that are here in part; it has at most two under way."""
 
 
 @dataclass
 class Arriving:
     """A push of which not everything is here yet."""
 
+    slot: int
     head: Mapping[str, Any] | None = None
     runs: set[int] = field(default_factory=set)
 
@@ -33,7 +38,7 @@ class Guest:
         """Its last push that is in the weights here."""
         self.late: list[int] = []
         """Its last pushes that were left out."""
-        self._link = link
+        self.link = link
         self._runs = runs
         self._lane_links: list[Link] = []
         self._lanes: Lanes | None = None
@@ -43,16 +48,18 @@ class Guest:
     @property
     def bytes_sent(self) -> int:
         lanes = self._lanes.bytes_sent if self._lanes else 0
-        return self._sent_before + self._link.bytes_sent + lanes
+        return self._sent_before + self.link.bytes_sent + lanes
 
     def enter_again(self, link: Link) -> None:
         """It lost its connections, and has come back with new ones."""
         self.close()
         self._sent_before = self.bytes_sent
-        self._link, self._lanes, self._lane_links = link, None, []
+        self.link, self._lanes, self._lane_links = link, None, []
 
     def add_lane(self, link: Link) -> bool:
         """One more connection for bulk data; True when all are here."""
+        if not self.travels or len(self._lane_links) == LANES:
+            raise Nonsense(f"{self.name} has no use for one more lane")
         self._lane_links.append(link)
         if len(self._lane_links) < LANES:
             return False
@@ -61,7 +68,7 @@ class Guest:
 
     def tell(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
         try:
-            self._link.send(head, payload)
+            self.link.send(head, payload)
         except LinkError:
             pass  # it is gone, or comes back and asks
 
@@ -76,16 +83,20 @@ class Guest:
     def room(self, slot: int, i: int) -> memoryview:
         """Where a piece of a gradient goes."""
         if not self.travels or not (0 <= slot < len(self.slots) and 0 <= i < len(self._runs)):
-            raise LinkError(f"{self.name} sent a run {i} for slot {slot}, which there is not")
+            raise Nonsense(f"a run {i} for slot {slot}, which there is not")
         return bytes_of(self._runs[i].of(self.slots[slot]))
 
-    def arrived(self, seq: int, *, run: int | None = None, head: Mapping[str, Any] | None = None) -> (
-        Mapping[str, Any] | None
-    ):  # fmt: skip
+    def arrived(
+        self, seq: int, slot: int, *, run: int | None = None, head: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any] | None:
         """Something of a push is here; its head, once all of it is."""
+        if not 0 <= slot < len(self.slots):
+            raise Nonsense(f"a push in slot {slot}, which there is not")
         if seq <= self.done:
             return None
-        arriving = self._arriving.setdefault(seq, Arriving())
+        arriving = self._arriving.get(seq) or self._begin(seq, slot)
+        if arriving.slot != slot:
+            raise Nonsense(f"push {seq} is in slot {arriving.slot}, and in {slot}")
         if run is not None:
             arriving.runs.add(run)
         if head is not None:
@@ -95,8 +106,19 @@ class Guest:
         del self._arriving[seq]
         return arriving.head
 
+    def _begin(self, seq: int, slot: int) -> Arriving:
+        if len(self._arriving) >= MAX_ARRIVING:
+            # Some may have been resolved by what came over an earlier connection.
+            resolved = [s for s in self._arriving if s <= self.done or s in self.late]
+            for number in resolved:
+                del self._arriving[number]
+            if not resolved:
+                raise Nonsense(f"push {seq} begins, and {MAX_ARRIVING} others have not ended")
+        arriving = self._arriving[seq] = Arriving(slot)
+        return arriving
+
     def close(self) -> None:
-        self._link.close()
+        self.link.close()
         if self._lanes is not None:
             self._lanes.close()
         for link in self._lane_links:

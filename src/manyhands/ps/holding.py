@@ -98,6 +98,8 @@ class Holding:
             if state := _join([materials[b.number].state for b in run.blocks], run):
                 self._optimizer.load_state(i, state)
         self._scheduler = trainee.schedule_for(self._optimizer.optimizer)
+        # A holding of no blocks has nothing to step, and torch would wonder about its schedule.
+        self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def __contains__(self, number: int) -> bool:
         return number in self._run_of
@@ -158,16 +160,23 @@ def squared_norm(sums: Flat, runs: Sequence[Run]) -> float:
 
 
 def _join(states: Sequence[Mapping[str, Any]], run: Run) -> dict[str, Any]:
-    """What an optimizer remembers of a run, from what it remembers of its blocks."""
-    if not states[1:] or not states[0]:
+    """What an optimizer remembers of a run, from what it remembers of its blocks.
+
+    Of some it may remember nothing: parameters that no gradient has reached yet. Then zeros stand in.
+    """
+    known = next((i for i, state in enumerate(states) if state), None)
+    if known is None or not states[1:]:
         return dict(states[0])
     joined: dict[str, Any] = {}
-    for key, first in states[0].items():
-        parts = [state[key] for state in states]
-        if _of_elements(first, run.blocks[0].numel):
-            joined[key] = torch.cat([part.reshape(-1) for part in parts])
+    for key, value in states[known].items():
+        if _of_elements(value, run.blocks[known].numel):
+            parts = [
+                state[key].reshape(-1) if key in state else torch.zeros(b.numel, dtype=value.dtype)
+                for state, b in zip(states, run.blocks, strict=True)
+            ]
+            joined[key] = torch.cat(parts)
         else:
-            joined[key] = first
+            joined[key] = value
     return joined
 
 

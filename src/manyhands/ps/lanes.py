@@ -54,6 +54,5 @@ class Lanes:
             try:
                 link.send(*item)
             except LinkError:
-                for each in self._links:
-                    each.close()  # whoever reads from them knows what to do
+                self.close()  # whoever reads from them knows what to do
                 return

@@ -20,6 +20,9 @@ from manyhands.ps.ledger import Decision, Given, Ledger, progress_after
 from manyhands.ps.policies import Policy, Update, Verdict
 from manyhands.ps.staleness import Rule, lr_scale
 
+MAX_UNDER_WAY = 64
+"""Pushes of one worker that do not count yet; it has at most two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Word:
@@ -44,6 +47,7 @@ class Lead:
         """`by_part`: an update is one part of a batch, and moves the weights by that part of a step."""
         self.policy = policy
         policy.version = ledger.version
+        self._ranks = {worker: rank for rank, worker in enumerate(policy.workers)}
         self._progress = Fraction(ledger.progress)
         self._servers = set(servers)
         self._lr_rule = lr_rule
@@ -61,8 +65,12 @@ class Lead:
         """A server has all of a push, which its worker made after the one numbered `after`.
 
         It counts when every server has it, and in its worker's order: two may overtake each other
-        on different connections.
+        on different connections. ValueError if it is none that this worker should have made.
         """
+        if push.seq <= self._last.get(push.worker, 0):
+            return  # sent again after it has counted
+        if sum(worker == push.worker for worker, _ in self._had) >= MAX_UNDER_WAY:
+            raise ValueError(f"{MAX_UNDER_WAY} pushes of {push.worker} wait for one before them")
         had = self._had.setdefault((push.worker, push.seq), set())
         had.add(server)
         if had < self._servers:
@@ -78,6 +86,9 @@ class Lead:
 
     def count(self, push: Given, *, began: int) -> bool:
         """A push is complete; False if it was resolved before or is too late."""
+        due = self.policy.resume_at(push.worker)
+        if push.seq > due and push.worker in self.policy.workers:
+            raise ValueError(f"{push.worker} pushed step {push.seq} where step {due} is due")
         self._ending.discard(push.worker)
         self.policy.started(push.worker, push.seq, version=began)
         verdict = self.policy.push(push.worker, push.seq)
@@ -140,7 +151,7 @@ class Lead:
         self._ending.add(worker)
 
     def rest(self, worker: str) -> None:
-        """Nobody waits for this worker until it wakes."""
+        """Nobody waits for this worker until it wakes. All that it gave is resolved."""
         if worker not in self.resting:
             self.resting.add(worker)
             self.policy.leave(worker)
@@ -148,7 +159,9 @@ class Lead:
     def wake(self, worker: str) -> None:
         if worker in self.resting:
             self.resting.discard(worker)
-            self.policy.join(worker)
+            mine = self._ranks[worker]
+            rank = sum(self._ranks[other] < mine for other in self.policy.workers)
+            self.policy.join(worker, rank=rank)
 
     def word(self, worker: str) -> Word:
         return Word(self.policy.resume_at(worker), self.policy.furthest(worker))

@@ -18,8 +18,9 @@ from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from typing import Any
 
-KEEP_DECISIONS = 64
-"""A worker has at most two pushes under way, so servers are at most twice the workers apart."""
+KEEP_PUSHES = 64
+"""Decisions are remembered for so many pushes, and four more for each worker: it has at most two under
+way, so servers are at most twice the workers apart, and replicas at most two updates behind those."""
 KEEP_PARTS = 4096
 """A worker reports several times a second; this many parts are not applied in between."""
 
@@ -53,7 +54,7 @@ class Decision:
     """In rank order: the order in which they are added."""
     lr_scale: float = 1.0
     progress: tuple[int, int] = (0, 1)
-    """Batches in the weights after it, since the run began, as a fraction."""
+    """Batches in the weights after it, since training began, as a fraction."""
     factor: float = 1.0
     """What clipping multiplied the sum by; known once it is applied."""
 
@@ -98,7 +99,8 @@ class Ledger:
     progress: Fraction = field(default_factory=Fraction)
     counts: Counter[str] = field(default_factory=Counter)
     """Pushes applied, by worker, since the run began."""
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=KEEP_DECISIONS))
+    decisions: deque[Decision] = field(default_factory=deque)
+    """The last ones, newest last."""
     parts: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEEP_PARTS))
     """(step, part) of what was applied lately, newest last."""
 
@@ -115,12 +117,19 @@ class Ledger:
         for given in decision.given:
             self.counts[given.worker] += 1
             self.parts.append((given.step, given.part))
+        spare = sum(len(d.given) for d in self.decisions) - KEEP_PUSHES - 4 * len(self.counts)
+        while len(self.decisions[0].given) <= spare:
+            spare -= len(self.decisions.popleft().given)
 
     def after(self, version: int) -> list[Decision]:
         """What was applied after `version`, oldest first."""
         missed = [d for d in self.decisions if d.version > version]
         assert len(missed) == self.version - version, f"{version} is too long ago to catch up from"
         return missed
+
+    def between(self, version: int, last: int) -> list[Decision]:
+        """What was applied after `version`, up to `last`."""
+        return [d for d in self.after(version) if d.version <= last] if last > version else []
 
     def to_dict(self) -> dict[str, Any]:
         return {

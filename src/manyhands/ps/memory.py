@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from manyhands.ps.blocks import MIN_BLOCKS, Block, Layout, Piece
 from manyhands.ps.optimizer import is_elementwise, join_state
-from manyhands.wire.shm import ALIGN, Segment, aligned
+from manyhands.wire.shm import Segment, aligned
+
+MARKS = 128
+"""Numbers beside shared memory: a version for each server, and behind them how many there are."""
 
 
 class Flat:
@@ -26,10 +29,10 @@ class Flat:
         self.layout = layout
         self.buffers = list(buffers)
         self.segment = segment
-        self._mark = (
-            torch.zeros(1, dtype=torch.int64)
+        self._marks = (
+            torch.zeros(MARKS, dtype=torch.int64)
             if segment is None
-            else segment.tensor(torch.int64, offset_bytes=segment.nbytes - ALIGN, numel=1)
+            else segment.tensor(torch.int64, offset_bytes=segment.nbytes - 8 * MARKS, numel=MARKS)
         )
 
     @classmethod
@@ -43,7 +46,7 @@ class Flat:
     @classmethod
     def shared(cls, layout: Layout, *, label: str) -> Flat:
         """Memory that other processes of this host can attach, all zero."""
-        return cls._in(layout, Segment.create(_offsets(layout)[-1] + ALIGN, label=label))
+        return cls._in(layout, Segment.create(_offsets(layout)[-1] + 8 * MARKS, label=label))
 
     @classmethod
     def attached(cls, layout: Layout, address: str) -> Flat:
@@ -59,12 +62,13 @@ class Flat:
 
     @property
     def mark(self) -> int:
-        """A number beside the memory: which version of it this is."""
-        return int(self._mark)
+        """A number beside the memory: the version that all of it has reached at least."""
+        return int(self._marks[: int(self._marks[-1]) or 1].min())
 
-    @mark.setter
-    def mark(self, version: int) -> None:
-        self._mark[0] = version
+    def set_mark(self, version: int, *, server: int = 0, servers: int = 1) -> None:
+        """By one of the servers, for its part."""
+        self._marks[server] = version
+        self._marks[-1] = servers
 
     def block(self, number: int) -> Tensor:
         block = self.layout.blocks[number]
@@ -81,9 +85,12 @@ class Flat:
 
     def norm(self) -> float:
         """The Euclidean norm of all numbers; padding is zero."""
-        return float(
-            torch.stack([torch.linalg.vector_norm(b).double() for b in self.buffers]).norm()
-        )
+        # In float32 at least: the norm of many half-precision numbers is none itself.
+        norms = [
+            torch.linalg.vector_norm(b, dtype=torch.promote_types(b.dtype, torch.float32))
+            for b in self.buffers
+        ]
+        return float(torch.stack([norm.double() for norm in norms]).norm())
 
     def zero_(self) -> None:
         for buffer in self.buffers:
@@ -140,7 +147,7 @@ def block_state(
         low, high = max(slot.start, block.start), min(slot.stop, block.stop)
         for key, value in states.get(piece.name, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
-                whole.setdefault(key, value)
+                whole.setdefault(key, value.cpu() if isinstance(value, Tensor) else value)
                 continue
             target = whole.setdefault(key, torch.zeros(block.numel, dtype=value.dtype))
             target[low - block.start : high - block.start] = value.reshape(-1)[

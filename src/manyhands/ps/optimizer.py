@@ -91,19 +91,6 @@ class BlockOptimizer:
         self.optimizer.state[self._parameters[number]] = copied
 
 
-def cut_state(
-    state: Mapping[str, Any], numel: int, pieces: Sequence[tuple[int, int]]
-) -> list[dict[str, Any]]:
-    """A parameter's state for each [start, stop) of its elements; scalars go to every piece."""
-    return [
-        {
-            name: value.reshape(-1)[start:stop] if _of_elements(value, numel) else value
-            for name, value in state.items()
-        }
-        for start, stop in pieces
-    ]
-
-
 def join_state(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int]) -> dict[str, Any]:
     """A parameter's state from those of its consecutive pieces, in its own shape."""
     if not pieces or not pieces[0]:
@@ -115,10 +102,6 @@ def join_state(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int]) -> dic
         else:
             joined[name] = first.clone() if isinstance(first, Tensor) else first
     return joined
-
-
-def _of_elements(value: Any, numel: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
 
 
 def _like(template: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

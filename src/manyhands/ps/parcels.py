@@ -5,6 +5,7 @@ One frame for each tensor, with its name, type and shape in the head; numbers an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,10 +68,13 @@ class Parcels:
 def _value(head: Mapping[str, Any], payload: memoryview | None) -> Any:
     if "dtype" not in head:
         return head["value"]
-    if head["dtype"] not in TYPES:
+    dtype, shape = TYPES.get(str(head["dtype"])), head["shape"]
+    if dtype is None:
         raise LinkError(f"a tensor of type {head['dtype']!r} can't travel")
-    dtype, shape = TYPES[head["dtype"]], [int(n) for n in head["shape"]]
-    if payload is None:
+    num_bytes = 0 if payload is None else payload.nbytes
+    whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    if not whole or math.prod(shape) * dtype.itemsize != num_bytes:
+        raise LinkError(f"a tensor of shape {shape!r} and {num_bytes} bytes of {head['dtype']}")
+    if not payload:
         return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(payload, dtype=dtype)
-    return tensor.reshape(shape)
+    return torch.frombuffer(payload, dtype=dtype).reshape(shape)

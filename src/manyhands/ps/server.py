@@ -7,8 +7,9 @@ outlives it is in its Estate, and how a view begins is in council.py. Its messag
     from workers    enter     worker, slots: its gradients in shared memory, or none; lane: for bulk
                     push      seq, slot, ...: a gradient is complete; run + payload: a piece of it
                     state     asks for what the optimizer remembers
-                    rest, wake, ends, who, pull, buffers
-    to workers      begin     the placement and the version that the view begins with
+                    rest, wake, ends, who, pull, buffers; which fields each has is in heads.py
+    to workers      refused   why; the last word to one that talks nonsense
+                    begin     the placement and the version that the view begins with
                     new       v, own: a version, and which of your pushes it has; run + payload
                     late      a push was left out               word      which step may begin
     among servers   had       to the lead: I have this push     decide    from the lead: apply this
@@ -32,11 +33,13 @@ from manyhands.ps.council import KINDS, Council
 from manyhands.ps.door import Door, Happened
 from manyhands.ps.estate import Estate, spans
 from manyhands.ps.guest import Guest
+from manyhands.ps.heads import Nonsense, given_of
 from manyhands.ps.holding import Run
 from manyhands.ps.lead import Lead
-from manyhands.ps.ledger import Decision, Given
+from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat
 from manyhands.ps.parcels import pack
+from manyhands.ps.rounds import LOOK_S, Bell, Serving, Table
 from manyhands.ps.terms import Terms
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
 from manyhands.ps.updates import Updates
@@ -57,8 +60,10 @@ class Server:
         workers: Sequence[str],
         local: Mapping[str, Sequence[Flat]],
         identified: bool,
+        rounds: tuple[Table, Bell] | None = None,
     ) -> None:
-        """`local`: gradients of a worker in this very process. `identified`: see Door."""
+        """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
+        rounds are agreed on, if not by messages."""
         self.name = estate.name
         self.address = listener.address
         self.estate = estate
@@ -67,6 +72,7 @@ class Server:
         self._terms = terms
         self._servers, self._workers = list(servers), list(workers)
         self._local = local
+        self._num_statistics = sum(b.numel() for b in estate.trainee.model.buffers())
         self._frozen = False
         self._guests: dict[str, Guest] = {}
         self._early: list[Happened] = []
@@ -74,6 +80,10 @@ class Server:
         self._runs: list[Run] = []
         self._order: list[int] = []
         self._updates: Updates | None = None
+        self._meeting = rounds
+        self._rounds: Serving | None = None
+        self._turn = threading.RLock()
+        """Held by whoever works on the blocks: this server's thread, or a worker who serves."""
         self._told_sent = 0
         self._told: dict[str, int | None] = {}
         self._door = Door(
@@ -114,9 +124,22 @@ class Server:
         self._door.inbox.put(None)
         for guest in list(self._guests.values()):
             guest.close()  # else the thread might wait for one that does not read
+        if self._meeting is not None:
+            self._meeting[1].ring([self.name])
         self._thread.join(timeout=30.0)
         if self._thread.is_alive():
             raise ManyhandsError(f"{self.name} did not come to rest within 30 s.")
+        with self._turn:
+            if self._rounds is not None:
+                self._rounds.stop()
+
+    def carry(self, number: int) -> bool:
+        """As much of a round as is possible now, in the caller's thread; True when it is applied here."""
+        with self._turn:
+            if self._rounds is None or self._frozen or not self._rounds.carry(number):
+                return False
+        self._door.inbox.put(Happened("follow", self.name, {}))
+        return True
 
     # In the server's thread ---------------------------------------------------------------------
 
@@ -124,6 +147,7 @@ class Server:
         try:
             while (happened := self._door.inbox.get()) is not None:
                 self._hear(happened)
+                happened.heard()
         except BaseException as error:
             self.error = error
             logger.exception("%s failed", self.name)
@@ -131,62 +155,87 @@ class Server:
             for guest in list(self._guests.values()):
                 guest.close()
 
-    def _hear(self, happened: Happened) -> None:
-        if happened.who in self._workers and happened.who not in self._servers:
-            try:
-                self._handle(happened)
-            except (KeyError, TypeError, ValueError, AssertionError) as error:
-                # A worker that talks nonsense is not a reason to lose everybody's parameters.
-                logger.warning("%s drops %s: %r", self.name, happened.who, error, exc_info=True)
-                if (guest := self._guests.pop(happened.who, None)) is not None:
-                    guest.close()
-            return
+    def _carry_all(self) -> None:
+        """Round after round, in a server that is nothing else."""
+        assert self._meeting is not None
+        bell, number = self._meeting[1], 1
         try:
-            self._handle(happened)
+            while not self._frozen:
+                if self.carry(number):
+                    number += 1
+                else:
+                    bell.wait(LOOK_S)
+        except BaseException as error:
+            self.error = error
+            logger.exception("%s failed", self.name)
+
+    def _hear(self, happened: Happened) -> None:
+        try:
+            with self._turn:
+                if happened.by_worker:
+                    self._hear_worker(happened)
+                else:
+                    self._hear_server(happened)
+        except Nonsense as why:
+            # A worker that talks nonsense is not a reason to lose everybody's parameters.
+            assert happened.link is not None
+            self._door.turn_away(happened.link, happened.who, why)
         except LinkError as error:
             logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
-    def _handle(self, happened: Happened) -> None:
-        who, head = happened.who, happened.head
-        if happened.kind in KINDS:
+    def _hear_server(self, happened: Happened) -> None:
+        kind, who, head = happened.kind, happened.who, happened.head
+        if kind in KINDS:
             if not self._frozen and self._council.handle(happened):
                 self._begin()
+        elif not self.begun.is_set() and not self._frozen:
+            self._early.append(happened)
+        elif kind in UPDATE_KINDS:
+            if self._updates is not None:
+                self._updates.handle(kind, who, head)
+        elif kind == "had":
+            self._on_had(who, head)
+        elif kind == "follow" and self._rounds is not None:
+            self._rounds.follow()
+        else:
+            logger.warning("%s got %r from %s, and does not know it", self.name, kind, who)
+
+    def _hear_worker(self, happened: Happened) -> None:
+        who, head, link = happened.who, happened.head, happened.link
+        assert link is not None
+        if self._frozen:
             return
-        if not self.begun.is_set() and not self._frozen:
+        if not self.begun.is_set():
+            if happened.kind != "enter":
+                raise Nonsense(f"{happened.kind!r} before the view has begun")
+            for before in [h for h in self._early if h.by_worker and h.who == who]:
+                self._early.remove(before)
+                if before.link is not None:
+                    before.link.close()
             self._early.append(happened)
             return
-        if happened.kind in UPDATE_KINDS:
-            if self._updates is not None:
-                self._updates.handle(happened.kind, who, head)
+        if happened.kind == "enter":
+            self._on_enter(who, link, head["slots"])
             return
+        guest = self._guests.get(who)
+        if guest is None:
+            raise Nonsense(f"{happened.kind!r} of {who}, who has not entered")
         match happened.kind:
+            case "push" | "run" if self._rounds is not None:
+                raise Nonsense("a push by word, where rounds are agreed on in memory")
             case "push":
-                self._on_push(who, head, run=None)
+                self._on_push(guest, head, head["push"][2], run=None)
             case "run":
-                self._on_push(who, head, run=int(head["i"]))
-            case "had":
-                self._on_had(who, head)
-            case "enter":
-                self._on_enter(happened)
+                self._on_push(guest, head, head["slot"], run=head["i"])
             case "lane":
-                assert happened.link is not None
-                if self._guests[who].add_lane(happened.link):
-                    self._send_runs(self._guests[who])
-            case "rest" | "wake" | "ends":
-                self._on_rest(who, happened.kind)
+                if guest.add_lane(link):
+                    self._send_runs(guest)
             case "state":
-                self._tell_state(self._guests[who])
+                self._tell_state(guest)
             case "pull":
-                self._tell_now(self._guests[who])
-            case "buffers":
-                for name, guest in self._guests.items():
-                    if name != who:
-                        guest.tell(head, happened.payload)
-            case "who" if self._lead is not None:
-                missing = self._lead.waiting_for(who, int(head["seq"]) + 1)
-                self._guests[who].tell({"k": "missing", "names": missing})
-            case unknown:
-                logger.warning("%s got %r from %s, and does not know it", self.name, unknown, who)
+                self._tell_now(guest)
+            case word:
+                self._on_word_to_lead(word, guest, happened)
 
     # A view begins -----------------------------------------------------------------------------
 
@@ -208,6 +257,13 @@ class Server:
             lead=self._servers[0],
             applied=self._on_applied,
         )
+        if self._meeting is not None:
+            table, bell = self._meeting
+            clip = self._terms.clip_norm
+            self._rounds = Serving(table, bell, estate, placement, clip_norm=clip)
+            if self.name not in self._workers:
+                name = f"{self.name}-rounds"
+                threading.Thread(target=self._carry_all, name=name, daemon=True).start()
         if self._council.leads:
             self._lead = Lead(
                 self._terms.make_policy(self._workers),
@@ -221,19 +277,11 @@ class Server:
         for happened in early:
             self._hear(happened)
 
-    def _on_enter(self, happened: Happened) -> None:
-        link, who, layout = happened.link, happened.who, self.estate.layout
-        assert link is not None
+    def _on_enter(self, who: str, link: Link, addresses: Sequence[str]) -> None:
         if (guest := self._guests.get(who)) is not None:
             guest.enter_again(link)
         else:
-            addresses = happened.head["slots"]
-            if who in self._local:
-                slots: Sequence[Flat] = self._local[who]
-            elif addresses:
-                slots = [Flat.attached(layout, address) for address in addresses]
-            else:
-                slots = [Flat.private(layout) for _ in range(self._terms.slots)]
+            slots = self._slots_of(who, addresses)
             travels = who not in self._local and not addresses
             guest = Guest(who, link, slots, travels=travels, runs=self._runs)
             self._guests[who] = guest
@@ -257,18 +305,29 @@ class Server:
             }
         )
 
+    def _slots_of(self, who: str, addresses: Sequence[str]) -> Sequence[Flat]:
+        """Where a worker's gradients are, or will be put."""
+        layout, count = self.estate.layout, self._terms.slots
+        if who in self._local:
+            return self._local[who]
+        if len(addresses) != (count if self.estate.shared else 0):
+            raise Nonsense(f"{len(addresses)} slots in shared memory of {who}")
+        try:
+            shared = [Flat.attached(layout, address) for address in addresses]
+        except (LinkError, OSError, ValueError, RuntimeError) as error:
+            raise Nonsense(f"slots that are not there: {error}") from error
+        return shared or [Flat.private(layout) for _ in range(count)]
+
     # From a push to a decision -----------------------------------------------------------------
 
-    def _on_push(self, who: str, head: Mapping[str, Any], *, run: int | None) -> None:
-        if self._frozen:
-            return
-        guest, seq = self._guests[who], int(head["seq"])
-        whole = guest.arrived(seq, run=run, head=None if run is not None else head)
+    def _on_push(
+        self, guest: Guest, head: Mapping[str, Any], slot: int, *, run: int | None
+    ) -> None:
+        if run is None and head["began"] > self.estate.ledger.version:
+            raise Nonsense(f"a push on version {head['began']}, which there is not yet")
+        whole = guest.arrived(head["seq"], slot, run=run, head=head if run is None else None)
         if whole is None:
             return
-        push = _given(whole["push"])
-        if push.worker != who or not 0 <= push.slot < len(guest.slots):
-            raise ValueError(f"a push of {push.worker} in slot {push.slot}")
         if self._lead is not None:
             self._on_had(self.name, whole)
         else:
@@ -278,21 +337,35 @@ class Server:
         if self._frozen:
             return
         assert self._lead is not None
-        push = _given(head["push"])
-        self._lead.had(server, push, began=int(head["began"]), after=int(head["after"]))
+        push = given_of(head["push"])
+        try:
+            self._lead.had(server, push, began=int(head["began"]), after=int(head["after"]))
+        except ValueError as error:
+            if (guest := self._guests.get(push.worker)) is not None:
+                self._door.turn_away(guest.link, push.worker, Nonsense(str(error)))
         self._decide()
 
-    def _on_rest(self, who: str, kind: str) -> None:
-        assert self._lead is not None
-        if kind == "ends":
-            self._lead.ends(who)
-            self._decide()
-        elif kind == "rest":
-            self._lead.rest(who)
-            self._decide()
-        else:
-            self._lead.wake(who)
-            self._guests[who].tell({"k": "word", **self._word(who)})
+    def _on_word_to_lead(self, word: str, guest: Guest, happened: Happened) -> None:
+        lead, who = self._lead, guest.name
+        if lead is None:
+            raise Nonsense(f"{word!r}, which is for the lead")
+        match word:
+            case "ends":
+                lead.ends(who)
+                self._decide()
+            case "rest":
+                lead.rest(who)
+                self._decide()
+            case "wake":
+                lead.wake(who)
+                guest.tell({"k": "word", **self._word(who)})
+            case "who":
+                missing = lead.waiting_for(who, int(happened.head["seq"]) + 1)
+                guest.tell({"k": "missing", "names": missing})
+            case "buffers":
+                for name, other in self._guests.items():
+                    if name != who:
+                        other.tell(happened.head, happened.payload)
 
     def _decide(self) -> None:
         lead = self._lead
@@ -323,8 +396,6 @@ class Server:
     # News --------------------------------------------------------------------------------------
 
     def _on_applied(self, decision: Decision) -> None:
-        if self._lead is not None:
-            self.estate.params.mark = decision.version
         self._tell_news(decision)
 
     def _tell_news(self, decision: Decision) -> None:
@@ -360,7 +431,13 @@ class Server:
         """Gradients and sums are received straight into the memory that they are added from."""
         match head:
             case {"k": "run", "slot": int(slot), "i": int(i)}:
-                return self._guests[who].room(slot, i)
+                if (guest := self._guests.get(who)) is None:
+                    raise Nonsense(f"a run of {who}, who has not entered")
+                return guest.room(slot, i)
+            case {"k": "buffers"}:
+                if who != self._workers[0]:
+                    raise Nonsense("statistics, which only the first worker tells")
+                return memoryview(bytearray(8 * self._num_statistics))
             case {"k": "replica", "v": int(version), "i": int(i)}:
                 assert self._updates is not None
                 return self._updates.room(who, version, i)
@@ -379,9 +456,3 @@ class Server:
 
     def _tell_lead(self, head: Mapping[str, Any]) -> None:
         self._council.peers[self._servers[0]].link.send(head)
-
-
-def _given(record: Sequence[Any]) -> Given:
-    return Decision.from_dict(
-        {"v": 0, "given": [record], "lr": 1.0, "progress": (0, 1), "factor": 1.0}
-    ).given[0]

@@ -11,7 +11,7 @@ If the lead dies before everybody has heard it, whoever has heard it is right: `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,8 +36,11 @@ class Status:
     old_placement: Mapping[str, Any] | None
     """Of `view`."""
     ledger: Mapping[str, Any]
+    """With all decisions that anything here has applied."""
     replicas: Mapping[str, int]
-    """How far it can bring the replicas that it keeps for each server."""
+    """How far it can bring the replicas that it keeps for each server, by the word of `view`."""
+    seen: int = 0
+    """The newest version of the parameters that it has had before its eyes."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -53,6 +56,7 @@ class Status:
             old_placement=record["old_placement"],
             ledger=record["ledger"],
             replicas={str(k): int(v) for k, v in record["replicas"].items()},
+            seen=int(record["seen"]),
         )
 
 
@@ -75,7 +79,8 @@ class Plan:
     placement: Placement
     moves: tuple[Move, ...]
     stale: tuple[tuple[str, str], ...] = ()
-    """(keeper, owner): replicas that are behind their living owner, and can't catch up by themselves."""
+    """(keeper, owner): replicas that are behind their living owner and can't catch up by themselves,
+    or were given up in a view that never began."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -106,6 +111,8 @@ def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> P
     hosts = {status.server: status.host for status in statuses}
     standing = max(status.view for status in statuses)
     if not standing:
+        if any(status.seen for status in statuses):
+            raise ManyhandsError("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
         ledger = Ledger.from_dict(statuses[0].ledger)
         return Plan(0, ledger, None, placement, ())
@@ -118,12 +125,7 @@ def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> P
     placement = place(layout, servers, previous=previous, replicas=replicas, hosts=hosts)
     moves: list[Move] = []
     by_name = {status.server: status for status in having}
-    stale = tuple(
-        (keeper.server, owner)
-        for keeper in having
-        for owner, reach in keeper.replicas.items()
-        if owner in by_name and reach < int(by_name[owner].ledger["version"])
-    )
+    stale = tuple(sorted(_stale(previous, standing, by_name)))
     for shard in range(len(layout.shards)):
         good = _good_holders(previous, shard, by_name, stale)
         roles: tuple[Literal["own", "replica"], ...] = ("own", "replica")
@@ -134,6 +136,21 @@ def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> P
     return Plan(standing, ledger, previous, placement, tuple(moves), stale)
 
 
+def _stale(
+    previous: Placement, standing: int, having: Mapping[str, Status]
+) -> Iterator[tuple[str, str]]:
+    """(keeper, owner) of the replicas that are of no use as they are."""
+    holders = {previous.holders(shard) for shard in range(len(previous.layout.shards))}
+    for owner, *second in holders:
+        for keeper in (having[name] for name in second if name in having):
+            # Who was prepared for the standing view has got everything anew, and nothing happened since.
+            if keeper.view == standing:
+                reach = keeper.replicas.get(owner, -1)
+                wanted = int(having[owner].ledger["version"]) if owner in having else 0
+                if reach < wanted:
+                    yield keeper.server, owner
+
+
 def _good_holders(
     previous: Placement,
     shard: int,
@@ -142,7 +159,7 @@ def _good_holders(
 ) -> tuple[str, ...]:
     """Who holds a shard as it should be, best first."""
     owner, *second = previous.holders(shard)
-    keepers = [name for name in second if name in having]
+    keepers = [name for name in second if name in having and (name, owner) not in stale]
     if owner not in having:
         if not keepers:
             both = " and its replica on ".join(previous.holders(shard))
@@ -151,4 +168,4 @@ def _good_holders(
                 f"A part of the parameters was on {both}{alone}, and is lost with it."
             )
         return tuple(keepers)
-    return (owner, *[name for name in keepers if (name, owner) not in stale])
+    return (owner, *keepers)

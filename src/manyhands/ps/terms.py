@@ -21,5 +21,7 @@ class Terms:
     lr_rule: Rule = "none"
     compensate: float = 0.0
     """Strength of the delay compensation; 0: none."""
+    for_all: bool = False
+    """An update is everybody's gradients, so that every server knows by itself what comes next."""
     clip_norm: float | None = None
     """By which the servers clip what they have added up."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from manyhands.errors import LinkError
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.council import Peer
 from manyhands.ps.estate import Estate, Sums, spans
@@ -119,8 +120,7 @@ class Updates:
 
     @property
     def own(self) -> Holding:
-        assert self._estate.keep.own is not None
-        return self._estate.keep.own
+        return self._estate.own
 
     # This server's own blocks ------------------------------------------------------------------
 
@@ -174,13 +174,12 @@ class Updates:
         self._estate.sums.note(version)
         for keeper, runs in self._keepers.items():
             head = {"k": "replica", "v": version, "decision": work.decision.to_dict()}
-            link = self._peers[keeper].link
             if self._estate.shared:
-                link.send(head)
+                self._tell(keeper, head)
                 continue
             work.unheld.add(keeper)
             for i, run in enumerate(runs):
-                link.send({**head, "i": i}, bytes_of(run.of(sums)))
+                self._tell(keeper, {**head, "i": i}, bytes_of(run.of(sums)))
                 head.pop("decision", None)  # once is enough
         if not self._two_phase:
             self._apply()
@@ -199,7 +198,7 @@ class Updates:
         if self._name == self._lead:
             self._on_prepared(self._name, version)
         else:
-            self._peers[self._lead].link.send({"k": "prepared", "v": version})
+            self._tell(self._lead, {"k": "prepared", "v": version})
 
     def _on_prepared(self, who: str, version: int) -> None:
         """At the lead: when all are, there is no way back."""
@@ -235,7 +234,7 @@ class Updates:
             del self._arrived[owner, version]
         self._estate.others[owner].note(version)
         if self._two_phase:
-            self._peers[owner].link.send({"k": "held", "v": version})
+            self._tell(owner, {"k": "held", "v": version})
             return
         waiting = self._uncommitted[version]
         self._follow(owner, waiting.pop(owner))
@@ -245,11 +244,19 @@ class Updates:
     def _follow(self, owner: str, decision: Decision) -> None:
         self._estate.apply_replica(owner, decision)
         if not self.frozen:
-            self._peers[owner].link.send({"k": "taken", "v": decision.version})
+            self._tell(owner, {"k": "taken", "v": decision.version})
 
     def _owns(self, placement: Placement, number: int) -> bool:
         return placement.server_of(self._estate.layout.blocks[number]) == self._name
 
     def _tell_all(self, head: Mapping[str, Any]) -> None:
-        for peer in self._peers.values():
-            peer.link.send(head)
+        for name in self._peers:
+            self._tell(name, head)
+
+    def _tell(self, who: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+        try:
+            self._peers[who].link.send(head, payload)
+        except LinkError:
+            # It is dead, and a view without it comes. Until then others must not be left with half of
+            # an update: what was begun is finished here.
+            pass

@@ -20,8 +20,9 @@ The **learner** is what the config builds inside each worker. Its life:
         interrupt()                 from another thread: the next view is coming
     close()                         leave the peers
 
-A learner whose strategy goes on in place (`goes_on`) raises ViewChanging out of whatever it waits for
-once it was interrupted, until on_view is called; the loop then forgets what was not resolved.
+A learner whose strategy goes on in place (`goes_on`) raises ViewChanging out of whatever it waits for,
+on_view too, while `me.view_changing`: a newer view has come than the one that it is in, or joins.
+interrupt() is there to wake it up. What was not resolved by the end of on_view is forgotten.
 
 A strategy never starts processes (cluster/) and never lays out bytes (wire/). A new one is one file,
 one line in `strategies/registry.py` and one in the conformance suite.
@@ -98,7 +99,8 @@ class Learner(ABC):
     def step(self, share: Share) -> StepReport: ...
 
     def settled(self) -> dict[str, Any] | None:
-        """After on_view: `{"version": int, "applied": [[step, part], ...]}`, what is in the weights.
+        """After on_view, and at the end: what is in the weights. `{"version": int, "applied": [[step,
+        part], ...], "pushes": {worker: number since the start}}`.
 
         Recent parts, newest last. None where another member says it, or nothing was lost.
         """

@@ -89,7 +89,7 @@ class PsSync(ParameterServer):
         from manyhands.ps.policies import Sync
         from manyhands.ps.terms import Terms
 
-        return Terms(make_policy=Sync, rounds=True, slots=1, clip_norm=clip_norm)
+        return Terms(make_policy=Sync, rounds=True, slots=1, for_all=True, clip_norm=clip_norm)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class PsAsync(ParameterServer):
     summary: ClassVar[str] = "parameter servers, each push is applied on arrival; nobody waits"
     lockstep: ClassVar[bool] = False
 
-    lr_rule: Literal["none", "inverse", "sqrt"] | None = None
-    """Learning rate over staleness: as it is, divided by 1 + staleness, or by its square root."""
+    lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
+    """Learning rate over staleness: divided by 1 + staleness, or by its square root; none: as it is."""
     compensate: float = 0.0
     """Strength of delay compensation (DC-ASGD), such as 0.04; 0: none."""
 

@@ -19,8 +19,10 @@ from torch import Tensor
 from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
+from manyhands.ps.rounds import Turns
 from manyhands.strategies.base import Learner
 from manyhands.strategies.ps import ParameterServer
+from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap
 from manyhands.strategies.ps_station import Station
 from manyhands.train.step import StepReport, gradients
@@ -43,9 +45,9 @@ class PsLearner(Learner):
         self._reports: dict[int, StepReport] = {}
         self._in_step: tuple[int, int] | None = None
         self._before: list[Tensor] = []
-        self._target: Flat | None = None
         self._sent = 0
         self._exchanges = 0
+        self._turns: Turns | None = None
 
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
@@ -53,11 +55,14 @@ class PsLearner(Learner):
         trainee.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._station = Station(self._config, trainee, me)
         self._rounds = self._station.terms.rounds
-        self._overlap = Overlap(trainee.model, self._station.parameters)
+        self._landing = Landing(trainee.model, self._station.parameters)
+        self._overlap = Overlap(trainee.model, self._station.parameters, self._landing)
 
     # The view -----------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
+        if (rounds := self._station.rounds) is not None:
+            rounds[1].ring([self.me.name])
         if self._client is not None:
             self._client.wake_up()
 
@@ -85,6 +90,7 @@ class PsLearner(Learner):
             resolved=self._resolve,
         )
         station.wait_until_begun()
+        self._take_turns()
         if self._in_step is not None and self._in_step not in self._client.last_parts:
             for buffer, before in zip(trainee_buffers(self.trainee), self._before, strict=True):
                 buffer.copy_(before)  # the step will be done again, and must find them as it did
@@ -93,6 +99,20 @@ class PsLearner(Learner):
         station.ticker.advance(self._client.ticks)
         self._refresh()
         self._overlap.follow(self._client, enabled=self._rounds and self._computed is None)
+
+    def _take_turns(self) -> None:
+        """Where rounds are agreed on in shared memory: this worker's half of it."""
+        station, self._turns = self._station, None
+        if station.rounds is not None:
+            table, bell = station.rounds
+            self._turns = Turns(
+                self.me.name,
+                table,
+                bell,
+                carry=station.server.carry if station.server is not None else None,
+                check=station.check,
+                timeout_s=self.me.timeouts.collective_s,
+            )
 
     def settled(self) -> dict[str, Any] | None:
         return self._station.settled()
@@ -138,15 +158,6 @@ class PsLearner(Learner):
             self._computed.copy_(station.params)
         for name, parameter in station.parameters.items():
             parameter.data = params.piece(name).view_as(parameter)
-        self._write_to(self._gradient or self._slots[0])
-
-    def _write_to(self, flat: Flat) -> None:
-        """The next backward adds to this, from zero."""
-        flat.zero_()
-        if flat is not self._target:
-            self._target = flat
-            for name, parameter in self._station.parameters.items():
-                parameter.grad = flat.piece(name).view_as(parameter)
 
     def _refresh(self) -> None:
         if self._computed is not None:
@@ -157,26 +168,32 @@ class PsLearner(Learner):
 
     def step(self, share: Share) -> StepReport:
         client, trainee, started = self._joined(), self.trainee, time.perf_counter()
+        turns = self._turns
         try:
-            seq, slot = client.begin(rounds=self._rounds)
+            seq, slot = (0, 0) if turns else client.begin(rounds=self._rounds)
             began, version = time.perf_counter(), client.version
             self._in_step = (share.step, share.part)
             self._before = [buffer.clone() for buffer in trainee_buffers(trainee)]
-            self._station.ticker.advance(client.ticks)
+            self._station.ticker.advance(turns.ticks if turns else client.ticks)
+            if self._rounds and self._computed is not None:
+                client.wait_for_runs()
             self._refresh()
             lr = trainee.lr
-            self._write_to(self._gradient or self._slots[slot])
+            self._landing.begin(self._gradient or self._slots[slot])
             self._overlap.begin(seq, slot)
             weight, loss = gradients(
                 trainee, share, total=_not_known, local=self._overlap.accumulating
             )
+            self._landing.finish()
             if self._gradient is not None:
                 self._slots[slot].copy_(self._gradient)
             self._overlap.finish()
             report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
             computed = time.perf_counter()
             self._push(client, share, seq, slot, weight, version, report)
-            if self._rounds:
+            if turns is not None:
+                turns.finish()
+            elif self._rounds:
                 client.finish(seq)
         except LinkTimeout:
             raise
@@ -203,6 +220,12 @@ class PsLearner(Learner):
         if self.trainee.weight is not None:
             # Scaled by its own weight: the servers know everybody's, and divide by their sum.
             samples, total = float(weight), 1.0
+        parts = (share.samples, share.total)
+        if self._turns is not None:
+            self._turns.push(
+                step=share.step, part=share.part, samples=samples, total=total, share=parts
+            )
+            return
         scale = 1.0
         if not self._rounds and self.trainee.clip_norm is not None and samples:
             norm = self._slots[slot].norm() * total / samples
@@ -211,7 +234,7 @@ class PsLearner(Learner):
             report.resolved = False
             self._reports[seq] = report
         push = [self.me.name, seq, slot, share.step, share.part, samples, total,
-                [share.samples, share.total], 0, scale]  # fmt: skip
+                parts, 0, scale]  # fmt: skip
         client.push(seq, slot, push, began=version)
 
     def _resolve(self, seq: int, left_out: bool, staleness: int) -> None:
@@ -227,7 +250,7 @@ class PsLearner(Learner):
             client.wait_for_runs()
         else:
             client.pull()
-        self._station.ticker.advance(client.ticks)
+        self._station.ticker.advance(self._turns.ticks if self._turns else client.ticks)
         self._refresh()
 
     def rest(self) -> None:

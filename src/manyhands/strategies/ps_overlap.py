@@ -17,20 +17,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhands.ps.client import Client
+from manyhands.strategies.ps_landing import Landing
 
 Where = tuple[str, int]
 """(server, number of one of its runs)."""
 
 
 class Overlap:
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], landing: Landing
+    ) -> None:
         self._model = model
+        self._landing = landing
         self._parameters = parameters
         self._client: Client | None = None
         self._where: dict[int, list[Where]] = {}
         self._pieces: dict[Where, int] = {}
         self._left: dict[Where, int] = {}
         self._order: dict[Where, int] = {}
+        self._unsent: set[Where] = set()
         self._push: tuple[int, int] | None = None
         self._accumulating = False
         self._handles: list[Any] = []
@@ -62,8 +67,7 @@ class Overlap:
                 self._order.setdefault((server, i), len(self._order))
         if not enabled:
             return
-        for parameter in self._parameters.values():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._done))
+        self._landing.landed = self._done
         for module, owned in _waits(self._model):
             needed: dict[str, set[int]] = defaultdict(set)
             for parameter in owned:
@@ -74,6 +78,7 @@ class Overlap:
                 self._handles.append(module.register_forward_pre_hook(_waiting_for(client, wanted)))
 
     def stop(self) -> None:
+        self._landing.landed = lambda parameter: None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

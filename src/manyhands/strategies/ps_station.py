@@ -6,22 +6,27 @@ clients are made anew for every view.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from manyhands.cluster.view import SERVER, Me, View
-from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, SpecError, ViewChanging
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import Estate, Ticker
 from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.ps.rounds import Bell, Table
 from manyhands.ps.server import Server
 from manyhands.strategies.ps import ParameterServer
 from manyhands.train.trainee import Trainee
 from manyhands.wire import Limits, Link, Listener, connect
 
-DIAL_S = 2.0
-"""An address that was posted is listened at, or its process is dead."""
+logger = logging.getLogger("manyhands.ps")
+
+DIAL_S = 0.5
+"""An address that was posted is listened at, or its process is dead; then a view comes."""
 POLL_S = 0.1
 
 
@@ -32,14 +37,20 @@ class Station:
         self.me = me
         self.terms = config.terms(trainee.clip_norm)
         self.layout: Layout = layout_of(trainee.model, trainee.optimizer)
-        self.ticker = Ticker(trainee)
         self.parameters = pieces_of(trainee.model, trainee.optimizer)
         self.params: Flat | None = None
         self.server: Server | None = None
         self.shared = False
+        self.rounds: tuple[Table, Bell] | None = None
+        """Where rounds are agreed on without messages, inside a host."""
         self._estate: Estate | None = None
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
         self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
+
+    @cached_property
+    def ticker(self) -> Ticker:
+        """Not before the first view: a checkpoint is loaded after this was made."""
+        return Ticker(self.trainee)
 
     def check(self) -> None:
         """Raises when there is nothing to wait for any more."""
@@ -50,7 +61,10 @@ class Station:
 
     def servers_in(self, view: View) -> list[str]:
         if self.config.placement == "dedicated":
-            return [seat.name for seat in view.seats if seat.role == SERVER]
+            servers = [seat.name for seat in view.seats if seat.role == SERVER]
+            if not servers:
+                raise ManyhandsError("No server is left, and the parameters are lost with them.")
+            return servers
         workers = [seat.name for seat in view.workers]
         return workers if self.config.servers == "auto" else workers[: self.config.servers]
 
@@ -60,9 +74,28 @@ class Station:
             server, self.server = self.server, None
             server.freeze(view.names if view is not None else self.me.view.names)
 
+    def find_rounds(self, view: View) -> None:
+        """The table and the bells of this view, where it has them."""
+        if self.rounds is not None:
+            self.rounds[1].close()
+            self.rounds = None
+        if not (self.shared and self.terms.for_all):
+            return
+        me, servers = self.me, self.servers_in(view)
+        workers = [seat.name for seat in view.workers]
+        key = f"ps/{view.number}/rounds"
+        bell = Bell(me.scratch, view.number, me.name)
+        if servers[0] == me.name:
+            table = Table.create(workers, servers)
+            self._post(key, table.address)
+        else:
+            table = Table.attach(self.fetch(key), workers, servers)
+        self.rounds = (table, bell)
+
     def enter(self, view: View, local: Mapping[str, Sequence[Flat]] | None = None) -> None:
         """Find the memory and, if this member serves, the other servers. Does not wait for them."""
         self.find_memory(view)
+        self.find_rounds(view)
         servers = self.servers_in(view)
         if self.me.name not in servers:
             return
@@ -86,9 +119,13 @@ class Station:
             workers=[seat.name for seat in view.workers],
             local=local or {},
             identified=not self.shared,
+            rounds=self.rounds,
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
-        self.server.meet(self.dial)
+        try:
+            self.server.meet(self.dial)
+        except LinkError as error:
+            logger.info("%s: %s", self.me.name, error)  # one of them just died: a view comes
 
     def wait_until_begun(self) -> None:
         """Until the servers of this view have begun it, where this member is one."""
@@ -118,8 +155,18 @@ class Station:
         }
 
     def dial(self, server: str) -> Link:
-        """A link to a server of the present view."""
+        """A link to a server of the present view; tried until it answers, or a view comes."""
         address = self.fetch(f"ps/{self.me.view.number}/{server}")
+        deadline = time.monotonic() + self.me.timeouts.view_s
+        while True:
+            try:
+                return self._connect(address, server)
+            except LinkError:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise
+
+    def _connect(self, address: str, server: str) -> Link:
         me = self.me
         if self.shared:
             return connect(address, timeout_s=DIAL_S, peer=server, limits=self._limits)

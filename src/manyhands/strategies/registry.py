@@ -18,6 +18,9 @@ STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (Single, AllReduce, PsSync, PsAsync, PsSsp, PsBackup)
 }
 
+_UNIONS = (types.UnionType, typing.Union)
+"""`int | None` is the one, `int | Literal["auto"]` the other."""
+
 
 def make_strategy(text: str) -> Strategy:
     """The config of a spec such as `allreduce(bucket_mb=10)`."""
@@ -60,7 +63,7 @@ def _options(cls: type[Strategy], part: Part) -> dict[str, Any]:
 
 
 def _fits(value: Value, kind: Any) -> bool:
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in _UNIONS:
         return any(_fits(value, option) for option in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
@@ -72,7 +75,7 @@ def _fits(value: Value, kind: Any) -> bool:
 
 
 def _kind(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in _UNIONS:
         return " or ".join(_kind(option) for option in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(str(option) for option in typing.get_args(kind))

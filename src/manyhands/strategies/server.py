@@ -12,11 +12,13 @@ from typing import Any
 
 from manyhands.cluster.member import Member
 from manyhands.errors import LinkError, ViewChanging
+from manyhands.strategies.worker import log_to_stderr
 
 POLL_S = 0.2
 
 
 def main() -> int:
+    log_to_stderr()
     try:
         # Before torch is loaded: the coordinator should know at once that this process lives.
         member = Member.from_launcher()
@@ -90,6 +92,7 @@ class Keeper:
                 case {"order": "stop"}:
                     self._report("stopped")
                 case {"order": "leave"}:
+                    self._report("left", settled=self.station.settled())
                     self.station.leave()
                     return
 

@@ -5,6 +5,7 @@ Builds the learner that its spec names and runs the loop with it.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing.util
 import os
 import sys
@@ -13,7 +14,18 @@ from manyhands.cluster.member import Member
 from manyhands.errors import LinkError
 
 
+def log_to_stderr() -> None:
+    """What a member has to say about others, such as whom it refused, goes to its log, with the time."""
+    ours = logging.getLogger("manyhands")
+    if not ours.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        ours.addHandler(handler)
+        ours.propagate = False  # a job that sets up logging of its own gets none of it twice
+
+
 def main() -> int:
+    log_to_stderr()
     try:
         # Before torch is loaded: the coordinator should know at once that this process lives.
         member = Member.from_launcher()

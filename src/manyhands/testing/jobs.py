@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from manyhands.job import Job
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, weight_decay=1e-3),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 @dataclass
@@ -26,6 +36,11 @@ class Regression(Job):
     lr: float = 0.05
     clip_norm: float | None = 1.0
     width: int = 24
+    """From 20000 on, parameter servers have ten blocks to spread, and more."""
+    optim: str = "momentum"
+    """One of OPTIMIZERS."""
+    anneal: bool = True
+    """The learning rate falls along a cosine."""
     pause_s: float = 0.0
     """Makes each step slow, so that it can be interrupted."""
 
@@ -33,9 +48,11 @@ class Regression(Job):
         return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, 2))
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=self.lr, momentum=0.9, weight_decay=1e-3)
+        return OPTIMIZERS[self.optim](params, lr=self.lr)
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+        if not self.anneal:
+            return None
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, num_steps))
 
     def data(self) -> TensorDataset:
@@ -58,9 +75,7 @@ class Adam(Regression):
     """The same with Adam."""
 
     lr: float = 0.01
-
-    def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=self.lr)
+    optim: str = "adamw"
 
 
 @dataclass
@@ -93,6 +108,44 @@ class Dropout(Regression):
         return nn.Sequential(
             nn.Linear(6, self.width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(self.width, 2)
         )
+
+
+@dataclass
+class Straggling(Regression):
+    """One worker, the first to begin, is slower than the others, and all write down what they do."""
+
+    samples: int = 1600
+    epochs: int = 1
+    pause_s: float = 0.01
+    """For each step of a worker."""
+    slow_by: float = 10.0
+    """What it is multiplied by for the slow one; 1: there is none."""
+    diary: str = ""
+    """A file that gets a line "process id, slow or not" whenever a worker begins to compute."""
+
+    def __post_init__(self) -> None:
+        self._slow = False
+        self._pages = -1
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        if self._pages < 0:
+            self._pages = os.open(self.diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._slow = _first_to_make(Path(f"{self.diary}.slow")) and self.slow_by != 1
+        os.write(self._pages, f"{os.getpid()} {int(self._slow)}\n".encode())
+        time.sleep(self.pause_s * (self.slow_by if self._slow else 1.0))
+        return nn.functional.mse_loss(output, batch[1])
+
+    def eval_data(self) -> None:
+        return None
+
+
+def _first_to_make(path: Path) -> bool:
+    """Of several processes that ask this of a path, one gets True."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _made_up(samples: int, *, seed: int) -> TensorDataset:

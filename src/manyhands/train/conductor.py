@@ -176,8 +176,9 @@ class Conductor:
             return
         if crew.joining:
             self._count_view()
-        # Newcomers wait until nothing is open; at the end of the course nobody waits for them.
-        waited_for = bool(crew.newcomers) and handout.finishing is None
+        # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
+        ending = handout.finishing is not None or self._signal is not None
+        waited_for = bool(crew.newcomers) and not ending
         handout.more(hold=waited_for)
         if waited_for and handout.quiet:
             crew.admit()
@@ -287,6 +288,8 @@ class Conductor:
                     self._leaving = True
                     self.crew.dismiss()
                     self.handout.tell_all(order="leave")
+            case {"what": "left", "settled": {"pushes": dict(pushes)}}:
+                self.tally.pushes = pushes
             case {"what": "saving", "step": int(step)}:
                 self.handout.saving(member, step)
             case {"what": "saved", "step": int(step)}:

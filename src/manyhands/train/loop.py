@@ -148,6 +148,7 @@ class Worker:
                 self._do(head, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
+        self._report("left", settled=self.learner.settled())  # nothing changes any more
         self.learner.close()
         if self.loaders is not None:
             self.loaders.close()

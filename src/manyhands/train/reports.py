@@ -80,6 +80,7 @@ class Committed:
     compute_s: float | None
     wait_s: float | None
     bytes_sent: int
+    num_parts: int = 0
     staleness: tuple[int, ...] = ()
     """Of each part that was reported."""
 
@@ -202,6 +203,7 @@ class Gathering:
             compute_s=_mean([row.compute_s for row in rows]),
             wait_s=_mean([row.wait_s for row in rows]),
             bytes_sent=sum(row.bytes_sent for row in rows) + sum(p.wasted_bytes for p in parts),
+            num_parts=len(parts),
             staleness=tuple(row.staleness for row in rows),
         )
 

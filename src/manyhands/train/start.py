@@ -61,7 +61,7 @@ def train(
                 logs=run.logs,
                 timeouts=timeouts,
                 control=control,
-                keys=options.manner.needs_keys,
+                keys=options.manner.needs_keys and not options.trust_network,
             ) as coordinator:
                 on_signals(coordinator)
                 conductor = Conductor(
@@ -121,7 +121,7 @@ def _conduct(conductor: Conductor) -> int:
 def rehearse(options: Options, folder: Path, *, control: str = "unix") -> Conductor:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
     run = Run.create("check", path=folder)
-    keys = options.manner.needs_keys
+    keys = options.manner.needs_keys and not options.trust_network
     with Coordinator(LocalLauncher(), logs=run.logs, control=control, keys=keys) as coordinator:
         on_signals(coordinator)
         conductor = Conductor(

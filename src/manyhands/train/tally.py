@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from manyhands.train.course import Course
@@ -17,6 +18,10 @@ class Tally:
 
     def __init__(self, *, lockstep: bool = True) -> None:
         self.samples = 0
+        self.parts = 0
+        """Of committed steps."""
+        self.pushes: Mapping[str, int] | None = None
+        """Applied, by worker, as the servers' books have it at the end; None without servers."""
         self.bytes_sent = 0
         self.last_loss: float | None = None
         self.staleness = None if lockstep else StalenessTally()
@@ -37,6 +42,7 @@ class Tally:
     def add(self, step: Committed) -> bool:
         """One more step; True if its loss is the first that is no number."""
         self.samples += step.plan.samples
+        self.parts += step.num_parts
         self.bytes_sent += step.bytes_sent
         self.last_loss = step.loss
         if self.staleness is not None:
@@ -75,9 +81,16 @@ class Tally:
             "final_metrics": final,
             "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
             "bytes_sent": self.bytes_sent,
+            "pushes": self._books(),
             "staleness": self.staleness.to_dict() if self.staleness else None,
             "lost": num_lost,
             "replaced": num_replaced,
             "checkpoint": checkpoint,
             "error": error,
         }
+
+    def _books(self) -> dict[str, int] | None:
+        """For audits: what is in the weights is what was committed, and once. None where nobody kept any."""
+        if self.pushes is None:
+            return None
+        return {"applied": sum(self.pushes.values()), "committed": self.parts}

@@ -74,6 +74,11 @@ class Segment:
         assert offset_bytes % dtype.itemsize == 0, "a tensor begins at a multiple of its items"
         return torch.frombuffer(self._map, dtype=dtype, offset=offset_bytes, count=numel)
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it, as bytes."""
+        return memoryview(self._map)
+
     def close(self) -> None:
         """No further process can attach by way of this one; tensors that exist stay valid."""
         if self._descriptor is not None:

@@ -129,6 +129,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     # What must hold.
 
+    @invariant()
+    def the_furthest_step_is_the_last_that_may_start(self) -> None:
+        for worker in self.live:
+            furthest, due = self.policy.furthest(worker), self.policy.resume_at(worker)
+            for seq in range(due, due + 6):
+                may = furthest is None or seq <= furthest
+                assert self.policy.may_start(worker, seq) == may
+
     def count(self, update: Update) -> None:
         assert update.contributions
         assert update.version == self.base + len(self.updates) + 1, "versions have no gaps"

@@ -197,7 +197,7 @@ def test_a_list_will_do(make_job: Any) -> None:
     assert [value.tolist() for value in batch] == [[3.0], [4]]
 
 
-def test_a_share_knows_which_part_it_is(make_job: Callable[..., Job]) -> None:
+def test_a_share_knows_which_part_it_is(make_job: Any) -> None:
     job = make_job()
     share = Feed(job, job.data(), device="cpu").share(Portion(3, 1, 8, ((4, 8),), part=2))
     assert (share.step, share.epoch, share.samples, share.total, share.part) == (3, 1, 4, 8, 2)

@@ -1,0 +1,169 @@
+"""What workers may say to a server, field by field. Pure.
+
+Whoever has the run's key may speak, and may still be broken. So each message is checked when it comes in,
+by the thread that reads it: the server's own thread gets none that is not as it should be. What is wrong
+is Nonsense: nothing of it is used, the connection that it came by is closed, and its worker is told why.
+
+A connection is for what its first word says: `enter` for words, `lane` for bulk, `peer` between servers.
+Servers believe each other; all that is checked there is that no worker speaks as one.
+
+What only the server's state can tell is checked there: which slots and runs there are (guest.py), and
+which push is due (lead.py).
+"""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhands.errors import LinkError
+from manyhands.ps.ledger import Given
+
+PEER, ENTER, LANE = "peer", "enter", "lane"
+REFUSED = "refused"
+"""The kind of the last word to a worker that talks nonsense; it has the field `why`."""
+
+_LARGEST = 1 << 53
+_MANY = 16
+"""More slots than any policy has."""
+
+
+class Nonsense(LinkError):
+    """A message that no worker of ours sends."""
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _counted(value: Any) -> bool:
+    return _whole(value) and value > 0
+
+
+def _amount(value: Any) -> bool:
+    """A finite number, 0 or more; NaN is in no range."""
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+
+
+def _positive(value: Any) -> bool:
+    return _amount(value) and 0 < value < _LARGEST
+
+
+def _factor(value: Any) -> bool:
+    return _amount(value) and value <= 1
+
+
+def _fraction(value: Any) -> bool:
+    """A part of one batch: the schedule is moved on by it."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and _whole(value[0])
+        and _counted(value[1])
+        and value[0] <= value[1]
+    )
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _addresses(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MANY
+        and all(isinstance(each, str) and len(each) <= 100 for each in value)
+    )
+
+
+def _nothing(value: Any) -> bool:
+    return type(value) is int and value == 0
+
+
+Check = Callable[[Any], bool]
+
+_GIVEN: Mapping[str, Check] = {
+    "worker": _name,
+    "seq": _counted,
+    "slot": _whole,
+    "step": _whole,
+    "part": _whole,
+    "samples": _amount,
+    "total": _positive,
+    "share": _fraction,
+    "staleness": _nothing,  # the lead's to say
+    "scale": _factor,
+}
+"""A push is a list of these: a Given, in the order of its fields."""
+
+
+def _push(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(_GIVEN)
+        and all(check(each) for check, each in zip(_GIVEN.values(), value, strict=True))
+    )
+
+
+_FIRST: Mapping[str, Mapping[str, Check]] = {
+    ENTER: {"worker": _name, "view": _whole, "slots": _addresses},
+    LANE: {"worker": _name, "view": _whole},
+    PEER: {"server": _name, "view": _whole, "sums": _addresses},
+}
+_SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
+    ENTER: {
+        "push": {"seq": _counted, "push": _push, "began": _whole, "after": _whole},
+        "who": {"seq": _whole},
+        "buffers": {"tag": _whole},
+        "rest": {},
+        "wake": {},
+        "ends": {},
+        "pull": {},
+        "state": {},
+    },
+    LANE: {"run": {"seq": _counted, "slot": _whole, "i": _whole}},
+}
+_CARRIES = ("run", "buffers")
+
+
+def check_first(head: Mapping[str, Any]) -> tuple[str, str]:
+    """The kind of a connection and who is at its other end, by the first word there."""
+    kind = _fitting(head, _FIRST)
+    return kind, str(head["server" if kind == PEER else "worker"])
+
+
+def check_said(line: str, who: str, head: Mapping[str, Any], *, payload: bool) -> str:
+    """The kind of a later word of `who`, on a connection of the kind `line`."""
+    kind = _fitting(head, _SAYS[line])
+    if payload != (kind in _CARRIES):
+        raise Nonsense(f"{kind!r} with{'' if payload else 'out'} a payload")
+    if kind == "push":
+        given = given_of(head["push"])
+        if given.worker != who or given.seq != head["seq"] or head["after"] >= head["seq"]:
+            raise Nonsense(f"push {head['seq']} of {who} is {reprlib.repr(head)}")
+    return kind
+
+
+def given_of(record: Any) -> Given:
+    """A push as its worker says it."""
+    worker, seq, slot, step, part, samples, total, share, staleness, scale = record
+    return Given(
+        *(worker, seq, slot, step, part, float(samples), float(total), (share[0], share[1])),
+        *(staleness, float(scale)),
+    )
+
+
+def _fitting(head: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Check]]) -> str:
+    kind = head.get("k")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise Nonsense(f"{reprlib.repr(kind)}, where {', '.join(sorted(kinds))} may be said")
+    fields = kinds[kind]
+    if head.keys() != {"k", *fields}:
+        said = reprlib.repr(sorted(head.keys() - {"k"}))
+        raise Nonsense(f"{kind!r} with the fields {said}, where {sorted(fields)} belong")
+    for name, check in fields.items():
+        if not check(head[name]):
+            raise Nonsense(f"{kind!r} with {name} {reprlib.repr(head[name])}")
+    return kind

@@ -1,0 +1,307 @@
+"""Rounds that wait for all, inside one host: agreed on in shared memory, almost without messages.
+
+Where an update is everybody's gradients, nobody needs to decide what the next one is: each server sees in
+a shared Table that all workers have pushed, adds up its own blocks and applies them, and each worker sees
+there that all servers have. Who completes a count rings the others' bells; that is all that is sent. A
+worker that serves too does the server's part itself, in the time in which it would wait.
+
+    push      table: my round, what I give              the last one rings the servers
+    add up    table: my part of the norm, if clipped    the last one rings the servers
+    apply     table: applied                            the last one rings the workers
+    follow    replicas of others, from their sums, when there is time; table: taken, their place is free
+
+Cost a step: two or three barriers of about as many datagrams as there are members, however many blocks.
+Numbers in the table are eight bytes at a multiple of eight: a processor writes and reads them at once.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import LinkTimeout
+from manyhands.ps.estate import Estate
+from manyhands.ps.holding import squared_norm
+from manyhands.ps.ledger import Decision, Given, progress_after
+from manyhands.ps.placement import Placement
+from manyhands.wire.shm import Segment
+
+LOOK_S = 0.2
+"""How often a waiting member looks whether there is anything to wait for."""
+SHORT_S = 0.001
+_WORKER = ("pushed", "step", "part", "share", "of")
+_SERVER = ("summed", "applied", "taken", "measured")
+
+
+class Table:
+    """Where each member stands: numbers of rounds, and what workers give."""
+
+    def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:
+        self.workers, self.servers = list(workers), list(servers)
+        self.address = segment.address
+        self._fence = threading.Lock()
+        counts = [len(workers)] * len(_WORKER) + [len(servers)] * len(_SERVER) + [1]
+        floats = [len(workers)] * 2 + [len(servers)]
+        memory: Any = segment.memory
+        offset = 0
+        columns: list[Any] = []
+        for count, kind in [(c, "q") for c in counts] + [(c, "d") for c in floats]:
+            columns.append(memory[offset : offset + 8 * count].cast(kind))
+            offset += 8 * count
+        self.pushed, self.step, self.part, self.share, self.of = columns[:5]
+        self.summed, self.applied, self.taken, self.measured = columns[5:9]
+        self.ticks = columns[9]
+        self.samples, self.total, self.norm = columns[10:]
+
+    @classmethod
+    def create(cls, workers: Sequence[str], servers: Sequence[str]) -> Table:
+        return cls(
+            Segment.create(cls._size(workers, servers), label="manyhands-rounds"), workers, servers
+        )
+
+    @classmethod
+    def attach(cls, address: str, workers: Sequence[str], servers: Sequence[str]) -> Table:
+        return cls(Segment.attach(address), workers, servers)
+
+    @staticmethod
+    def _size(workers: Sequence[str], servers: Sequence[str]) -> int:
+        return 8 * (len(workers) * (len(_WORKER) + 2) + len(servers) * (len(_SERVER) + 1) + 1)
+
+    def reached(self, column: memoryview, number: int) -> bool:
+        """Everybody has, in this column. After a write of one's own: see `fence`."""
+        return min(column) >= number
+
+    def fence(self) -> None:
+        """What was written is seen by others before anything is read: else two who complete a count
+        might each miss the other, and nobody would ring."""
+        with self._fence:
+            pass
+
+
+class Bell:
+    """Wakes one member."""
+
+    def __init__(self, folder: Path, view: int, name: str) -> None:
+        self._folder, self._view = folder, view
+        self._path = self._path_of(name)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.setblocking(False)
+        with suppress(FileNotFoundError):
+            Path(self._path).unlink()
+        self._sock.bind(self._path)
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
+        self.name = name
+
+    def ring(self, names: Iterable[str]) -> None:
+        """Wake others. One whose bell is full, or gone, needs no ring."""
+        for name in names:
+            with suppress(OSError):
+                self._sock.sendto(b"!", self._path_of(name))
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it rings, or the time is over; it may have rung for something that is long done."""
+        if self._poll.poll(timeout_s * 1000):
+            with suppress(OSError):
+                while self._sock.recv(16):
+                    pass
+
+    def close(self) -> None:
+        self._sock.close()
+        with suppress(OSError):
+            Path(self._path).unlink()
+
+    def _path_of(self, name: str) -> str:
+        return f"{self._folder}/bell-{self._view}-{name}"
+
+
+class Serving:
+    """The servers' half: one of them, for its own blocks and the replicas that it keeps."""
+
+    def __init__(
+        self,
+        table: Table,
+        bell: Bell,
+        estate: Estate,
+        placement: Placement,
+        *,
+        clip_norm: float | None,
+    ) -> None:
+        self.done = 0
+        """The last round that is applied here."""
+        self._table = table
+        self._bell = bell
+        self._estate = estate
+        self._clip_norm = clip_norm
+        self._base = estate.ledger.version
+        self._me = table.servers.index(estate.name)
+        self._summed: Decision | None = None
+        mine = placement.blocks_of(estate.name)
+        keepers = {placement.replica_of(block) for block in mine} - {None}
+        self._keepers = [table.servers.index(name) for name in keepers if name is not None]
+        self._kept = {name: table.servers.index(name) for name in estate.keep.replicas}
+
+    def carry(self, number: int) -> bool:
+        """As much of a round as is possible now; True when it is applied here."""
+        table, estate = self._table, self._estate
+        if number <= self.done:
+            return True
+        if not table.reached(table.pushed, number):
+            return False
+        if self._summed is None and not self._add_up(number):
+            return False
+        decision = self._summed
+        assert decision is not None
+        sums = estate.sums.of(decision.version)
+        if self._clip_norm is not None:
+            if not table.reached(table.measured, number):
+                return False
+            # In one order: every server computes the same factor from the same numbers.
+            norm = math.sqrt(math.fsum(table.norm))
+            factor = min(1.0, self._clip_norm / (norm + 1e-6))
+            decision = replace(decision, factor=factor)
+            if factor != 1.0:
+                for run in estate.own.runs:
+                    run.of(sums).mul_(factor)
+        estate.sums.note(decision.version)
+        table.summed[self._me] = number
+        estate.apply(decision)
+        self._summed, self.done = None, number
+        if not self._me:
+            table.ticks[0] = decision.ticks
+        self._tell(table.applied, number, table.workers)
+        return True
+
+    def follow(self) -> None:
+        """Bring the replicas that are kept here up to what is applied here."""
+        table, estate = self._table, self._estate
+        if not self._kept:
+            return
+        versions = estate.keep.versions
+        for owner, index in self._kept.items():
+            last = min(self._base + self.done, self._base + table.summed[index])
+            for decision in estate.ledger.between(versions[owner], last):
+                estate.apply_replica(owner, decision)
+        table.taken[self._me] = min(versions[owner] for owner in self._kept) - self._base
+
+    def stop(self) -> None:
+        """The view is over: note which sums of others are complete, for whoever takes over."""
+        self.follow()
+        for owner, index in self._kept.items():
+            for number in (self._table.summed[index] - 1, self._table.summed[index]):
+                if number > 0:
+                    self._estate.others[owner].note(self._base + number)
+
+    def _add_up(self, number: int) -> bool:
+        table, estate = self._table, self._estate
+        if any(table.taken[keeper] < number - 2 for keeper in self._keepers):
+            return False
+        decision = self._decision(number)
+        sums = estate.sums.of(decision.version)
+        estate.add_up(decision, sums, estate.own.runs)
+        self._summed = decision
+        if self._clip_norm is not None:
+            table.norm[self._me] = squared_norm(sums, estate.own.runs)
+            self._tell(table.measured, number, table.servers)
+        return True
+
+    def _tell(self, column: memoryview, number: int, whom: Sequence[str]) -> None:
+        column[self._me] = number
+        self._table.fence()
+        if self._table.reached(column, number):
+            self._bell.ring(name for name in whom if name != self._bell.name)
+
+    def _decision(self, number: int) -> Decision:
+        table = self._table
+        given = tuple(
+            Given(
+                worker=worker,
+                seq=number,
+                slot=0,
+                step=table.step[i],
+                part=table.part[i],
+                samples=table.samples[i],
+                total=table.total[i],
+                share=(table.share[i], table.of[i]),
+            )
+            for i, worker in enumerate(table.workers)
+        )
+        progress = progress_after(self._estate.ledger.progress, given)
+        return Decision(
+            self._base + number, given, progress=(progress.numerator, progress.denominator)
+        )
+
+
+class Turns:
+    """A worker's half."""
+
+    def __init__(
+        self,
+        worker: str,
+        table: Table,
+        bell: Bell,
+        *,
+        carry: Callable[[int], bool] | None,
+        check: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        """`carry` does the part of the server in this process, if there is one. `check` raises when
+        there is nothing to wait for any more."""
+        self.seq = 0
+        self._table = table
+        self._bell = bell
+        self._carry = carry
+        self._check = check
+        self._timeout_s = timeout_s
+        self._me = table.workers.index(worker)
+
+    @property
+    def ticks(self) -> int:
+        return int(self._table.ticks[0])
+
+    def push(
+        self, *, step: int, part: int, samples: float, total: float, share: tuple[int, int]
+    ) -> None:
+        """The gradient of the next round is in its place."""
+        table, me = self._table, self._me
+        table.step[me], table.part[me] = step, part
+        table.share[me], table.of[me] = share
+        table.samples[me], table.total[me] = samples, total
+        self.seq += 1
+        table.pushed[me] = self.seq
+        table.fence()
+        if table.reached(table.pushed, self.seq):
+            self._bell.ring(name for name in table.servers if name != self._bell.name)
+
+    def finish(self) -> None:
+        """Until the round is applied everywhere."""
+        table, began = self._table, time.monotonic()
+        while not table.reached(table.applied, self.seq):
+            blocked = False
+            if self._carry is not None and table.reached(table.pushed, self.seq):
+                blocked = not self._carry(self.seq)
+                if not blocked and table.reached(table.applied, self.seq):
+                    return
+            self._bell.wait(SHORT_S if blocked else LOOK_S)
+            self._check()
+            if time.monotonic() - began > self._timeout_s:
+                raise LinkTimeout(self._late(time.monotonic() - began))
+
+    def _late(self, waited_s: float) -> str:
+        table = self._table
+        missing = _behind(table.workers, table.pushed, self.seq) or _behind(
+            table.servers, table.applied, self.seq
+        )
+        return f"{table.workers[self._me]} waited {waited_s:.0f} s for {', '.join(missing)}"
+
+
+def _behind(names: Sequence[str], column: memoryview, number: int) -> list[str]:
+    return [name for name, reached in zip(names, column, strict=True) if reached < number]

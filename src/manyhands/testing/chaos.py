@@ -1,0 +1,247 @@
+"""Deaths on purpose: SIGKILL of random members of real runs at random moments, and an audit of the outcome.
+
+    python -m manyhands.testing.chaos --kills 4 --seeds 1
+
+An ordeal is one run with several kills. A member may die whenever the others hold all that it held: not
+before the last death is recovered from, for a block is in two places and no more. It may well die while
+another one takes somebody's place. Everything is seeded but the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from manyhands.testing import harness
+from manyhands.testing.conformance import Case, assert_once_an_epoch
+
+MODES = ("ps:sync", "ps:async", "ps:ssp", "ps:backup")
+TRANSPORTS = ("shm", "tcp")
+PLACEMENTS = ("colocated", "dedicated")
+RECOVERED_WITHIN_S = 60.0
+"""A limit for hangs, not a promise."""
+
+
+def case_of(mode: str, transport: str, placement: str) -> Case:
+    colocated = placement == "colocated"
+    spec = f"{mode}(transport={transport}{'' if colocated else ',placement=dedicated'})"
+    return Case(
+        spec,
+        workers=3 if colocated else 2,
+        equals_single=mode == "ps:sync",
+        flags=("--max-restarts", "50"),
+        # Steps of unequal workers must stay small: what is computed on old weights may not blow up.
+        fields={"width": 20_000, "lr": 1e-4, "pause_s": 0.03},
+    )
+
+
+@dataclass
+class Ordeal:
+    """A run in which members were killed."""
+
+    case: Case
+    run: Path
+    victims: list[str] = field(default_factory=list)
+    pauses_s: list[float] = field(default_factory=list)
+    """From each kill to the next committed step."""
+    pids: set[int] = field(default_factory=set)
+    done: harness.Finished | None = None
+    left_over: list[str] = field(default_factory=list)
+
+
+def suffer(
+    case: Case,
+    run: Path,
+    *,
+    seed: int,
+    kills: int,
+    epochs: int,
+    role: str = "",
+    job: str = "Regression",
+) -> Ordeal:
+    """Train with so many kills, of members of that role or of any."""
+    rng = random.Random(seed)
+    ordeal = Ordeal(case, run)
+    with temporary_folder() as scratch:
+        arguments = case.arguments(job, run, epochs=epochs)
+        environ = {"TMPDIR": str(scratch)}
+        with harness.command(*arguments, run=run, environ=environ) as running:
+            running.wait_for_step(2)
+            for _ in range(kills):
+                time.sleep(rng.uniform(0.0, 1.5))
+                if not _kill(running, ordeal, rng, role):
+                    break
+            ordeal.done = running.wait()
+            ordeal.pids |= {*running.pids().values(), running.process.pid}
+        if not harness.gone(list(ordeal.pids)):
+            ordeal.left_over.append("processes")
+        ordeal.left_over += [str(path) for path in scratch.glob("manyhands-*")]
+    ordeal.left_over += _shared_memory_of(ordeal.pids)
+    return ordeal
+
+
+def audit(ordeal: Ordeal, *, epochs: int) -> None:
+    """It finished by itself, every sample counts once, and so does every push; nothing is left over."""
+    done, logs = ordeal.done, _logs(ordeal.run)
+    assert done is not None
+    assert done.code == 0, f"{done.out}\n{done.err}\n{logs}"
+    assert_once_an_epoch(done, epochs=epochs)
+    lost = [e["member"] for e in done.of("MemberLost")]
+    assert lost == ordeal.victims, f"{ordeal.victims} were killed, {lost} are said to be lost"
+    summary = json.loads((ordeal.run / "summary.json").read_text())
+    assert summary["lost"] == len(ordeal.victims)
+    pushes = summary["pushes"]
+    assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
+    assert not ordeal.left_over, f"left over: {ordeal.left_over}"
+
+
+def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> bool:
+    """One kill and the recovery from it; False if the run was over before."""
+    victim = _choose(running, ordeal, rng, role)
+    if victim is None or running.process.poll() is not None:
+        return False
+    killed = time.time()
+    try:
+        running.kill(victim)
+    except ProcessLookupError:
+        return False
+    deadline = time.monotonic() + RECOVERED_WITHIN_S
+    while time.monotonic() < deadline and running.process.poll() is None:
+        events = running.events()
+        lost = _first(events, "MemberLost", after=killed, member=victim)
+        recovered = _first(events, "Recovered", after=lost["time"]) if lost else None
+        step = _first(events, "StepCommitted", after=recovered["time"]) if recovered else None
+        if step is not None:
+            ordeal.victims.append(victim)
+            ordeal.pauses_s.append(step["time"] - killed)
+            return True
+        time.sleep(0.05)
+    if running.process.poll() is None:
+        running.process.kill()
+        raise AssertionError(
+            f"no step for {RECOVERED_WITHIN_S:.0f} s after the death of {victim}:\n{running.logs()}"
+        )
+    if _first(running.events(), "MemberLost", after=killed, member=victim):
+        ordeal.victims.append(victim)  # and nothing was left to be done after it
+    return False
+
+
+def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> str | None:
+    """A member that the others can do without; waits until there is one."""
+    while running.process.poll() is None:
+        views = [e for e in running.events() if e["event"] == "ViewChanged"]
+        members = list(views[-1]["members"])
+        num_servers = int(views[-1]["servers"])
+        workers, servers = (
+            members[: len(members) - num_servers],
+            members[len(members) - num_servers :],
+        )
+        spare = [group for group in (workers, servers) if len(group) > 1]
+        candidates = [
+            name
+            for group in spare
+            for name in group
+            if name.startswith(role)
+            if name not in ordeal.victims
+        ]
+        if candidates:
+            ordeal.pids |= set(running.pids().values())
+            return rng.choice(candidates)
+        time.sleep(0.05)
+    return None
+
+
+def _first(
+    events: Sequence[Mapping[str, Any]], kind: str, *, after: float, **fields: Any
+) -> Mapping[str, Any] | None:
+    return next(
+        (
+            e
+            for e in events
+            if e["event"] == kind and e["time"] >= after and fields.items() <= e.items()
+        ),
+        None,
+    )
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """For sockets, whose paths must be short."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _shared_memory_of(pids: set[int]) -> list[str]:
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return [f"/dev/shm/{name}" for name in names if {*name.split("_")} & {str(pid) for pid in pids}]
+
+
+def _logs(run: Path) -> str:
+    return "\n".join(f"{p.name}: {p.read_text()[-4000:]}" for p in sorted((run / "logs").glob("*")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=4, help="in each run (default: 4)")
+    parser.add_argument("--epochs", type=int, default=60, help="of each run (default: 60)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (default: 1)")
+    parser.add_argument("--first-seed", type=int, default=0)
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    pauses: dict[str, list[float]] = {}
+    num_bad = 0
+    for seed, mode, transport, placement in itertools.product(
+        range(asked.first_seed, asked.first_seed + asked.seeds), MODES, TRANSPORTS, PLACEMENTS
+    ):
+        case = case_of(mode, transport, placement)
+        with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
+            try:
+                ordeal = suffer(
+                    case, Path(folder) / "run", seed=seed, kills=asked.kills, epochs=asked.epochs
+                )
+                audit(ordeal, epochs=asked.epochs)
+            except AssertionError as error:
+                num_bad += 1
+                print(f"{case.strategy}, seed {seed}: FAILED\n{error}", flush=True)
+                continue
+        pauses.setdefault(f"{mode} {transport} {placement}", []).extend(ordeal.pauses_s)
+        told = ", ".join(
+            f"{name} {pause:.2f} s"
+            for name, pause in itertools.zip_longest(ordeal.victims, ordeal.pauses_s, fillvalue=0.0)
+        )
+        print(f"{case.strategy}, seed {seed}: {told}", flush=True)
+    print_pauses(pauses)
+    return 1 if num_bad else 0
+
+
+def print_pauses(pauses: Mapping[str, Sequence[float]]) -> None:
+    rows = {**pauses, "all": [pause for each in pauses.values() for pause in each]}
+    print(f"\n{'from the kill to the next committed step':42} kills  median     95 %      max")
+    for name, values in rows.items():
+        if values:
+            ordered = sorted(values)
+            most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+            print(
+                f"{name:42} {len(ordered):5} {median(ordered):6.2f} s {most:6.2f} s {ordered[-1]:6.2f} s"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

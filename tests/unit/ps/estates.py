@@ -1,0 +1,312 @@
+"""Servers without processes or links: estates that settle, apply updates, fall behind, die and join.
+
+A reference beside them, one holding of the whole model, gets every update in full. Whatever happened,
+after each change of membership every server and every replica must be equal to it, bit by bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from manyhands.ps.blocks import Layout, Piece
+from manyhands.ps.estate import Estate, Sums, Ticker
+from manyhands.ps.holding import Holding, Material, Run, add_up
+from manyhands.ps.ledger import Decision, Given
+from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.ps.parcels import Parcels, pack
+from manyhands.ps.settle import Plan, make_plan
+from manyhands.train.trainee import Trainee
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(
+        [{"params": p[::2], "weight_decay": 0.1}, {"params": p[1::2], "lr": 0.02}], lr=0.01
+    ),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+}
+"""Three that are elementwise, the last with two groups, and one that looks at whole tensors."""
+EVERY_KIND: dict[str, Make] = {
+    **OPTIMIZERS,
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+"""What is remembered differs: nothing, scalars, numbers of each element, and all of it."""
+
+
+def schedule(optimizer: Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def trainee(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> Trainee:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(9, 11), nn.Linear(11, 7), nn.Linear(7, 3))
+    optimizer = EVERY_KIND[name](list(model.parameters()))
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # as learners and servers do
+    make = schedule if scheduled else lambda optimizer: None
+    return Trainee(
+        model,
+        optimizer,
+        loss=lambda model, batch: model(batch).sum(),
+        scheduler=make(optimizer),
+        make_scheduler=make,
+    )
+
+
+def layout_for(whom: Trainee, *, block_bytes: int = 128) -> Layout:
+    """The trainee's layout, cut finer than it would be."""
+    rough = layout_of(whom.model, whom.optimizer)
+    pieces: tuple[Piece, ...] = rough.pieces
+    return Layout.of(pieces, block_bytes=block_bytes, whole_tensors=rough.whole_tensors)
+
+
+def filled(flat: Flat, whom: Trainee) -> Flat:
+    """With the trainee's parameters."""
+    for name, parameter in pieces_of(whom.model, whom.optimizer).items():
+        flat.piece(name).copy_(parameter.detach().reshape(-1))
+    return flat
+
+
+def noise(layout: Layout, generator: torch.Generator) -> Flat:
+    """A gradient: random, and zero in the padding, as a backward leaves it."""
+    flat = Flat.private(layout)
+    for piece in layout.pieces:
+        flat.piece(piece.name).copy_(torch.randn(piece.numel, generator=generator))
+    return flat
+
+
+def everything(whom: Trainee, flat: Flat) -> Holding:
+    """A holding of all blocks, as the job has them."""
+    materials = {b.number: Material(flat.block(b.number), {}) for b in flat.layout.blocks}
+    return Holding(whom, flat, materials, ticks=0)
+
+
+def assert_same(mine: Material, theirs: Material, what: str) -> None:
+    assert torch.equal(mine.params.reshape(-1), theirs.params.reshape(-1)), f"{what}: parameters"
+    assert mine.state.keys() == theirs.state.keys(), what
+    for key, value in mine.state.items():
+        other = theirs.state[key]
+        same = torch.equal(value, other) if isinstance(value, Tensor) else value == other
+        assert same, f"{what}: {key}"
+
+
+class Village:
+    """Estates on one host (`shared`: the memory is common) or on several, and the reference."""
+
+    def __init__(self, name: str, *, shared: bool, chance: random.Random, block_bytes: int) -> None:
+        self.name, self.shared, self.chance = name, shared, chance
+        self.reference_trainee = trainee(name)
+        self.layout = layout_for(self.reference_trainee, block_bytes=block_bytes)
+        self.reference = everything(
+            self.reference_trainee, filled(Flat.private(self.layout), self.reference_trainee)
+        )
+        self.generator = torch.Generator().manual_seed(chance.randrange(2**31))
+        self.estates: list[Estate] = []
+        self.flats: list[Flat] = []
+        self.view = self.count = self.version = 0
+        self.progress = Fraction()
+        self.workers = ["w0", "w1", "w2"]
+        self.slots: dict[str, list[Flat]] = {
+            w: [Flat.private(self.layout) for _ in range(2)] for w in self.workers
+        }
+
+    # Members.
+
+    def join(self) -> Estate:
+        whom = trainee(self.name)
+        if not self.shared:
+            params = filled(Flat.private(self.layout), whom)
+        elif self.estates:
+            segment = self.estates[0].params.segment
+            assert segment is not None
+            params = Flat.attached(self.layout, segment.address)
+        else:
+            params = filled(Flat.shared(self.layout, label="test"), whom)
+        estate = Estate(
+            f"s{self.count}",
+            "host" if self.shared else f"host{self.count}",
+            whom,
+            params,
+            Ticker(whom),
+            shared=self.shared,
+            replicas=1,
+        )
+        self.count += 1
+        self.flats += [params, *estate.sums.flats]
+        self.estates.append(estate)
+        for worker in self.workers:
+            self.enter(estate, worker)
+        return estate
+
+    def enter(self, estate: Estate, worker: str) -> None:
+        """Inside a host all read the same memory; otherwise each has the runs that were sent to it."""
+        if self.shared:
+            estate.gradients[worker] = self.slots[worker]
+        else:
+            estate.gradients[worker] = [_unknown(self.layout) for _ in range(2)]
+
+    def lose(self, number: int) -> None:
+        self.estates.pop(number)
+
+    def close(self) -> None:
+        for flat in self.flats:
+            flat.close()
+
+    # A view begins, as in council.py.
+
+    def settle(self) -> Plan:
+        self.view += 1
+        statuses = [estate.status() for estate in self.estates]
+        plan = make_plan(statuses, self.layout, replicas=1)
+        plan = Plan.from_dict(plan.to_dict(), self.layout)
+        for estate in self.estates:
+            estate.catch_up(plan)
+            assert estate.ledger.version == plan.ledger.version
+        arriving = {estate.name: Parcels() for estate in self.estates}
+        by_name = {estate.name: estate for estate in self.estates}
+        for move in plan.moves:
+            for block in self.layout.blocks_in(move.shard):
+                material = by_name[move.source].material(block.number)
+                for head, payload in pack("block", block.number, material, role=move.role):
+                    copied = memoryview(bytearray(payload)) if payload is not None else None
+                    arriving[move.target].add(head, copied)
+        for estate in self.estates:
+            complete = arriving[estate.name].complete
+            estate.prepare(self.view, plan.placement, complete, fresh=not plan.standing)
+        return plan
+
+    def go(self) -> None:
+        for estate in self.estates:
+            estate.begin()
+        for estate in self.estates:
+            for owner in self.estates:
+                if owner.name in estate.keep.replicas:
+                    estate.others[owner.name] = self.sums_of(owner)
+
+    def sums_of(self, owner: Estate) -> Sums:
+        if not self.shared:
+            return Sums([Flat.private(self.layout) for _ in range(2)])
+        theirs = []
+        for flat in owner.sums.flats:
+            assert flat.segment is not None
+            theirs.append(Flat.attached(self.layout, flat.segment.address))
+        self.flats += theirs
+        return Sums(theirs)
+
+    # Updates, as in updates.py.
+
+    def decide(self, *, factor: float = 1.0) -> Decision:
+        """What is next, with gradients where the servers find them, and done by the reference."""
+        self.version += 1
+        given, sources = [], []
+        for worker in self.chance.sample(self.workers, self.chance.randint(1, len(self.workers))):
+            samples = self.chance.randint(1, 8)
+            share, slot = (samples, 8), self.version % 2
+            gradient = noise(self.layout, self.generator)
+            self.slots[worker][slot].copy_(gradient)
+            if not self.shared:
+                for estate in self.estates:
+                    assert estate.keep.own is not None
+                    for run in estate.keep.own.runs:
+                        run.of(estate.gradients[worker][slot]).copy_(run.of(gradient))
+            sources.append(gradient)
+            self.progress += Fraction(*share)
+            given.append(
+                Given(worker, self.version, slot, self.version, 0, float(samples), 8.0, share)
+            )
+        decision = Decision(
+            self.version,
+            tuple(given),
+            lr_scale=self.chance.choice([1.0, 0.5]),
+            progress=(self.progress.numerator, self.progress.denominator),
+            factor=factor,
+        )
+        sums = Flat.private(self.layout)
+        add_up(sums, self.reference.runs, sources, decision.coefficients())
+        _scale(sums, self.reference.runs, factor)
+        self.reference.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
+        return decision
+
+    def sum_up(self, estate: Estate, decision: Decision) -> None:
+        """Its sum is made."""
+        assert estate.keep.own is not None
+        sums = estate.sums.of(decision.version)
+        estate.add_up(replace(decision, factor=1.0), sums, estate.keep.own.runs)
+        _scale(sums, estate.keep.own.runs, decision.factor)
+        estate.sums.note(decision.version)
+
+    def hand_over(self, owner: Estate, keeper: Estate, decision: Decision) -> None:
+        """A keeper has the sum of another server."""
+        theirs, version = keeper.others[owner.name], decision.version
+        if not self.shared:
+            for run in keeper.keep.replicas[owner.name].runs:
+                run.of(theirs.of(version)).copy_(run.of(owner.sums.of(version)))
+        theirs.note(version)
+
+    def keepers_of(self, owner: Estate) -> list[Estate]:
+        return [e for e in self.estates if owner.name in e.keep.replicas]
+
+    def finish(self, decision: Decision) -> None:
+        """Everybody does all of it."""
+        for estate in self.estates:
+            self.sum_up(estate, decision)
+            for keeper in self.keepers_of(estate):
+                self.hand_over(estate, keeper, decision)
+        for estate in self.estates:
+            estate.apply(decision)
+            for owner in estate.keep.replicas:
+                estate.apply_replica(owner, decision)
+
+    # What must hold.
+
+    def check(self) -> None:
+        """After `settle`: all that is ready for the next view is as it should be."""
+        for estate in self.estates:
+            assert estate.ledger.version == self.version
+            assert estate.ledger.progress == self.progress
+            coming = estate.coming
+            assert coming is not None
+            assert coming.own is not None
+            holdings = {"own": coming.own, **coming.replicas}
+            for whose, holding in holdings.items():
+                for number in holding.numbers:
+                    what = f"block {number} of {whose} at {estate.name}"
+                    assert_same(holding.take(number), self.reference.take(number), what)
+        held = [n for e in self.estates for n in _numbers(e)]
+        assert sorted(held) == [block.number for block in self.layout.blocks]
+
+
+def _numbers(estate: Estate) -> list[int]:
+    assert estate.coming is not None
+    assert estate.coming.own is not None
+    return estate.coming.own.numbers
+
+
+def _unknown(layout: Layout) -> Flat:
+    """What was never sent must never be read."""
+    flat = Flat.private(layout)
+    for buffer in flat.buffers:
+        buffer.fill_(float("nan"))
+    return flat
+
+
+def _scale(sums: Flat, runs: list[Run], factor: float) -> None:
+    if factor != 1.0:
+        for run in runs:
+            run.of(sums).mul_(factor)

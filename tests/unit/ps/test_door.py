@@ -1,0 +1,578 @@
+"""Nonsense at a server's door: refused with a word, nothing of it applied, and the others train on.
+
+A real server behind a real socket. `worker-0` has a good key and talks nonsense; `worker-1` is a real
+client that pushes a step now and then, whose gradients alone may be in the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ManyhandsError
+from manyhands.ps.client import Client
+from manyhands.ps.door import MAX_STRANGERS, MAX_UNHEARD, Door
+from manyhands.ps.estate import Estate, Ticker
+from manyhands.ps.lanes import LANES
+from manyhands.ps.lead import MAX_UNDER_WAY
+from manyhands.ps.memory import Flat, layout_of
+from manyhands.ps.policies import Async, Sync
+from manyhands.ps.server import Server
+from manyhands.ps.terms import Terms
+from manyhands.train.trainee import Trainee
+from manyhands.wire import Authority, Limits, Link, Listener, connect
+
+BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"
+VIEW = 7
+SECRET = "the secret of a run"
+LIMITS = Limits(head_bytes=1 << 16, payload_bytes=1 << 16)
+LR, SHARE = 0.1, 0.5
+LONG_S = 20.0
+Dial = Callable[[str], Link]
+
+
+class House:
+    """A server in this process, and how to knock at it."""
+
+    def __init__(self, server: Server, dial: Dial, *, shared: bool, slots: int) -> None:
+        self.server = server
+        self.dial = dial
+        self.layout = server.estate.layout
+        self._shared, self._num_slots = shared, slots
+        self.slots: dict[str, list[Flat]] = {}
+        self.before = [buffer.clone() for buffer in server.estate.params.buffers]
+        self.pushed = 0
+        self.client = self.enter(GOOD)
+
+    def enter(self, name: str) -> Client:
+        self.slots[name] = [
+            Flat.shared(self.layout, label="test-gradients")
+            if self._shared
+            else Flat.private(self.layout)
+            for _ in range(self._num_slots)
+        ]
+        return Client(
+            name,
+            view=VIEW,
+            servers=[SERVER],
+            dial=lambda _: self.dial(name),
+            params=self.server.estate.params if self._shared else Flat.private(self.layout),
+            slots=self.slots[name],
+            check=self.check,
+            resolved=lambda seq, left_out, staleness: None,
+            timeout_s=LONG_S,
+        )
+
+    def check(self) -> None:
+        assert self.server.error is None
+
+    def push(self, client: Client, name: str, *, rounds: bool = False, **wrong: Any) -> int:
+        seq, slot = client.begin(rounds=rounds)
+        for buffer in self.slots[name][slot].buffers:
+            buffer.fill_(1.0)
+        for i in range(len(client.travelling().get(SERVER, ()))):
+            client.push_run(SERVER, i, seq=seq, slot=slot, priority=i)
+        given = dict(zip(GIVEN, push_of(name, seq, slot), strict=True)) | wrong
+        client.push(seq, slot, list(given.values()), began=client.version)
+        return seq
+
+    def train(self) -> None:
+        """The good worker makes a step, which is in the weights then, and nothing else is."""
+        self.push(self.client, GOOD)
+        self.client.drain()
+        self.client.pull()
+        self.pushed += 1
+        self.check()
+        assert self.server.estate.ledger.counts == {GOOD: self.pushed}
+        for now, before in zip(self.server.estate.params.buffers, self.before, strict=True):
+            torch.testing.assert_close(now, before - LR * SHARE * self.pushed)
+
+    def say(self, *heads: Mapping[str, Any], payload: bytes | None = None) -> str:
+        """Words on one connection of the bad worker, one after the other; why it was refused."""
+        with self.dial(BAD) as link:
+            return last_words(link, *heads, payload=payload)
+
+    def in_lanes(self, head: Mapping[str, Any], payload: bytes | None) -> str:
+        """A word of the bad worker on a lane, after it has entered."""
+        with self.dial(BAD) as words:
+            words.send(ENTER)
+            assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
+            return self.say(LANE, head, payload=payload)
+
+
+def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = None) -> str:
+    with contextlib.suppress(LinkError):
+        for head in heads[:-1]:
+            link.send(head)
+        link.send(heads[-1], payload)
+    why = ""
+    with contextlib.suppress(LinkClosed):
+        while True:
+            head = link.recv(timeout_s=LONG_S).head
+            assert not why, "a refusal is the last word"
+            if head["k"] == "refused":
+                why = head["why"]
+    return why
+
+
+@contextlib.contextmanager
+def house(kind: str, folder: Path, *, rounds: bool = False) -> Iterator[House]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    trainee = Trainee(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
+    layout, shared = layout_of(trainee.model, trainee.optimizer), kind == "unix"
+    params = Flat.shared(layout, label="test-parameters") if shared else Flat.private(layout)
+    slots = 1 if rounds else 2
+    terms = Terms(Sync if rounds else Async, rounds=rounds, slots=slots)
+    estate = Estate(SERVER, "here", trainee, params, Ticker(trainee), shared=shared, replicas=0)
+    authority = Authority.create("run") if kind == "tls" else None
+    if authority is not None:
+        listener = Listener("tcp://127.0.0.1:0", credentials=authority.issue(SERVER), limits=LIMITS)
+    elif kind == "proof":
+        listener = Listener("tcp://127.0.0.1:0", secret=SECRET, limits=LIMITS)
+    else:
+        listener = Listener(f"unix:{folder}/s", limits=LIMITS)
+
+    def dial(name: str) -> Link:
+        how: dict[str, Any] = {}
+        if authority is not None:
+            how = {"credentials": authority.issue(name)}
+        elif kind == "proof":
+            how = {"secret": SECRET, "name": name}
+        return connect(listener.address, timeout_s=LONG_S, limits=LIMITS, **how)
+
+    server = Server(
+        estate,
+        terms,
+        listener,
+        view=VIEW,
+        servers=[SERVER],
+        workers=[BAD, GOOD],
+        local={},
+        identified=not shared,
+    )
+    try:
+        server.meet(dial)
+        open_house = House(server, dial, shared=shared, slots=slots)
+        try:
+            yield open_house
+            open_house.check()
+        finally:
+            open_house.client.close()
+    finally:
+        server.freeze()
+
+
+GIVEN = ["worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"]
+
+
+def push_of(worker: str, seq: int, slot: int) -> list[Any]:
+    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0]
+
+
+ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": []}
+LANE = {"k": "lane", "worker": BAD, "view": VIEW}
+PUSH = {"k": "push", "seq": 1, "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
+RUN = {"k": "run", "seq": 1, "slot": 0, "i": 0}
+BUFFERS = {"k": "buffers", "tag": 1}
+WHO = {"k": "who", "seq": 1}
+PLAIN = [{"k": kind} for kind in ("rest", "wake", "ends", "pull", "state")]
+WORDS = [PUSH, WHO, BUFFERS, *PLAIN]
+"""All that a worker may say, each in a form that would be taken."""
+
+NEVER = [None, True, "1", [], {}, [1], -1, math.nan, math.inf, -math.inf, 10**400]
+"""What no field is."""
+NEVER_A_COUNT = [*NEVER, 1.0, 1.5, 1 << 60]
+STATISTICS = bytes(8 * 5)  # mean and variance of two features, and the number of batches
+
+
+def without(head: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in head.items() if key != name}
+
+
+def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The word with one field gone, one too many, or one of a wrong type or out of range."""
+    yield {**head, "more": 1}
+    for name in head.keys() - {"push", "k"}:
+        yield without(head, name)
+        for wrong in NEVER_A_COUNT:
+            if not (name == "slots" and wrong == []):
+                yield {**head, name: wrong}
+    for wrong in NEVER_A_COUNT:
+        yield {**head, "k": wrong}
+    if "push" in head:
+        yield without(head, "push")
+        for wrong in NEVER_A_COUNT:
+            yield {**head, "push": wrong}
+        for record in mutated_pushes(head["push"]):
+            yield {**head, "push": record}
+
+
+def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
+    yield push[:-1]
+    yield [*push, 0]
+    for position, name in enumerate(GIVEN):
+        is_amount = name in ("samples", "total", "scale")
+        for wrong in NEVER if is_amount else NEVER_A_COUNT:
+            yield [*push[:position], wrong, *push[position + 1 :]]
+    for share in ([1, 0], [3, 2], [-1, 2], [1, 2, 3], ["1", 2], [1, math.nan], [1 << 60, 1 << 60]):
+        yield [*push[:7], share, *push[8:]]
+    yield [GOOD, *push[1:]]
+    yield [*push[:6], 0.0, *push[7:]]
+    yield [*push[:8], 1, push[9]]
+    yield [*push[:9], 1.5]
+
+
+@pytest.mark.parametrize("head", WORDS, ids=lambda head: head["k"])
+def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Path) -> None:
+    payload = STATISTICS if head is BUFFERS else None
+    with house("proof", tmp_path) as at:
+        for wrong in mutated(head):
+            assert at.say(ENTER, wrong, payload=payload), f"{wrong} was taken"
+        for other in (RUN, LANE, ENTER, {"k": "decide"}, {"k": "go"}, {"k": "had"}, {"k": "peer"}):
+            assert at.say(ENTER, other), f"{other} was taken"
+        at.train()
+
+
+def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        for head in (ENTER, LANE):
+            for wrong in mutated(head):
+                assert at.say(wrong), f"{wrong} was taken"
+        for wrong in ({**ENTER, "view": VIEW + 1}, {**ENTER, "worker": "nobody"}, *WORDS, RUN, {}):
+            assert at.say(wrong), f"{wrong} was taken"
+        assert at.say(ENTER, payload=b"more")
+        at.train()
+
+
+def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        (run,) = at.client.travelling()[SERVER]
+        payload = bytes(run.numel * 4)
+        wrongs = [
+            *mutated(RUN),
+            {**RUN, "i": 1},
+            {**RUN, "slot": 2},
+            {**RUN, "i": 1 << 40},
+            *WORDS,
+        ]
+        for wrong in wrongs:
+            assert at.in_lanes(wrong, payload), f"{wrong} was taken"
+        for size in (0, 1, len(payload) - 1, len(payload) + 1, 1 << 15):
+            assert at.in_lanes(RUN, bytes(size)), f"{size} bytes were taken"
+        assert at.in_lanes(RUN, None)
+        at.train()
+
+
+def test_payloads_only_where_they_belong(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        for head in (PUSH, WHO, *PLAIN):
+            assert at.say(ENTER, head, payload=b"")
+            assert at.say(ENTER, head, payload=bytes(1 << 15))
+        for size in (0, len(STATISTICS) - 8, len(STATISTICS) + 8):
+            assert at.say(ENTER, BUFFERS, payload=bytes(size))
+        assert at.say(ENTER, BUFFERS)
+        at.train()
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+_fields = ("worker", "view", "slots", "seq", "push", "began", "after", "slot", "i", "tag", "v")
+_heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
+    lambda fields: st.sampled_from(
+        ["push", "run", "who", "buffers", "enter", "lane", "peer", "decide", "commit", "block"]
+    ).map(lambda kind: {"k": kind, **fields})
+)
+
+
+def test_made_up_words(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+
+        @settings(max_examples=120)
+        @given(_heads, st.none() | st.binary(max_size=100), st.sampled_from(["", "enter", "lane"]))
+        def holds(head: dict[str, Any], payload: bytes | None, first: str) -> None:
+            if first == "lane":
+                at.in_lanes(head, payload)
+            else:
+                assert at.say(*([ENTER] if first else []), head, payload=payload)
+            at.check()
+
+        holds()
+        at.train()
+
+
+@pytest.mark.parametrize("kind", ["tls", "proof"])
+def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
+    with house(kind, tmp_path) as at:
+        peer = {"k": "peer", "view": VIEW, "sums": []}
+        assert "has the key of" in at.say({**ENTER, "worker": GOOD})
+        assert "has the key of" in at.say({**LANE, "worker": GOOD})
+        assert "nobody expects" in at.say({**peer, "server": SERVER})
+        assert "nobody expects" in at.say({**peer, "server": BAD})
+        with at.dial(SERVER) as link:
+            assert "nobody expects" in last_words(link, {**ENTER, "worker": SERVER})
+        at.train()
+
+
+def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\n"
+        "from manyhands.wire import connect\n"
+        "with connect(sys.argv[1], timeout_s=20) as link:\n"
+        "    link.send(json.loads(sys.argv[2]))\n"
+        "    print(link.recv(timeout_s=20).head)\n"
+    )
+    enter = '{"k": "enter", "worker": "worker-1", "view": 7, "slots": []}'
+    with house("unix", tmp_path) as at:
+        at.train()
+        stranger = subprocess.run(
+            [sys.executable, "-c", code, at.server.address, enter],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert "is here already" in stranger.stdout, stranger.stderr
+        at.train()
+
+
+def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
+    with house("unix", tmp_path) as at:
+        good = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
+        _, pid, number, nbytes = good[0].split(":")
+        small = Flat.shared(layout_of(*_tiny()), label="test-small")
+        assert small.segment is not None
+        wrongs = [
+            [],
+            good[:1],
+            [*good, good[0]],
+            [good[0], "here"],
+            [good[0], small.segment.address],
+            [good[0], f"shm:{pid}:{number}:0"],
+            [good[0], f"shm:{pid}:{number}:{int(nbytes) + 1}"],
+            [good[0], f"shm:{pid}:99999:{nbytes}"],
+            [good[0], "shm:" + "9" * 50 + ":1:1"],
+            [good[0], f"shm:{pid}:0:{nbytes}"],
+        ]
+        for slots in wrongs:
+            assert at.say({**ENTER, "slots": slots}), f"{slots} were taken"
+        at.train()
+        small.close()
+
+
+def _tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=LR)
+
+
+def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        flat = Flat.shared(at.layout, label="test-gradients")
+        assert flat.segment is not None
+        assert at.say({**ENTER, "slots": [flat.segment.address] * 2})
+        at.train()
+        flat.close()
+
+
+@contextlib.contextmanager
+def entered(at: House) -> Iterator[tuple[Link, list[Link], bytes]]:
+    """The bad worker, with its lanes; and a run's worth of a gradient."""
+    (run,) = at.client.travelling()[SERVER]
+    with contextlib.ExitStack() as stack:
+        words = stack.enter_context(at.dial(BAD))
+        words.send(ENTER)
+        assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
+        lanes = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
+        for lane in lanes:
+            lane.send(LANE)
+        # When all lanes are there, the parameters come by one of them.
+        for _, lane in zip(range(400), itertools.cycle(lanes), strict=False):
+            with contextlib.suppress(LinkTimeout):
+                assert lane.recv(timeout_s=0.05).head["k"] == "run"
+                break
+        yield words, lanes, bytes(run.numel * 4)
+
+
+def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        with entered(at) as (words, lanes, gradient):
+            words.send({**PUSH, "push": push_of(BAD, 1, 1)})
+            words.send({"k": "pull"})
+            assert words.recv(timeout_s=LONG_S).head["k"] == "new"
+            assert "in slot 1, and in 0" in last_words(lanes[0], RUN, payload=gradient)
+        at.train()
+
+
+def test_a_step_that_is_not_due(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        for seq in (5, 6):
+            with entered(at) as (words, lanes, gradient):
+                lanes[1].send({**RUN, "seq": seq}, gradient)
+                push = {**PUSH, "seq": seq, "push": push_of(BAD, seq, 0)}
+                assert f"step {seq} where step 1 is due" in last_words(words, push)
+            at.train()
+
+
+def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        with entered(at) as (words, _, _):
+            assert "which there is not yet" in last_words(words, {**PUSH, "began": 1})
+        at.train()
+
+
+def test_pushes_that_begin_and_never_end(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        with entered(at) as (_, lanes, gradient):
+            runs = [{**RUN, "seq": seq} for seq in range(2, 40)]
+            with contextlib.suppress(LinkError):
+                for head in runs:
+                    lanes[0].send(head, gradient)
+            assert "others have not ended" in last_words(lanes[0], runs[-1], payload=gradient)
+        at.train()
+
+
+def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
+    """Held until the one before them is here, and not without end."""
+    with house("unix", tmp_path) as at:
+        addresses = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
+        pushes = [
+            {**PUSH, "seq": seq, "push": push_of(BAD, seq, 0), "after": seq - 1}
+            for seq in range(2, 2 + MAX_UNDER_WAY + 1)
+        ]
+        assert "wait for one before" in at.say({**ENTER, "slots": addresses}, *pushes)
+        at.train()
+
+
+def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        with entered(at) as (words, lanes, gradient):
+            for _ in range(3):
+                words.send(PUSH)
+                lanes[1].send(RUN, gradient)
+            words.send({"k": "pull"})
+            while at.server.estate.ledger.counts[BAD] == 0:
+                assert words.recv(timeout_s=LONG_S).head["k"] != "refused"
+            words.send(PUSH)
+        at.push(at.client, GOOD)
+        at.client.drain()
+        at.check()
+        assert at.server.estate.ledger.counts == {BAD: 1, GOOD: 1}
+
+
+def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        assert "has not entered" in at.say(LANE)
+        with entered(at):
+            assert "no use for one more lane" in at.say(LANE)
+        at.train()
+
+
+def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
+    with house("proof", tmp_path) as at:
+        for wrong in ({"samples": math.nan}, {"slot": 7}, {"step": -1}):
+            client = at.enter(BAD)
+            try:
+                at.push(client, BAD, **wrong)
+                with pytest.raises(ManyhandsError, match=f"{SERVER} refused {BAD}"):
+                    client.drain()
+            finally:
+                client.close()
+            at.train()
+
+
+def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> None:
+    """In lock-step the others wait for who was refused; come back with sense, it is counted."""
+    with house("proof", tmp_path, rounds=True) as at:
+        first = at.push(at.client, GOOD, rounds=True)
+        for wrong in mutated_pushes(push_of(BAD, 1, 0)):
+            assert at.say(ENTER, {**PUSH, "push": wrong}), f"{wrong} was taken"
+        assert at.server.estate.ledger.version == 0
+        client = at.enter(BAD)
+        try:
+            at.push(client, BAD, rounds=True)
+            client.finish(first)
+            at.client.finish(first)
+        finally:
+            client.close()
+        at.check()
+        for now, before in zip(at.server.estate.params.buffers, at.before, strict=True):
+            torch.testing.assert_close(now, before - LR)  # the mean of two times one
+        assert at.server.estate.ledger.counts == {BAD: 1, GOOD: 1}
+
+
+def test_strangers_who_never_speak_keep_nobody_out(tmp_path: Path) -> None:
+    with house("unix", tmp_path) as at, contextlib.ExitStack() as stack:
+        threads = threading.active_count()
+        silent = [stack.enter_context(at.dial(BAD)) for _ in range(3 * MAX_STRANGERS)]
+        with pytest.raises(LinkClosed):
+            silent[0].recv(timeout_s=LONG_S)
+        at.train()
+        deadline = time.monotonic() + LONG_S
+        while threading.active_count() > threads + MAX_STRANGERS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_refused_links_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # A test's log keeps what it was given, with the frames of each exception and all that is in them.
+    caplog.set_level(logging.CRITICAL, "manyhands.ps")
+
+    def links() -> int:
+        gc.collect()
+        return sum(type(thing) is Link for thing in gc.get_objects())
+
+    with house("unix", tmp_path) as at:
+        before = links()
+        for _ in range(50):
+            assert at.say({**ENTER, "view": 0})
+        deadline = time.monotonic() + LONG_S
+        while links() > before + 5:
+            assert time.monotonic() < deadline, f"{links() - before} links are kept"
+            time.sleep(0.05)
+
+
+def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
+    door = Door(
+        SERVER,
+        Listener(f"unix:{tmp_path}/s"),
+        view=VIEW,
+        servers=[SERVER],
+        workers=[BAD],
+        identified=False,
+        place=lambda who, head: None,
+    )
+    try:
+        with connect(f"unix:{tmp_path}/s", timeout_s=LONG_S) as link:
+            link.send(ENTER)
+            for _ in range(3 * MAX_UNHEARD):
+                link.send({"k": "rest"})
+            deadline = time.monotonic() + LONG_S
+            while door.inbox.qsize() < 1 + MAX_UNHEARD:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.2)
+            assert door.inbox.qsize() == 1 + MAX_UNHEARD
+            for _ in range(1 + 3 * MAX_UNHEARD):
+                happened = door.inbox.get(timeout=LONG_S)
+                assert happened is not None
+                happened.heard()
+    finally:
+        door.close()

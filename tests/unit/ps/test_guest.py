@@ -1,0 +1,132 @@
+"""A worker as a server sees it: a push is here when all of it is, in whatever order and however often."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import LinkClosed, LinkError
+from manyhands.ps.blocks import Layout, Piece
+from manyhands.ps.guest import Guest
+from manyhands.ps.holding import runs_of
+from manyhands.ps.lanes import LANES
+from manyhands.ps.memory import Flat
+from manyhands.wire import Link, Listener, connect
+
+LONG_S = 20.0
+LAYOUT = Layout.of([Piece("p", 96, 4, dtype="float32")], block_bytes=128)
+RUNS = runs_of(LAYOUT, [0, 2])
+HEAD = {"k": "push", "seq": 1}
+
+
+class Hall:
+    """Where guests come in."""
+
+    def __init__(self, listener: Listener, stack: contextlib.ExitStack) -> None:
+        self._listener, self._stack = listener, stack
+
+    def link(self) -> tuple[Link, Link]:
+        """A new connection: the server's end and the worker's."""
+        worker = self._stack.enter_context(connect(self._listener.address, timeout_s=LONG_S))
+        return self._stack.enter_context(self._listener.accept(LONG_S)), worker
+
+    def guest(self, *, travels: bool = True) -> Guest:
+        slots = [Flat.private(LAYOUT) for _ in range(2)]
+        guest = Guest("w0", self.link()[0], slots, travels=travels, runs=RUNS)
+        self._stack.callback(guest.close)
+        return guest
+
+
+@pytest.fixture
+def hall(tmp_path: Path) -> Iterator[Hall]:
+    with contextlib.ExitStack() as stack:
+        yield Hall(stack.enter_context(Listener(f"unix:{tmp_path}/g")), stack)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["head", 0, 1])))
+def test_a_push_is_here_once_its_head_and_all_its_runs_are(
+    hall: Hall, order: tuple[str | int, ...]
+) -> None:
+    guest = hall.guest()
+    for what in order[:-1]:
+        for _ in range(2):  # said again after a connection broke
+            assert arrive(guest, 1, what) is None
+    assert arrive(guest, 1, order[-1]) == HEAD
+
+
+def arrive(guest: Guest, seq: int, what: str | int) -> object:
+    if isinstance(what, str):
+        return guest.arrived(seq, 0, head=HEAD)
+    return guest.arrived(seq, 0, run=what)
+
+
+def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall: Hall) -> None:
+    guest = hall.guest()
+    words: list[tuple[int, str | int]] = [(s, w) for s in (1, 2) for w in ("head", 0, 1)]
+    random.Random(1).shuffle(words)
+    whole = [seq for seq, what in words if arrive(guest, seq, what) is not None]
+    assert sorted(whole) == [1, 2]
+    guest.done = 2
+    assert all(arrive(guest, seq, what) is None for seq, what in words)
+
+
+def test_inside_a_host_the_head_is_all(hall: Hall) -> None:
+    guest = hall.guest(travels=False)
+    assert guest.arrived(1, 1, head=HEAD) == HEAD
+    with pytest.raises(LinkError):
+        guest.room(0, 0)
+
+
+def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
+    guest = hall.guest()
+    guest.room(1, 1)[:4] = b"\x00\x00\x80\x3f"
+    assert float(guest.slots[1].block(2)[0]) == 1.0
+    assert guest.room(0, 0).nbytes == RUNS[0].numel * 4
+    for slot, i in [(2, 0), (-1, 0), (0, 2), (0, -1)]:
+        with pytest.raises(LinkError):
+            guest.room(slot, i)
+
+
+def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(hall: Hall) -> None:
+    guest, params = hall.guest(), Flat.private(LAYOUT)
+    params.block(0).fill_(1.0)
+    params.block(2).fill_(2.0)
+    guest.send_runs(3, params, [1, 0])  # no lane yet: it is sent when they are
+    far = []
+    for number in range(LANES):
+        near, worker = hall.link()
+        far.append(worker)
+        assert guest.add_lane(near) == (number == LANES - 1)
+    guest.send_runs(4, params, [1, 0])
+    heard = []
+    for link in far:
+        with contextlib.suppress(LinkError):
+            while len(heard) < len(RUNS):
+                heard.append(link.recv(timeout_s=0.2))
+    assert sorted(m.head["i"] for m in heard) == [0, 1]
+    for message in heard:
+        assert message.head["v"] == 4
+        assert message.payload is not None
+        first = memoryview(message.payload).cast("f")[0]
+        assert first == {0: 1.0, 1: 2.0}[message.head["i"]]
+
+
+def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: Hall) -> None:
+    guest = hall.guest()
+    near, _ = hall.link()
+    guest.tell({"k": "new"})
+    sent = guest.bytes_sent
+    assert sent > 0
+    old = guest.link
+    guest.enter_again(near)
+    assert guest.bytes_sent - near.bytes_sent == sent
+    with pytest.raises(LinkClosed):
+        old.send({})
+    assert guest.arrived(1, 0, run=0) is None
+    guest.close()
+    guest.tell({"k": "new"})  # into the void: it is gone, or comes back and asks

@@ -1,0 +1,256 @@
+"""Holdings: a model cut into blocks trains as the whole one does, and blocks can change hands."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from estates import (
+    EVERY_KIND,
+    OPTIMIZERS,
+    assert_same,
+    everything,
+    filled,
+    layout_for,
+    noise,
+    trainee,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from manyhands.ps.blocks import Layout, Piece
+from manyhands.ps.holding import Holding, Material, add_up, runs_of, squared_norm
+from manyhands.ps.memory import Flat, block_state, pieces_of
+from manyhands.train.trainee import Trainee
+
+
+def dealt(count: int, among: int, seed: int) -> list[list[int]]:
+    """Blocks to holdings, at random: some may get none."""
+    chance = random.Random(seed)
+    hands: list[list[int]] = [[] for _ in range(among)]
+    for number in range(count):
+        hands[chance.randrange(among)].append(number)
+    return hands
+
+
+def split(whom: Trainee, flat: Flat, hands: Iterable[list[int]]) -> list[Holding]:
+    return [
+        Holding(whom, flat, {n: Material(flat.block(n), {}) for n in hand}, ticks=0)
+        for hand in hands
+    ]
+
+
+# Runs -------------------------------------------------------------------------------------------
+
+layouts = st.builds(
+    lambda sizes, whole: Layout.of(
+        [Piece(f"p{i}", n, 4, group=i % 2) for i, n in enumerate(sizes)],
+        block_bytes=256,
+        whole_tensors=whole,
+    ),
+    st.lists(st.integers(0, 400), min_size=1, max_size=6),
+    st.booleans(),
+)
+
+
+@given(layouts, st.sampled_from([None, 1, 300, 1000]), st.integers(0, 999))
+def test_runs_are_the_blocks_in_order_and_no_longer_than_they_may_be(
+    layout: Layout, max_bytes: int | None, seed: int
+) -> None:
+    numbers = dealt(len(layout.blocks), 2, seed)[0]
+    runs = runs_of(layout, reversed(numbers), max_bytes=max_bytes)
+    assert [block.number for run in runs for block in run.blocks] == numbers
+    for run in runs:
+        assert (run.start, run.stop) == (run.blocks[0].start, run.blocks[-1].stop)
+        assert run.numel == sum(block.numel for block in run.blocks), "no gap inside"
+        assert {block.buffer for block in run.blocks} == {run.buffer}
+        if len(run.blocks) > 1:
+            assert not layout.whole_tensors
+            assert max_bytes is None or sum(b.num_bytes for b in run.blocks) <= max_bytes
+    if max_bytes is None and not layout.whole_tensors:
+        ends = {(run.buffer, run.stop) for run in runs}
+        assert not any((run.buffer, run.start) in ends for run in runs), "as long as they can be"
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def plain_step(whom: Trainee, gradient: Flat, *, lr_scale: float, tick: bool) -> None:
+    """What a person's own loop does."""
+    for name, parameter in pieces_of(whom.model, whom.optimizer).items():
+        parameter.grad = gradient.piece(name).view_as(parameter).clone()
+    rates = [group["lr"] for group in whom.optimizer.param_groups]
+    for group in whom.optimizer.param_groups:
+        group["lr"] *= lr_scale
+    whom.optimizer.step()
+    for group, rate in zip(whom.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    if tick:
+        assert whom.scheduler is not None
+        whom.scheduler.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_cut_into_blocks_a_model_trains_as_it_does_whole(name: str) -> None:
+    whom, plain = trainee(name), trainee(name)
+    layout = layout_for(whom)
+    flat = filled(Flat.private(layout), whom)
+    holdings = split(whom, flat, dealt(len(layout.blocks), 3, seed=1))
+    generator = torch.Generator().manual_seed(7)
+    ticks = 0
+    for step in range(6):
+        gradient, scale = noise(layout, generator), (1.0, 0.25)[step % 2]
+        ticks += step % 3 != 1  # a part of a batch moves the weights, not the schedule
+        for holding in holdings:
+            holding.apply(gradient, lr_scale=scale, ticks=ticks)
+        plain_step(plain, gradient, lr_scale=scale, tick=step % 3 != 1)
+    for piece, parameter in pieces_of(plain.model, plain.optimizer).items():
+        wanted = parameter.detach().reshape(-1)
+        torch.testing.assert_close(flat.piece(piece), wanted, rtol=1e-5, atol=1e-6)
+    rates = [group["lr"] for group in plain.optimizer.param_groups]
+    for holding in holdings:
+        assert [g["lr"] for g in holding._optimizer.optimizer.param_groups] == rates
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_who_holds_which_block_changes_no_bit(name: str) -> None:
+    whom = trainee(name)
+    layout = layout_for(whom)
+    flats = [filled(Flat.private(layout), whom) for _ in range(2)]
+    whole = everything(whom, flats[0])
+    parts = split(whom, flats[1], dealt(len(layout.blocks), 4, seed=2))
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, 5):
+        gradient = noise(layout, generator)
+        for holding in (whole, *parts):
+            holding.apply(gradient, lr_scale=0.5, ticks=step)
+    for holding in parts:
+        for number in holding.numbers:
+            assert_same(holding.take(number), whole.take(number), f"block {number}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> None:
+    whom = trainee(name)
+    layout = layout_for(whom)
+    generator = torch.Generator().manual_seed(5)
+    first = [noise(layout, generator) for _ in range(3)]
+    then = [noise(layout, generator) for _ in range(3)]
+    whole = everything(whom, filled(Flat.private(layout), whom))
+    for ticks, gradient in enumerate(first, start=1):
+        whole.apply(gradient, lr_scale=1.0, ticks=ticks)
+        assert whom.scheduler is not None
+        whom.scheduler.step()  # whoever builds the new holdings is as far with the schedule
+    moved = []
+    for hand in dealt(len(layout.blocks), 3, seed=9):
+        materials = {number: copy.deepcopy(whole.take(number)) for number in hand}
+        moved.append(Holding(whom, Flat.private(layout), materials, ticks=3))
+    for ticks, gradient in enumerate(then, start=4):
+        for holding in (whole, *moved):
+            holding.apply(gradient, lr_scale=0.7, ticks=ticks)
+    for holding in moved:
+        for number in holding.numbers:
+            assert number in holding
+            assert_same(holding.take(number), whole.take(number), f"block {number}")
+    assert sum(len(holding.numbers) for holding in moved) == len(layout.blocks)
+
+
+def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
+    whom = trainee("adam")
+    layout = layout_for(whom)
+    old = everything(whom, filled(Flat.private(layout), whom))
+    generator = torch.Generator().manual_seed(1)
+    old.apply(noise(layout, generator), lr_scale=1.0, ticks=1)
+    materials = {number: old.take(number) for number in old.numbers}
+    before = copy.deepcopy(materials)
+    new = Holding(whom, Flat.private(layout), materials, ticks=1)
+    new.apply(noise(layout, generator), lr_scale=1.0, ticks=2)
+    for number in old.numbers:
+        assert_same(old.take(number), before[number], "the old one stays as it was")
+
+
+def test_a_holding_of_nothing_follows_the_schedule_without_a_word() -> None:
+    """A server may have no block at all: fewer blocks than servers."""
+    whom = trainee("sgd")
+    holding = Holding(whom, Flat.private(layout_for(whom)), {}, ticks=0)
+    for ticks in (1, 2):
+        holding.apply(Flat.private(holding.layout), lr_scale=0.5, ticks=ticks)
+    assert holding.runs == []
+    assert holding._optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_what_a_checkpoint_remembers_reaches_the_blocks(name: str) -> None:
+    """Training goes on in blocks where it stopped whole."""
+    whom, plain = trainee(name, scheduled=False), trainee(name, scheduled=False)
+    layout = layout_for(whom)
+    generator = torch.Generator().manual_seed(2)
+    first, second = noise(layout, generator), noise(layout, generator)
+    for each in (whom, plain):
+        plain_step(each, first, lr_scale=1.0, tick=False)
+    pieces = pieces_of(whom.model, whom.optimizer)
+    states = {piece: whom.optimizer.state.get(p, {}) for piece, p in pieces.items()}
+    flat = filled(Flat.private(layout), whom)
+    materials = {
+        b.number: Material(flat.block(b.number), block_state(layout, b, states))
+        for b in layout.blocks
+    }
+    Holding(whom, flat, materials, ticks=0).apply(second, lr_scale=1.0, ticks=0)
+    plain_step(plain, second, lr_scale=1.0, tick=False)
+    for piece, parameter in pieces_of(plain.model, plain.optimizer).items():
+        wanted = parameter.detach().reshape(-1)
+        torch.testing.assert_close(flat.piece(piece), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unused: int) -> None:
+    """A parameter that no gradient has reached has no state in a checkpoint."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    whom = Trainee(model, optimizer, loss=lambda model, batch: batch)
+    layout = layout_for(whom, block_bytes=256)
+    assert [len(run.blocks) for run in runs_of(layout, range(2))] == [2]
+    flat = filled(Flat.private(layout), whom)
+    used = 1 - unused
+    states: list[dict[str, torch.Tensor]] = [{}, {}]
+    states[used] = {"momentum_buffer": torch.full((64,), 3.0)}
+    materials = {n: Material(flat.block(n), states[n]) for n in (0, 1)}
+    holding = Holding(whom, flat, materials, ticks=0)
+    assert torch.equal(holding.take(used).state["momentum_buffer"], torch.full((64,), 3.0))
+    holding.apply(Flat.private(layout), lr_scale=1.0, ticks=0)
+    torch.testing.assert_close(flat.block(used), torch.full((64,), 1 - 0.1 * 0.9 * 3.0))
+    assert torch.equal(flat.block(unused), torch.ones(64))
+
+
+# Sums -------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 0.5, 0.25, 1 / 3]), min_size=1, max_size=4), st.integers(0, 99)
+)
+def test_sums_are_the_sources_times_their_coefficients_in_their_order(
+    coefficients: list[float], seed: int
+) -> None:
+    layout = Layout.of([Piece("a", 100, 4, dtype="float32")], block_bytes=128)
+    generator = torch.Generator().manual_seed(seed)
+    sources = [noise(layout, generator) for _ in coefficients]
+    mine = dealt(len(layout.blocks), 2, seed)[0]
+    sums = Flat.private(layout)
+    sums.buffers[0].fill_(9.0)
+    runs = runs_of(layout, mine)
+    add_up(sums, runs, sources, coefficients)
+    wanted = torch.zeros(100)
+    for source, coefficient in zip(sources, coefficients, strict=True):
+        wanted = wanted + source.buffers[0] * coefficient
+    for block in layout.blocks:
+        got = sums.block(block.number)
+        if block.number in mine:
+            torch.testing.assert_close(got, wanted[block.start : block.stop])
+        else:
+            assert (got == 9.0).all(), "what is another's stays untouched"
+    known = sum(float(run.of(sums).double().square().sum()) for run in runs)
+    assert squared_norm(sums, runs) == pytest.approx(known)

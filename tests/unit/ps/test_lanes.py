@@ -1,0 +1,121 @@
+"""Lanes: what is needed first goes first, over several connections, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import LinkClosed
+from manyhands.ps.lanes import Lanes
+from manyhands.wire import Link, Listener, Message, connect
+
+LONG_S = 20.0
+BIG = 8 << 20
+"""Bytes: more than the socket takes before somebody reads."""
+
+
+@contextlib.contextmanager
+def linked(folder: Path, count: int) -> Iterator[tuple[list[Link], list[Link]]]:
+    """So many links: this side's ends and the other's."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener(f"unix:{folder}/lanes"))
+        near, far = [], []
+        for _ in range(count):
+            near.append(stack.enter_context(connect(listener.address, timeout_s=LONG_S)))
+            far.append(stack.enter_context(listener.accept(LONG_S)))
+        yield near, far
+
+
+def wait_until_gone(name: str) -> list[str]:
+    """The lanes' threads that are left, once they had their time to end."""
+    deadline = time.monotonic() + LONG_S
+    while left := [t.name for t in threading.enumerate() if t.name.startswith(f"{name}-lane-")]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    return left
+
+
+def recv(link: Link) -> Message:
+    return link.recv(timeout_s=LONG_S)
+
+
+def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Path) -> None:
+    with linked(tmp_path, 1) as (near, (far,)):
+        lanes = Lanes(near, name="order")
+        lanes.put(9, {"i": "big"}, memoryview(bytes(BIG)))
+        deadline = time.monotonic() + LONG_S
+        while lanes._queue.qsize():  # it is being sent, and holds the lane until somebody reads
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for priority, i in [(5, "a"), (1, "b"), (5, "c"), (0, "d"), (1, "e")]:
+            lanes.put(priority, {"i": i}, memoryview(b"x"))
+        assert [recv(far).head["i"] for _ in range(6)] == ["big", "d", "b", "e", "a", "c"]
+        lanes.close()
+        assert wait_until_gone("order") == []
+
+
+def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path) -> None:
+    with linked(tmp_path, 2) as (near, far):
+        lanes = Lanes(near, name="two")
+        lanes.put(0, {"i": 0}, memoryview(bytes(BIG)))
+        lanes.put(1, {"i": 1}, memoryview(b"x"))
+        deadline = time.monotonic() + LONG_S
+        while lanes.bytes_sent == 0:  # counted when a frame has left whole; nobody reads yet
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        small = next(link for link, sent in zip(far, near, strict=True) if sent.bytes_sent)
+        assert recv(small).head["i"] == 1
+        lanes.close()
+        assert wait_until_gone("two") == []
+
+
+def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
+    """Not copied: a change before that is seen by the other side."""
+    with linked(tmp_path, 1) as (near, (far,)):
+        lanes = Lanes(near, name="same")
+        memory = bytearray(4)
+        lanes.put(0, {}, memoryview(bytes(BIG)))
+        lanes.put(1, {}, memoryview(memory))
+        memory[:] = b"late"
+        recv(far)
+        payload = recv(far).payload
+        assert payload is not None
+        assert bytes(payload) == b"late"
+        assert lanes.bytes_sent > BIG
+        lanes.close()
+        assert wait_until_gone("same") == []
+
+
+def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
+    tmp_path: Path,
+) -> None:
+    with linked(tmp_path, 2) as (near, far):
+        lanes = Lanes(near, name="broken")
+        far[0].close()
+        deadline = time.monotonic() + LONG_S
+        while len(wait := [t for t in threading.enumerate() if t.name.startswith("broken-")]) == 2:
+            lanes.put(0, {}, memoryview(b"x"))
+            assert time.monotonic() < deadline, wait
+            time.sleep(0.005)
+        assert wait_until_gone("broken") == [], "also the one that had nothing to send"
+        for link in near:
+            with pytest.raises(LinkClosed):
+                link.recv(timeout_s=LONG_S)
+        lanes.put(0, {}, memoryview(b"into the void"))
+        lanes.close()
+
+
+def test_closing_ends_a_lane_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
+    with linked(tmp_path, 2) as (near, _):
+        lanes = Lanes(near, name="closing")
+        for i in range(4):
+            lanes.put(i, {}, memoryview(bytes(BIG)))
+        lanes.close()
+        lanes.close()
+        assert wait_until_gone("closing") == []

@@ -1,0 +1,166 @@
+"""The ledger: decisions survive the wire, coefficients make a mean, and the schedule goes by batches."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.ps.ledger import (
+    KEEP_PARTS,
+    KEEP_PUSHES,
+    Decision,
+    Given,
+    Ledger,
+    progress_after,
+)
+
+names = st.sampled_from(["worker-0", "worker-1", "a name with a space"])
+fractions = st.tuples(st.integers(0, 50), st.integers(1, 50))
+numbers = st.floats(0, 1e9)
+pushes = st.builds(
+    Given, names, st.integers(1, 99), st.integers(0, 1), st.integers(1, 99), st.integers(0, 7),
+    samples=numbers, total=numbers, share=fractions, staleness=st.integers(0, 9),
+    scale=st.floats(0, 1),
+)  # fmt: skip
+
+
+def pushed(
+    worker: str, *, samples: float = 4, total: float = 4, step: int = 1, **more: float
+) -> Given:
+    share = (round(samples), round(total) or 1)
+    return Given(worker, 1, 0, step, 0, float(samples), float(total), share, **more)  # type: ignore[arg-type]
+
+
+def on_the_wire(record: dict[str, object]) -> dict[str, object]:
+    told: dict[str, object] = json.loads(json.dumps(record))
+    return told
+
+
+@given(
+    st.builds(Decision, st.integers(1, 99), st.lists(pushes, max_size=4).map(tuple),
+              lr_scale=numbers, progress=fractions, factor=st.floats(0, 1))
+)  # fmt: skip
+def test_a_decision_survives_the_wire(decision: Decision) -> None:
+    again = Decision.from_dict(on_the_wire(decision.to_dict()))
+    assert again == decision
+    assert hash(again) == hash(decision), "lists became tuples again"
+
+
+@given(st.lists(st.lists(pushes, min_size=1, max_size=3), max_size=KEEP_PUSHES + 9))
+def test_a_ledger_survives_the_wire_and_counts_every_push(updates: list[list[Given]]) -> None:
+    ledger = Ledger()
+    for made in updates:
+        after = progress_after(ledger.progress, made)
+        progress = (after.numerator, after.denominator)
+        ledger.note(Decision(ledger.version + 1, tuple(made), progress=progress))
+    flat = [push for made in updates for push in made]
+    assert ledger.version == len(updates)
+    assert ledger.counts == {w: sum(p.worker == w for p in flat) for w in {p.worker for p in flat}}
+    assert ledger.progress == sum((Fraction(*push.share) for push in flat), Fraction())
+    assert ledger.ticks == int(ledger.progress)
+    assert list(ledger.parts) == [(push.step, push.part) for push in flat]
+    again = Ledger.from_dict(on_the_wire(ledger.to_dict()))
+    assert again == ledger
+    assert again.parts.maxlen == ledger.parts.maxlen
+    assert not ledger.after(ledger.version)
+
+
+def test_what_came_after_a_version_is_told_oldest_first_or_refused() -> None:
+    ledger = Ledger()
+    for version in range(1, 201):
+        ledger.note(Decision(version, (pushed("a"),)))
+    assert [d.version for d in ledger.after(197)] == [198, 199, 200]
+    oldest = ledger.decisions[0].version
+    assert len(ledger.decisions) == KEEP_PUSHES + 4
+    assert ledger.after(oldest - 1)[0].version == oldest
+    for version in (oldest - 2, 201):
+        with pytest.raises(AssertionError, match=f"{version} "):
+            ledger.after(version)
+
+
+def test_versions_have_no_gaps_and_old_parts_are_forgotten() -> None:
+    ledger = Ledger()
+    with pytest.raises(AssertionError, match="2 after 0"):
+        ledger.note(Decision(2, (pushed("a"),)))
+    for version in range(1, KEEP_PARTS + 2):
+        ledger.note(Decision(version, (pushed("a", step=version),)))
+    assert (ledger.parts[0], ledger.parts[-1]) == ((2, 0), (KEEP_PARTS + 1, 0))
+
+
+def test_with_many_workers_nobody_is_too_far_behind_to_catch_up() -> None:
+    """Each has two pushes under way at most, so a server lags by twice as many updates at most."""
+    ledger = Ledger()
+    for version in range(1, 501):
+        ledger.note(Decision(version, (pushed(f"worker-{version % 100}"),)))
+    assert len(ledger.after(500 - 2 * 100)) == 200
+    assert Ledger.from_dict(on_the_wire(ledger.to_dict())).after(300) == ledger.after(300)
+
+
+def test_with_many_workers_in_rounds_a_few_updates_are_remembered_and_no_more() -> None:
+    """What a server says of itself when the membership changes stays small."""
+    ledger = Ledger()
+    for version in range(1, 50):
+        ledger.note(Decision(version, tuple(pushed(f"worker-{i}") for i in range(200))))
+    assert len(ledger.after(49 - 4)) == 4
+    assert len(ledger.decisions) < 8
+
+
+# Coefficients: what was given, each sample with the same weight.
+
+shares = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 64)), min_size=1, max_size=4)
+
+
+@given(shares, st.integers(0, 99))
+def test_coefficients_give_the_mean_over_what_was_given(
+    sizes: list[tuple[int, int]], seed: int
+) -> None:
+    """Unequal totals too: a part of another step's batch was divided by another number."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n, _ in sizes]
+    given = tuple(pushed(f"w{i}", samples=n, total=total) for i, (n, total) in enumerate(sizes))
+    gradients = [s.sum(0) / total for s, (_, total) in zip(samples, sizes, strict=True)]
+    coefficients = Decision(1, given).coefficients()
+    made = sum(c * g for c, g in zip(coefficients, gradients, strict=True))
+    torch.testing.assert_close(made, torch.cat(samples).mean(0))
+
+
+def test_a_whole_batch_is_added_without_a_multiplication() -> None:
+    """All parts of one batch, none late: coefficients of exactly 1, so sums are bit-equal."""
+    parts = (3, 7, 6)
+    given = tuple(pushed(f"w{i}", samples=n, total=16) for i, n in enumerate(parts))
+    assert Decision(1, given).coefficients() == [1.0, 1.0, 1.0]
+
+
+def test_a_decayed_push_counts_less_and_takes_nothing_from_the_others() -> None:
+    late, timely = pushed("a", samples=4, total=8, scale=0.25), pushed("b", samples=4, total=8)
+    assert Decision(1, (late, timely)).coefficients() == [0.25, 1.0]
+
+
+def test_weights_of_a_job_stand_in_for_samples() -> None:
+    """A gradient that is multiplied by its own weight is divided by everybody's."""
+    given = (pushed("a", samples=30, total=1), pushed("b", samples=10, total=1))
+    assert Decision(1, given).coefficients() == [1 / 40, 1 / 40]
+
+
+def test_nothing_at_all_moves_nothing() -> None:
+    given = (pushed("a", samples=0, total=1), pushed("b", samples=0, total=1))
+    assert Decision(1, given).coefficients() == [0.0, 0.0]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_the_schedule_goes_by_whole_batches_whatever_they_are_cut_into(
+    parts: list[int], epochs: int
+) -> None:
+    total, done, ticks = sum(parts), Fraction(), []
+    for _ in range(epochs):
+        for samples in parts:
+            done = progress_after(done, [pushed("a", samples=samples, total=total)])
+            ticks.append(Decision(1, (), progress=(done.numerator, done.denominator)).ticks)
+    assert done == epochs, "no rounding"
+    ends = [i for i, (a, b) in enumerate(zip([0, *ticks], ticks, strict=False)) if b > a]
+    assert ends == [len(parts) * (epoch + 1) - 1 for epoch in range(epochs)]

@@ -1,0 +1,261 @@
+"""From decisions to updates: servers that talk over real links, in any order, and one that is dead."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from estates import Village
+
+from manyhands.errors import LinkError, LinkTimeout
+from manyhands.ps.council import Peer
+from manyhands.ps.estate import Estate
+from manyhands.ps.ledger import Decision
+from manyhands.ps.policies import Sync
+from manyhands.ps.terms import Terms
+from manyhands.ps.updates import Updates
+from manyhands.wire import Link, Listener, connect
+
+LONG_S = 20.0
+
+
+class Servers:
+    """The updates of a village's estates, each linked with each; messages are delivered by hand."""
+
+    def __init__(self, village: Village, folder: Path, *, clip_norm: float | None = None) -> None:
+        self.village = village
+        self.stack = contextlib.ExitStack()
+        village.settle()
+        for estate in village.estates:
+            estate.begin()
+        terms = Terms(make_policy=Sync, rounds=True, slots=1, clip_norm=clip_norm)
+        names = [estate.name for estate in village.estates]
+        links = self._links(names, folder)
+        self.far = {(a, b): links[b, a] for a, b in links}
+        """Where `b` hears `a`."""
+        self.updates: dict[str, Updates] = {}
+        self.applied: dict[str, list[Decision]] = {name: [] for name in names}
+        self.links = links
+        for estate in village.estates:
+            placement = estate.keep.placement
+            assert placement is not None
+            peers = {
+                other.name: Peer(other.name, links[estate.name, other.name], _addresses(other))
+                for other in village.estates
+                if other is not estate
+            }
+            self.updates[estate.name] = Updates(
+                estate,
+                terms,
+                placement,
+                peers,
+                lead=names[0],
+                applied=self.applied[estate.name].append,
+            )
+            for sums in estate.others.values():
+                village.flats += sums.flats
+
+    def _links(self, names: list[str], folder: Path) -> dict[tuple[str, str], Link]:
+        links: dict[tuple[str, str], Link] = {}
+        listener = self.stack.enter_context(Listener(f"unix:{folder}/s"))
+        for i, a in enumerate(names):
+            for b in names[i + 1 :]:
+                links[a, b] = self.stack.enter_context(
+                    connect(listener.address, timeout_s=LONG_S, peer=b)
+                )
+                links[b, a] = self.stack.enter_context(listener.accept(LONG_S))
+        return links
+
+    def decide(self, decision: Decision) -> None:
+        for updates in self.updates.values():
+            updates.carry_out(decision)
+
+    def deliver(self, chance: random.Random) -> None:
+        """All that is under way, and what follows from it: any link first, each in its order."""
+        silent: set[tuple[str, str]] = set()
+        while left := [pair for pair in self.far if pair not in silent and pair[1] in self.updates]:
+            pair = chance.choice(left)
+            if self.hear(*pair):
+                silent.clear()
+            else:
+                silent.add(pair)
+
+    def hear(self, a: str, b: str) -> bool:
+        """One message of `a` to `b`, if there is one."""
+        updates = self.updates[b]
+
+        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+            return updates.room(a, int(head["v"]), int(head["i"]))
+
+        try:
+            message = self.far[a, b].recv(timeout_s=0.0, place=place)
+        except (LinkTimeout, LinkError):
+            return False
+        updates.handle(message.head["k"], a, message.head)
+        return True
+
+    def kill(self, name: str) -> Estate:
+        """Its links break at once; what it has sent is heard to its end."""
+        for pair, link in self.links.items():
+            if pair[0] == name:
+                link.close()
+        del self.updates[name]
+        estate = next(e for e in self.village.estates if e.name == name)
+        self.village.estates.remove(estate)
+        return estate
+
+
+def _addresses(estate: Estate) -> list[str]:
+    return [flat.segment.address for flat in estate.sums.flats if flat.segment is not None]
+
+
+@pytest.fixture(params=[True, False], ids=["one host", "several hosts"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@contextlib.contextmanager
+def three(shared: bool, folder: Path, *, clip_norm: float | None = None) -> Iterator[Servers]:
+    village = Village("adam", shared=shared, chance=random.Random(3), block_bytes=128)
+    for _ in range(3):
+        village.join()
+    servers = Servers(village, folder, clip_norm=clip_norm)
+    with servers.stack:
+        yield servers
+    village.close()
+
+
+def test_in_any_order_all_apply_every_decision(shared: bool, tmp_path: Path) -> None:
+    with three(shared, tmp_path) as servers:
+        for seed in range(6):
+            servers.decide(servers.village.decide())
+            servers.deliver(random.Random(seed))
+        for told in servers.applied.values():
+            assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
+        servers.village.settle()
+        servers.village.check()
+
+
+def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
+    shared: bool, tmp_path: Path
+) -> None:
+    """Decided ahead: a server waits for who keeps its replicas after two updates."""
+    with three(shared, tmp_path) as servers:
+        village = servers.village
+        village.workers = ["w0"]
+        decision = village.decide()
+        servers.decide(decision)
+        assert {len(told) for told in servers.applied.values()} == {1 if shared else 0}
+        for version in (2, 3, 4):
+            again = Decision(version, decision.given, decision.lr_scale, decision.progress)
+            servers.decide(again)
+        assert {len(told) for told in servers.applied.values()} == {2 if shared else 0}
+        servers.deliver(random.Random(0))
+        assert {len(told) for told in servers.applied.values()} == {4}
+        for estate in village.estates:
+            assert set(estate.keep.versions.values()) == {4}
+
+
+def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
+    shared: bool, tmp_path: Path
+) -> None:
+    with three(shared, tmp_path, clip_norm=0.5) as servers:
+        village = servers.village
+        decision = village.decide()
+        gradients = [village.slots[g.worker][g.slot] for g in decision.given]
+        whole = sum(
+            c * torch.cat(flat.buffers)
+            for c, flat in zip(decision.coefficients(), gradients, strict=True)
+        )
+        assert isinstance(whole, torch.Tensor)
+        servers.decide(decision)
+        servers.deliver(random.Random(1))
+        (factor,) = {told[0].factor for told in servers.applied.values()}
+        norm = float(whole.double().norm())
+        assert factor == pytest.approx(0.5 / (norm + 1e-6))
+        applied = torch.cat(
+            [
+                run.of(estate.sums.of(1))
+                for estate in village.estates
+                if estate.keep.own is not None
+                for run in estate.keep.own.runs
+            ]
+        )
+        assert float(applied.double().norm()) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_death_at_any_moment_leaves_no_update_half_made(
+    shared: bool, seed: int, tmp_path: Path
+) -> None:
+    chance = random.Random(seed)
+    with three(shared, tmp_path) as servers:
+        village = servers.village
+        servers.decide(village.decide())
+        servers.deliver(chance)
+        lead, *others = [estate.name for estate in village.estates]
+        dead = chance.choice([lead, *others])
+        decision = village.decide()
+        # The lead tells the others, one after the other, before it begins; if it dies, not all hear it.
+        told = [*others, lead]
+        for name in told if dead != lead else told[: chance.randrange(len(told))]:
+            servers.updates[name].carry_out(decision)
+        for _ in range(chance.randrange(12)):
+            servers.hear(*chance.choice(list(servers.far)))
+        servers.kill(dead)
+        servers.deliver(chance)
+        for updates in servers.updates.values():
+            updates.frozen = True
+        newest = max(int(e.status().ledger["version"]) for e in village.estates)
+        village.settle()
+        assert {estate.ledger.version for estate in village.estates} == {newest}
+        if newest == 2:
+            village.check()
+
+
+def test_one_host_a_server_applies_what_it_has_told_though_a_keeper_is_dead(
+    tmp_path: Path,
+) -> None:
+    """Else the replica of another keeper would be ahead of it."""
+    with three(True, tmp_path) as servers:
+        village = servers.village
+        lead, heard, other = village.estates
+        assert lead in village.keepers_of(heard)
+        assert other in village.keepers_of(heard)
+        decision = village.decide()
+        servers.kill(lead.name)  # after it has told one of them
+        servers.updates[heard.name].carry_out(decision)
+        servers.deliver(random.Random(0))
+        assert heard.ledger.version == other.keep.versions[heard.name] == 1
+        village.settle()
+        village.check()
+
+
+def test_several_hosts_a_commit_is_carried_out_though_who_said_it_is_dead(tmp_path: Path) -> None:
+    """It can't be told that its replica has taken the update, and that changes nothing."""
+    with three(False, tmp_path) as servers:
+        village = servers.village
+        lead, heard, other = village.estates
+        servers.decide(village.decide())
+        # The sums go to their keepers and the lead hears that all have: it commits.
+        inward = [pair for pair in servers.far if pair != (lead.name, heard.name)]
+        for _ in range(9):
+            for pair in inward:
+                servers.hear(*pair)
+            if not servers.applied[lead.name]:
+                servers.hear(lead.name, heard.name)
+        assert servers.applied[lead.name]
+        assert not servers.applied[heard.name]
+        servers.kill(lead.name)
+        while servers.hear(lead.name, heard.name):
+            pass
+        assert len(servers.applied[heard.name]) == 1
+        assert set(heard.keep.versions.values()) == {1}
+        assert {heard.name, other.name} == servers.updates.keys()
+        village.settle()
+        village.check()
