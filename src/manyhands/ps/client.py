@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import spans
 from manyhands.ps.holding import Run
+from manyhands.ps.host import Host, Push
 from manyhands.ps.lanes import LANES, Lanes
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.parcels import Parcels
@@ -32,42 +32,6 @@ ASK_AFTER_S = 2.0
 
 Dial = Callable[[str], Link]
 """A new link to a server; tried until it is there, or a view comes."""
-
-
-@dataclass
-class Host:
-    """A server as a worker sees it."""
-
-    name: str
-    link: Link
-    lanes: Lanes | None = None
-    lane_links: list[Link] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    arrived: list[int] = field(default_factory=list)
-    """The version of each run that is here."""
-    version: int = -1
-    done: int = 0
-    """The last push of this worker that is in the weights there."""
-    travels: bool = False
-    began: bool = False
-    returning: bool = False
-    """Its connections broke, and are being made again."""
-    lost: str = ""
-    sent_before: int = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        lanes = self.lanes.bytes_sent if self.lanes else 0
-        return self.sent_before + self.link.bytes_sent + lanes
-
-
-@dataclass(frozen=True)
-class Push:
-    """A gradient on its way."""
-
-    seq: int
-    slot: int
-    head: Mapping[str, Any]
 
 
 class Client:
@@ -83,6 +47,7 @@ class Client:
         check: Callable[[], None],
         resolved: Callable[[int, bool, int], None],
         timeout_s: float,
+        seen: int = 0,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
         `resolved(seq, left out, staleness)` is called from another thread, once for each push."""
@@ -93,6 +58,7 @@ class Client:
         self.bytes_of_servers = 0
         """Sent by servers, as far as they have told this worker."""
         self._worker = worker
+        self._seen = seen
         self._view = view
         self._dial = dial
         self._params = params
@@ -170,9 +136,17 @@ class Client:
     def push_run(self, server: str, i: int, *, seq: int, slot: int, priority: int) -> None:
         """A piece of a gradient is complete: send it ahead of the push that it belongs to."""
         host = self._hosts[server]
-        if host.lanes is not None:
-            head = {"k": "run", "seq": seq, "slot": slot, "i": i}
-            host.lanes.put(priority, head, bytes_of(host.runs[i].of(self._slots[slot])))
+        with self._news:
+            host.ahead.append(
+                (i, seq, slot)
+            )  # to be sent again, if connections break before the push
+            lanes = host.lanes
+        if lanes is not None:
+            self._send_run(host, lanes, i, seq, slot, priority)
+
+    def _send_run(self, host: Host, lanes: Lanes, i: int, seq: int, slot: int, rank: int) -> None:
+        head = {"k": "run", "seq": seq, "slot": slot, "i": i}
+        lanes.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
     def push(self, seq: int, slot: int, push: Sequence[Any], *, began: int) -> None:
         """A gradient is complete; its runs were pushed, where they travel."""
@@ -181,6 +155,8 @@ class Client:
         self._seq, self._pushes = seq, self._pushes + 1
         with self._news:
             self._under_way[seq] = Push(seq, slot, head)
+            for host in self._hosts.values():
+                host.ahead.clear()
         for name in self._hosts:
             # Where all share memory, the lead's word is enough.
             if name == self._lead or not self._all_shared:
@@ -334,7 +310,8 @@ class Client:
         segments = [slot.segment for slot in self._slots]
         addresses = [segment.address for segment in segments if segment is not None]
         self._all_shared = bool(addresses)
-        link.send({"k": "enter", "worker": self._worker, "view": self._view, "slots": addresses})
+        head = {"k": "enter", "worker": self._worker, "view": self._view, "slots": addresses}
+        link.send({**head, "seen": self._seen})
         return link
 
     def _listen(self, host: Host) -> None:
@@ -394,7 +371,8 @@ class Client:
         runs = spans(layout, [block.number for block in placement.blocks_of(host.name)])
         with self._news:
             self.placement = placement
-            host.runs, host.arrived = runs, [-1] * len(runs)
+            if not host.runs:  # else it is back, and what was here still is
+                host.runs, host.arrived = runs, [-1] * len(runs)
             host.travels = bool(head["travels"])
         if host.travels:
             for _ in range(LANES):
@@ -413,6 +391,7 @@ class Client:
             self.last_parts = {(step, part) for step, part in head["last"]}
             known = self._take_resolved()
             again = [push for push in self._under_way.values() if push.seq > host.done]
+            ahead = list(host.ahead)
             self._news.notify_all()
         for seq, left_out, staleness in known:
             self._resolved(seq, left_out, staleness)
@@ -421,8 +400,11 @@ class Client:
                 target=self._read, args=(host, link), name=f"runs-{host.name}", daemon=True
             ).start()
         for push in again:
-            for i in range(len(runs)):
-                self.push_run(host.name, i, seq=push.seq, slot=push.slot, priority=i)
+            ahead += [(i, push.seq, push.slot) for i in range(len(runs))]
+        if host.lanes is not None:
+            for i, seq, slot in ahead:
+                self._send_run(host, host.lanes, i, seq, slot, i)
+        for push in again:
             self._send(host.name, push.head)
 
     def _hear(self, host: Host, head: Mapping[str, Any], payload: memoryview | None) -> None:

@@ -108,7 +108,7 @@ def _push(value: Any) -> bool:
 
 
 _FIRST: Mapping[str, Mapping[str, Check]] = {
-    ENTER: {"worker": _name, "view": _whole, "slots": _addresses},
+    ENTER: {"worker": _name, "view": _whole, "slots": _addresses, "seen": _whole},
     LANE: {"worker": _name, "view": _whole},
     PEER: {"server": _name, "view": _whole, "sums": _addresses},
 }

@@ -78,7 +78,7 @@ class Holding:
         *,
         ticks: int,
     ) -> None:
-        """`ticks`: how many steps of the schedule the trainee's own scheduler has done in this run."""
+        """`ticks`: how many steps of the schedule the trainee's own scheduler has done."""
         layout = self.layout = flat.layout
         self.flat = flat
         self.numbers = sorted(materials)

@@ -25,6 +25,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError
@@ -215,6 +216,11 @@ class Server:
             self._early.append(happened)
             return
         if happened.kind == "enter":
+            if head["seen"] > self.estate.ledger.version:
+                raise Nonsense(
+                    f"{who} has seen version {head['seen']}, and here is {self.estate.ledger.version}: "
+                    "all who held the parameters are gone, and what was learnt is lost"
+                )
             self._on_enter(who, link, head["slots"])
             return
         guest = self._guests.get(who)
@@ -316,6 +322,8 @@ class Server:
             shared = [Flat.attached(layout, address) for address in addresses]
         except (LinkError, OSError, ValueError, RuntimeError) as error:
             raise Nonsense(f"slots that are not there: {error}") from error
+        if any(_nbytes(flat) != _nbytes(self.estate.params) for flat in shared):
+            raise Nonsense(f"slots of {[_nbytes(flat) for flat in shared]} bytes")
         return shared or [Flat.private(layout) for _ in range(count)]
 
     # From a push to a decision -----------------------------------------------------------------
@@ -374,7 +382,8 @@ class Server:
         for decision in lead.decisions():
             head = {"k": "decide", "decision": decision.to_dict()}
             for peer in self._council.peers.values():
-                peer.link.send(head)
+                with suppress(LinkError):  # of one that is gone: the others must know all the same
+                    peer.link.send(head)
             self._updates.carry_out(decision)
         for push in lead.late():
             if (guest := self._guests.get(push.worker)) is not None:
@@ -456,3 +465,7 @@ class Server:
 
     def _tell_lead(self, head: Mapping[str, Any]) -> None:
         self._council.peers[self._servers[0]].link.send(head)
+
+
+def _nbytes(flat: Flat) -> int:
+    return 0 if flat.segment is None else flat.segment.nbytes

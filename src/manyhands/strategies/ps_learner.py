@@ -48,6 +48,8 @@ class PsLearner(Learner):
         self._sent = 0
         self._exchanges = 0
         self._turns: Turns | None = None
+        self._seen = 0
+        """The newest version of the parameters that this worker has computed with."""
 
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
@@ -68,6 +70,8 @@ class PsLearner(Learner):
 
     def on_view(self, view: View) -> None:
         station, me = self._station, self.me
+        if self._client is not None:
+            self._seen = max(self._seen, self._client.version)
         self._drop_client()
         station.leave(view)
         self._reports.clear()
@@ -88,6 +92,7 @@ class PsLearner(Learner):
             check=station.check,
             timeout_s=me.timeouts.collective_s,
             resolved=self._resolve,
+            seen=self._seen,
         )
         station.wait_until_begun()
         self._take_turns()

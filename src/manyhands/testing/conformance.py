@@ -191,12 +191,12 @@ CHECKS = (
 """All of them. `resumes_as` wants another case, too."""
 
 
-def assert_once_an_epoch(done: Finished, *, epochs: int = EPOCHS) -> None:
+def assert_once_an_epoch(done: Finished, *, epochs: int = EPOCHS, samples: int = SAMPLES) -> None:
     uses = done.uses_by_epoch()
     assert sorted(uses) == list(range(epochs))
     for epoch, positions in uses.items():
         wrong = {p: n for p, n in Counter(positions).items() if n != 1}
-        assert sorted(positions) == list(range(SAMPLES)), f"epoch {epoch}: used not once: {wrong}"
+        assert sorted(positions) == list(range(samples)), f"epoch {epoch}: used not once: {wrong}"
 
 
 def assert_same_bits(first: Any, second: Any) -> None:

@@ -56,6 +56,8 @@ class House:
         self.layout = server.estate.layout
         self._shared, self._num_slots = shared, slots
         self.slots: dict[str, list[Flat]] = {}
+        self.links: list[Link] = []
+        """Of clients."""
         self.before = [buffer.clone() for buffer in server.estate.params.buffers]
         self.pushed = 0
         self.client = self.enter(GOOD)
@@ -71,7 +73,7 @@ class House:
             name,
             view=VIEW,
             servers=[SERVER],
-            dial=lambda _: self.dial(name),
+            dial=lambda _: self._dial_for_client(name),
             params=self.server.estate.params if self._shared else Flat.private(self.layout),
             slots=self.slots[name],
             check=self.check,
@@ -79,10 +81,15 @@ class House:
             timeout_s=LONG_S,
         )
 
+    def _dial_for_client(self, name: str) -> Link:
+        self.links.append(self.dial(name))
+        return self.links[-1]
+
     def check(self) -> None:
         assert self.server.error is None
 
     def push(self, client: Client, name: str, *, rounds: bool = False, **wrong: Any) -> int:
+        client.wait_for_runs()
         seq, slot = client.begin(rounds=rounds)
         for buffer in self.slots[name][slot].buffers:
             buffer.fill_(1.0)
@@ -495,6 +502,16 @@ def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
                     client.drain()
             finally:
                 client.close()
+            at.train()
+
+
+@pytest.mark.parametrize("kind", ["tls", "unix"])
+def test_broken_connections_are_no_nonsense(kind: str, tmp_path: Path) -> None:
+    with house(kind, tmp_path) as at:
+        at.train()
+        for _ in range(5):
+            for link in at.links:
+                link.close()
             at.train()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import SpecError
 from manyhands.ps.policies import Async, Backup, Policy, Ssp, Sync
+from manyhands.ps.staleness import RULES
 from manyhands.strategies.ps import DEDICATED, ParameterServer
 from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
 
@@ -58,10 +59,9 @@ def test_servers_clip_what_they_add_up_and_workers_what_is_an_update_of_its_own(
 
 def test_what_acts_on_staleness_reaches_the_servers() -> None:
     for name in ("ps:async", "ps:ssp"):
-        terms = config(f"{name}(lr_rule=inverse, compensate=0.04)").terms(None)
-        assert (terms.lr_rule, terms.compensate) == ("inverse", 0.04)
-        for text in (name, f"{name}(lr_rule=none)"):
-            assert config(text).terms(None).lr_rule == "none"
+        for rule in RULES:
+            terms = config(f"{name}(lr_rule={rule}, compensate=0.04)").terms(None)
+            assert (terms.lr_rule, terms.compensate) == (rule, 0.04)
 
 
 @pytest.mark.parametrize("name", NAMES)

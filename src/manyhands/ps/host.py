@@ -1,0 +1,49 @@
+"""A server as a worker sees it: its connections, and what of it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.ps.holding import Run
+from manyhands.ps.lanes import Lanes
+from manyhands.wire import Link
+
+
+@dataclass
+class Host:
+    """A server as a worker sees it."""
+
+    name: str
+    link: Link
+    lanes: Lanes | None = None
+    lane_links: list[Link] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    """The version of each run that is here."""
+    version: int = -1
+    done: int = 0
+    """The last push of this worker that is in the weights there."""
+    travels: bool = False
+    began: bool = False
+    returning: bool = False
+    """Its connections broke, and are being made again."""
+    lost: str = ""
+    ahead: list[tuple[int, int, int]] = field(default_factory=list)
+    """(run, seq, slot) of what was sent of a push that is not complete."""
+    sent_before: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        lanes = self.lanes.bytes_sent if self.lanes else 0
+        return self.sent_before + self.link.bytes_sent + lanes
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient on its way."""
+
+    seq: int
+    slot: int
+    head: Mapping[str, Any]
