@@ -55,7 +55,10 @@ class Resolved:
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     group.add_argument(
-        "--strategy", metavar="SPEC", help="how the workers agree: allreduce (default), single"
+        "--strategy",
+        metavar="SPEC",
+        help="how the workers agree: allreduce (default), single, ps:sync, ps:async, ps:ssp, ps:backup; "
+        "options in brackets, as ps:ssp(staleness=4)",
     )
     group.add_argument(
         "--workers",

@@ -152,6 +152,11 @@ class Placement:
         counts = [len(self.blocks_of(server)) for server in self.servers]
         if len(loads) == 1:
             return f"1 server, {size(loads[0])} ({plural(counts[0], 'block')}), no replicas"
+        other = "other" if len(loads) == 2 else "others"
+        replicas = "no replicas" if self.seconds is None else f"replicas on the {other}"
+        if sum(counts) < len(counts) and not self.layout.whole_tensors:
+            held = f"{size(sum(loads))} in {plural(sum(counts), 'block')}"
+            return f"{plural(len(loads), 'server')}, {held}, too little to spread, {replicas}"
         uneven = self.imbalance > TOLERANCE
         if uneven or max(self.shares) > min(self.shares) * (1 + SLACK):
             each = f"{size(min(loads))} to {size(max(loads))}"
@@ -162,8 +167,6 @@ class Placement:
             blocks = f"{', '.join(first)} and {last}"
         else:
             blocks = f"{min(counts)} to {plural(max(counts), 'block')}"
-        other = "other" if len(loads) == 2 else "others"
-        replicas = "no replicas" if self.seconds is None else f"replicas on the {other}"
         text = f"{plural(len(loads), 'server')}, {each} ({blocks}), {replicas}"
         return text + (f"; uneven: {self._why_uneven()}" if uneven else "")
 

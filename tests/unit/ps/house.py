@@ -1,0 +1,254 @@
+"""A server in this process behind a real socket, a worker that trains there and one that talks nonsense.
+
+`worker-0` has a good key and says what it should not; `worker-1` is a real client that pushes a step now
+and then, whose gradients alone may be in the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.ps.client import Client
+from manyhands.ps.estate import Estate, Ticker
+from manyhands.ps.lanes import LANES
+from manyhands.ps.memory import Flat, layout_of
+from manyhands.ps.policies import Async, Sync
+from manyhands.ps.server import Server
+from manyhands.ps.terms import Terms
+from manyhands.train.trainee import Trainee
+from manyhands.wire import Authority, Limits, Link, Listener, connect
+
+BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"
+VIEW = 7
+SECRET = "the secret of a run"
+LIMITS = Limits(head_bytes=1 << 16, payload_bytes=1 << 16)
+LR, SHARE = 0.1, 0.5
+LONG_S = 20.0
+Dial = Callable[[str], Link]
+
+
+class House:
+    """A server in this process, and how to knock at it."""
+
+    def __init__(self, server: Server, dial: Dial, *, shared: bool, slots: int) -> None:
+        self.server = server
+        self.dial = dial
+        self.layout = server.estate.layout
+        self._shared, self._num_slots = shared, slots
+        self.slots: dict[str, list[Flat]] = {}
+        self.links: list[Link] = []
+        """Of clients."""
+        self.before = [buffer.clone() for buffer in server.estate.params.buffers]
+        self.pushed = 0
+        self.client = self.enter(GOOD)
+
+    def enter(self, name: str) -> Client:
+        self.slots[name] = [
+            Flat.shared(self.layout, label="test-gradients")
+            if self._shared
+            else Flat.private(self.layout)
+            for _ in range(self._num_slots)
+        ]
+        return Client(
+            name,
+            view=VIEW,
+            servers=[SERVER],
+            dial=lambda _: self._dial_for_client(name),
+            params=self.server.estate.params if self._shared else Flat.private(self.layout),
+            slots=self.slots[name],
+            check=self.check,
+            resolved=lambda seq, left_out, staleness: None,
+            timeout_s=LONG_S,
+        )
+
+    def _dial_for_client(self, name: str) -> Link:
+        self.links.append(self.dial(name))
+        return self.links[-1]
+
+    def check(self) -> None:
+        assert self.server.error is None
+
+    def push(self, client: Client, name: str, *, rounds: bool = False, **wrong: Any) -> int:
+        client.wait_for_runs()
+        seq, slot = client.begin(rounds=rounds)
+        for buffer in self.slots[name][slot].buffers:
+            buffer.fill_(1.0)
+        for i in range(len(client.travelling().get(SERVER, ()))):
+            client.push_run(SERVER, i, seq=seq, slot=slot, priority=i)
+        given = dict(zip(GIVEN, push_of(name, seq, slot), strict=True)) | wrong
+        client.push(seq, slot, list(given.values()), began=client.version)
+        return seq
+
+    def train(self) -> None:
+        """The good worker makes a step, which is in the weights then, and nothing else is."""
+        self.push(self.client, GOOD)
+        self.client.drain()
+        self.client.pull()
+        self.pushed += 1
+        self.check()
+        assert self.server.estate.ledger.counts == {GOOD: self.pushed}
+        for now, before in zip(self.server.estate.params.buffers, self.before, strict=True):
+            torch.testing.assert_close(now, before - LR * SHARE * self.pushed)
+
+    def say(self, *heads: Mapping[str, Any], payload: bytes | None = None) -> str:
+        """Words on one connection of the bad worker, one after the other; why it was refused."""
+        with self.dial(BAD) as link:
+            return last_words(link, *heads, payload=payload)
+
+    def in_lanes(self, head: Mapping[str, Any], payload: bytes | None) -> str:
+        """A word of the bad worker on a lane, after it has entered."""
+        with self.dial(BAD) as words:
+            words.send(ENTER)
+            assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
+            return self.say(LANE, head, payload=payload)
+
+
+def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = None) -> str:
+    with contextlib.suppress(LinkError):
+        for head in heads[:-1]:
+            link.send(head)
+        link.send(heads[-1], payload)
+    why = ""
+    with contextlib.suppress(LinkClosed):
+        while True:
+            head = link.recv(timeout_s=LONG_S).head
+            assert not why, "a refusal is the last word"
+            if head["k"] == "refused":
+                why = head["why"]
+    return why
+
+
+@contextlib.contextmanager
+def house(kind: str, folder: Path, *, rounds: bool = False) -> Iterator[House]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    trainee = Trainee(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
+    layout, shared = layout_of(trainee.model, trainee.optimizer), kind == "unix"
+    params = Flat.shared(layout, label="test-parameters") if shared else Flat.private(layout)
+    slots = 1 if rounds else 2
+    terms = Terms(Sync if rounds else Async, rounds=rounds, slots=slots)
+    estate = Estate(SERVER, "here", trainee, params, Ticker(trainee), shared=shared, replicas=0)
+    authority = Authority.create("run") if kind == "tls" else None
+    if authority is not None:
+        listener = Listener("tcp://127.0.0.1:0", credentials=authority.issue(SERVER), limits=LIMITS)
+    elif kind == "proof":
+        listener = Listener("tcp://127.0.0.1:0", secret=SECRET, limits=LIMITS)
+    else:
+        listener = Listener(f"unix:{folder}/s", limits=LIMITS)
+
+    def dial(name: str) -> Link:
+        how: dict[str, Any] = {}
+        if authority is not None:
+            how = {"credentials": authority.issue(name)}
+        elif kind == "proof":
+            how = {"secret": SECRET, "name": name}
+        return connect(listener.address, timeout_s=LONG_S, limits=LIMITS, **how)
+
+    server = Server(
+        estate,
+        terms,
+        listener,
+        view=VIEW,
+        servers=[SERVER],
+        workers=[BAD, GOOD],
+        local={},
+        identified=not shared,
+    )
+    try:
+        server.meet(dial)
+        open_house = House(server, dial, shared=shared, slots=slots)
+        try:
+            yield open_house
+            open_house.check()
+        finally:
+            open_house.client.close()
+    finally:
+        server.freeze()
+
+
+GIVEN = ["worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"]
+
+
+def push_of(worker: str, seq: int, slot: int) -> list[Any]:
+    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0]
+
+
+ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": [], "seen": 0}
+LANE = {"k": "lane", "worker": BAD, "view": VIEW}
+PUSH = {"k": "push", "seq": 1, "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
+RUN = {"k": "run", "seq": 1, "slot": 0, "i": 0}
+BUFFERS = {"k": "buffers", "tag": 1}
+WHO = {"k": "who", "seq": 1}
+PLAIN = [{"k": kind} for kind in ("rest", "wake", "ends", "pull", "state")]
+WORDS = [PUSH, WHO, BUFFERS, *PLAIN]
+"""All that a worker may say, each in a form that would be taken."""
+
+NEVER = [None, True, "1", [], {}, [1], -1, math.nan, math.inf, -math.inf, 10**400]
+"""What no field is."""
+NEVER_A_COUNT = [*NEVER, 1.0, 1.5, 1 << 60]
+STATISTICS = bytes(8 * 5)  # mean and variance of two features, and the number of batches
+
+
+def without(head: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in head.items() if key != name}
+
+
+def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The word with one field gone, one too many, or one of a wrong type or out of range."""
+    yield {**head, "more": 1}
+    for name in head.keys() - {"push", "k"}:
+        yield without(head, name)
+        for wrong in NEVER_A_COUNT:
+            if not (name == "slots" and wrong == []):
+                yield {**head, name: wrong}
+    for wrong in NEVER_A_COUNT:
+        yield {**head, "k": wrong}
+    if "push" in head:
+        yield without(head, "push")
+        for wrong in NEVER_A_COUNT:
+            yield {**head, "push": wrong}
+        for record in mutated_pushes(head["push"]):
+            yield {**head, "push": record}
+
+
+def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
+    yield push[:-1]
+    yield [*push, 0]
+    for position, name in enumerate(GIVEN):
+        is_amount = name in ("samples", "total", "scale")
+        for wrong in NEVER if is_amount else NEVER_A_COUNT:
+            yield [*push[:position], wrong, *push[position + 1 :]]
+    for share in ([1, 0], [3, 2], [-1, 2], [1, 2, 3], ["1", 2], [1, math.nan], [1 << 60, 1 << 60]):
+        yield [*push[:7], share, *push[8:]]
+    yield [GOOD, *push[1:]]
+    yield [*push[:6], 0.0, *push[7:]]
+    yield [*push[:8], 1, push[9]]
+    yield [*push[:9], 1.5]
+
+
+@contextlib.contextmanager
+def entered(at: House) -> Iterator[tuple[Link, list[Link], bytes]]:
+    """The bad worker, with its lanes; and a run's worth of a gradient."""
+    (run,) = at.client.travelling()[SERVER]
+    with contextlib.ExitStack() as stack:
+        words = stack.enter_context(at.dial(BAD))
+        words.send(ENTER)
+        assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
+        lanes = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
+        for lane in lanes:
+            lane.send(LANE)
+        # When all lanes are there, the parameters come by one of them.
+        for _, lane in zip(range(400), itertools.cycle(lanes), strict=False):
+            with contextlib.suppress(LinkTimeout):
+                assert lane.recv(timeout_s=0.05).head["k"] == "run"
+                break
+        yield words, lanes, bytes(run.numel * 4)
