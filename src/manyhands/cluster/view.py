@@ -74,6 +74,8 @@ class Board(Protocol):
 
     def fetch(self, key: str, *, timeout_s: float) -> str: ...
 
+    def say(self, kind: str, **fields: Any) -> None: ...
+
 
 @dataclass
 class Me:

@@ -121,7 +121,8 @@ class Client:
             self._resting = False
             with self._news:
                 self._woken = False
-            self._send(self._lead, {"k": "wake"})
+                self._hosts[self._lead].asked.pop("rest", None)
+            self._ask(self._lead, {"k": "wake"})
             with self._waiting("being woken") as wait:
                 wait(lambda: [] if self._woken else [self._lead])
             self._seq = self._at - 1
@@ -170,9 +171,10 @@ class Client:
     def drain(self) -> None:
         """Until the fate of every push is known."""
         if self._under_way:
-            self._send(self._lead, {"k": "ends"})
+            self._ask(self._lead, {"k": "ends"})
         with self._waiting("its last pushes", asks=self._seq) as wait:
             wait(lambda: [name for seq in self._under_way for name in self._holders(seq)])
+            self._hosts[self._lead].asked.pop("ends", None)
 
     def pull(self) -> None:
         """Until the newest parameters are here, which others may have changed meanwhile."""
@@ -180,7 +182,7 @@ class Client:
             with self._news:
                 self._pulled = set()
             for name in self._hosts:
-                self._send(name, {"k": "pull"})
+                self._ask(name, {"k": "pull"})
             with self._waiting("the newest parameters") as wait:
                 wait(lambda: [name for name in self._hosts if name not in self._pulled])
             self.wait_for_runs()
@@ -207,7 +209,7 @@ class Client:
         """Nobody needs to wait for this worker, until its next step."""
         if not self._resting:
             self._resting = True
-            self._send(self._lead, {"k": "rest"})
+            self._ask(self._lead, {"k": "rest"})
 
     def travelling(self) -> dict[str, list[Run]]:
         """The runs that travel, by server."""
@@ -220,14 +222,14 @@ class Client:
         with self._news:
             self._parcels, self._states_from = Parcels(), set()
         for name in self._hosts:
-            self._send(name, {"k": "state"})
+            self._ask(name, {"k": "state"})
         with self._waiting("the optimizer's state") as wait:
             wait(lambda: [name for name in self._hosts if name not in self._states_from])
         return self._parcels
 
     def tell_buffers(self, tag: int, payload: memoryview) -> None:
         """Something that every worker should have; `tag` tells one time from another."""
-        self._send(self._lead, {"k": "buffers", "tag": tag}, payload)
+        self._ask(self._lead, {"k": "buffers", "tag": tag}, payload)
 
     def hear_buffers(self, tag: int) -> memoryview:
         with self._waiting("the first worker's statistics") as wait:
@@ -392,6 +394,7 @@ class Client:
             known = self._take_resolved()
             again = [push for push in self._under_way.values() if push.seq > host.done]
             ahead = list(host.ahead)
+            unanswered = list(host.asked.values())
             self._news.notify_all()
         for seq, left_out, staleness in known:
             self._resolved(seq, left_out, staleness)
@@ -406,6 +409,8 @@ class Client:
                 self._send_run(host, host.lanes, i, seq, slot, i)
         for push in again:
             self._send(host.name, push.head)
+        for word, payload in unanswered:
+            self._send(host.name, word, payload)
 
     def _hear(self, host: Host, head: Mapping[str, Any], payload: memoryview | None) -> None:
         kind = head.get("k")
@@ -426,6 +431,7 @@ class Client:
                     self.bytes_of_servers += int(head.get("sent", 0))
                     if "pulled" in head:
                         self._pulled.add(host.name)
+                        host.asked.pop("pull", None)
                     self._note_word(head)
                 case "refused":
                     self._refused = f"{host.name} refused {self._worker}: {head['why']}"
@@ -435,6 +441,7 @@ class Client:
                     self._note_word(head)
                 case "word":
                     self._woken = True
+                    host.asked.pop("wake", None)
                     self._note_word(head)
                     self._released |= {
                         seq
@@ -449,6 +456,7 @@ class Client:
                     self._buffers[int(head["tag"])] = payload
                 case "state" if "done" in head:
                     self._states_from.add(host.name)
+                    host.asked.pop("state", None)
                 case "state":
                     self._parcels.add(head, payload)
                     return
@@ -470,6 +478,12 @@ class Client:
         if "at" in head:
             self._at = int(head["at"])
             self._until = None if head["until"] is None else int(head["until"])
+
+    def _ask(self, name: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+        """Say something that is said again if the connection breaks before it is answered."""
+        with self._news:
+            self._hosts[name].asked[str(head["k"])] = (head, payload)
+        self._send(name, head, payload)
 
     def _send(self, name: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
         try:

@@ -174,6 +174,8 @@ class Door:
             logger.warning("%s dropped its link to %s: %r", self.name, who, error)
             link.close()
         self._readers.pop(link, None)
+        if line == PEER and not self._closed:
+            self.inbox.put(Happened("torn", who, {}))
 
     def _read_server(self, link: Link, who: str) -> None:
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:

@@ -32,6 +32,8 @@ class Host:
     lost: str = ""
     ahead: list[tuple[int, int, int]] = field(default_factory=list)
     """(run, seq, slot) of what was sent of a push that is not complete."""
+    asked: dict[str, tuple[Mapping[str, Any], memoryview | None]] = field(default_factory=dict)
+    """What was said and not answered, by its kind: said again over the next connection."""
     sent_before: int = 0
 
     @property

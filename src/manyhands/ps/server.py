@@ -48,6 +48,9 @@ from manyhands.wire import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
 
+TORN_S = 1.0
+"""So long after a link to another server is lost, it is lost while both live."""
+
 
 class Server:
     def __init__(
@@ -62,9 +65,11 @@ class Server:
         local: Mapping[str, Sequence[Flat]],
         identified: bool,
         rounds: tuple[Table, Bell] | None = None,
+        torn: Callable[[str], None] = lambda peer: None,
     ) -> None:
         """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
-        rounds are agreed on, if not by messages."""
+        rounds are agreed on, if not by messages. `torn`: told of a server whose link is lost though
+        no view comes without it."""
         self.name = estate.name
         self.address = listener.address
         self.estate = estate
@@ -75,6 +80,9 @@ class Server:
         self._local = local
         self._num_statistics = sum(b.numel() for b in estate.trainee.model.buffers())
         self._frozen = False
+        self._torn = torn
+        self._statistics: tuple[Mapping[str, Any], memoryview | None] | None = None
+        """What the first worker told the others last."""
         self._guests: dict[str, Guest] = {}
         self._early: list[Happened] = []
         self._lead: Lead | None = None
@@ -186,7 +194,9 @@ class Server:
 
     def _hear_server(self, happened: Happened) -> None:
         kind, who, head = happened.kind, happened.who, happened.head
-        if kind in KINDS:
+        if kind == "torn":
+            self._on_torn(who)
+        elif kind in KINDS:
             if not self._frozen and self._council.handle(happened):
                 self._begin()
         elif not self.begun.is_set() and not self._frozen:
@@ -200,6 +210,17 @@ class Server:
             self._rounds.follow()
         else:
             logger.warning("%s got %r from %s, and does not know it", self.name, kind, who)
+
+    def _on_torn(self, who: str) -> None:
+        """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
+
+        def ask() -> None:
+            if not self._frozen:
+                self._torn(who)
+
+        timer = threading.Timer(TORN_S, ask)
+        timer.daemon = True
+        timer.start()
 
     def _hear_worker(self, happened: Happened) -> None:
         who, head, link = happened.who, happened.head, happened.link
@@ -310,6 +331,8 @@ class Server:
                 **self._word(who),
             }
         )
+        if self._statistics is not None:
+            guest.tell(*self._statistics)  # what was told while it had no connection
 
     def _slots_of(self, who: str, addresses: Sequence[str]) -> Sequence[Flat]:
         """Where a worker's gradients are, or will be put."""
@@ -371,6 +394,7 @@ class Server:
                 missing = lead.waiting_for(who, int(happened.head["seq"]) + 1)
                 guest.tell({"k": "missing", "names": missing})
             case "buffers":
+                self._statistics = (happened.head, happened.payload)
                 for name, other in self._guests.items():
                     if name != who:
                         other.tell(happened.head, happened.payload)

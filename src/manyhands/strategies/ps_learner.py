@@ -10,13 +10,14 @@ finish    in rounds: until the update is made. Otherwise not at all: the next st
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from manyhands.errors import LinkError, LinkTimeout
+from manyhands.errors import JobError, LinkError, LinkTimeout
 from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
@@ -225,6 +226,11 @@ class PsLearner(Learner):
         if self.trainee.weight is not None:
             # Scaled by its own weight: the servers know everybody's, and divide by their sum.
             samples, total = float(weight), 1.0
+            if not 0 <= samples < math.inf:
+                raise JobError(
+                    f"weight() of the samples of step {share.step} is {samples}; it must be a number, "
+                    "0 or more."
+                )
         parts = (share.samples, share.total)
         if self._turns is not None:
             self._turns.push(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +121,7 @@ class Station:
             local=local or {},
             identified=not self.shared,
             rounds=self.rounds,
+            torn=self._ask_for_a_view,
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
         try:
@@ -202,6 +204,12 @@ class Station:
                 self.check()
                 if time.monotonic() > deadline:
                     raise
+
+    def _ask_for_a_view(self, peer: str) -> None:
+        """Another server lives, and can't be heard: in a new view all find each other again."""
+        assert self.me.board is not None
+        with suppress(LinkError):
+            self.me.board.say("report", what="torn", view=self.me.view.number, peer=peer)
 
     def _post(self, key: str, value: str) -> None:
         assert self.me.board is not None

@@ -288,6 +288,9 @@ class Conductor:
                     self._leaving = True
                     self.crew.dismiss()
                     self.handout.tell_all(order="leave")
+            case {"what": "torn", "peer": str(peer)}:
+                if self._goes_on and not self._leaving and report["view"] == self.crew.view.number:
+                    self.crew.meet_again(member, peer)
             case {"what": "left", "settled": {"pushes": dict(pushes)}}:
                 self.tally.pushes = pushes
             case {"what": "saving", "step": int(step)}:

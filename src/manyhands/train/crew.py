@@ -166,6 +166,13 @@ class Crew:
         self._replace(member)
         return True
 
+    def meet_again(self, member: str, peer: str) -> None:
+        """Two have lost each other, and both live: all of the view find each other anew."""
+        self._stream.emit(
+            events.Noticed(message=f"{member} lost its link to {peer}; all connect again")
+        )
+        self._form(self.view.names)
+
     def give_up(self, member: str, reason: str) -> None:
         """A new one came to nothing before it had joined."""
         if member not in self._new:
