@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types unit bench lock clean
+.PHONY: help setup demo test lint types unit chaos bench lock clean
 
 help:  ## what can be made
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ types: setup  ## mypy on src
 
 unit: setup  ## the tests
 	@$(BIN)/python -m pytest
+
+chaos: setup  ## kill members of parameter-server runs, over 50 of them in all modes; minutes
+	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1
 
 bench: setup  ## the overhead over a hand-written DDP loop
 	@$(BIN)/python benchmarks/overhead.py

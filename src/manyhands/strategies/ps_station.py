@@ -7,7 +7,6 @@ clients are made anew for every view.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,13 +29,10 @@ logger = logging.getLogger("manyhands.ps")
 DIAL_S = 0.5
 """An address that was posted is listened at, or its process is dead; then a view comes."""
 POLL_S = 0.1
-SWITCH_S = 0.0005
-"""How long a thread that sends waits for one that runs Python; the default of 5 ms is half a small step."""
 
 
 class Station:
     def __init__(self, config: ParameterServer, trainee: Trainee, me: Me) -> None:
-        sys.setswitchinterval(SWITCH_S)
         self.config = config
         self.trainee = trainee
         self.me = me

@@ -80,19 +80,16 @@ def equals_single_with_own_weights(case: Case, folder: Path) -> None:
 
 
 def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
-    """Same seed, same bits; stopped in the middle of an epoch and resumed, still the same bits."""
+    """Same seed, same bits, also of a run that was stopped in the middle of an epoch and resumed."""
     whole = case.train("Dropout", folder / "whole")
-    again = case.train("Dropout", folder / "again")
-    assert whole.losses == again.losses
-    assert_same_bits(whole.state(), again.state())
-
     run = folder / "stopped"
     with harness.command(*case.arguments("Dropout", run, pause_s=0.05), run=run) as running:
         running.wait_for_step(3)
         running.signal(signal.SIGTERM)
         stopped = running.wait()
     assert stopped.code == 75, f"{stopped.out}\n{stopped.err}"
-    assert len(stopped.steps) < len(whole.steps), "it was to be stopped before its end"
+    assert 3 <= len(stopped.steps) < len(whole.steps), "it was to be stopped before its end"
+    assert stopped.losses == whole.losses[: len(stopped.steps)]
     resumed = harness.resume(run, "--set", "pause_s=0")
     assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
     assert resumed.losses == whole.losses

@@ -1,0 +1,74 @@
+"""What one slow worker costs: samples per second with it, as a share of those without it.
+
+Four workers that sleep in each step, more than they compute; one of them sleeps ten times longer. Pairs of
+runs, without and with it, alternating. What one worker of four that does a tenth of the work leaves is
+77.5 % where nobody waits, and 10 % where all do.
+
+    python benchmarks/stragglers.py [--repeats 3] [--slow-by 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from manyhands.testing import harness
+
+WORKERS = 4
+PAUSE_S = 0.02
+STEPS = {"ps:sync": 60, "ps:ssp(staleness=4)": 60, "ps:backup(spares=1)": 400, "ps:async": 400}
+"""More where it does not get slow, so that the end, when all wait for the last part, counts less."""
+
+
+def samples_per_s(strategy: str, slow_by: float) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        done = harness.train(
+            "Straggling",
+            run,
+            strategy=strategy,
+            workers=WORKERS,
+            diary=Path(folder) / "diary",
+            samples=16 * STEPS[strategy],
+            pause_s=PAUSE_S,
+            slow_by=slow_by,
+            lr=0.001,
+        )
+        assert done.code == 0, done.err
+        return float(json.loads((run / "summary.json").read_text())["samples_per_s"])
+
+
+def spread(values: list[float], *, percent: bool = False) -> str:
+    unit, form = (100, "{:.1f} %") if percent else (1, "{:.0f}")
+    middle, least, most = (
+        form.format(unit * value) for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{middle} ({least} to {most})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--slow-by", type=float, default=10.0)
+    parser.add_argument("--strategies", nargs="+", default=list(STEPS))
+    asked = parser.parse_args()
+    print(
+        f"{WORKERS} workers, {PAUSE_S * 1000:.0f} ms a step, one {asked.slow_by:g} times slower; samples/s, "
+        f"medians of {asked.repeats} (least to greatest)\n"
+    )
+    print(f"{'':22}{'undisturbed':22}{'with a slow one':22}kept")
+    for strategy in asked.strategies:
+        pairs = [
+            (samples_per_s(strategy, 1.0), samples_per_s(strategy, asked.slow_by))
+            for _ in range(asked.repeats)
+        ]
+        without, slowed = [a for a, _ in pairs], [b for _, b in pairs]
+        kept = spread([b / a for a, b in pairs], percent=True)
+        print(f"{strategy:22}{spread(without):22}{spread(slowed):22}{kept}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
