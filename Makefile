@@ -33,8 +33,9 @@ types: setup  ## mypy on src
 unit: setup  ## the tests
 	@$(BIN)/python -m pytest
 
-chaos: setup  ## kill members of parameter-server runs, over 50 of them in all modes; minutes
+chaos: setup  ## kill over 50 members of parameter-server runs, then the long tests; a quarter of an hour
 	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1
+	@$(BIN)/python -m pytest -m long
 
 bench: setup  ## the overhead over a hand-written DDP loop
 	@$(BIN)/python benchmarks/overhead.py

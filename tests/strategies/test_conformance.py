@@ -85,8 +85,23 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+LONG = (equals_single_with_accumulation, equals_single_with_own_weights, survives_a_kill)
+"""What four workers have in common with two."""
+
+
+@pytest.mark.parametrize(
+    ("case", "check"),
+    [
+        pytest.param(
+            case,
+            check,
+            id=f"{check.__name__}-{case}",
+            marks=[pytest.mark.long] * (case.workers == 4 and check in LONG),
+        )
+        for check in CHECKS
+        for case in CASES
+    ],
+)
 def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
     check(case, tmp_path)
 
