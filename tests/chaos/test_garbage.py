@@ -387,6 +387,7 @@ def test_garbage_from_the_network(
         assert "Traceback" not in log
 
 
+@pytest.mark.long
 def test_garbage_while_nobody_waits_for_anybody(tmp_path: Path) -> None:
     done = attacked(tmp_path / "run", strategy="ps:async(transport=tcp)", kind="tls")
     check(done)

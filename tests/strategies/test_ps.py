@@ -35,11 +35,8 @@ def test_digits_are_learnt(strategy: str, tmp_path: Path) -> None:
     assert_books_agree(done)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(s, marks=[pytest.mark.long] * ("async" not in s)) for s in WITHOUT_WAITING],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", WITHOUT_WAITING)
 def test_mnist_is_learnt(strategy: str, tmp_path: Path) -> None:
     environ, run = {"MANYHANDS_DATA": str(mnist_folder())}, tmp_path / "run"
     # async and ssp divide the rate by the staleness, which is several updates.
