@@ -106,6 +106,10 @@ class Learner(ABC):
         """
         return None
 
+    def rescued(self) -> StepReport | None:
+        """After on_view: the report of a step that a view interrupted, and that is in the weights."""
+        return None
+
     def placement(self) -> str:
         """One line for people: where the weights lie. Empty where there is nothing to say."""
         return ""

@@ -45,6 +45,8 @@ class PsLearner(Learner):
         """Where the backward writes, where it is not a slot: on a GPU."""
         self._reports: dict[int, StepReport] = {}
         self._in_step: tuple[int, int] | None = None
+        self._in_flight: StepReport | None = None
+        """Of the step whose push the servers may have; until `step` returns it."""
         self._before: list[Tensor] = []
         self._sent = 0
         self._exchanges = 0
@@ -100,6 +102,7 @@ class PsLearner(Learner):
         if self._in_step is not None and self._in_step not in self._client.last_parts:
             for buffer, before in zip(trainee_buffers(self.trainee), self._before, strict=True):
                 buffer.copy_(before)  # the step will be done again, and must find them as it did
+            self._in_flight = None
         self._in_step = None
         self._client.wait_for_runs()
         station.ticker.advance(self._client.ticks)
@@ -119,6 +122,12 @@ class PsLearner(Learner):
                 check=station.check,
                 timeout_s=self.me.timeouts.collective_s,
             )
+
+    def rescued(self) -> StepReport | None:
+        report, self._in_flight = self._in_flight, None
+        if report is not None:
+            report.resolved = True
+        return report
 
     def settled(self) -> dict[str, Any] | None:
         return self._station.settled()
@@ -196,6 +205,8 @@ class PsLearner(Learner):
             self._overlap.finish()
             report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
             computed = time.perf_counter()
+            report.compute_s, report.wait_s = computed - began, began - started
+            self._in_flight = report
             self._push(client, share, seq, slot, weight, version, report)
             if turns is not None:
                 turns.finish()
@@ -206,8 +217,7 @@ class PsLearner(Learner):
         except LinkError as error:
             raise self.me.lost_a_peer(error) from error
         ended = time.perf_counter()
-        self._in_step = None
-        report.compute_s = computed - began
+        self._in_step, self._in_flight = None, None
         report.wait_s = (began - started) + (ended - computed)
         report.bytes_sent = self._bytes_since()
         return report

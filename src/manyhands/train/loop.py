@@ -52,6 +52,7 @@ class Learner(Protocol):
 
     def prepare(self, trainee: Trainee, me: Me) -> None: ...
     def on_view(self, view: View) -> None: ...
+    def rescued(self) -> StepReport | None: ...
     def settled(self) -> dict[str, Any] | None: ...
     def placement(self) -> str: ...
     def interrupt(self) -> None: ...
@@ -92,18 +93,7 @@ class Worker:
         self.loaders = loaders
         self.feed = Feed(self.job, self.data, device=self.device, loaders=loaders)
         seat = Seat(member.name, member.host, device=self.device, device_id=device_id(self.device))
-        self.me = Me(
-            member.name,
-            member.host,
-            self.device,
-            Path(member.scratch),
-            View(0, (seat,)),
-            board=member,
-            timeouts=member.timeouts,
-            credentials=member.credentials,
-            secret=member.secret,
-            trust_network=task.get("trust_network", False),
-        )
+        self.me = member.me(seat)
         self.learner.prepare(trainee, self.me)
         member.on_view = self._view_coming
         if task["checkpoint"]:
@@ -208,6 +198,8 @@ class Worker:
         self.me.view = view
         self.learner.on_view(view)
         # Still as reports of the view before: what on_view has found to be in the weights counts there.
+        if (report := self.learner.rescued()) is not None:
+            self._reports.append(report)
         self._flush()
         self._reports.clear()
         self._joined = view.number
