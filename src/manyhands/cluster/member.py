@@ -26,9 +26,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.timeouts import Timeouts
+from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import (
     LinkError,
     LinkTimeout,
@@ -94,6 +96,21 @@ class Member:
         # Ctrl-C and SIGTERM are the coordinator's to handle; it says what to do.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(invitation)
+
+    def me(self, seat: Seat) -> Me:
+        """What this member knows of itself, before it has joined anybody."""
+        return Me(
+            self.name,
+            self.host,
+            seat.device,
+            Path(self.scratch),
+            View(0, (seat,)),
+            board=self,
+            timeouts=self.timeouts,
+            credentials=self.credentials,
+            secret=self.secret,
+            trust_network=self.assignment.get("trust_network", False),
+        )
 
     def say(self, kind: str, **fields: Any) -> None:
         self._link.send({"kind": kind, **fields})

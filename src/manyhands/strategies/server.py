@@ -5,42 +5,27 @@ It builds the job's model and optimizer, as workers do, and serves them; it comp
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.member import Member
-from manyhands.errors import LinkError, ViewChanging
-from manyhands.strategies.worker import log_to_stderr
+from manyhands.errors import ViewChanging
+from manyhands.strategies.program import run
 
 POLL_S = 0.2
 
 
-def main() -> int:
-    log_to_stderr()
-    try:
-        # Before torch is loaded: the coordinator should know at once that this process lives.
-        member = Member.from_launcher()
-    except LinkError as error:
-        print(f"The coordinator can't be reached: {error}", file=sys.stderr)
-        return 1
-    try:
-        with member.phase("loading the job"):
-            keeper = Keeper(member)
-        with member.phase("serving"):
-            keeper.run()
-    except BaseException as error:
-        return member.fail(error)
-    member.leave()
-    return 0
+def live(member: Member) -> None:
+    with member.phase("loading the job"):
+        keeper = Keeper(member)
+    with member.phase("serving"):
+        keeper.run()
 
 
 class Keeper:
     """A server's life, driven by the coordinator's orders."""
 
     def __init__(self, member: Member) -> None:
-        from manyhands.cluster.view import SERVER, Me, Seat, View
+        from manyhands.cluster.view import SERVER, Seat
         from manyhands.job import load_job
         from manyhands.state.saver import load_state
         from manyhands.strategies.ps import ParameterServer
@@ -61,18 +46,7 @@ class Keeper:
         trainee = Trainee.of(job, device="cpu", num_steps=syllabus.num_steps)
         trainee.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
         self.seat = Seat(member.name, member.host, role=SERVER)
-        self.me = Me(
-            member.name,
-            member.host,
-            "cpu",
-            Path(member.scratch),
-            View(0, (self.seat,)),
-            board=member,
-            timeouts=member.timeouts,
-            credentials=member.credentials,
-            secret=member.secret,
-            trust_network=task.get("trust_network", False),
-        )
+        self.me = member.me(self.seat)
         member.on_view = self._view_coming
         if task["checkpoint"]:
             load_state(task["checkpoint"], trainee, _Stateless())
@@ -129,7 +103,4 @@ class _Stateless:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run(live)
