@@ -138,9 +138,7 @@ class Client:
         """A piece of a gradient is complete: send it ahead of the push that it belongs to."""
         host = self._hosts[server]
         with self._news:
-            host.ahead.append(
-                (i, seq, slot)
-            )  # to be sent again, if connections break before the push
+            host.ahead.append((i, seq, slot))  # sent again if connections break before the push
             lanes = host.lanes
         if lanes is not None:
             self._send_run(host, lanes, i, seq, slot, priority)
@@ -472,6 +470,7 @@ class Client:
             del self._under_way[seq]
             self._released.discard(seq)
             known.append((seq, seq in self._late, self._staleness.pop(seq, 0)))
+            self._late.discard(seq)
         return known
 
     def _note_word(self, head: Mapping[str, Any]) -> None:

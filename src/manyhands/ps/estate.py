@@ -122,8 +122,7 @@ class Estate:
             host=self.host,
             view=keep.view,
             prepared=coming.view if coming else 0,
-            placement=coming.placement.to_dict() if coming and coming.placement else None,
-            old_placement=keep.placement.to_dict() if keep.placement else None,
+            placement=keep.placement.to_dict() if keep.placement else None,
             ledger=ledger.to_dict(),
             replicas=reach,
             seen=self.params.mark,
@@ -202,7 +201,8 @@ class Estate:
         assert self.coming is not None
         self.keep, self.coming = self.coming, None
         self.sums.versions = [0, 0]
-        self.others, self.ahead = {}, {}
+        # Workers tell anew where their gradients are; memory of the dead is let go.
+        self.others, self.ahead, self.gradients = {}, {}, {}
         self._set_mark()
 
     # Updates ------------------------------------------------------------------------------------

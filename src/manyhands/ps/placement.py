@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.ps.blocks import Block, Layout
@@ -38,19 +38,6 @@ TOLERANCE = 0.1
 """So far from its share a server may be without being called uneven."""
 GAIN = 0.01
 """What moving past a target, or more runs of neighbours, must bring: so much of a share."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """A shard that has a new holder."""
-
-    shard: int
-    target: str
-    role: Literal["server", "replica"]
-    sources: tuple[str, ...]
-    """Who held it before, best first: the first of them still alive gives it away."""
-    num_bytes: int
-    """What must travel: 0 where the target held the shard already, in the other role."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +82,6 @@ class Placement:
     def imbalance(self) -> float:
         """How far the server furthest off its share is, in parts of that share."""
         return self._spread.worst()
-
-    def moves_from(self, previous: Placement) -> list[Move]:
-        """What has to happen to get here from `previous`, shard by shard, servers before replicas."""
-        _check_same(self.layout, previous)
-        moves = []
-        roles: tuple[Literal["server", "replica"], ...] = ("server", "replica")
-        for number, role in enumerate(roles):
-            for shard, num_bytes in enumerate(self.layout.shard_bytes):
-                now, before = self.holders(shard), previous.holders(shard)
-                if now[number : number + 1] in ((), before[number : number + 1]):
-                    continue
-                target = now[number]
-                sources = tuple(name for name in before if name != target)
-                moves.append(
-                    Move(shard, target, role, sources, 0 if target in before else num_bytes)
-                )
-        return moves
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -79,6 +79,11 @@ class Table:
         """Everybody has, in this column. After a write of one's own: see `fence`."""
         return min(column) >= number
 
+    def patience(self, number: int) -> float:
+        """How long to wait for a bell in a round. When all have pushed it is short: what a server may
+        wait for then, the place of a sum that a keeper still reads, is freed without a ring."""
+        return SHORT_S if self.reached(self.pushed, number) else LOOK_S
+
     def fence(self) -> None:
         """What was written is seen by others before anything is read: else two who complete a count
         might each miss the other, and nobody would ring."""
@@ -285,12 +290,10 @@ class Turns:
         """Until the round is applied everywhere."""
         table, began = self._table, time.monotonic()
         while not table.reached(table.applied, self.seq):
-            blocked = False
-            if self._carry is not None and table.reached(table.pushed, self.seq):
-                blocked = not self._carry(self.seq)
-                if not blocked and table.reached(table.applied, self.seq):
-                    return
-            self._bell.wait(SHORT_S if blocked else LOOK_S)
+            done = self._carry is None or self._carry(self.seq)
+            if table.reached(table.applied, self.seq):
+                return
+            self._bell.wait(LOOK_S if done else table.patience(self.seq))
             self._check()
             if time.monotonic() - began > self._timeout_s:
                 raise LinkTimeout(self._late(time.monotonic() - began))

@@ -40,7 +40,7 @@ from manyhands.ps.lead import Lead
 from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat
 from manyhands.ps.parcels import pack
-from manyhands.ps.rounds import LOOK_S, Bell, Serving, Table
+from manyhands.ps.rounds import Bell, Serving, Table
 from manyhands.ps.terms import Terms
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
 from manyhands.ps.updates import Updates
@@ -167,13 +167,13 @@ class Server:
     def _carry_all(self) -> None:
         """Round after round, in a server that is nothing else."""
         assert self._meeting is not None
-        bell, number = self._meeting[1], 1
+        (table, bell), number = self._meeting, 1
         try:
             while not self._frozen:
                 if self.carry(number):
                     number += 1
                 else:
-                    bell.wait(LOOK_S)
+                    bell.wait(table.patience(number))
         except BaseException as error:
             self.error = error
             logger.exception("%s failed", self.name)
@@ -282,7 +282,7 @@ class Server:
             placement,
             self._council.peers,
             lead=self._servers[0],
-            applied=self._on_applied,
+            applied=self._tell_news,
         )
         if self._meeting is not None:
             table, bell = self._meeting
@@ -427,9 +427,6 @@ class Server:
         return {"at": word.at, "until": word.until}
 
     # News --------------------------------------------------------------------------------------
-
-    def _on_applied(self, decision: Decision) -> None:
-        self._tell_news(decision)
 
     def _tell_news(self, decision: Decision) -> None:
         own: dict[str, list[list[int]]] = defaultdict(list)

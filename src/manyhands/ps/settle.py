@@ -32,8 +32,6 @@ class Status:
     prepared: int
     """A later view for which it had all that it should hold, and has not heard go; else 0."""
     placement: Mapping[str, Any] | None
-    """Of the later one of the two, if it is prepared."""
-    old_placement: Mapping[str, Any] | None
     """Of `view`."""
     ledger: Mapping[str, Any]
     """With all decisions that anything here has applied."""
@@ -53,7 +51,6 @@ class Status:
             view=int(record["view"]),
             prepared=int(record["prepared"]),
             placement=record["placement"],
-            old_placement=record["old_placement"],
             ledger=record["ledger"],
             replicas={str(k): int(v) for k, v in record["replicas"].items()},
             seen=int(record["seen"]),
@@ -120,8 +117,8 @@ def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> P
     having = [s for s in statuses if standing in (s.view, s.prepared)]
     newest = max(having, key=lambda status: int(status.ledger["version"]))
     first = next(s for s in having if s.view == standing)
-    assert first.old_placement is not None
-    previous = Placement.from_dict(first.old_placement, layout=layout)
+    assert first.placement is not None
+    previous = Placement.from_dict(first.placement, layout=layout)
     placement = place(layout, servers, previous=previous, replicas=replicas, hosts=hosts)
     moves: list[Move] = []
     by_name = {status.server: status for status in having}

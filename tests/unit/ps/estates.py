@@ -150,9 +150,14 @@ class Village:
         self.count += 1
         self.flats += [params, *estate.sums.flats]
         self.estates.append(estate)
-        for worker in self.workers:
-            self.enter(estate, worker)
         return estate
+
+    def begin(self) -> None:
+        """The view that was settled begins, and the workers enter it."""
+        for estate in self.estates:
+            estate.begin()
+            for worker in self.workers:
+                self.enter(estate, worker)
 
     def enter(self, estate: Estate, worker: str) -> None:
         """Inside a host all read the same memory; otherwise each has the runs that were sent to it."""
@@ -192,8 +197,7 @@ class Village:
         return plan
 
     def go(self) -> None:
-        for estate in self.estates:
-            estate.begin()
+        self.begin()
         for estate in self.estates:
             for owner in self.estates:
                 if owner.name in estate.keep.replicas:

@@ -78,8 +78,16 @@ REAL = {
 }
 
 
-def moved(new: Placement, old: Placement, role: str = "server") -> int:
-    return sum(move.num_bytes for move in new.moves_from(old) if move.role == role)
+def new_homes(new: Placement, old: Placement) -> dict[int, str]:
+    """The shards that have another server than before, and which."""
+    numbers = range(len(new.layout.shards))
+    return {n: new.holders(n)[0] for n in numbers if new.holders(n)[0] != old.holders(n)[0]}
+
+
+def moved(new: Placement, old: Placement) -> int:
+    """Bytes that must travel for servers to have their shards: none where a replica is promoted."""
+    sizes = new.layout.shard_bytes
+    return sum(sizes[n] for n, home in new_homes(new, old).items() if home not in old.holders(n))
 
 
 def even(layout: Layout, servers: list[str] | tuple[str, ...]) -> float:
@@ -236,7 +244,7 @@ def test_little_moves_when_servers_come_and_go(name: str, count: int) -> None:
 
     more = place(layout, (*servers, "new"), previous=before, replicas=0)
     assert more.imbalance <= TOLERANCE
-    assert {move.target for move in more.moves_from(before)} == {"new"}
+    assert set(new_homes(more, before).values()) == {"new"}
     assert moved(more, before) <= even(layout, more.servers) + block
 
     fewer = place(layout, servers[1:], previous=before, replicas=0)
@@ -256,9 +264,6 @@ def test_a_death_promotes_replicas(name: str, count: int) -> None:
     assert after.imbalance <= TOLERANCE
     # At most a trim: without replicas the dead server's whole share would have to travel.
     assert moved(after, before) <= 0.25 * before.bytes_of("s0")
-    for move in after.moves_from(before):
-        assert move.target not in move.sources
-        assert move.sources == ("s0",) or set(move.sources) - {"s0"}
     assert (after.seconds is None) == (count == 2)
 
 
@@ -287,7 +292,6 @@ def test_the_same_in_the_same_out_also_through_json(layout: Layout, servers: lis
     assert place(layout, servers) == placement
     said = json.loads(json.dumps(placement.to_dict()))
     assert Placement.from_dict(said, layout=layout) == placement
-    assert placement.moves_from(placement) == []
     other = Layout.of([*layout.pieces, Piece("one more", 1, 4)])
     with pytest.raises(ManyhandsError, match="same job file"):
         Placement.from_dict(said, layout=other)

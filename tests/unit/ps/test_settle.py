@@ -52,8 +52,7 @@ class Site:
             host=self.host,
             view=self.held.view,
             prepared=self.coming.view if self.coming else 0,
-            placement=_dict(self.coming.placement) if self.coming else None,
-            old_placement=_dict(self.held.placement),
+            placement=_dict(self.held.placement),
             ledger=ledger_at(known).to_dict(),
             replicas=dict(self.held.replicas),
             seen=known,
@@ -146,10 +145,7 @@ class Town:
         if plan.standing:
             there = [s for s in statuses if plan.standing in (s.view, s.prepared)]
             assert plan.ledger.version == max(s.ledger["version"] for s in there)
-            (stood,) = {
-                json.dumps(s.old_placement if s.view == plan.standing else s.placement)
-                for s in there
-            }
+            (stood,) = {json.dumps(s.placement) for s in there if s.view == plan.standing}
             assert plan.previous is not None
             assert plan.previous.to_dict() == json.loads(stood)
         assert plan.placement.servers == tuple(site.name for site in self.sites)

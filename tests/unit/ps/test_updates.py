@@ -31,8 +31,7 @@ class Servers:
         self.village = village
         self.stack = contextlib.ExitStack()
         village.settle()
-        for estate in village.estates:
-            estate.begin()
+        village.begin()
         terms = Terms(make_policy=Sync, rounds=True, slots=1, clip_norm=clip_norm)
         names = [estate.name for estate in village.estates]
         links = self._links(names, folder)
