@@ -122,3 +122,14 @@ def _environment() -> dict[str, str]:
     """The environment, but for what pytest does and what libraries do when first imported."""
     theirs = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_", "TRITON_")
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+
+
+@pytest.fixture(scope="session")
+def mnist_folder() -> Path:
+    given = os.environ.get("MANYHANDS_DATA")
+    folders = [Path(given), Path(given) / "mnist"] if given else []
+    beside = Path(__file__).parents[2] / "shared" / "data" / "mnist"
+    for folder in [*folders, beside]:
+        if (folder / "train-images-idx3-ubyte.gz").exists():
+            return folder
+    pytest.skip("MNIST is not here: put its four files in a folder and set MANYHANDS_DATA to it")

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-import pytest
 
 from manyhands.testing import harness
 
 ROOT = Path(__file__).parents[2]
-
-
-def mnist_folder() -> Path:
-    given = os.environ.get("MANYHANDS_DATA")
-    folders = [Path(given), Path(given) / "mnist"] if given else []
-    for folder in [*folders, ROOT.parent / "shared" / "data" / "mnist"]:
-        if (folder / "train-images-idx3-ubyte.gz").exists():
-            return folder
-    pytest.skip("MNIST is not here: put its four files in a folder and set MANYHANDS_DATA to it")
 
 
 def final_accuracy(reference: str, run: Path, environ: dict[str, str] | None = None) -> float:
@@ -33,12 +21,12 @@ def test_digits(tmp_path: Path) -> None:
     assert final_accuracy(str(ROOT / "examples/digits.py"), tmp_path / "run") > 0.95
 
 
-def test_mnist_perceptron(tmp_path: Path) -> None:
-    environ = {"MANYHANDS_DATA": str(mnist_folder())}
+def test_mnist_perceptron(mnist_folder: Path, tmp_path: Path) -> None:
+    environ = {"MANYHANDS_DATA": str(mnist_folder)}
     assert final_accuracy(str(ROOT / "examples/mnist.py"), tmp_path / "run", environ) > 0.98
 
 
-def test_mnist_convolutional(tmp_path: Path) -> None:
-    environ = {"MANYHANDS_DATA": str(mnist_folder())}
+def test_mnist_convolutional(mnist_folder: Path, tmp_path: Path) -> None:
+    environ = {"MANYHANDS_DATA": str(mnist_folder)}
     reference = f"{ROOT / 'examples/mnist.py'}:MnistConv"
     assert final_accuracy(reference, tmp_path / "run", environ) > 0.99

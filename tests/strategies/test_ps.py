@@ -7,7 +7,6 @@ the job `Straggling` writes a line into a diary when it begins to compute.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,8 @@ def test_digits_are_learnt(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", WITHOUT_WAITING)
-def test_mnist_is_learnt(strategy: str, tmp_path: Path) -> None:
-    environ, run = {"MANYHANDS_DATA": str(mnist_folder())}, tmp_path / "run"
+def test_mnist_is_learnt(strategy: str, mnist_folder: Path, tmp_path: Path) -> None:
+    environ, run = {"MANYHANDS_DATA": str(mnist_folder)}, tmp_path / "run"
     # async and ssp divide the rate by the staleness, which is several updates.
     lr = 0.1 if "backup" in strategy else 0.3
     arguments = harness.train_arguments(
@@ -50,15 +49,6 @@ def test_mnist_is_learnt(strategy: str, tmp_path: Path) -> None:
     assert done.of("Evaluated")[-1]["metrics"]["accuracy"] > 0.975
     assert_once_an_epoch(done, epochs=4, samples=60_000)
     assert_books_agree(done)
-
-
-def mnist_folder() -> Path:
-    given = os.environ.get("MANYHANDS_DATA")
-    folders = [Path(given), Path(given) / "mnist"] if given else []
-    for folder in [*folders, ROOT.parent / "shared" / "data" / "mnist"]:
-        if (folder / "train-images-idx3-ubyte.gz").exists():
-            return folder
-    pytest.skip("MNIST is not here: put its four files in a folder and set MANYHANDS_DATA to it")
 
 
 def test_everybody_waits_for_a_slow_worker_in_sync(tmp_path: Path) -> None:
