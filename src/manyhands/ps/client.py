@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
 from manyhands.ps.blocks import Layout
-from manyhands.ps.estate import spans
+from manyhands.ps.estate import travelling
 from manyhands.ps.holding import Run
 from manyhands.ps.host import Host, Push
 from manyhands.ps.lanes import LANES, Lanes
@@ -48,9 +49,11 @@ class Client:
         resolved: Callable[[int, bool, int], None],
         timeout_s: float,
         seen: int = 0,
+        replica: Callable[[str], int] | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
-        `resolved(seq, left out, staleness)` is called from another thread, once for each push."""
+        `resolved(seq, left out, staleness)` is called from another thread, once for each push.
+        `replica`: the version of a server's blocks that this very process keeps, if it keeps any."""
         self.placement: Placement | None = None
         self.last_parts: set[tuple[int, int]] = set()
         """(step, part) of the last update before this view."""
@@ -65,6 +68,7 @@ class Client:
         self._slots = slots
         self._check = check
         self._resolved = resolved
+        self._replica = replica
         self._timeout_s = timeout_s
         self._news = threading.Condition()
         self._closed = False
@@ -102,10 +106,7 @@ class Client:
         """Of the parameters that are here."""
         if self._all_shared:
             return self._params.mark
-        return min(
-            min(host.arrived, default=host.version) if host.travels else host.version
-            for host in self._hosts.values()
-        )
+        return min(host.here for host in self._hosts.values())
 
     @property
     def layout(self) -> Layout:
@@ -194,7 +195,7 @@ class Client:
                 for name, host in self._hosts.items()
                 if host.travels
                 and any(
-                    host.arrived[i] < host.version
+                    host.version_of(i) < host.version
                     for i in (range(len(host.runs)) if needed is None else needed.get(name, ()))
                 )
             ]
@@ -368,11 +369,15 @@ class Client:
         layout = self._params.layout
         placement = Placement.from_dict(head["placement"], layout=layout)
         lanes: list[Link] = []
-        runs = spans(layout, [block.number for block in placement.blocks_of(host.name)])
+        runs, keepers = travelling(placement, host.name)
         with self._news:
             self.placement = placement
             if not host.runs:  # else it is back, and what was here still is
                 host.runs, host.arrived = runs, [-1] * len(runs)
+                if self._replica is not None:
+                    host.replica = partial(self._replica, host.name)
+                    mine = (i for i, keeper in enumerate(keepers) if keeper == self._worker)
+                    host.kept = frozenset(mine)
             host.travels = bool(head["travels"])
         if host.travels:
             for _ in range(LANES):

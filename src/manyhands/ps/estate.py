@@ -7,6 +7,7 @@ finish what others have finished, and to take over from a server whose replica i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -190,7 +191,9 @@ class Estate:
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
             if numbers:
-                memory = Flat.private(self.layout)
+                # Where memory is not shared, the replica is what a worker of this process computes
+                # with: its parameters need not travel.
+                memory = Flat.private(self.layout) if self.shared else self.params
                 holding = Holding(self.trainee, memory, find("replica", numbers), ticks=ticks)
                 keep.replicas[server] = holding
                 keep.versions[server] = self.ledger.version
@@ -263,3 +266,17 @@ def _scale(sums: Flat, runs: Sequence[Run], factor: float) -> None:
 def spans(layout: Layout, numbers: Iterable[int]) -> list[Run]:
     """Blocks as they travel."""
     return runs_of(layout, numbers, max_bytes=SPAN_BYTES)
+
+
+def travelling(placement: Placement, server: str) -> tuple[list[Run], list[str | None]]:
+    """The blocks of a server as they travel, and who keeps the replica of each run."""
+    kept: dict[str | None, list[int]] = defaultdict(list)
+    for block in placement.blocks_of(server):
+        kept[placement.replica_of(block)].append(block.number)
+    runs: list[Run] = []
+    keepers: list[str | None] = []
+    for keeper, numbers in kept.items():
+        cut = spans(placement.layout, numbers)
+        runs += cut
+        keepers += [keeper] * len(cut)
+    return runs, keepers

@@ -39,6 +39,8 @@ class Guest:
         self.late: list[int] = []
         """Its last pushes that were left out."""
         self.link = link
+        self.wants: Sequence[int] = ()
+        """The runs of parameters that it is sent, those that it needs first going first."""
         self._runs = runs
         self._lane_links: list[Link] = []
         self._lanes: Lanes | None = None
@@ -72,11 +74,10 @@ class Guest:
         except LinkError:
             pass  # it is gone, or comes back and asks
 
-    def send_runs(self, version: int, params: Flat, order: Sequence[int]) -> None:
-        """All parameters that are held here, those that it needs first going first."""
+    def send_runs(self, version: int, params: Flat) -> None:
         if self._lanes is None:
             return
-        for priority, i in enumerate(order):
+        for priority, i in enumerate(self.wants):
             head = {"k": "run", "v": version, "i": i}
             self._lanes.put(priority, head, bytes_of(self._runs[i].of(params)))
 
@@ -123,3 +124,22 @@ class Guest:
             self._lanes.close()
         for link in self._lane_links:
             link.close()
+
+
+def find_slots(
+    params: Flat, addresses: Sequence[str], count: int, *, shared: bool
+) -> Sequence[Flat]:
+    """Where a worker's gradients are, or will be put."""
+    if len(addresses) != (count if shared else 0):
+        raise Nonsense(f"{len(addresses)} slots in shared memory")
+    try:
+        found = [Flat.attached(params.layout, address) for address in addresses]
+    except (LinkError, OSError, ValueError, RuntimeError) as error:
+        raise Nonsense(f"slots that are not there: {error}") from error
+    if any(_nbytes(flat) != _nbytes(params) for flat in found):
+        raise Nonsense(f"slots of {[_nbytes(flat) for flat in found]} bytes")
+    return found or [Flat.private(params.layout) for _ in range(count)]
+
+
+def _nbytes(flat: Flat) -> int:
+    return 0 if flat.segment is None else flat.segment.nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,10 @@ class Host:
     runs: list[Run] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
     """The version of each run that is here."""
+    kept: frozenset[int] = frozenset()
+    """The runs whose replica is kept in this process: it is what the worker computes with."""
+    replica: Callable[[], int] = lambda: -1
+    """The version of that replica."""
     version: int = -1
     done: int = 0
     """The last push of this worker that is in the weights there."""
@@ -35,6 +39,17 @@ class Host:
     asked: dict[str, tuple[Mapping[str, Any], memoryview | None]] = field(default_factory=dict)
     """What was said and not answered, by its kind: said again over the next connection."""
     sent_before: int = 0
+
+    @property
+    def here(self) -> int:
+        """The version of its parameters that is here."""
+        if not self.travels:
+            return self.version
+        return min([self.version, *map(self.version_of, range(len(self.runs)))])
+
+    def version_of(self, i: int) -> int:
+        """Of a run."""
+        return self.replica() if i in self.kept else self.arrived[i]
 
     @property
     def bytes_sent(self) -> int:

@@ -15,8 +15,9 @@ outlives it is in its Estate, and how a view begins is in council.py. Its messag
     among servers   had       to the lead: I have this push     decide    from the lead: apply this
                     and what council.py and updates.py say to their like
 
-Cost a step and worker inside a host: one message to the lead and one from each server. Between hosts
-gradients out and parameters back once each, and with replicas each sum once more.
+Where an update is everybody's gradients, each server knows by itself what is next, and nobody says had or
+decide. Cost a step and worker inside a host: one message to the lead and one from each server. Between
+hosts gradients out and parameters back once each; to a worker that keeps replicas their sums go instead.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from manyhands.errors import LinkError, ManyhandsError
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.council import KINDS, Council
 from manyhands.ps.door import Door, Happened
-from manyhands.ps.estate import Estate, spans
-from manyhands.ps.guest import Guest
+from manyhands.ps.estate import Estate, travelling
+from manyhands.ps.guest import Guest, find_slots
 from manyhands.ps.heads import Nonsense, given_of
 from manyhands.ps.holding import Run
 from manyhands.ps.lead import Lead
@@ -85,8 +86,13 @@ class Server:
         """What the first worker told the others last."""
         self._guests: dict[str, Guest] = {}
         self._early: list[Happened] = []
+        self.followed: Callable[[], None] = lambda: None
+        """Called when replicas that are kept here are newer."""
+        self._decider: Lead | None = None
+        """Says what is applied next: at the lead, or at every server, where all come to the same."""
         self._lead: Lead | None = None
         self._runs: list[Run] = []
+        self._keepers: list[str | None] = []
         self._order: list[int] = []
         self._updates: Updates | None = None
         self._meeting = rounds
@@ -270,8 +276,7 @@ class Server:
         estate, plan = self.estate, self._council.plan
         assert plan is not None
         placement, layout = plan.placement, estate.layout
-        mine = [block.number for block in placement.blocks_of(self.name)]
-        self._runs = spans(layout, mine)
+        self._runs, self._keepers = travelling(placement, self.name)
         first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
         self._order = sorted(
             range(len(self._runs)), key=lambda i: first_need[self._runs[i].blocks[0].number]
@@ -283,6 +288,7 @@ class Server:
             self._council.peers,
             lead=self._servers[0],
             applied=self._tell_news,
+            followed=lambda: self.followed(),
         )
         if self._meeting is not None:
             table, bell = self._meeting
@@ -291,14 +297,17 @@ class Server:
             if self.name not in self._workers:
                 name = f"{self.name}-rounds"
                 threading.Thread(target=self._carry_all, name=name, daemon=True).start()
-        if self._council.leads:
-            self._lead = Lead(
+        if self._council.leads or self._terms.for_all:
+            alone = estate.shared or self._terms.for_all
+            self._decider = Lead(
                 self._terms.make_policy(self._workers),
                 estate.ledger,
-                servers=self._servers[:1] if estate.shared else self._servers,
+                servers=[self.name] if alone else self._servers,
                 lr_rule=self._terms.lr_rule,
                 by_part=not self._terms.rounds,
             )
+        if self._council.leads:
+            self._lead = self._decider
         self.begun.set()
         early, self._early = self._early, []
         for happened in early:
@@ -308,9 +317,12 @@ class Server:
         if (guest := self._guests.get(who)) is not None:
             guest.enter_again(link)
         else:
-            slots = self._slots_of(who, addresses)
+            slots = self._local.get(who) or find_slots(
+                self.estate.params, addresses, self._terms.slots, shared=self.estate.shared
+            )
             travels = who not in self._local and not addresses
             guest = Guest(who, link, slots, travels=travels, runs=self._runs)
+            guest.wants = [i for i in self._order if self._keepers[i] != who]
             self._guests[who] = guest
             self.estate.gradients[who] = slots
             if self._updates is not None and self._updates.compensation is not None:
@@ -334,21 +346,6 @@ class Server:
         if self._statistics is not None:
             guest.tell(*self._statistics)  # what was told while it had no connection
 
-    def _slots_of(self, who: str, addresses: Sequence[str]) -> Sequence[Flat]:
-        """Where a worker's gradients are, or will be put."""
-        layout, count = self.estate.layout, self._terms.slots
-        if who in self._local:
-            return self._local[who]
-        if len(addresses) != (count if self.estate.shared else 0):
-            raise Nonsense(f"{len(addresses)} slots in shared memory of {who}")
-        try:
-            shared = [Flat.attached(layout, address) for address in addresses]
-        except (LinkError, OSError, ValueError, RuntimeError) as error:
-            raise Nonsense(f"slots that are not there: {error}") from error
-        if any(_nbytes(flat) != _nbytes(self.estate.params) for flat in shared):
-            raise Nonsense(f"slots of {[_nbytes(flat) for flat in shared]} bytes")
-        return shared or [Flat.private(layout) for _ in range(count)]
-
     # From a push to a decision -----------------------------------------------------------------
 
     def _on_push(
@@ -359,7 +356,7 @@ class Server:
         whole = guest.arrived(head["seq"], slot, run=run, head=head if run is None else None)
         if whole is None:
             return
-        if self._lead is not None:
+        if self._decider is not None:
             self._on_had(self.name, whole)
         else:
             self._tell_lead({**whole, "k": "had"})
@@ -367,10 +364,10 @@ class Server:
     def _on_had(self, server: str, head: Mapping[str, Any]) -> None:
         if self._frozen:
             return
-        assert self._lead is not None
+        assert self._decider is not None
         push = given_of(head["push"])
         try:
-            self._lead.had(server, push, began=int(head["began"]), after=int(head["after"]))
+            self._decider.had(server, push, began=int(head["began"]), after=int(head["after"]))
         except ValueError as error:
             if (guest := self._guests.get(push.worker)) is not None:
                 self._door.turn_away(guest.link, push.worker, Nonsense(str(error)))
@@ -400,15 +397,20 @@ class Server:
                         other.tell(happened.head, happened.payload)
 
     def _decide(self) -> None:
-        lead = self._lead
-        assert lead is not None
+        decider = self._decider
+        assert decider is not None
         assert self._updates is not None
-        for decision in lead.decisions():
-            head = {"k": "decide", "decision": decision.to_dict()}
-            for peer in self._council.peers.values():
-                with suppress(LinkError):  # of one that is gone: the others must know all the same
-                    peer.link.send(head)
+        for decision in decider.decisions():
+            if not self._terms.for_all:
+                head = {"k": "decide", "decision": decision.to_dict()}
+                for peer in self._council.peers.values():
+                    with suppress(
+                        LinkError
+                    ):  # of one that is gone: the others must know all the same
+                        peer.link.send(head)
             self._updates.carry_out(decision)
+        if (lead := self._lead) is None:
+            return
         for push in lead.late():
             if (guest := self._guests.get(push.worker)) is not None:
                 guest.late = [*guest.late[-7:], push.seq]
@@ -455,7 +457,7 @@ class Server:
 
     def _send_runs(self, guest: Guest) -> None:
         if guest.travels:
-            guest.send_runs(self.estate.ledger.version, self.estate.params, self._order)
+            guest.send_runs(self.estate.ledger.version, self.estate.params)
 
     def _place(self, who: str, head: Mapping[str, Any]) -> memoryview | None:
         """Gradients and sums are received straight into the memory that they are added from."""
@@ -486,7 +488,3 @@ class Server:
 
     def _tell_lead(self, head: Mapping[str, Any]) -> None:
         self._council.peers[self._servers[0]].link.send(head)
-
-
-def _nbytes(flat: Flat) -> int:
-    return 0 if flat.segment is None else flat.segment.nbytes

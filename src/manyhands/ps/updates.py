@@ -7,8 +7,9 @@
 
 Inside a host a decision is final: all can read all gradients and sums, so any survivor can finish it,
 and keepers follow at leisure (taken: they have used a sum, its place is free). Between hosts it is final
-when each server has said `prepared`: its sum is with the keepers (held), so no death of one member can
-leave an update half made. The lead then says `commit`, and keepers apply it too.
+when the lead has heard that each sum is with its keepers (held), so no death of one member can leave an
+update half made. The lead then says `commit`, and keepers apply it too: the parameters of what they keep
+need not travel to them.
 
 Used by the server's thread alone.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.errors import LinkError
@@ -31,7 +32,7 @@ from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.terms import Terms
 
-KINDS = ("decide", "norm", "replica", "held", "taken", "prepared", "commit")
+KINDS = ("decide", "norm", "replica", "held", "taken", "commit")
 
 
 @dataclass
@@ -39,8 +40,6 @@ class Work:
     """The decision that is being carried out."""
 
     decision: Decision
-    unheld: set[str] = field(default_factory=set)
-    """Keepers of replicas that have not got its sum yet."""
     summed: bool = False
 
 
@@ -54,8 +53,9 @@ class Updates:
         *,
         lead: str,
         applied: Callable[[Decision], None],
+        followed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`applied` is told of each decision that is in the weights."""
+        """`applied` is told of each decision that is in the weights; `followed`, when a replica is newer."""
         self.frozen = False
         self.compensation = Compensation(terms.compensate) if terms.compensate else None
         self._estate = estate
@@ -64,12 +64,15 @@ class Updates:
         self._lead = lead
         self._peers = peers
         self._applied = applied
+        self._followed = followed
         self._two_phase = not estate.shared and bool(estate.replicas) and bool(peers)
         self._queue: deque[Decision] = deque()
         self._work: Work | None = None
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
         self._taken: dict[str, int] = {}
-        self._prepared: dict[int, set[str]] = defaultdict(set)
+        self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
+        self._to_hold = _to_hold(placement)
+        """(owner, keeper): what the lead must hear of before an update is final."""
         self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
         self._keepers: dict[str, list[Run]] = {}
@@ -104,9 +107,7 @@ class Updates:
                 self._taken[who] = int(head["v"])
                 self._advance()
             case "held":
-                self._on_held(who, int(head["v"]))
-            case "prepared":
-                self._on_prepared(who, int(head["v"]))
+                self._on_held(str(head["owner"]), who, int(head["v"]))
             case "commit":
                 self._on_commit(int(head["v"]))
 
@@ -177,34 +178,25 @@ class Updates:
             if self._estate.shared:
                 self._tell(keeper, head)
                 continue
-            work.unheld.add(keeper)
             for i, run in enumerate(runs):
                 self._tell(keeper, {**head, "i": i}, bytes_of(run.of(sums)))
                 head.pop("decision", None)  # once is enough
         if not self._two_phase:
             self._apply()
-        elif not work.unheld:
-            self._say_prepared(version)
+        elif not self._keepers:
+            self._say_held(self._name, version)
 
-    def _on_held(self, who: str, version: int) -> None:
-        work = self._work
-        if work is None or work.decision.version != version:
-            return
-        work.unheld.discard(who)
-        if not work.unheld:
-            self._say_prepared(version)
-
-    def _say_prepared(self, version: int) -> None:
+    def _say_held(self, owner: str, version: int) -> None:
         if self._name == self._lead:
-            self._on_prepared(self._name, version)
+            self._on_held(owner, self._name, version)
         else:
-            self._tell(self._lead, {"k": "prepared", "v": version})
+            self._tell(self._lead, {"k": "held", "v": version, "owner": owner})
 
-    def _on_prepared(self, who: str, version: int) -> None:
+    def _on_held(self, owner: str, keeper: str, version: int) -> None:
         """At the lead: when all are, there is no way back."""
-        self._prepared[version].add(who)
-        if len(self._prepared[version]) > len(self._peers) and not self.frozen:
-            del self._prepared[version]
+        self._held[version].add((owner, keeper))
+        if self._held[version] >= self._to_hold and not self.frozen:
+            del self._held[version]
             self._tell_all({"k": "commit", "v": version})
             self._on_commit(version)
 
@@ -234,7 +226,7 @@ class Updates:
             del self._arrived[owner, version]
         self._estate.others[owner].note(version)
         if self._two_phase:
-            self._tell(owner, {"k": "held", "v": version})
+            self._say_held(owner, version)
             return
         waiting = self._uncommitted[version]
         self._follow(owner, waiting.pop(owner))
@@ -243,6 +235,7 @@ class Updates:
 
     def _follow(self, owner: str, decision: Decision) -> None:
         self._estate.apply_replica(owner, decision)
+        self._followed()
         if not self.frozen:
             self._tell(owner, {"k": "taken", "v": decision.version})
 
@@ -260,3 +253,14 @@ class Updates:
             # It is dead, and a view without it comes. Until then others must not be left with half of
             # an update: what was begun is finished here.
             pass
+
+
+def _to_hold(placement: Placement) -> set[tuple[str, str]]:
+    """Each server with those who keep its blocks; one that nobody keeps answers for itself."""
+    kept = {
+        (placement.server_of(block), server)
+        for server in placement.servers
+        for block in placement.replicas_of(server)
+    }
+    owners = {owner for owner, _ in kept}
+    return kept | {(server, server) for server in placement.servers if server not in owners}

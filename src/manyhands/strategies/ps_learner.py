@@ -96,7 +96,10 @@ class PsLearner(Learner):
             timeout_s=me.timeouts.collective_s,
             resolved=self._resolve,
             seen=self._seen,
+            replica=station.replica_version if station.server is not None else None,
         )
+        if station.server is not None:
+            station.server.followed = self._client.wake_up
         station.wait_until_begun()
         self._take_turns()
         if self._in_step is not None and self._in_step not in self._client.last_parts:

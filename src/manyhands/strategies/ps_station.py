@@ -140,6 +140,11 @@ class Station:
                 )
         self.check()
 
+    def replica_version(self, owner: str) -> int:
+        """Of another server's blocks that are kept here."""
+        assert self._estate is not None
+        return self._estate.keep.versions.get(owner, -1)
+
     @property
     def leads(self) -> bool:
         return self.server is not None and self.servers_in(self.me.view)[0] == self.me.name

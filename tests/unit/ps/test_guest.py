@@ -96,13 +96,14 @@ def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(
     guest, params = hall.guest(), Flat.private(LAYOUT)
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
-    guest.send_runs(3, params, [1, 0])  # no lane yet: it is sent when they are
+    guest.wants = [1, 0]
+    guest.send_runs(3, params)  # no lane yet: it is sent when they are
     far = []
     for number in range(LANES):
         near, worker = hall.link()
         far.append(worker)
         assert guest.add_lane(near) == (number == LANES - 1)
-    guest.send_runs(4, params, [1, 0])
+    guest.send_runs(4, params)
     heard = []
     for link in far:
         with contextlib.suppress(LinkError):
