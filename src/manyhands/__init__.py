@@ -9,24 +9,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyhands import data
+    from manyhands import data, words
     from manyhands.errors import ManyhandsError
     from manyhands.job import Job
+    from manyhands.ps.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
+    from manyhands.ps.tables.spec import Table
     from manyhands.strategies.join import join
 
 __version__ = "0.1.0"
-__all__ = ["Job", "ManyhandsError", "__version__", "data", "join"]
+__all__ = [
+    "Job",
+    "ManyhandsError",
+    "RowModel",
+    "SparseEmbedding",
+    "SparseEmbeddingBag",
+    "Table",
+    "__version__",
+    "data",
+    "join",
+    "words",
+]
 
 _HOMES = {
     "Job": "manyhands.job",
     "ManyhandsError": "manyhands.errors",
+    "RowModel": "manyhands.ps.tables.modules",
+    "SparseEmbedding": "manyhands.ps.tables.modules",
+    "SparseEmbeddingBag": "manyhands.ps.tables.modules",
+    "Table": "manyhands.ps.tables.spec",
     "join": "manyhands.strategies.join",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return importlib.import_module("manyhands.data")
+    if name in ("data", "words"):
+        return importlib.import_module(f"manyhands.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

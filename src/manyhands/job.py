@@ -100,6 +100,10 @@ class Job:
         """
         return None
 
+    def unit(self) -> tuple[str, float]:
+        """What speed is told in: a name, and how many of them a sample has on average."""
+        return "samples", 1.0
+
     def fields(self) -> dict[str, Any]:
         """The hyperparameters by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

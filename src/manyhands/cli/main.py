@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import doctor, list_runs, resume, train
+from manyhands.cli import doctor, list_runs, resume, train, words
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, list_runs, doctor)
+VERBS = (train, resume, list_runs, words, doctor)
 
 EXAMPLES = """\
 examples:

@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
+import os
 import sys
 import time
 import urllib.error
@@ -62,6 +63,14 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 class _MirrorFailed(Exception):
     """Why one mirror did not give one file; the next one is tried."""
+
+
+def cache_home() -> Path:
+    """Where data that was fetched or prepared is kept."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is invalid and is ignored.
+    home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return home / "manyhands"
 
 
 def fetch(

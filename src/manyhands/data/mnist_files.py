@@ -25,7 +25,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.data.download import RemoteFile, fetch
+from manyhands.data.download import RemoteFile, cache_home, fetch
 from manyhands.errors import DataError, UsageError, closest
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def _as_arrays(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Arrays:
 
 def cache_folder() -> Path:
     """Where downloads go."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is invalid and is ignored.
-    home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return home / "manyhands" / "mnist"
+    return cache_home() / "mnist"
 
 
 def _locate(split: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Path]:

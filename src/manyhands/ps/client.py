@@ -18,14 +18,15 @@ from functools import partial
 from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
+from manyhands.ps.asking import Asking
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import travelling
 from manyhands.ps.holding import Run
 from manyhands.ps.host import Host, Push
 from manyhands.ps.lanes import LANES, Lanes
 from manyhands.ps.memory import Flat, bytes_of
-from manyhands.ps.parcels import Parcels
 from manyhands.ps.placement import Placement
+from manyhands.ps.tables.homes import Homes
 from manyhands.wire import Link
 
 ASK_AFTER_S = 2.0
@@ -35,7 +36,7 @@ Dial = Callable[[str], Link]
 """A new link to a server; tried until it is there, or a view comes."""
 
 
-class Client:
+class Client(Asking):
     def __init__(
         self,
         worker: str,
@@ -49,15 +50,20 @@ class Client:
         resolved: Callable[[int, bool, int], None],
         timeout_s: float,
         seen: int = 0,
+        baskets: Sequence[str] = (),
         replica: Callable[[str], int] | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
         `resolved(seq, left out, staleness)` is called from another thread, once for each push.
-        `replica`: the version of a server's blocks that this very process keeps, if it keeps any."""
+        `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
+        that this very process keeps, if it keeps any."""
+        super().__init__(servers[0])
         self.placement: Placement | None = None
         self.last_parts: set[tuple[int, int]] = set()
         """(step, part) of the last update before this view."""
         self.ticks = 0
+        self.homes: Homes | None = None
+        """Where rows of tables are, if they are served."""
         self.bytes_of_servers = 0
         """Sent by servers, as far as they have told this worker."""
         self._worker = worker
@@ -68,9 +74,9 @@ class Client:
         self._slots = slots
         self._check = check
         self._resolved = resolved
+        self._baskets = list(baskets)
         self._replica = replica
         self._timeout_s = timeout_s
-        self._news = threading.Condition()
         self._closed = False
         self._refused = ""
         self._all_shared = False
@@ -88,11 +94,6 @@ class Client:
         self._resting = False
         self._pulled: set[str] = set()
         self._missing: Sequence[str] = ()
-        self._parcels = Parcels()
-        self._states_from: set[str] = set()
-        self._buffers: dict[int, memoryview] = {}
-        self._hosts: dict[str, Host] = {}
-        self._lead = servers[0]
         for name in servers:
             self._hosts[name] = Host(name, self._enter(name))
             self._listen(self._hosts[name])
@@ -148,19 +149,34 @@ class Client:
         head = {"k": "run", "seq": seq, "slot": slot, "i": i}
         lanes.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
-    def push(self, seq: int, slot: int, push: Sequence[Any], *, began: int) -> None:
-        """A gradient is complete; its runs were pushed, where they travel."""
+    def push(
+        self,
+        seq: int,
+        slot: int,
+        push: Sequence[Any],
+        *,
+        began: int,
+        baskets: Mapping[str, memoryview] | None = None,
+    ) -> None:
+        """A gradient is complete; its runs were pushed, where they travel. `baskets`, by server: what
+        it wants changed in tables, which travels along."""
         head = {"k": "push", "seq": seq, "push": push, "began": began, "after": self._last_push}
         self._last_push = seq
         self._seq, self._pushes = seq, self._pushes + 1
         with self._news:
-            self._under_way[seq] = Push(seq, slot, head)
+            pushed = self._under_way[seq] = Push(seq, slot, head, baskets or {})
             for host in self._hosts.values():
                 host.ahead.clear()
         for name in self._hosts:
             # Where all share memory, the lead's word is enough.
             if name == self._lead or not self._all_shared:
-                self._send(name, head)
+                self._send_push(name, pushed)
+
+    def _send_push(self, name: str, push: Push) -> None:
+        if (basket := push.baskets.get(name)) is not None:
+            head = {"k": "basket", "seq": push.seq, "slot": push.slot, "bytes": basket.nbytes}
+            self._send(name, head, basket)
+        self._send(name, push.head)
 
     def finish(self, seq: int) -> None:
         """Until the push is in the weights everywhere, or was left out, or need not be waited for."""
@@ -213,30 +229,6 @@ class Client:
     def travelling(self) -> dict[str, list[Run]]:
         """The runs that travel, by server."""
         return {name: host.runs for name, host in self._hosts.items() if host.travels}
-
-    # What is asked ------------------------------------------------------------------------------
-
-    def states(self) -> Parcels:
-        """What the servers' optimizers remember."""
-        with self._news:
-            self._parcels, self._states_from = Parcels(), set()
-        for name in self._hosts:
-            self._ask(name, {"k": "state"})
-        with self._waiting("the optimizer's state") as wait:
-            wait(lambda: [name for name in self._hosts if name not in self._states_from])
-        return self._parcels
-
-    def tell_buffers(self, tag: int, payload: memoryview) -> None:
-        """Something that every worker should have; `tag` tells one time from another."""
-        self._ask(self._lead, {"k": "buffers", "tag": tag}, payload)
-
-    def hear_buffers(self, tag: int) -> memoryview:
-        with self._waiting("the first worker's statistics") as wait:
-            wait(lambda: [] if tag in self._buffers else [self._lead])
-        with self._news:
-            heard = self._buffers.pop(tag)
-            self._buffers.clear()
-        return heard
 
     def wake_up(self) -> None:
         """Whoever waits should look again."""
@@ -312,7 +304,7 @@ class Client:
         addresses = [segment.address for segment in segments if segment is not None]
         self._all_shared = bool(addresses)
         head = {"k": "enter", "worker": self._worker, "view": self._view, "slots": addresses}
-        link.send({**head, "seen": self._seen})
+        link.send({**head, "baskets": self._baskets, "seen": self._seen})
         return link
 
     def _listen(self, host: Host) -> None:
@@ -372,6 +364,7 @@ class Client:
         runs, keepers = travelling(placement, host.name)
         with self._news:
             self.placement = placement
+            self.homes = Homes.from_dict(head["homes"]) if head["homes"] else None
             if not host.runs:  # else it is back, and what was here still is
                 host.runs, host.arrived = runs, [-1] * len(runs)
                 if self._replica is not None:
@@ -411,7 +404,7 @@ class Client:
             for i, seq, slot in ahead:
                 self._send_run(host, host.lanes, i, seq, slot, i)
         for push in again:
-            self._send(host.name, push.head)
+            self._send_push(host.name, push)
         for word, payload in unanswered:
             self._send(host.name, word, payload)
 
@@ -454,15 +447,8 @@ class Client:
                 case "missing":
                     self._missing = list(head["names"])
                     return
-                case "buffers":
-                    assert payload is not None
-                    self._buffers[int(head["tag"])] = payload
-                case "state" if "done" in head:
-                    self._states_from.add(host.name)
-                    host.asked.pop("state", None)
-                case "state":
-                    self._parcels.add(head, payload)
-                    return
+                case _:
+                    self._hear_answer(host, str(kind), head, payload)
             known = self._take_resolved()
             self._news.notify_all()
         for seq, left_out, staleness in known:
@@ -482,12 +468,6 @@ class Client:
         if "at" in head:
             self._at = int(head["at"])
             self._until = None if head["until"] is None else int(head["until"])
-
-    def _ask(self, name: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
-        """Say something that is said again if the connection breaks before it is answered."""
-        with self._news:
-            self._hosts[name].asked[str(head["k"])] = (head, payload)
-        self._send(name, head, payload)
 
     def _send(self, name: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
         try:

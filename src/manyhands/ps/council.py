@@ -20,6 +20,7 @@ from typing import Any
 from manyhands.ps.door import Door, Happened
 from manyhands.ps.estate import Estate
 from manyhands.ps.parcels import Parcels, pack
+from manyhands.ps.rows import ROLE, RowEstate
 from manyhands.ps.settle import Plan, Status, make_plan
 from manyhands.wire import Link
 
@@ -34,6 +35,8 @@ class Peer:
     link: Link
     sums: Sequence[str] | None = None
     """Where its sums lie in shared memory; None: it has not said yet."""
+    undo: Sequence[str] = ()
+    """Where it keeps rows of tables as they were; nothing where it changes none."""
 
 
 class Council:
@@ -58,15 +61,17 @@ class Council:
     def hello(self) -> dict[str, Any]:
         flats = self._estate.sums.flats
         addresses = [flat.segment.address for flat in flats if flat.segment is not None]
-        name = self._estate.name
-        return {"k": "peer", "server": name, "view": self._view, "sums": addresses}
+        name, rows = self._estate.name, self._estate.rows
+        undo = rows.undo if rows is not None else None
+        told = {"k": "peer", "server": name, "view": self._view, "sums": addresses}
+        return {**told, "undo": [undo.address] if undo is not None else []}
 
     def meet(self, dial: Callable[[str], Link]) -> None:
         """Connect to the servers before this one in the view; those behind it connect to it."""
         for name in self._servers[: self._servers.index(self._estate.name)]:
             link = dial(name)
             link.send(self.hello())
-            self._door.inbox.put(Happened("peer", name, {"sums": None}, link=link))
+            self._door.inbox.put(Happened("peer", name, {"sums": None, "undo": []}, link=link))
             self._door.read(link, name)
         if self.leads:
             status = self._estate.status().to_dict()
@@ -103,11 +108,11 @@ class Council:
 
     def _on_peer(self, who: str, head: Mapping[str, Any], link: Link | None) -> None:
         if link is not None:
-            self.peers[who] = Peer(who, link, head["sums"])
+            self.peers[who] = Peer(who, link, head["sums"], head["undo"])
             if head["sums"] is not None:  # it called: it knows nothing of this side yet
                 link.send(self.hello())
         else:
-            self.peers[who].sums = head["sums"]
+            self.peers[who].sums, self.peers[who].undo = head["sums"], head["undo"]
         if who == self._servers[0] and link is None:
             status = self._estate.status().to_dict()
             self.peers[who].link.send({"k": "status", **status})
@@ -115,7 +120,9 @@ class Council:
 
     def _make_plan(self) -> None:
         statuses = [self._statuses[name] for name in self._servers]
-        plan = make_plan(statuses, self._estate.layout, replicas=self._estate.replicas)
+        rows, replicas = self._estate.rows, self._estate.replicas
+        has_homes = rows is not None and not rows.shared
+        plan = make_plan(statuses, self._estate.layout, replicas=replicas, rows=has_homes)
         self._tell_all({"k": "plan", "plan": plan.to_dict()})
         self._waiting = plan
         self._proceed()
@@ -130,12 +137,16 @@ class Council:
         estate, layout = self._estate, self._estate.layout
         self.plan = plan
         estate.catch_up(plan)
+        if self.leads and estate.rows is not None and estate.keep.placement is not None:
+            estate.rows.finish(plan.ledger, estate.keep.placement.servers, self._servers)
         self._expected |= {
             (move.role, block.number)
             for move in plan.moves
             if move.target == estate.name
             for block in layout.blocks_in(move.shard)
         } - self._parcels.complete.keys()
+        if estate.rows is not None:
+            self._move_rows(plan, estate.rows)
         for move in plan.moves:
             if move.source == estate.name:
                 link = self.peers[move.target].link
@@ -145,13 +156,25 @@ class Council:
                         link.send(head, payload)
         self._when_complete()
 
+    def _move_rows(self, plan: Plan, rows: RowEstate) -> None:
+        for move in plan.row_moves:
+            if move.target == self._estate.name:
+                expected = {(ROLE + name, move.shard) for name in rows.tables.specs}
+                self._expected |= expected - self._parcels.complete.keys()
+            if move.source == self._estate.name:
+                for role, material in rows.pack(move.shard):
+                    for head, payload in pack("block", move.shard, material, role=role):
+                        self.peers[move.target].link.send(head, payload)
+
     def _when_complete(self) -> None:
         plan = self.plan
         if plan is None or self._expected or self._prepared:
             return
         self._prepared = True
         complete = self._parcels.complete
-        self._estate.prepare(self._view, plan.placement, complete, fresh=not plan.standing)
+        self._estate.prepare(
+            self._view, plan.placement, complete, fresh=not plan.standing, homes=plan.homes
+        )
         if self.leads:
             self._moved.add(self._estate.name)
         else:

@@ -18,7 +18,9 @@ from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.memory import Flat, block_state, pieces_of
 from manyhands.ps.placement import Placement
+from manyhands.ps.rows import RowEstate
 from manyhands.ps.settle import Plan, Status
+from manyhands.ps.tables.homes import Homes
 from manyhands.train.trainee import Trainee
 
 SPAN_BYTES = 4 << 20
@@ -84,6 +86,7 @@ class Estate:
         *,
         shared: bool,
         replicas: int,
+        rows: RowEstate | None = None,
     ) -> None:
         self.name, self.host = name, host
         self.trainee = trainee
@@ -103,6 +106,8 @@ class Estate:
         """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
         self.gradients: dict[str, Sequence[Flat]] = {}
         """Of each worker, in its slots: its own memory, or what it sent."""
+        self.rows = rows
+        """Of tables; None where the model has none, or workers change rows themselves."""
 
     @property
     def layout(self) -> Layout:
@@ -124,6 +129,7 @@ class Estate:
             view=keep.view,
             prepared=coming.view if coming else 0,
             placement=keep.placement.to_dict() if keep.placement else None,
+            homes=self.rows.homes.to_dict() if self.rows and self.rows.homes else None,
             ledger=ledger.to_dict(),
             replicas=reach,
             seen=self.params.mark,
@@ -133,6 +139,8 @@ class Estate:
         """Finish what another server has finished, with everything that is held here."""
         if self.coming is not None and self.coming.view == plan.standing:
             self.keep = self.coming
+            if self.rows is not None:
+                self.rows.take_over()
         self.coming = None
         self.ticker.advance(plan.ledger.ticks)
         if self.keep.view != plan.standing:
@@ -174,6 +182,7 @@ class Estate:
         materials: Mapping[tuple[str, int], Material],
         *,
         fresh: bool,
+        homes: Homes | None = None,
     ) -> None:
         """Build what is held by `placement`, from what came (role, block) and what is here."""
 
@@ -198,6 +207,8 @@ class Estate:
                 keep.replicas[server] = holding
                 keep.versions[server] = self.ledger.version
         self.coming = keep
+        if self.rows is not None and homes is not None:
+            self.rows.prepare(homes, materials)
 
     def begin(self) -> None:
         """The view for which everything is prepared has begun."""
@@ -206,6 +217,8 @@ class Estate:
         self.sums.versions = [0, 0]
         # Workers tell anew where their gradients are; memory of the dead is let go.
         self.others, self.ahead, self.gradients = {}, {}, {}
+        if self.rows is not None:
+            self.rows.begin(self.ledger.version)
         self._set_mark()
 
     # Updates ------------------------------------------------------------------------------------
@@ -221,12 +234,20 @@ class Estate:
 
     def apply(self, decision: Decision) -> None:
         """The sums of a decision go into the own blocks."""
+        self._apply_rows(decision)
         self.own.apply(
             self.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks
         )
         self.ledger.note(decision)
         self._set_mark()
         self.ahead.pop(decision.version, None)
+
+    def _apply_rows(self, decision: Decision) -> None:
+        """Before the blocks, which move the learning rate on."""
+        if self.rows is not None:
+            assert self.keep.placement is not None
+            servers, base_lr = self.keep.placement.servers, self.trainee.base_lr
+            self.rows.apply(decision, servers, lr=self.own.lr, base_lr=base_lr)
 
     def _set_mark(self) -> None:
         placement = self.keep.placement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,10 @@ class Guest:
             self.link.send(head, payload)
         except LinkError:
             pass  # it is gone, or comes back and asks
+
+    def tell_all(self, words: Iterable[tuple[Mapping[str, Any], memoryview | None]]) -> None:
+        for head, payload in words:
+            self.tell(head, payload)
 
     def send_runs(self, version: int, params: Flat) -> None:
         if self._lanes is None:

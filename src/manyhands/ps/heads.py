@@ -26,6 +26,8 @@ REFUSED = "refused"
 """The kind of the last word to a worker that talks nonsense; it has the field `why`."""
 
 _LARGEST = 1 << 53
+SPARSE_BYTES = 256 << 20
+"""At most, of ids or gradients of rows in one message."""
 _MANY = 16
 """More slots than any policy has."""
 
@@ -78,6 +80,14 @@ def _addresses(value: Any) -> bool:
     )
 
 
+def _sparse(value: Any) -> bool:
+    return _counted(value) and value <= SPARSE_BYTES
+
+
+def _yes_or_no(value: Any) -> bool:
+    return type(value) is bool
+
+
 def _nothing(value: Any) -> bool:
     return type(value) is int and value == 0
 
@@ -108,15 +118,30 @@ def _push(value: Any) -> bool:
 
 
 _FIRST: Mapping[str, Mapping[str, Check]] = {
-    ENTER: {"worker": _name, "view": _whole, "slots": _addresses, "seen": _whole},
+    ENTER: {
+        "worker": _name,
+        "view": _whole,
+        "slots": _addresses,
+        "baskets": _addresses,
+        "seen": _whole,
+    },
     LANE: {"worker": _name, "view": _whole},
-    PEER: {"server": _name, "view": _whole, "sums": _addresses},
+    PEER: {"server": _name, "view": _whole, "sums": _addresses, "undo": _addresses},
 }
 _SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
     ENTER: {
         "push": {"seq": _counted, "push": _push, "began": _whole, "after": _whole},
         "who": {"seq": _whole},
         "buffers": {"tag": _whole},
+        "basket": {"seq": _counted, "slot": _whole, "bytes": _sparse},
+        "rows": {
+            "tag": _whole,
+            "table": _name,
+            "make": _yes_or_no,
+            "now": _whole,
+            "bytes": _sparse,
+        },
+        "table_state": {"tag": _whole},
         "rest": {},
         "wake": {},
         "ends": {},
@@ -125,7 +150,7 @@ _SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
     },
     LANE: {"run": {"seq": _counted, "slot": _whole, "i": _whole}},
 }
-_CARRIES = ("run", "buffers")
+_CARRIES = ("run", "buffers", "basket", "rows")
 
 
 def check_first(head: Mapping[str, Any]) -> tuple[str, str]:

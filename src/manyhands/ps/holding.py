@@ -104,6 +104,11 @@ class Holding:
     def __contains__(self, number: int) -> bool:
         return number in self._run_of
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._optimizer.optimizer.param_groups[0]["lr"])
+
     def apply(self, sums: Flat, *, lr_scale: float, ticks: int) -> None:
         """One step of the optimizer with these gradients, and the schedule brought up to `ticks`."""
         gradients = {i: self._like(run, run.of(sums)) for i, run in enumerate(self.runs)}

@@ -64,3 +64,5 @@ class Push:
     seq: int
     slot: int
     head: Mapping[str, Any]
+    baskets: Mapping[str, memoryview]
+    """By server: gradients of rows of tables."""

@@ -176,9 +176,17 @@ class Serving:
             if factor != 1.0:
                 for run in estate.own.runs:
                     run.of(sums).mul_(factor)
+        rows, alone = estate.rows, False
+        if rows is not None and not self._me and rows.evicts(decision.version):
+            # While all others have done their part, and wait for this one.
+            alone = all(applied >= number for applied in table.applied[1:])
+            if not alone:
+                return False
         estate.sums.note(decision.version)
         table.summed[self._me] = number
         estate.apply(decision)
+        if rows is not None and alone:
+            rows.tables.evict(decision.version)
         self._summed, self.done = None, number
         if not self._me:
             table.ticks[0] = decision.ticks

@@ -42,6 +42,7 @@ from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat
 from manyhands.ps.parcels import pack
 from manyhands.ps.rounds import Bell, Serving, Table
+from manyhands.ps.rows import NearRows
 from manyhands.ps.terms import Terms
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
 from manyhands.ps.updates import Updates
@@ -91,8 +92,7 @@ class Server:
         self._decider: Lead | None = None
         """Says what is applied next: at the lead, or at every server, where all come to the same."""
         self._lead: Lead | None = None
-        self._runs: list[Run] = []
-        self._keepers: list[str | None] = []
+        self._runs, self._keepers = list[Run](), list[str | None]()
         self._order: list[int] = []
         self._updates: Updates | None = None
         self._meeting = rounds
@@ -155,6 +155,12 @@ class Server:
                 return False
         self._door.inbox.put(Happened("follow", self.name, {}))
         return True
+
+    @property
+    def near(self) -> NearRows | None:
+        """Rows of tables, for the worker of this very process."""
+        rows = self.estate.rows
+        return NearRows(self.name, rows, self._turn) if rows is not None else None
 
     # In the server's thread ---------------------------------------------------------------------
 
@@ -219,12 +225,7 @@ class Server:
 
     def _on_torn(self, who: str) -> None:
         """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
-
-        def ask() -> None:
-            if not self._frozen:
-                self._torn(who)
-
-        timer = threading.Timer(TORN_S, ask)
+        timer = threading.Timer(TORN_S, lambda: self._frozen or self._torn(who))
         timer.daemon = True
         timer.start()
 
@@ -248,7 +249,7 @@ class Server:
                     f"{who} has seen version {head['seen']}, and here is {self.estate.ledger.version}: "
                     "all who held the parameters are gone, and what was learnt is lost"
                 )
-            self._on_enter(who, link, head["slots"])
+            self._on_enter(who, link, head)
             return
         guest = self._guests.get(who)
         if guest is None:
@@ -267,6 +268,10 @@ class Server:
                 self._tell_state(guest)
             case "pull":
                 self._tell_now(guest)
+            case "basket" | "rows" | "table_state":
+                if self.estate.rows is None:
+                    raise Nonsense(f"{happened.kind!r} without tables")
+                guest.tell_all(self.estate.rows.hear(who, happened, done=guest.done))
             case word:
                 self._on_word_to_lead(word, guest, happened)
 
@@ -297,6 +302,8 @@ class Server:
             if self.name not in self._workers:
                 name = f"{self.name}-rounds"
                 threading.Thread(target=self._carry_all, name=name, daemon=True).start()
+        if estate.rows is not None:
+            estate.rows.meet({n: p.undo[0] for n, p in self._council.peers.items() if p.undo})
         if self._council.leads or self._terms.for_all:
             alone = estate.shared or self._terms.for_all
             self._decider = Lead(
@@ -313,7 +320,8 @@ class Server:
         for happened in early:
             self._hear(happened)
 
-    def _on_enter(self, who: str, link: Link, addresses: Sequence[str]) -> None:
+    def _on_enter(self, who: str, link: Link, head: Mapping[str, Any]) -> None:
+        addresses: Sequence[str] = head["slots"]
         if (guest := self._guests.get(who)) is not None:
             guest.enter_again(link)
         else:
@@ -325,6 +333,10 @@ class Server:
             guest.wants = [i for i in self._order if self._keepers[i] != who]
             self._guests[who] = guest
             self.estate.gradients[who] = slots
+            if (rows := self.estate.rows) is not None:
+                rows.enter(who, head["baskets"], self._terms.slots)
+            elif head["baskets"]:
+                raise Nonsense("baskets without tables")
             if self._updates is not None and self._updates.compensation is not None:
                 self._updates.compensation.remember(who, self._updates.own)
         plan = self._council.plan
@@ -340,6 +352,7 @@ class Server:
                 "last": [[g.step, g.part] for d in list(ledger.decisions)[-1:] for g in d.given],
                 "travels": guest.travels,
                 "placement": plan.placement.to_dict(),
+                "homes": plan.homes.to_dict() if plan.homes else None,
                 **self._word(who),
             }
         )
@@ -359,7 +372,7 @@ class Server:
         if self._decider is not None:
             self._on_had(self.name, whole)
         else:
-            self._tell_lead({**whole, "k": "had"})
+            self._council.peers[self._servers[0]].link.send({**whole, "k": "had"})
 
     def _on_had(self, server: str, head: Mapping[str, Any]) -> None:
         if self._frozen:
@@ -466,6 +479,8 @@ class Server:
                 if (guest := self._guests.get(who)) is None:
                     raise Nonsense(f"a run of {who}, who has not entered")
                 return guest.room(slot, i)
+            case {"k": "basket" | "rows", "bytes": int(count)}:
+                return memoryview(bytearray(count))
             case {"k": "buffers"}:
                 if who != self._workers[0]:
                     raise Nonsense("statistics, which only the first worker tells")
@@ -481,10 +496,5 @@ class Server:
         own = self.estate.keep.own
         assert own is not None
         for number in own.numbers:
-            material = own.take(number)
-            for head, payload in pack("state", number, material, params=False):
-                guest.tell(head, payload)
+            guest.tell_all(pack("state", number, own.take(number), params=False))
         guest.tell({"k": "state", "done": True})
-
-    def _tell_lead(self, head: Mapping[str, Any]) -> None:
-        self._council.peers[self._servers[0]].link.send(head)

@@ -12,13 +12,14 @@ If the lead dies before everybody has heard it, whoever has heard it is right: `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from manyhands.errors import ManyhandsError
 from manyhands.ps.blocks import Layout
 from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement, place
+from manyhands.ps.tables.homes import Homes, RowMove
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Status:
     """How far it can bring the replicas that it keeps for each server, by the word of `view`."""
     seen: int = 0
     """The newest version of the parameters that it has had before its eyes."""
+    homes: Mapping[str, Any] | None = None
+    """Where rows of tables are, by the word of `view`; None where there are none, or memory is shared."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -54,6 +57,7 @@ class Status:
             ledger=record["ledger"],
             replicas={str(k): int(v) for k, v in record["replicas"].items()},
             seen=int(record["seen"]),
+            homes=record["homes"],
         )
 
 
@@ -78,6 +82,9 @@ class Plan:
     stale: tuple[tuple[str, str], ...] = ()
     """(keeper, owner): replicas that are behind their living owner and can't catch up by themselves,
     or were given up in a view that never began."""
+    homes: Homes | None = None
+    """Where rows of tables are from now on, where memory is not shared."""
+    row_moves: tuple[RowMove, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -87,6 +94,8 @@ class Plan:
             "placement": self.placement.to_dict(),
             "moves": [[m.shard, m.source, m.target, m.role] for m in self.moves],
             "stale": [list(pair) for pair in self.stale],
+            "homes": self.homes.to_dict() if self.homes else None,
+            "row_moves": [[m.shard, m.source, m.target] for m in self.row_moves],
         }
 
     @classmethod
@@ -99,11 +108,15 @@ class Plan:
             Placement.from_dict(record["placement"], layout=layout),
             tuple(Move(int(s), str(a), str(b), role) for s, a, b, role in record["moves"]),
             tuple((str(keeper), str(owner)) for keeper, owner in record["stale"]),
+            Homes.from_dict(record["homes"]) if record["homes"] else None,
+            tuple(RowMove(int(s), str(a), str(b)) for s, a, b in record["row_moves"]),
         )
 
 
-def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> Plan:
-    """`statuses` in the order of the view; the first is the lead's."""
+def make_plan(
+    statuses: Sequence[Status], layout: Layout, *, replicas: int, rows: bool = False
+) -> Plan:
+    """`statuses` in the order of the view; the first is the lead's. `rows`: tables have homes."""
     servers = [status.server for status in statuses]
     hosts = {status.server: status.host for status in statuses}
     standing = max(status.view for status in statuses)
@@ -112,7 +125,8 @@ def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> P
             raise ManyhandsError("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
         ledger = Ledger.from_dict(statuses[0].ledger)
-        return Plan(0, ledger, None, placement, ())
+        homes = Homes.fresh(servers, replicas=replicas) if rows else None
+        return Plan(0, ledger, None, placement, (), homes=homes)
     # Who was prepared for the standing view holds what it should there, though it did not hear go.
     having = [s for s in statuses if standing in (s.view, s.prepared)]
     newest = max(having, key=lambda status: int(status.ledger["version"]))
@@ -130,7 +144,12 @@ def make_plan(statuses: Sequence[Status], layout: Layout, *, replicas: int) -> P
             if target not in good:
                 moves.append(Move(shard, good[0], target, role))
     ledger = Ledger.from_dict(newest.ledger)
-    return Plan(standing, ledger, previous, placement, tuple(moves), stale)
+    plan = Plan(standing, ledger, previous, placement, tuple(moves), stale)
+    if first.homes is None:
+        return plan
+    before, having_rows = Homes.from_dict(first.homes), list(by_name)
+    homes = before.after(servers, having_rows, replicas=replicas)
+    return replace(plan, homes=homes, row_moves=tuple(homes.moves_from(before, having_rows)))
 
 
 def _stale(

@@ -36,6 +36,9 @@ class Trained(Protocol):
     optimizer: Optimizer
     scheduler: Any
 
+    @property
+    def tables(self) -> Stateful | None: ...
+
 
 class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
@@ -103,7 +106,10 @@ def gather_state(trained: Trained, learner: Stateful) -> dict[str, Any]:
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
         "learner": learner.state_dict(),
     }
-    return tree_map(_copied, state)
+    state = tree_map(_copied, state)
+    if trained.tables is not None:
+        state["tables"] = trained.tables.state_dict()  # copies by itself, and they may be large
+    return state
 
 
 def _copied(leaf: Any) -> Any:
@@ -199,6 +205,8 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
         if trained.scheduler is not None and state["scheduler"]:
             trained.scheduler.load_state_dict(state["scheduler"])
         learner.load_state_dict(state.get("learner", {}))
+        if trained.tables is not None:
+            trained.tables.load_state_dict(state.get("tables", {}))
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{folder} does not fit this job: {error}\nHas the model or the optimizer of the job "

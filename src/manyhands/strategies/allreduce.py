@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from manyhands.cluster.view import View
+    from manyhands.strategies.allreduce_tables import TablesTogether
     from manyhands.train.feed import Share
     from manyhands.train.step import StepReport
 
@@ -39,11 +40,18 @@ class AllReduce(Strategy):
     """Gradients are sent in buckets of about this many MiB."""
     unused_parameters: bool = False
     """Some parameters get no gradient in some steps; costs a walk through the graph each step."""
+    tables: str = "replicated"
+    """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
+    `shared`, once in the memory of the host, where each worker changes them without waiting."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
+        if self.tables not in ("replicated", "shared"):
+            raise SpecError(
+                f"allreduce: tables is {self.tables!r}, and may be replicated or shared."
+            )
 
     def build(self) -> Learner:
         return AllReduceLearner(self)
@@ -56,6 +64,7 @@ class AllReduceLearner(Learner):
         self._settled = True
         self._bytes_per_step = 0
         self._last_gradient_at = 0.0
+        self._rows: TablesTogether | None = None
 
     def on_view(self, view: View) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -76,6 +85,12 @@ class AllReduceLearner(Learner):
                 find_unused_parameters=self._config.unused_parameters,
                 gradient_as_bucket_view=True,
             )
+            if self.trainee.tables is not None:
+                from manyhands.strategies.allreduce_tables import TablesTogether
+
+                self._rows = TablesTogether(
+                    self.trainee, view, shared=self._config.tables == "shared"
+                )
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self._bytes_per_step = 2 * (view.world - 1) * size // view.world
         # With two workers a + b is b + a, whatever the buckets.
@@ -103,6 +118,11 @@ class AllReduceLearner(Learner):
                     total=self.add_up,
                     local=self._ddp.no_sync,
                 )
+            sent = self._bytes_per_step
+            if self._rows is not None:
+                sent += self._rows.step(lr, share.step)
+            elif self.trainee.tables is not None:
+                self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
         reduced = time.perf_counter()
         self.trainee.update()
         compute_s = wait_s = None
@@ -118,7 +138,7 @@ class AllReduceLearner(Learner):
             lr,
             compute_s=compute_s,
             wait_s=wait_s,
-            bytes_sent=self._bytes_per_step,
+            bytes_sent=sent,
         )
 
     def eval_model(self) -> nn.Module:
@@ -144,6 +164,7 @@ class AllReduceLearner(Learner):
         from manyhands.cluster.group import leave_group
 
         # In this order: a DDP that outlives its process group can deadlock in its destructor.
+        self._rows = None
         if self._ddp is not None:
             self._ddp = None
             gc.collect()
@@ -176,6 +197,8 @@ class AllReduceLearner(Learner):
             for _ in range(2):  # DDP sorts at the second forward
                 (trainee.loss(self._ddp, share.batches[0][0]) * 0.0).backward()
         trainee.optimizer.zero_grad(set_to_none=True)
+        if trainee.tables is not None:
+            trainee.tables.forget()
         self._settled = True
 
     def _watch_last_gradient(self) -> None:

@@ -106,6 +106,15 @@ class Learner(ABC):
         """
         return None
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it makes use of the data of the step after the next."""
+        return False
+
+    def ahead(self, share: Share) -> None:
+        """This share will be trained on after the next one."""
+        return
+
     def rescued(self) -> StepReport | None:
         """After on_view: the report of a step that a view interrupted, and that is in the weights."""
         return None

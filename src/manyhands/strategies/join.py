@@ -36,7 +36,7 @@ from manyhands.train.feed import Feed, Portion, Share
 from manyhands.train.leases import Leases, shares, split
 from manyhands.train.seeds import seed_compute
 from manyhands.train.step import StepReport
-from manyhands.train.trainee import Loss, Trainee, to_device
+from manyhands.train.trainee import Loss, Trainee, find_tables, to_device
 
 
 class Hands:
@@ -78,6 +78,7 @@ class Hands:
             device=self.device,
             scheduler=scheduler,
             clip_norm=clip_norm,
+            tables=find_tables(model, seed=self._seed),
         )
         self._learner.prepare(self._trainee, self._me)
         self._learner.on_view(self._me.view)

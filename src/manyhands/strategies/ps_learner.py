@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import JobError, LinkError, LinkTimeout
+from manyhands.errors import JobError, LinkError, LinkTimeout, SpecError
 from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
+from manyhands.ps.rows import ROLE
+from manyhands.ps.tables.basket import SharedBasket
+from manyhands.ps.tables.modules import RowModel, bind
+from manyhands.ps.tables.remote import RemoteTables
 from manyhands.strategies.base import Learner
 from manyhands.strategies.ps import ParameterServer
 from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap
 from manyhands.strategies.ps_station import Station
-from manyhands.train.step import StepReport, gradients
+from manyhands.train.step import StepReport, gradients, row_seed
 
 if TYPE_CHECKING:
     from manyhands.cluster.view import Me, View
@@ -51,6 +55,10 @@ class PsLearner(Learner):
         self._sent = 0
         self._exchanges = 0
         self._turns: Turns | None = None
+        self._baskets: list[SharedBasket] = []
+        """For gradients of table rows, one a slot, where servers change the rows."""
+        self._packed: dict[str, memoryview] | None = None
+        """Gradients of table rows that travel with the next push."""
         self._seen = 0
         """The newest version of the parameters that this worker has computed with."""
 
@@ -82,6 +90,7 @@ class PsLearner(Learner):
         if not self._slots:
             station.find_memory(view)
             self._lay_out()
+        self._find_baskets()
         station.enter(view, local={me.name: self._slots})
         assert station.params is not None
         self._sent, self._exchanges = 0, 0
@@ -96,11 +105,15 @@ class PsLearner(Learner):
             timeout_s=me.timeouts.collective_s,
             resolved=self._resolve,
             seen=self._seen,
+            baskets=[basket.address for basket in self._baskets],
             replica=station.replica_version if station.server is not None else None,
         )
         if station.server is not None:
             station.server.followed = self._client.wake_up
         station.wait_until_begun()
+        if isinstance(self.trainee.tables, RemoteTables):
+            near = station.server.near if station.server is not None else None
+            self.trainee.tables.connect(self._client, near)
         self._take_turns()
         if self._in_step is not None and self._in_step not in self._client.last_parts:
             for buffer, before in zip(trainee_buffers(self.trainee), self._before, strict=True):
@@ -177,6 +190,43 @@ class PsLearner(Learner):
         for name, parameter in station.parameters.items():
             parameter.data = params.piece(name).view_as(parameter)
 
+    def _find_baskets(self) -> None:
+        """Where an update is made of several workers' gradients, servers change the rows of tables too;
+        otherwise each worker does."""
+        tables, model = self.trainee.tables, self.trainee.model
+        if tables is None or self._baskets or isinstance(tables, RemoteTables):
+            return
+        if not self._station.shared:
+            self.trainee.tables = RemoteTables(tables, adds=isinstance(model, RowModel))
+            bind(model, self.trainee.tables)
+        if not self._rounds:
+            return
+        if isinstance(model, RowModel):
+            raise SpecError(
+                f"{self._config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
+                "Use  --strategy ps:async  or  --strategy ps:ssp."
+            )
+        if self._station.shared:
+            self._baskets = [SharedBasket.create(tables.specs) for _ in self._slots]
+
+    def _give_rows(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
+        """The gradients of table rows: to the servers, or straight into the rows."""
+        tables = self.trainee.tables
+        if tables is None:
+            return
+        basket = tables.take()
+        if isinstance(tables, RemoteTables):
+            self._packed = tables.give(self.me.name, slot, basket)
+        elif self._baskets:
+            self._baskets[slot].put(basket)
+        elif basket and share.samples:
+            # The part is an update of its own: the mean over it, moving the rows by its part of a step.
+            part = share.samples / share.total
+            mean = 1 / part if self.trainee.weight is None else 1 / float(weight)
+            tables.apply(
+                [basket], [mean], lr=lr * part, base_lr=self.trainee.base_lr, now=share.step
+            )
+
     def _refresh(self) -> None:
         if self._computed is not None:
             assert self._station.params is not None
@@ -203,6 +253,7 @@ class PsLearner(Learner):
                 trainee, share, total=_not_known, local=self._overlap.accumulating
             )
             self._landing.finish()
+            self._give_rows(share, slot, weight, lr)
             if self._gradient is not None:
                 self._slots[slot].copy_(self._gradient)
             self._overlap.finish()
@@ -259,13 +310,27 @@ class PsLearner(Learner):
             self._reports[seq] = report
         push = [self.me.name, seq, slot, share.step, share.part, samples, total,
                 parts, 0, scale]  # fmt: skip
-        client.push(seq, slot, push, began=version)
+        client.push(seq, slot, push, began=version, baskets=self._packed)
 
     def _resolve(self, seq: int, left_out: bool, staleness: int) -> None:
         """What became of a push; in a thread of the client's."""
         if (report := self._reports.pop(seq, None)) is not None:
             report.staleness, report.dropped = staleness, left_out
             report.resolved = True
+
+    @property
+    def looks_ahead(self) -> bool:
+        return isinstance(self.trainee.tables, RemoteTables) and isinstance(
+            self.trainee.model, RowModel
+        )
+
+    def ahead(self, share: Share) -> None:
+        tables, model = self.trainee.tables, self.trainee.model
+        assert isinstance(tables, RemoteTables)
+        assert isinstance(model, RowModel)
+        for index, (batch, samples) in enumerate(share.batches):
+            if samples:
+                tables.ahead(model, batch, row_seed(self.trainee, share, index))
 
     def drain(self) -> None:
         client = self._joined()
@@ -309,6 +374,13 @@ class PsLearner(Learner):
             state = piece_state(layout, name, parameter.shape, states)
             if state:
                 trainee.optimizer.state[parameter] = state
+        if trainee.tables is not None and self._station.shared and not self._rounds:
+            trainee.tables.evict(trainee.tables.now)  # all others are at rest
+        if isinstance(trainee.tables, RemoteTables):
+            trainee.tables.gathered = {
+                (role.removeprefix(ROLE), shard): material.state
+                for (role, shard), material in self._joined().table_states().complete.items()
+            }
 
     def _joined(self) -> Client:
         assert self._client is not None, "a view comes before the first step"

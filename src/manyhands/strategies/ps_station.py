@@ -6,6 +6,7 @@ clients are made anew for every view.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,12 @@ from manyhands.cluster.view import SERVER, Me, View
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, SpecError, ViewChanging
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import Estate, Ticker
+from manyhands.ps.heads import SPARSE_BYTES
 from manyhands.ps.memory import Flat, layout_of, pieces_of
 from manyhands.ps.rounds import Bell, Table
+from manyhands.ps.rows import RowEstate
 from manyhands.ps.server import Server
+from manyhands.ps.tables.modules import RowModel
 from manyhands.strategies.ps import ParameterServer
 from manyhands.train.trainee import Trainee
 from manyhands.wire import Limits, Link, Listener, connect
@@ -45,7 +49,12 @@ class Station:
         self.rounds: tuple[Table, Bell] | None = None
         """Where rounds are agreed on without messages, inside a host."""
         self._estate: Estate | None = None
+        self._has_tables = False
+        self._tables = trainee.tables
+        """Those of the model, or of its server where rows travel."""
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
+        if trainee.tables is not None:
+            biggest = max(biggest, SPARSE_BYTES)
         self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
 
     @cached_property
@@ -96,6 +105,7 @@ class Station:
     def enter(self, view: View, local: Mapping[str, Sequence[Flat]] | None = None) -> None:
         """Find the memory and, if this member serves, the other servers. Does not wait for them."""
         self.find_memory(view)
+        self.find_tables(view)
         self.find_rounds(view)
         servers = self.servers_in(view)
         if self.me.name not in servers:
@@ -110,6 +120,7 @@ class Station:
                 self.ticker,
                 shared=self.shared,
                 replicas=self.config.replicas,
+                rows=self._rows(),
             )
         self.server = Server(
             self._estate,
@@ -128,6 +139,17 @@ class Station:
             self.server.meet(self.dial)
         except LinkError as error:
             logger.info("%s: %s", self.me.name, error)  # one of them just died: a view comes
+
+    def _rows(self) -> RowEstate | None:
+        """Rows are changed by servers where they travel, or where an update is made of several gradients."""
+        if self._tables is None or (self.shared and not self.terms.rounds):
+            return None
+        return RowEstate(
+            self.me.name,
+            self._tables,
+            shared=self.shared,
+            adds=isinstance(self.trainee.model, RowModel),
+        )
 
     def wait_until_begun(self) -> None:
         """Until the servers of this view have begun it, where this member is one."""
@@ -250,6 +272,21 @@ class Station:
                 self.params.piece(name).copy_(parameter.detach().reshape(-1))
         if leads and self.params.segment is not None:
             self._post(key, self.params.segment.address)
+
+    def find_tables(self, view: View) -> None:
+        """The tables likewise: the lead shares them, others attach. Once: they outlive whoever made them."""
+        tables = self.trainee.tables
+        if tables is None:
+            return
+        if not self.shared:
+            return
+        key, leads = f"ps/{view.number}/tables", self.servers_in(view)[0] == self.me.name
+        if not self._has_tables and not leads:
+            tables.attach(json.loads(self.fetch(key)))
+        if leads:
+            where = tables.addresses() if self._has_tables else tables.share()
+            self._post(key, json.dumps(where))
+        self._has_tables = True
 
     def _is_shared(self, view: View) -> bool:
         transport = self.config.transport

@@ -46,6 +46,8 @@ class SingleLearner(Learner):
         started = time.perf_counter()
         lr = self.trainee.lr
         weight, loss = gradients(self.trainee, share)
+        if self.trainee.tables is not None:
+            self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
         self.trainee.update()
         on_cpu = self.trainee.device == "cpu"
         compute_s = time.perf_counter() - started if on_cpu else None

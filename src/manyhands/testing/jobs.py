@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from manyhands.job import Job
+from manyhands.ps.tables.modules import SparseEmbedding, SparseEmbeddingBag
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -108,6 +109,60 @@ class Dropout(Regression):
         return nn.Sequential(
             nn.Linear(6, self.width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(self.width, 2)
         )
+
+
+@dataclass
+class Sparse(Regression):
+    """With two tables beside the dense layers: rows by any id, and bags of them, ids repeating."""
+
+    table_optim: str = "adagrad"
+
+    def model(self) -> nn.Module:
+        return Looking(self.width, self.table_optim)
+
+    def data(self) -> TensorDataset:
+        inputs, targets = _made_up(self.samples, seed=1).tensors
+        ids = torch.randint(0, 40, (self.samples, 5), generator=torch.Generator().manual_seed(4))
+        return TensorDataset(inputs, targets, ids * ids * 1_000_003 - 7)
+
+    def eval_data(self) -> None:
+        return None
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0], batch[2]
+
+
+@dataclass
+class Passing(Sparse):
+    """Ids that come once and never again, in a table that drops what was not used for a while."""
+
+    samples: int = 1600
+    batch_size: int = 8
+    epochs: int = 1
+
+    def model(self) -> nn.Module:
+        model = Looking(self.width, self.table_optim)
+        model.rows = SparseEmbedding(None, 4, optimizer=self.table_optim, evict_unused=20)
+        return model
+
+    def data(self) -> TensorDataset:
+        inputs, targets = _made_up(self.samples, seed=1).tensors
+        ids = torch.arange(self.samples).unsqueeze(1).expand(-1, 5)
+        return TensorDataset(inputs, targets, ids)
+
+
+class Looking(nn.Module):
+    def __init__(self, width: int, optimizer: str) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"optimizer": optimizer, "init": "normal(0.3)"}
+        self.rows = SparseEmbedding(None, 4, lr=0.1, **options)
+        self.bags = SparseEmbeddingBag(None, 3, mode="sum", **options)
+        self.body = nn.Sequential(nn.Linear(6 + 2 * 4 + 3, width), nn.Tanh(), nn.Linear(width, 2))
+
+    def forward(self, inputs: Tensor, ids: Tensor) -> Tensor:
+        rows = self.rows(ids[:, :2]).flatten(1)
+        seen: Tensor = self.body(torch.cat([inputs, rows, self.bags(ids[:, 2:])], dim=1))
+        return seen
 
 
 @dataclass

@@ -147,6 +147,7 @@ class Conductor:
         syllabus = syllabus_of(first, checkpoint_every=self.options.checkpoint_every)
         for name, told in facts.items():
             self.stream.emit(ready_event(name, told, syllabus))
+            self.tally.unit = tuple(told["unit"])
         self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
         self._handout = make_handout(self.options.manner, self.course, self.shelf, self._tell)
         return self._handout

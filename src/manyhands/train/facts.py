@@ -71,4 +71,7 @@ def ready_event(member: str, facts: Facts, syllabus: Syllabus) -> events.MemberR
         batch_size=syllabus.batch_size,
         epochs=syllabus.epochs,
         steps=syllabus.num_steps,
+        unit=facts["unit"][0],
+        units_per_sample=facts["unit"][1],
+        tables=facts["tables"],
     )

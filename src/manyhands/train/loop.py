@@ -39,7 +39,7 @@ from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
 from manyhands.train.seeds import seed_compute, seed_loading
-from manyhands.train.step import StepReport
+from manyhands.train.step import StepReport, rehearse
 from manyhands.train.trainee import Trainee
 
 REPORT_EVERY_S = 0.1
@@ -56,6 +56,9 @@ class Learner(Protocol):
     def settled(self) -> dict[str, Any] | None: ...
     def placement(self) -> str: ...
     def interrupt(self) -> None: ...
+    @property
+    def looks_ahead(self) -> bool: ...
+    def ahead(self, share: Share) -> None: ...
     def step(self, share: Share) -> StepReport: ...
     def drain(self) -> None: ...
     def rest(self) -> None: ...
@@ -119,6 +122,10 @@ class Worker:
             parameters=sum(p.numel() for p in model.parameters()),
             train_samples=len(self.data),
             eval_samples=0 if self.eval_data is None else len(self.eval_data),
+            unit=self.job.unit(),
+            tables={name: t.describe() for name, t in self.trainee.tables.specs.items()}
+            if self.trainee.tables is not None
+            else {},
         )
 
     def run(self) -> None:
@@ -212,9 +219,13 @@ class Worker:
 
     def _train(self, portions: Sequence[Portion], agenda: deque[dict[str, Any]]) -> None:
         began = time.perf_counter()
-        for portion in portions:
+        coming: Share | None = None
+        for portion, following in zip(portions, [*portions[1:], None], strict=True):
             self._heed_the_view()
-            share = self.feed.share(portion)
+            share, coming = coming or self.feed.share(portion), None
+            if self.learner.looks_ahead and following is not None:
+                coming = self.feed.share(following)
+                self.learner.ahead(coming)
             seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
             report = self.learner.step(share)
             report.part = portion.part
@@ -305,8 +316,7 @@ class Worker:
         portion = Portion(0, 0, 1, ((0, 1),))
         self.feed.expect([portion])
         share = self.feed.share(portion)
-        self.trainee.loss(self.trainee.model, share.batches[0][0]).backward()
-        self.trainee.optimizer.zero_grad(set_to_none=True)
+        rehearse(self.trainee, share)
         self._report("rehearsed")
 
     def _try_metrics(self) -> list[str]:

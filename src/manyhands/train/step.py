@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from manyhands.ps.tables.modules import RowModel
 from manyhands.train.feed import Share
+from manyhands.train.seeds import derive
 from manyhands.train.trainee import Trainee, checked_weight, frozen_statistics
 
 
@@ -70,6 +72,10 @@ def gradients(
     adds a weight up over workers where the job gives its own; `local` opens a context in which a
     backward is not yet shared.
     """
+    if trainee.tables is not None:
+        trainee.tables.now = share.step
+        if isinstance(trainee.model, RowModel):
+            return _touch(trainee, trainee.model, share)
     model = model or trainee.model
     weights: list[float | Tensor] = [float(samples) for _, samples in share.batches]
     whole: float | Tensor = float(share.total)
@@ -89,6 +95,36 @@ def gradients(
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
         losses = losses + loss.detach() * weight
     return sum(weights[1:], weights[0]), losses
+
+
+def rehearse(trainee: Trainee, share: Share) -> None:
+    """Forward, loss and backward of a share, of which nothing is left."""
+    if not isinstance(trainee.model, RowModel):
+        trainee.loss(trainee.model, share.batches[0][0]).backward()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    if trainee.tables is not None:
+        trainee.tables.forget()
+
+
+def row_seed(trainee: Trainee, share: Share, index: int) -> int:
+    """From which a RowModel draws in one micro-batch; known before its turn comes."""
+    assert trainee.tables is not None
+    return derive(trainee.tables.seed, "rows", share.step, share.part, index)
+
+
+def _touch(
+    trainee: Trainee, model: RowModel, share: Share
+) -> tuple[float | Tensor, float | Tensor]:
+    """A model that changes rows itself: there are no gradients."""
+    assert trainee.tables is not None
+    weight = losses = 0.0
+    for index, (batch, samples) in enumerate(share.batches):
+        if samples:
+            seed = row_seed(trainee, share, index)
+            with trainee.tables.lend(model, batch, seed) as rows:
+                loss, counted = model.touch(batch, rows, lr=trainee.lr, seed=seed)
+            losses, weight = losses + loss, weight + counted
+    return weight, losses
 
 
 def _own_weight(trainee: Trainee, batch: object, samples: int) -> float | Tensor:

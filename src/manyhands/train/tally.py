@@ -23,6 +23,8 @@ class Tally:
         self.pushes: Mapping[str, int] | None = None
         """Applied, by worker, as the servers' books have it at the end; None without servers."""
         self.bytes_sent = 0
+        self.unit: tuple[str, float] = ("samples", 1.0)
+        """What speed is told in, and how many of them a sample has."""
         self.last_loss: float | None = None
         self.staleness = None if lockstep else StalenessTally()
         """Of every part that was reported; in lockstep there is none."""
@@ -69,6 +71,8 @@ class Tally:
         if not final and self.last_loss is not None:
             final = {"loss": self.last_loss}
         best = course.best if course else None
+        per_s = round(self.samples / training_s, 1) if training_s > 0 else None
+        unit, each = self.unit
         return {
             "outcome": outcome,
             "strategy": options.strategy,
@@ -77,7 +81,8 @@ class Tally:
             "samples": course.samples_used if course else 0,
             "epochs": round(course.samples_used / course.syllabus.num_samples, 3) if course else 0,
             "wall_s": round(time.monotonic() - self._started, 3),
-            "samples_per_s": round(self.samples / training_s, 1) if training_s > 0 else None,
+            "samples_per_s": per_s,
+            **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),
             "final_metrics": final,
             "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
             "bytes_sent": self.bytes_sent,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.errors import JobError
 from manyhands.job import Job
+from manyhands.ps.tables.modules import tables_of
+
+if TYPE_CHECKING:
+    from manyhands.ps.tables.held import Tables
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -37,6 +41,8 @@ class Trainee:
     """What a batch counts in the mean over workers; None: its samples."""
     make_scheduler: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
     """The same schedule for another optimizer, which has the same parameter groups."""
+    tables: Tables | None = None
+    """The sparse side of the model, if it has one."""
 
     @classmethod
     def of(cls, job: Job, *, device: str, num_steps: int) -> Trainee:
@@ -45,8 +51,11 @@ class Trainee:
         model = job.model()
         if not isinstance(model, nn.Module):
             raise wrong(job, "model", "a torch.nn.Module", model)
+        tables = find_tables(model, seed=job.seed)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
+            if tables is None:
+                raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
+            add_anchor(model)
         model = model.to(device)
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         if not isinstance(optimizer, Optimizer):
@@ -67,11 +76,18 @@ class Trainee:
             clip_norm=job.clip_norm,
             weight=job.weight if type(job).weight is not Job.weight else None,
             make_scheduler=lambda other: job.schedule(other, num_steps),
+            tables=tables,
         )
 
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def base_lr(self) -> float:
+        """The one that the schedule began with."""
+        group = self.optimizer.param_groups[0]
+        return float(group.get("initial_lr", group["lr"]))
 
     def schedule_for(self, other: Optimizer) -> LRScheduler | None:
         """This trainee's schedule, as far as it has come, over an optimizer with the same groups."""
@@ -94,10 +110,30 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+ANCHOR = "manyhands_anchor"
+
+
+def find_tables(model: nn.Module, *, seed: int) -> Tables | None:
+    """The tables of a model, bound to it. What they need is loaded only if there are any."""
+    if not tables_of(model):
+        return None
+    from manyhands.ps.tables.held import Tables
+
+    return Tables.of(model, seed=seed)
+
+
+def add_anchor(model: nn.Module) -> None:
+    """A model that is all tables gets one number to train, which stays 0: optimizers, schedules and
+    whatever shares gradients want a parameter."""
+    model.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1)))
+
+
 def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
     """The job's loss of a batch, and the model's output."""
     output = call(model, job.inputs(batch))
     loss = job.loss(output, batch)
+    if isinstance(loss, Tensor) and (anchor := _anchor(model)) is not None:
+        loss = loss + 0.0 * anchor.sum()
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise wrong(job, "loss", "a scalar tensor, the mean over the batch", loss)
     if torch.is_grad_enabled() and not loss.requires_grad:
@@ -106,6 +142,11 @@ def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             "depends on no parameter (was it detached, or made of argmax, .item() or NumPy?)."
         )
     return loss, output
+
+
+def _anchor(model: nn.Module) -> Tensor | None:
+    anchor = getattr(getattr(model, "module", model), ANCHOR, None)
+    return anchor if isinstance(anchor, Tensor) else None
 
 
 def checked_weight(weight: Any) -> float | Tensor:

@@ -72,6 +72,11 @@ class MemberReady(Event):
     epochs: int
     steps: int
     """Global steps of the whole training."""
+    unit: str = "samples"
+    """What speed is told in, and how many of them a sample has."""
+    units_per_sample: float = 1.0
+    tables: Mapping[str, str] = field(default_factory=dict)
+    """The model's sparse tables, each described in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

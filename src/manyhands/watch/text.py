@@ -134,6 +134,8 @@ def ready_rows(picture: Picture) -> Rows:
             data += f", {count(plan.eval_samples)} to evaluate on"
         steps = f"{plural(plan.steps, 'step')} of {plural(plan.batch_size, 'sample')}"
         rows.append(("model", f"{short(plan.parameters)} parameters"))
+        for name, words in plan.tables.items():
+            rows.append(("table", clean(f"{name}: {words}")))
         rows.append(("data", data))
         rows.append(("training", f"{plural(plan.epochs, 'epoch')}, {steps}"))
     if picture.ready:
@@ -199,7 +201,8 @@ def progress(picture: Picture) -> Progress:
     figures = [] if picture.loss is None else [f"loss {figure(picture.loss)}"]
     seconds = sum(step.step_s for step in recent)
     if seconds > 0:
-        figures.append(f"{count(sum(step.samples for step in recent) / seconds)} samples/s")
+        unit, each = (plan.unit, plan.units_per_sample) if plan else ("samples", 1.0)
+        figures.append(f"{count(each * sum(step.samples for step in recent) / seconds)} {unit}/s")
         remaining = max(0, picture.num_steps - picture.step)
         figures.append(f"eta {duration(remaining * seconds / len(recent))}")
         waits = [step.wait_s for step in recent if step.wait_s is not None]
@@ -281,6 +284,9 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
         rows.append(("steps", count(known["steps"]) + (f" ({', '.join(parts)})" if parts else "")))
     if "samples_per_s" in known:
         rows.append(("speed", f"{count(known['samples_per_s'])} samples/s"))
+    if "units_per_s" in known:
+        told = f"{count(known['units_per_s'])} {clean(str(known['unit']))}/s"
+        rows[-1] = ("speed", f"{told}, {rows[-1][1]}")
     if known.get("bytes_sent"):
         rows.append(("sent", size(known["bytes_sent"])))
     if known.get("lost"):

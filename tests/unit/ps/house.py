@@ -182,7 +182,7 @@ def push_of(worker: str, seq: int, slot: int) -> list[Any]:
     return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0]
 
 
-ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": [], "seen": 0}
+ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
 LANE = {"k": "lane", "worker": BAD, "view": VIEW}
 PUSH = {"k": "push", "seq": 1, "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
 RUN = {"k": "run", "seq": 1, "slot": 0, "i": 0}
@@ -208,7 +208,7 @@ def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name in head.keys() - {"push", "k"}:
         yield without(head, name)
         for wrong in NEVER_A_COUNT:
-            if not (name == "slots" and wrong == []):
+            if not (name in ("slots", "baskets") and wrong == []):
                 yield {**head, name: wrong}
     for wrong in NEVER_A_COUNT:
         yield {**head, "k": wrong}

@@ -90,6 +90,21 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
         at.train()
 
 
+def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
+    rows = {"k": "rows", "tag": 1, "table": "t", "make": True, "now": 0, "bytes": 8}
+    basket = {"k": "basket", "seq": 1, "slot": 0, "bytes": 8}
+    with house("proof", tmp_path) as at:
+        for head in (rows, basket):
+            assert "without tables" in at.say(ENTER, head, payload=bytes(8))
+            for wrong in mutated(head):
+                assert at.say(ENTER, wrong, payload=bytes(8)), f"{wrong} was taken"
+            for size in (0, 7, 16):
+                assert at.say(ENTER, head, payload=bytes(size)), f"{size} bytes were taken"
+            assert at.say(ENTER, {**head, "bytes": 1 << 40}, payload=bytes(8))
+        assert "without tables" in at.say(ENTER, {"k": "table_state", "tag": 0})
+        at.train()
+
+
 def test_payloads_only_where_they_belong(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
         for head in (PUSH, WHO, *PLAIN):
@@ -146,7 +161,7 @@ def test_made_up_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tls", "proof"])
 def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
     with house(kind, tmp_path) as at:
-        peer = {"k": "peer", "view": VIEW, "sums": []}
+        peer = {"k": "peer", "view": VIEW, "sums": [], "undo": []}
         assert "has the key of" in at.say({**ENTER, "worker": GOOD})
         assert "has the key of" in at.say({**LANE, "worker": GOOD})
         assert "nobody expects" in at.say({**peer, "server": SERVER})
@@ -164,7 +179,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
         "    link.send(json.loads(sys.argv[2]))\n"
         "    print(link.recv(timeout_s=20).head)\n"
     )
-    enter = '{"k": "enter", "worker": "worker-1", "view": 7, "slots": [], "seen": 0}'
+    enter = '{"k": "enter", "worker": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
     with house("unix", tmp_path) as at:
         at.train()
         stranger = subprocess.run(

@@ -1,0 +1,291 @@
+"""word2vec in words a second: manyhands, its kernels alone, gensim and fastText.
+
+All have the same text (in lines of 1,000 words), settings and number of workers, on the same machine
+in the same run. Each repeat runs every contender once, each time beginning with another, so that
+whatever else the machine does hits all; ratios are taken inside a repeat. Words are those of the
+vocabulary, before frequent ones are thinned out. Counting words and starting up is nobody's time.
+
+    python benchmarks/word2vec.py text8.gz                          skip-gram, 100 dimensions
+    python benchmarks/word2vec.py text8.gz --judge word_eval/       and how good the vectors are
+    python benchmarks/word2vec.py text8.gz --model cbow --dim 200 --window 8 --negative 25 --epochs 15
+
+`kernels` are threads on one pair of matrices (word2vec_driver.py); `manyhands` is the command
+`manyhands train examples/word2vec.py`, with workers that share the tables, or over sockets (`:tcp`).
+Peers are installed into benchmarks/.venvs at the first run; one that can't be is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ps import describe_machine
+from ps_peers import VENVS, Package, Peer, python_of
+from ps_watch import Failed, become_reaper, run
+from word2vec_driver import Settings, Training, scores
+
+from manyhands.data.text import Corpus, Vocabulary, prepare
+from manyhands.words.vectors import Vectors
+
+HERE = Path(__file__).parent
+JOB = HERE.parent / "examples" / "word2vec.py"
+LINE_WORDS = 1_000
+DEADLINE_S = 3_600.0
+PEERS = {
+    "gensim": Peer("word2vec_peer_gensim.py", "", Package("gensim", ["gensim==4.4.*"], False)),
+    "fasttext": Peer(
+        "word2vec_peer_fasttext.py", "", Package("fasttext", ["fasttext-wheel", "numpy<2"], False)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One measurement, as the peers' scripts read it."""
+
+    corpus: str
+    model: str
+    dim: int
+    window: int
+    negative: int
+    sample: float
+    lr: float
+    epochs: int
+    min_count: int
+    workers: int = 1
+    seed: int = 1
+    save: str = ""
+
+
+def ours(load: Load, folder: Path, *, transport: str) -> float:
+    """Words a second of `manyhands train`, as its run's summary.json says."""
+    fields = {
+        "text": load.corpus,
+        "cbow": str(load.model == "cbow").lower(),
+        **{
+            name: getattr(load, name)
+            for name in ("dim", "window", "negative", "sample", "lr", "epochs")
+        },
+        "min_count": load.min_count,
+        "seed": load.seed,
+    }
+    where = folder / "run"
+    spec = "ps:async" if transport == "shm" else f"ps:async(transport={transport})"
+    command = [sys.executable, "-m", "manyhands.cli.main", "train", str(JOB), "--strategy", spec]
+    command += ["--workers", str(load.workers), "--run-dir", str(where)]
+    for name, value in fields.items():
+        command += ["--set", f"{name}={value}"]
+    run(command, env=dict(os.environ), deadline_s=DEADLINE_S)
+    summary = json.loads((where / "summary.json").read_text())
+    if load.save:
+        save = [
+            sys.executable,
+            "-m",
+            "manyhands.cli.main",
+            "words",
+            str(where),
+            "--save",
+            load.save,
+        ]
+        run(save, env=dict(os.environ), deadline_s=DEADLINE_S)
+    return float(summary["units_per_s"])
+
+
+def kernels(load: Load, vocabulary: Vocabulary, ids: Path) -> float:
+    """Words a second of threads on one pair of matrices."""
+    names = ("model", "dim", "window", "negative", "sample", "lr", "epochs", "seed")
+    chosen = {name: getattr(load, name) for name in names}
+    training = Training(vocabulary, ids, Settings(**chosen, threads=load.workers))
+    seconds = training.run()
+    if load.save:
+        training.vectors().save(load.save, binary=True)
+    return vocabulary.total * load.epochs / seconds
+
+
+def peer(name: str, load: Load, num_words: int) -> float:
+    python = python_of(PEERS[name], reinstall=False)
+    script = str(HERE / PEERS[name].script)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ran = run([python, script, json.dumps(asdict(load))], env=env, deadline_s=DEADLINE_S)
+    seconds = float(json.loads(ran.output.splitlines()[-1])["seconds"])
+    return num_words * load.epochs / seconds
+
+
+class Bench:
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given, self.folder = given, folder
+        lines = in_lines(Path(given.corpus), folder / "corpus.txt", given.words, folder)
+        self.vocabulary, self.ids = prepare(lines, folder, min_count=given.min_count)
+        chosen = {
+            name: getattr(given, name) for name in Load.__annotations__ if hasattr(given, name)
+        }
+        self.load = Load(**{**chosen, "corpus": str(lines), "workers": 1})
+        self.failed: dict[str, str] = {}
+
+    def measure(self, name: str, workers: int, repeat: int) -> tuple[float, dict[str, float]]:
+        save = self.folder / f"{name.replace(':', '-')}.bin" if self.given.judge else None
+        load = replace(self.load, workers=workers, seed=repeat + 1, save=str(save or ""))
+        if name == "kernels":
+            speed = kernels(load, self.vocabulary, self.ids)
+        elif name.startswith("manyhands"):
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                speed = ours(load, Path(folder), transport=name.partition(":")[2] or "shm")
+        else:
+            speed = peer(name, load, self.vocabulary.total)
+        return speed, scores(Vectors.load(save), self.given.judge) if save else {}
+
+    def row(self, workers: int) -> dict[str, list[tuple[float, dict[str, float]]]]:
+        """All contenders in turns; one that fails is left out from then on."""
+        names = self.given.only
+        runs: dict[str, list[tuple[float, dict[str, float]]]] = {name: [] for name in names}
+        for repeat in range(self.given.repeats):
+            first = repeat % len(names)
+            for name in names[first:] + names[:first]:
+                if name in self.failed:
+                    continue
+                try:
+                    speed, found = self.measure(name, workers, repeat)
+                except Failed as error:
+                    self.failed[name] = str(error)
+                    print(f"  {name}: left out: {error}", flush=True)
+                    continue
+                runs[name].append((speed, found))
+                told = "".join(f", {key} {value:.3f}" for key, value in found.items())
+                print(
+                    f"  {workers} worker(s), {repeat + 1}/{self.given.repeats}, {name}: "
+                    f"{speed:,.0f} words/s{told}",
+                    flush=True,
+                )
+        return {name: found for name, found in runs.items() if name not in self.failed}
+
+
+def in_lines(corpus: Path, target: Path, limit: int | None, folder: Path) -> Path:
+    """The text in lines of 1,000 words: gensim's threads take lines."""
+    from manyhands.data.text_files import pieces
+
+    words: list[bytes] = []
+    with open(target, "wb") as file:
+        for piece, at, _, ended in pieces(corpus, 0, None):
+            block = piece.bytes[at:].tobytes()
+            edge = len(block) if ended else max(block.rfind(b" "), block.rfind(b"\n")) + 1
+            piece.done = at + edge
+            words += block[:edge].split()
+            if limit and len(words) > limit:
+                break
+            whole = len(words) // LINE_WORDS * LINE_WORDS if not limit else 0
+            write_lines(file, words[:whole])
+            words = words[whole:]
+        write_lines(file, words[:limit])
+    return target
+
+
+def write_lines(file: Any, words: list[bytes]) -> None:
+    for start in range(0, len(words), LINE_WORDS):
+        file.write(b" ".join(words[start : start + LINE_WORDS]) + b"\n")
+
+
+def table(runs: dict[str, list[tuple[float, dict[str, float]]]], workers: int) -> list[str]:
+    """Median words a second, and ours over each peer's: median and spread of the repeats' ratios."""
+    peers = [name for name in runs if name in PEERS]
+    head = f"{workers} worker(s)".ljust(18) + "words/s".rjust(12) + "  lowest to highest".ljust(26)
+    lines = [head + "".join(f"/ {name}".ljust(24) for name in peers)]
+    for name, found in runs.items():
+        speeds = [speed for speed, _ in found]
+        spread = f"  {min(speeds):,.0f} to {max(speeds):,.0f}"
+        line = name.ljust(18) + f"{statistics.median(speeds):,.0f}".rjust(12) + spread.ljust(26)
+        for other in peers:
+            ratios = [a / b for (a, _), (b, _) in zip(found, runs[other], strict=False)]
+            told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            line += told.ljust(24)
+        lines.append(line.rstrip())
+    return lines
+
+
+def quality(runs: dict[str, list[tuple[float, dict[str, float]]]]) -> list[str]:
+    lines = []
+    for name, found in runs.items():
+        means = {key: np.mean([scored[key] for _, scored in found]) for key in found[0][1]}
+        if means:
+            lines.append(name.ljust(18) + "  ".join(f"{k} {v:.3f}" for k, v in means.items()))
+    return lines
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("corpus", help="a text: plain, .gz, .bz2 or .xz")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=None)
+    parser.add_argument(
+        "--workers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2]
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--words", type=int, help="only the first so many words of the text")
+    parser.add_argument("--judge", type=Path, help="folder with questions-words.txt and the pairs")
+    parser.add_argument("--json", type=Path, help="where to write all numbers")
+    parser.add_argument("--model", choices=["skip-gram", "cbow"], default="skip-gram")
+    for name, value in (
+        ("dim", 100),
+        ("window", 5),
+        ("negative", 5),
+        ("epochs", 1),
+        ("min_count", 5),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--sample", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=0.05)
+    given = parser.parse_args()
+    given.only = given.only or ["manyhands", "manyhands:tcp", "kernels", "gensim", "fasttext"]
+    known = {"manyhands", "manyhands:tcp", "kernels", *PEERS}
+    if wrong := set(given.only) - known:
+        parser.error(f"--only {','.join(wrong)}: there are {', '.join(sorted(known))}")
+    return given
+
+
+def describe() -> dict[str, Any]:
+    """The machine, and what runs on it here."""
+    machine = describe_machine()
+    versions = {name: importlib.metadata.version(name) for name in ("numpy", "numba")}
+    for name in PEERS:
+        for found in (VENVS / name).glob("lib/python*/site-packages/*.dist-info"):
+            package, _, version = found.name.removesuffix(".dist-info").partition("-")
+            if package.startswith(name):
+                versions[name] = version
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
+    words = f"{hardware}, load before {machine['load_before']:.1f}; {told}"
+    return {**machine, "versions": versions, "words": words}
+
+
+def main() -> None:
+    given = parse()
+    become_reaper()
+    machine = describe()
+    print(machine["words"])
+    with tempfile.TemporaryDirectory(prefix="word2vec-") as folder:
+        bench = Bench(given, Path(folder))
+        told = ", ".join(f"{key} {value}" for key, value in asdict(bench.load).items() if key in (
+            "model", "dim", "window", "negative", "sample", "lr", "epochs"))  # fmt: skip
+        size = f"{Corpus(bench.ids).num_words:,} words, {len(bench.vocabulary):,} distinct"
+        print(f"{Path(given.corpus).name}: {size}; {told}; {given.repeats} repeat(s)", flush=True)
+        results = {}
+        for workers in given.workers:
+            runs = results[workers] = bench.row(workers)
+            print("", *table(runs, workers), *quality(runs), "", sep="\n", flush=True)
+    for name, reason in bench.failed.items():
+        print(f"left out: {name}: {reason}")
+    if given.json:
+        given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

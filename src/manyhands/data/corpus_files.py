@@ -1,0 +1,102 @@
+"""A text as a data set of word ids, prepared once by all processes that want it.
+
+    corpus = manyhands.data.corpus("text.txt", min_count=5)
+    corpus.vocabulary, corpus[0]
+
+Whoever asks for a text that is not prepared yet takes part: a plain file is counted in pieces, each by
+the first process that comes to it, so that all workers of a run read it once together. A lock that goes
+away with its process says which pieces are taken: the death of one leaves a piece to the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from manyhands.data.download import cache_home
+from manyhands.data.text import Corpus, Vocabulary, _key, count_words, encode
+from manyhands.data.text_files import is_compressed
+from manyhands.errors import DataError
+
+PIECE_BYTES = 16 << 20
+"""Counted by one process at a time: about a fifth of a second."""
+
+
+class WordCorpus(Corpus):
+    """A Corpus that knows its vocabulary."""
+
+    def __init__(self, path: Path, vocabulary: Vocabulary, *, chunk: int) -> None:
+        super().__init__(path, chunk=chunk)
+        self.vocabulary = vocabulary
+
+
+def corpus(
+    path: str | os.PathLike[str],
+    *,
+    min_count: int = 5,
+    max_words: int | None = None,
+    chunk: int = 1_000,
+    cache: str | os.PathLike[str] | None = None,
+) -> WordCorpus:
+    """Chunks of about `chunk` words, of those that come `min_count` times or more."""
+    text = Path(path)
+    folder = Path(cache) if cache is not None else cache_home() / "text"
+    folder = folder / _key(text, min_count, max_words)
+    words_file, ids_file = folder / "vocabulary.txt", folder / "ids.int32"
+    if not ids_file.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"The cache folder {folder} can't be made: {error.strerror}."
+            ) from error
+        counts = _count_together(text, folder)
+        if not counts:
+            raise DataError(f"{text} has no words in it, only spaces. Is it the right file?")
+        vocabulary = Vocabulary.of(counts, min_count=min_count, max_words=max_words)
+        with _claim(folder / "encode", wait=True):
+            if not ids_file.exists():
+                vocabulary.save(words_file)
+                encode(text, vocabulary, ids_file)
+    return WordCorpus(ids_file, Vocabulary.load(words_file), chunk=chunk)
+
+
+def _count_together(text: Path, folder: Path) -> Counter[str]:
+    pieces: list[tuple[int, int | None]] = [(0, None)]
+    if not is_compressed(text):
+        size = text.stat().st_size
+        pieces = [(at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES)]
+    # First what nobody has begun; then what others have, in case one of them did not come to its end.
+    for wait in (False, True):
+        for number, (start, stop) in enumerate(pieces):
+            counted = folder / f"counts-{number}"
+            if counted.exists():
+                continue
+            with _claim(counted, wait=wait) as mine:
+                if mine and not counted.exists():
+                    found = count_words(text, start, stop)
+                    counts = np.fromiter(found.values(), np.int64, len(found))
+                    Vocabulary(tuple(found), counts).save(counted)
+    total: Counter[str] = Counter()
+    for number in range(len(pieces)):
+        piece = Vocabulary.load(folder / f"counts-{number}")
+        total.update(dict(zip(piece.words, piece.counts.tolist(), strict=True)))
+    return total
+
+
+@contextmanager
+def _claim(target: Path, *, wait: bool) -> Iterator[bool]:
+    """Whether nobody else is making `target`; with `wait`, not before that is so."""
+    with open(target.with_name(f".{target.name}.lock"), "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,166 @@
+"""Text files read in pieces, packed or not, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import DataError
+
+BLOCK_BYTES = 4 << 20
+MAX_WORD_BYTES = 1 << 20
+"""Beyond that it is no text, and would have to be in memory as a whole."""
+
+UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz"}
+"""By how a name ends: packed so, and unpacked with this."""
+
+
+def is_compressed(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix in UNPACKERS
+
+
+def check_readable(path: Path) -> None:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, and a text file is needed. Name one in it.")
+    try:
+        with open(path, "rb"):
+            empty = path.stat().st_size == 0
+    except FileNotFoundError as error:
+        here = (
+            f"{path.parent} has no such file" if path.parent.is_dir() else "nor is its folder there"
+        )
+        raise DataError(f"{path} does not exist: {here}. Give the path of a text file.") from error
+    except PermissionError as error:
+        raise DataError(
+            f"{path} can't be read: permission denied. Allow it: chmod u+r {path}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}.") from error
+    if empty:
+        raise DataError(f"{path} is empty: 0 bytes. Give a file with text in it.")
+
+
+@dataclass
+class Piece:
+    """A piece of the file; the reader goes on with what is behind `done`."""
+
+    bytes: NDArray[np.uint8]
+    done: int = 0
+
+
+def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[Piece, int, int, bool]]:
+    """Pieces of the text: (piece, where to begin in it, where words may no longer begin, is it the end).
+
+    What the taker leaves undone, a word without its end, comes again at the front of the next piece.
+    """
+    from manyhands.data.text_scan import between_words
+
+    check_readable(path)
+    with _opened(path) as file:
+        # A little earlier: whether a word crosses the border is seen by what stands before it.
+        before = min(start, 3)
+        if start:
+            file.seek(start - before)
+        begin, place, left = before, start - before, b""
+        while True:
+            block = file.read(BLOCK_BYTES)
+            _check_text(block, path, place)
+            whole = left + block
+            text = Piece(np.frombuffer(whole, np.uint8))
+            ended = not block
+            if begin:
+                begin = between_words(text.bytes, begin)
+            origin = place - len(left)
+            limit = len(whole) if stop is None else min(len(whole), stop - origin)
+            text.done = max(begin, limit)
+            if begin < limit:
+                yield text, begin, limit, ended
+            begin = 0
+            place += len(block)
+            if ended or (stop is not None and origin + text.done >= stop):
+                return
+            left = whole[text.done :]
+            if len(left) > MAX_WORD_BYTES:
+                raise DataError(
+                    f"{path}, byte {place - len(left):,}: a word of more than {MAX_WORD_BYTES:,} bytes. "
+                    "It is no text with spaces between its words; give one that is."
+                )
+
+
+def _check_text(block: bytes, path: Path, place: int) -> None:
+    zero = block.find(b"\0")
+    if zero >= 0:
+        raise DataError(
+            f"{path} is binary, not text: byte {place + zero:,} is zero. Give a text file in UTF-8 "
+            "(plain, or compressed with the name ending in .gz, .bz2 or .xz)."
+        )
+
+
+def decoded(word: bytes, path: Path) -> str:
+    try:
+        return word.decode()
+    except UnicodeDecodeError as error:
+        shown = word[:40].decode(errors="backslashreplace")
+        raise DataError(
+            f"{path} is not UTF-8: it has the word {shown!r}. Convert it, for example from Latin-1: "
+            f"iconv -f latin1 -t utf-8 {path} > {path.stem}.utf8.txt"
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    match path.suffix:
+        case ".gz":
+            return gzip.open(path, "rb")
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".xz":
+            return lzma.open(path, "rb")
+        case _:
+            return open(path, "rb", buffering=0)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file, unpacked on the way; what is wrong with its packing comes out as DataError."""
+    try:
+        with _open(path) as file:
+            yield file
+    except EOFError as error:
+        raise DataError(
+            f"{path} ends too early: it is truncated. Fetch or make it again."
+        ) from error
+    except (zlib.error, lzma.LZMAError, OSError) as error:
+        raise DataError(
+            f"{path} can't be read as {path.suffix or 'a file'}: {error}. Fetch or make it again."
+        ) from error
+
+
+def unpacking(path: Path) -> str:
+    return f"{UNPACKERS[path.suffix]} -k {path}"
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is whole or absent: written under another name, flushed, then renamed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise DataError(f"{path} can't be written: {error.strerror}.") from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,272 @@
+"""The words of a text, found byte by byte and kept in a hash table of plain arrays. Compiled by numba.
+
+The table knows a word by its bytes: `slots` (open addressing, a power of two) point to entries, and an
+entry has a hash, a place in `letters`, a length and a count. Counting and encoding are one scan each,
+at some hundred megabytes a second; text is decoded only once a distinct word.
+
+A space is what str.split() takes for one, written in UTF-8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+_PRIME = np.uint64(0x100000001B3)
+_SEED = np.uint64(0xCBF29CE484222325)
+_FOLD = np.uint64(32)
+
+_fast = njit(cache=True, nogil=True)
+_inline = njit(cache=True, nogil=True, inline="always")
+
+
+@dataclass
+class Table:
+    """Words and their counts, in the order in which they first came."""
+
+    slots: NDArray[np.int32] = field(default_factory=lambda: np.full(1 << 12, -1, np.int32))
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(1 << 11, np.uint64))
+    starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((1 << 11) + 1, np.int64))
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1 << 11, np.int64))
+    letters: NDArray[np.uint8] = field(default_factory=lambda: np.empty(1 << 16, np.uint8))
+    used: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    @classmethod
+    def of(cls, words: Iterable[str]) -> Table:
+        """A table in which word i is entry i."""
+        table = cls()
+        text = "\n".join(words).encode() + b"\n"
+        table.count(np.frombuffer(text, np.uint8), 0, len(text), ended=True)
+        return table
+
+    def count(self, text: NDArray[np.uint8], start: int, limit: int, *, ended: bool) -> int:
+        """Count the words that begin in [start, limit); where the first one that has no end begins."""
+        while True:
+            start, full = _count(
+                text,
+                start,
+                limit,
+                ended,
+                self.slots,
+                self.hashes,
+                self.starts,
+                self.counts,
+                self.letters,
+                self.used,
+            )
+            if not full:
+                return int(start)
+            self._grow(len(text))
+
+    def words(self) -> list[bytes]:
+        letters, edges = self.letters.tobytes(), self.starts.tolist()
+        return [letters[edges[i] : edges[i + 1]] for i in range(int(self.used[0]))]
+
+    def _grow(self, more: int) -> None:
+        size = 2 * len(self.hashes)
+        self.hashes = np.resize(self.hashes, size)
+        self.starts = np.resize(self.starts, size + 1)
+        self.counts = np.resize(self.counts, size)
+        room = max(2 * len(self.letters), len(self.letters) + more)
+        self.letters = np.resize(self.letters, room)
+        self.slots = np.full(2 * size, -1, np.int32)
+        _place(self.slots, self.hashes, int(self.used[0]))
+
+
+@_fast
+def space_at(text: NDArray[np.uint8], at: int) -> int:
+    """How many bytes the space at this place has; 0 if there is none."""
+    byte = text[at]
+    if byte <= 32:
+        return 1 if byte == 32 or 9 <= byte <= 13 or 28 <= byte <= 31 else 0
+    if byte < 0xC2 or byte > 0xE3:
+        return 0
+    if byte == 0xC2:
+        return 2 if at + 1 < len(text) and (text[at + 1] == 0x85 or text[at + 1] == 0xA0) else 0
+    if at + 2 >= len(text) or byte == 0xE0:
+        return 0
+    second, third = text[at + 1], text[at + 2]
+    if byte == 0xE2:
+        general = second == 0x80 and (
+            third <= 0x8A or third == 0xA8 or third == 0xA9 or third == 0xAF
+        )
+        return 3 if general or (second == 0x81 and third == 0x9F) else 0
+    if byte == 0xE1:
+        return 3 if second == 0x9A and third == 0x80 else 0
+    return 3 if byte == 0xE3 and second == 0x80 and third == 0x80 else 0
+
+
+@_fast
+def between_words(text: NDArray[np.uint8], at: int) -> int:
+    """From this place on, the first that is not inside a word; the text's length if there is none."""
+    for back in range(1, min(at, 3) + 1):
+        size = space_at(text, at - back)
+        if size >= back:
+            return at - back + size
+    while at < len(text) and space_at(text, at) == 0:
+        at += 1
+    return at
+
+
+@_inline
+def _word_at(text: NDArray[np.uint8], at: int) -> Any:
+    """Where the word that begins here ends (or the text), and its hash."""
+    key = _SEED
+    while at < len(text):
+        byte = text[at]
+        # Letters and digits of plain ASCII are most of all text.
+        if (byte <= 32 or byte >= 0xC2) and space_at(text, at) > 0:
+            break
+        key = (key ^ np.uint64(byte)) * _PRIME
+        at += 1
+    return at, key ^ (key >> _FOLD)
+
+
+@_inline
+def _find(
+    text: Any, begin: int, end: int, key: Any, slots: Any, hashes: Any, starts: Any, letters: Any
+) -> Any:
+    """The slot of a word: its own, or the empty one where it would be."""
+    mask = len(slots) - 1
+    slot = np.int64(key) & mask
+    while slots[slot] >= 0:
+        entry = slots[slot]
+        low = starts[entry]
+        if hashes[entry] == key and starts[entry + 1] - low == end - begin:
+            same = 0
+            while same < end - begin and letters[low + same] == text[begin + same]:
+                same += 1
+            if same == end - begin:
+                break
+        slot = (slot + 1) & mask
+    return slot
+
+
+@_fast
+def _place(slots: NDArray[np.int32], hashes: NDArray[np.uint64], used: int) -> None:
+    mask = len(slots) - 1
+    for entry in range(used):
+        slot = np.int64(hashes[entry]) & mask
+        while slots[slot] >= 0:
+            slot = (slot + 1) & mask
+        slots[slot] = entry
+
+
+@_fast
+def _count(
+    text: NDArray[np.uint8],
+    at: int,
+    limit: int,
+    ended: bool,
+    slots: NDArray[np.int32],
+    hashes: NDArray[np.uint64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    letters: NDArray[np.uint8],
+    used: NDArray[np.int64],
+) -> tuple[int, bool]:
+    """How far it came, and whether it stopped because the table is full."""
+    while at < limit:
+        size = space_at(text, at)
+        if size > 0:
+            at += size
+            continue
+        end, key = _word_at(text, at)
+        if end == len(text) and not ended:
+            return at, False
+        slot = _find(text, at, end, key, slots, hashes, starts, letters)
+        entry = np.int64(slots[slot])
+        if entry < 0:
+            entry = used[0]
+            low = starts[entry]
+            if entry == len(hashes) or low + end - at > len(letters):
+                return at, True
+            for i in range(end - at):
+                letters[low + i] = text[at + i]
+            slots[slot] = entry
+            hashes[entry] = key
+            starts[entry + 1] = low + end - at
+            counts[entry] = 0
+            used[0] += 1
+        counts[entry] += 1
+        at = end
+    return at, False
+
+
+@_fast
+def encode_block(
+    text: NDArray[np.uint8],
+    at: int,
+    ended: bool,
+    slots: NDArray[np.int32],
+    hashes: NDArray[np.uint64],
+    starts: NDArray[np.int64],
+    letters: NDArray[np.uint8],
+    ids: NDArray[np.int32],
+    line: NDArray[np.int64],
+) -> tuple[int, int]:
+    """Fill `ids` with the entries of known words; how far it came in the text, and how many ids.
+
+    `line` remembers between calls: whether a newline came since the last word, and whether any word
+    was written before it. A sentence end (-1) is thus written only between two words.
+    """
+    count = 0
+    while at < len(text):
+        size = space_at(text, at)
+        if size > 0:
+            if text[at] == 10:
+                line[0] = 1
+            at += size
+            continue
+        end, key = _word_at(text, at)
+        if end == len(text) and not ended:
+            break
+        entry = slots[_find(text, at, end, key, slots, hashes, starts, letters)]
+        if entry >= 0:
+            if line[0] and line[1]:
+                ids[count] = -1
+                count += 1
+            line[0] = 0
+            line[1] = 1
+            ids[count] = entry
+            count += 1
+        at = end
+    return at, count
+
+
+@_fast
+def alias_table(weights: NDArray[np.float64]) -> NDArray[np.uint64]:
+    """For draws in proportion to the weights at one look each (Walker, 1977; Vose, 1991).
+
+    Draw a place and 32 more random bits: below the place's upper 32 bits it is the place itself, else
+    its lower 32 bits, the alias.
+    """
+    size = len(weights)
+    share = weights * (size / weights.sum())
+    small, large = np.empty(size, np.int64), np.empty(size, np.int64)
+    num_small = num_large = 0
+    for i in range(size):
+        if share[i] < 1.0:
+            small[num_small] = i
+            num_small += 1
+        else:
+            large[num_large] = i
+            num_large += 1
+    table = np.empty(size, np.uint64)
+    for i in range(size):
+        table[i] = (np.uint64(0xFFFFFFFF) << _FOLD) | np.uint64(i)
+    while num_small > 0 and num_large > 0:
+        num_small -= 1
+        poor, rich = small[num_small], large[num_large - 1]
+        table[poor] = (np.uint64(share[poor] * 4294967295.0) << _FOLD) | np.uint64(rich)
+        share[rich] -= 1.0 - share[poor]
+        if share[rich] < 1.0:
+            num_large -= 1
+            small[num_small] = rich
+            num_small += 1
+    return table

@@ -1,0 +1,287 @@
+"""The rows of tables at a server, beside the blocks of its Estate.
+
+Inside a host the tables are once in shared memory, and outlive whoever dies. Each server changes the rows
+whose ids fall to it, and keeps them as they were until all have made the update (tables/undo.py).
+
+Between hosts each server has rows of its own, by shards that two servers hold (tables/homes.py). Workers
+push to both; a decision changes the rows at both, in the same order.
+
+Used by the server's thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manyhands.errors import JobError, LinkError
+from manyhands.ps.heads import Nonsense
+from manyhands.ps.holding import Material
+from manyhands.ps.ledger import Decision, Ledger
+from manyhands.ps.parcels import pack
+from manyhands.ps.tables.basket import Basket, SharedBasket, travelling, unpack
+from manyhands.ps.tables.chunk import Chunk
+from manyhands.ps.tables.held import EVICT_EVERY, Tables
+from manyhands.ps.tables.homes import SHARDS, Homes
+from manyhands.ps.tables.shards import shard_of
+from manyhands.ps.tables.undo import UndoLog
+
+ROLE = "rows "
+"""Of parcels that carry rows: this and the name of the table."""
+
+
+class BasketPlace(Protocol):
+    def get(self) -> Basket: ...
+
+
+class Said(Protocol):
+    """A message of a worker."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def head(self) -> Mapping[str, Any]: ...
+    @property
+    def payload(self) -> memoryview | None: ...
+
+
+class HeldBasket:
+    """A basket that came over the network."""
+
+    def __init__(self) -> None:
+        self.basket: Basket = {}
+
+    def get(self) -> Basket:
+        return self.basket
+
+
+class RowEstate:
+    def __init__(self, name: str, tables: Tables, *, shared: bool, adds: bool) -> None:
+        """`adds`: what is pushed is not a gradient but what to add to the rows."""
+        self.name = name
+        self.tables = tables
+        self.shared = shared
+        self.homes: Homes | None = None
+        """Of the view that counts; None inside a host."""
+        self.baskets: dict[str, Sequence[BasketPlace]] = {}
+        """Of each worker, in its slots."""
+        self.undo = UndoLog.create() if shared else None
+        self.undo_logs: dict[str, UndoLog] = {}
+        """Of the other servers."""
+        self._adds = adds
+        self._wire = travelling(tables.specs, adds=adds)
+        self._turns = {name: np.zeros(0, np.float32) for name in tables.specs}
+        """How often each row was changed, where differences are pushed."""
+        self._coming: Homes | None = None
+        self._arrived: list[tuple[str, int, Chunk]] = []
+        self._rates: dict[int, tuple[float, float]] = {}
+        """The learning rates of the last versions, now and at the start."""
+
+    # A view begins ------------------------------------------------------------------------------
+
+    def pack(self, shard: int) -> Iterator[tuple[str, Material]]:
+        """The rows of a shard, by role, to be given away."""
+        for name in self.tables.specs:
+            chunk = self.tables.store(name).export(shards=[shard], of=SHARDS)
+            tensors = {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
+            yield ROLE + name, Material(torch.empty(0), tensors)
+
+    def prepare(self, homes: Homes, materials: Mapping[tuple[str, int], Material]) -> None:
+        """Keep what came until the view has begun."""
+        self._coming = homes
+        self._arrived = [
+            (role.removeprefix(ROLE), shard, _chunk(material))
+            for (role, shard), material in materials.items()
+            if role.startswith(ROLE)
+        ]
+
+    def begin(self, version: int) -> None:
+        self.baskets = {}
+        if self.undo is not None:
+            self.undo.reset(version)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """What was prepared counts now."""
+        if self._coming is None:
+            return
+        self.homes, self._coming = self._coming, None
+        stays = np.zeros(SHARDS, bool)
+        stays[self.homes.shards_of(self.name)] = True
+        arrived, self._arrived = self._arrived, []
+        stays[[shard for _, shard, _ in arrived]] = False  # what was here of them is old
+        for name in self.tables.specs:
+            store = self.tables.store(name)
+            ids = store.ids()
+            store.drop(ids[~stays[shard_of(ids, SHARDS)]])
+            for table, _, chunk in arrived:
+                if table == name:
+                    store.load(chunk)
+
+    def meet(self, undo_logs: Mapping[str, str]) -> None:
+        """Where the other servers keep rows as they were."""
+        self.undo_logs = {name: UndoLog.attach(address) for name, address in undo_logs.items()}
+
+    def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
+        """Where a worker's baskets are, or will be put."""
+        if len(addresses) != (slots if self.shared else 0):
+            raise Nonsense(f"{len(addresses)} baskets in shared memory")
+        try:
+            found = [SharedBasket.attach(address, self.tables.specs) for address in addresses]
+        except (LinkError, OSError, ValueError) as error:
+            raise Nonsense(f"baskets that are not there: {error}") from error
+        self.baskets[worker] = found or [HeldBasket() for _ in range(slots)]
+
+    # What workers ask and give, between hosts ---------------------------------------------------
+
+    def hear(
+        self, worker: str, said: Said, *, done: int
+    ) -> Iterator[tuple[Mapping[str, Any], memoryview | None]]:
+        """One word of a worker, and the answers to it. `done`: its last push that is in the weights."""
+        if self.shared:
+            raise Nonsense(f"{said.kind!r}, and the rows are in shared memory")
+        head, payload = said.head, said.payload
+        if said.kind == "table_state":
+            yield from self._tell_all(head)
+            return
+        assert payload is not None
+        if said.kind == "rows":
+            if payload.nbytes % 8:
+                raise Nonsense(f"rows for {payload.nbytes} bytes of ids")
+            rows = self.look_up(
+                head["table"], np.frombuffer(payload, np.int64), make=head["make"], now=head["now"]
+            )
+            yield {"k": "rows", "tag": head["tag"]}, rows.reshape(-1).view(np.uint8).data
+        elif head["seq"] > done:
+            try:
+                self.put(worker, head["slot"], unpack(payload, self._wire))
+            except ValueError as error:
+                raise Nonsense(str(error)) from error
+
+    def put(self, worker: str, slot: int, basket: Basket) -> None:
+        """What the push that follows wants changed in rows."""
+        places = self.baskets.get(worker, ())
+        if not 0 <= slot < len(places):
+            raise Nonsense(f"a basket in slot {slot}, which there is not")
+        place = places[slot]
+        assert isinstance(place, HeldBasket)
+        place.basket = basket
+
+    def look_up(
+        self, name: str, ids: NDArray[np.int64], *, make: bool, now: int
+    ) -> NDArray[np.float32]:
+        """The rows of some ids, as they travel."""
+        if name not in self.tables.specs:
+            raise Nonsense(f"rows of {name!r}, which is no table")
+        store, dim = self.tables.store(name), self.tables.specs[name].dim
+        rows = np.empty((len(ids), dim), np.float32)
+        try:
+            slots = store.find(ids, create=make, now=now)
+        except JobError as error:
+            raise Nonsense(str(error)) from error
+        store.gather(slots, rows, ids)
+        return np.column_stack([rows, self._turns_of(name, slots)]) if self._adds else rows
+
+    def _tell_all(
+        self, head: Mapping[str, Any]
+    ) -> Iterator[tuple[dict[str, Any], memoryview | None]]:
+        """All rows that this server is asked for, for a checkpoint."""
+        assert self.homes is not None
+        mine = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
+        for shard in mine:
+            for role, material in self.pack(shard):
+                yield from pack("table_state", shard, material, role=role)
+        yield {"k": "table_state", "tag": head["tag"], "done": True}, None
+
+    # Updates ------------------------------------------------------------------------------------
+
+    def apply(
+        self, decision: Decision, servers: Sequence[str], *, lr: float, base_lr: float
+    ) -> None:
+        """A decision's gradients of rows, as far as this server changes them."""
+        self._rates = {**dict(list(self._rates.items())[-7:]), decision.version: (lr, base_lr)}
+        self._apply(decision, servers, self.name, self.undo)
+        if not self.shared:
+            self.tables.evict_now_and_then(decision.version)
+
+    def evicts(self, version: int) -> bool:
+        """Inside a host: whether the first server is to evict after this version, while all wait for it."""
+        return self.shared and version % EVICT_EVERY == 0 and bool(self.tables.evicting)
+
+    def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
+        """Inside a host: bring the rows that fell to dead servers to where the others are."""
+        for server in servers:
+            log = self.undo_logs.get(server)
+            if server in alive or log is None:
+                continue
+            if log.begun > log.done or log.done > ledger.version:
+                self.tables.restore(log)
+            for decision in ledger.between(log.done, ledger.version):
+                self._apply(decision, servers, server, log)
+
+    def _apply(
+        self, decision: Decision, servers: Sequence[str], server: str, undo: UndoLog | None
+    ) -> None:
+        baskets = [self.baskets[g.worker][g.slot].get() for g in decision.given]
+        if self._adds:
+            for basket in baskets:
+                self._add(basket, decision.version)
+            return
+        lr, base_lr = self._rates[decision.version]
+        self.tables.apply(
+            baskets,
+            decision.coefficients(),
+            lr=lr * decision.lr_scale,
+            base_lr=base_lr,
+            now=decision.version,
+            mine=(servers.index(server), len(servers)) if self.shared else None,
+            undo=undo,
+            make="none" if self.shared else "missing",
+        )
+
+    def _add(self, basket: Basket, now: int) -> None:
+        """Differences that a worker has made. Whose row others have changed since it was read is moved by as
+        much less: two who both took a row all the way would take it twice as far."""
+        for name, sparse in basket.items():
+            store, dim = self.tables.store(name), self.tables.specs[name].dim
+            slots = self.tables.find(name, sparse.ids, now=now, make="missing")
+            behind = np.maximum(self._turns_of(name, slots) - sparse.grads[:, dim], 0)
+            moved = sparse.grads[:, :dim] / (1 + behind)[:, None]
+            store.update(slots, moved, lr=-1.0, now=now)
+            self._turns[name][slots] += 1
+
+    def _turns_of(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+        turns = self._turns[name]
+        highest = int(slots.max(initial=-1)) + 1
+        if highest > len(turns):
+            turns = self._turns[name] = np.pad(turns, (0, 2 * highest - len(turns)))
+        return turns[slots]
+
+
+class NearRows:
+    """The rows of a server, for a worker of its process: without a message."""
+
+    def __init__(self, name: str, rows: RowEstate, turn: AbstractContextManager[Any]) -> None:
+        """`turn` is held by whoever works on the server's blocks and rows."""
+        self.name = name
+        self._rows = rows
+        self._turn = turn
+
+    def look_up(
+        self, name: str, ids: NDArray[np.int64], *, make: bool, now: int
+    ) -> NDArray[np.float32]:
+        with self._turn:
+            return self._rows.look_up(name, ids, make=make, now=now)
+
+    def put(self, worker: str, slot: int, basket: Basket) -> None:
+        with self._turn:
+            self._rows.put(worker, slot, basket)
+
+
+def _chunk(material: Material) -> Chunk:
+    return Chunk(**{key: tensor.numpy() for key, tensor in material.state.items()})

@@ -1,0 +1,91 @@
+"""What numba lacks for memory that several processes write: compare-and-swap, add, prefetch, match.
+
+Each works at one place of a flat array; there is no check of the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _element(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """The address of array[index]."""
+    made = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, made, [index], wraparound=False)
+
+
+def _cas(typing: Any, array: Any, index: Any, old: Any, new: Any) -> tuple[Any, Callable[..., Any]]:
+    """swap(array, index, old, new) -> what was there; it was swapped if that is `old`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _element(context, builder, signature.args[0], args[0], args[1])
+        # Release: whoever sees the new value sees what was written before it.
+        result = builder.cmpxchg(place, args[2], args[3], "acq_rel", "acquire")
+        return builder.extract_value(result, 0)
+
+    return array.dtype(array, types.intp, array.dtype, array.dtype), code
+
+
+def _add(typing: Any, array: Any, index: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
+    """add(array, index, value) -> what was there before."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _element(context, builder, signature.args[0], args[0], args[1])
+        return builder.atomic_rmw("add", place, args[2], "monotonic")
+
+    return array.dtype(array, types.intp, array.dtype), code
+
+
+def _prefetch(typing: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """prefetch(array, index): the cache line of that element will be wanted soon."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _element(context, builder, signature.args[0], args[0], args[1])
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        numbers = [ir.Constant(number, n) for n in (0, 3, 1)]  # to read, keep it close, data
+        builder.call(function, [builder.bitcast(place, byte), *numbers])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), code
+
+
+def _match(typing: Any, array: Any, index: Any, half: Any) -> tuple[Any, Callable[..., Any]]:
+    """match(array, index, half) -> bit j: the upper half of array[index + j], j below 8, is `half`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _element(context, builder, signature.args[0], args[0], args[1])
+        eight = ir.VectorType(ir.IntType(64), 8)
+        loaded = builder.load(builder.bitcast(place, eight.as_pointer()))
+        loaded.align = 8
+        shifts = ir.Constant(eight, [32] * 8)
+        wanted: Any = ir.Constant(eight, ir.Undefined)
+        for j in range(8):
+            wanted = builder.insert_element(wanted, args[2], ir.Constant(ir.IntType(32), j))
+        same = builder.icmp_unsigned("==", builder.lshr(loaded, shifts), wanted)
+        return builder.zext(builder.bitcast(same, ir.IntType(8)), ir.IntType(64))
+
+    return types.int64(array, types.intp, types.uint64), code
+
+
+def _lowest(typing: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
+    """lowest(bits) -> the number of the lowest bit that is set."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), code
+
+
+match: Any = intrinsic(_match)
+lowest: Any = intrinsic(_lowest)
+swap: Any = intrinsic(_cas)
+add: Any = intrinsic(_add)
+prefetch: Any = intrinsic(_prefetch)

@@ -1,0 +1,154 @@
+"""What a worker's part of a step wants changed in tables: distinct ids and the gradients of their rows.
+
+A basket travels as plain bytes: for each table, in the order of their names, the number of ids, the
+ids, the gradients. Inside a host it lies in memory that all servers can read: a stretch of address
+space that is larger than any batch needs, and takes only the memory that was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import JobError
+from manyhands.ps.tables.spec import Table
+from manyhands.wire.shm import Segment
+
+RESERVED_BYTES = 4 << 30
+"""Of address space for the sparse gradients of one part."""
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Gradients of some rows of a table; each id once."""
+
+    ids: NDArray[np.int64]
+    grads: NDArray[np.float32]
+
+    @classmethod
+    def none(cls, dim: int) -> Sparse:
+        return cls(np.empty(0, np.int64), np.empty((0, dim), np.float32))
+
+    def part(self, chosen: NDArray[np.bool_]) -> Sparse:
+        if chosen.all():
+            return self
+        return Sparse(self.ids[chosen], self.grads[chosen])
+
+
+Basket = Mapping[str, Sparse]
+"""By table; one that is not touched may be missing."""
+Merge = Callable[
+    [NDArray[np.int64], NDArray[np.float32]], tuple[NDArray[np.int64], NDArray[np.float32]]
+]
+"""Ids and gradients to each id once, its gradients added in the order given."""
+
+
+def travelling(tables: Mapping[str, Table], *, adds: bool) -> dict[str, Table]:
+    """Tables as their rows travel. Where differences are pushed (`adds`) one number more goes along: how
+    often the row had been changed when it was read."""
+    return {name: replace(t, dim=t.dim + 1) if adds else t for name, t in tables.items()}
+
+
+def num_bytes(basket: Basket, tables: Mapping[str, Table]) -> int:
+    return sum(
+        8 + _padded(len(basket[name].ids), table.dim) if name in basket else 8
+        for name, table in tables.items()
+    )
+
+
+def pack_into(memory: memoryview, basket: Basket, tables: Mapping[str, Table]) -> int:
+    """Write a basket; the number of bytes."""
+    raw = np.frombuffer(memory, np.uint8)
+    at = 0
+    for name, table in sorted(tables.items()):
+        sparse = basket.get(name) or Sparse.none(table.dim)
+        count = len(sparse.ids)
+        raw[at : at + 8].view(np.int64)[0] = count
+        at += 8
+        raw[at : at + 8 * count].view(np.int64)[:] = sparse.ids
+        grads = raw[at + 8 * count : at + 8 * count + 4 * count * table.dim]
+        grads.view(np.float32)[:] = sparse.grads.reshape(-1)
+        at += _padded(count, table.dim)
+    return at
+
+
+def unpack(memory: memoryview | bytes, tables: Mapping[str, Table]) -> dict[str, Sparse]:
+    """The basket that lies there; its arrays are views. ValueError if none does."""
+    raw = np.frombuffer(memory, np.uint8)
+    basket, at = {}, 0
+    for name, table in sorted(tables.items()):
+        if len(raw) < at + 8:
+            raise ValueError(f"the basket ends before {name}")
+        count = int(raw[at : at + 8].view(np.int64)[0])
+        at += 8
+        if not 0 <= count <= (len(raw) - at) // (8 + 4 * table.dim):
+            raise ValueError(f"{count} rows of {name} do not fit into {len(raw) - at} bytes")
+        ids = raw[at : at + 8 * count].view(np.int64)
+        grads = raw[at + 8 * count : at + 8 * count + 4 * count * table.dim]
+        basket[name] = Sparse(ids, grads.view(np.float32).reshape(count, table.dim))
+        at += _padded(count, table.dim)
+    return basket
+
+
+def _padded(count: int, dim: int) -> int:
+    """Bytes of so many ids and rows, up to the next multiple of 8."""
+    return -(-count * (8 + 4 * dim) // 8) * 8
+
+
+class SharedBasket:
+    """A place for one basket in shared memory."""
+
+    def __init__(self, segment: Segment, tables: Mapping[str, Table]) -> None:
+        self._segment = segment
+        self._tables = tables
+
+    @classmethod
+    def create(cls, tables: Mapping[str, Table]) -> SharedBasket:
+        return cls(Segment.create(RESERVED_BYTES, label="manyhands-sparse"), tables)
+
+    @classmethod
+    def attach(cls, address: str, tables: Mapping[str, Table]) -> SharedBasket:
+        return cls(Segment.attach(address), tables)
+
+    @property
+    def address(self) -> str:
+        return self._segment.address
+
+    def put(self, basket: Basket) -> None:
+        needed = num_bytes(basket, self._tables)
+        if needed > self._segment.nbytes:
+            raise JobError(
+                f"The gradients of table rows of one part take {needed:,} bytes, and at most "
+                f"{self._segment.nbytes:,} can be given. Use a smaller batch, or more workers."
+            )
+        pack_into(self._segment.memory, basket, self._tables)
+
+    def get(self) -> Basket:
+        return unpack(self._segment.memory, self._tables)
+
+
+def together(
+    baskets: Sequence[Basket], coefficients: Sequence[float], merges: Mapping[str, Merge]
+) -> dict[str, Sparse]:
+    """Baskets added up, each times its coefficient, in their order: the same bits, whoever adds."""
+    summed = {}
+    for name, merge in merges.items():
+        parts = [
+            (basket[name], np.float32(coefficient))
+            for basket, coefficient in zip(baskets, coefficients, strict=True)
+            if name in basket and len(basket[name].ids)
+        ]
+        if not parts:
+            continue
+        if len(parts) == 1:
+            (only, coefficient) = parts[0]
+            grads = only.grads if coefficient == 1.0 else only.grads * coefficient
+            summed[name] = Sparse(only.ids, grads)
+            continue
+        ids = np.concatenate([sparse.ids for sparse, _ in parts])
+        grads = np.concatenate([sparse.grads * factor for sparse, factor in parts])
+        summed[name] = Sparse(*merge(ids, grads))
+    return summed

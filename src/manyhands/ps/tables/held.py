@@ -1,0 +1,278 @@
+"""The tables of one model, as one process reaches them: rows out, gradients in.
+
+In one process, or inside a host, a table is whole and in reach: its Store is private memory or shared.
+What the modules of the model have looked up since the last step is noted here, and given away as one
+basket: each id once, its gradients added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manyhands.ps.tables.basket import Basket, Sparse, together
+from manyhands.ps.tables.chunk import Chunk
+from manyhands.ps.tables.modules import bind, tables_of
+from manyhands.ps.tables.shards import shard_of
+from manyhands.ps.tables.spec import Table
+from manyhands.ps.tables.store import Store
+from manyhands.ps.tables.undo import UndoLog
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from manyhands.ps.tables.modules import RowModel, Rows
+
+
+EVICT_EVERY = 100
+"""Steps between two looks at which rows may go."""
+
+
+Make = Literal["none", "missing", "all"]
+
+
+@dataclass
+class _Noted:
+    name: str
+    ids: Tensor
+    rows: Tensor
+
+
+class Tables:
+    def __init__(self, specs: Mapping[str, Table], *, seed: int) -> None:
+        self.specs = dict(specs)
+        self.now = 0
+        """The step that is being done: what is looked up is used now."""
+        self.makes_on_pull = True
+        """Rows are made, and sights counted, when they are looked up; otherwise when they are changed."""
+        self.seed = seed
+        self._stores: dict[str, Store] = {}
+        self._saved: dict[str, Chunk] = {}
+        self._noted: list[_Noted] = []
+        self._touched: dict[str, TouchedRows] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, *, seed: int) -> Tables | None:
+        """Those of a model, which gets its rows from here from now on. None if it has none."""
+        specs = tables_of(model)
+        if not specs:
+            return None
+        tables = cls(specs, seed=seed)
+        bind(model, tables)
+        return tables
+
+    # Where the rows are -------------------------------------------------------------------------
+
+    def store(self, name: str) -> Store:
+        """Private memory, unless it was shared before its first use."""
+        if name not in self._stores:
+            self._make(name, shared=False)
+        return self._stores[name]
+
+    def share(self) -> dict[str, str]:
+        """Put all tables into memory that others of this host can attach; where they are."""
+        for name in self.specs:
+            self._make(name, shared=True)
+        return {name: store.address for name, store in self._stores.items()}
+
+    def attach(self, addresses: Mapping[str, str]) -> None:
+        """Use the tables that another process of this host has shared."""
+        self.close()
+        self._saved.clear()
+        for name, table in self.specs.items():
+            self._stores[name] = Store.attach(name, table, addresses[name])
+
+    def addresses(self) -> dict[str, str]:
+        """Where others can attach what this process uses."""
+        return {name: store.address for name, store in self._stores.items()}
+
+    def _make(self, name: str, *, shared: bool) -> None:
+        store = Store.create(name, self.specs[name], seed=self.seed, shared=shared)
+        before = self._stores.pop(name, None)
+        if (saved := self._saved.pop(name, None)) is not None:
+            store.load(saved)
+        if before is not None:
+            store.load(before.export())
+            before.close()
+        self._stores[name] = store
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+    # Rows out -----------------------------------------------------------------------------------
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        return self._read(name, ids, create=self.makes_on_pull)
+
+    def look(self, name: str, ids: Tensor) -> Tensor:
+        return self._read(name, ids, create=False)
+
+    def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
+        store, numbers = self.store(name), ids.numpy()
+        rows = np.empty((len(numbers), self.specs[name].dim), np.float32)
+        store.gather(store.find(numbers, create=create, now=self.now), rows, numbers)
+        return torch.from_numpy(rows)
+
+    def rows(self) -> dict[str, TouchedRows]:
+        """For a RowModel. The same ones, as long as the tables are where they are."""
+        for name in self.specs:
+            touched = self._touched.get(name)
+            if touched is None or touched.store is not self.store(name):
+                self._touched[name] = TouchedRows(self.store(name), self)
+        return self._touched
+
+    @contextmanager
+    def lend(self, model: RowModel, batch: Any, seed: int) -> Iterator[Mapping[str, Rows]]:
+        """The rows that a RowModel may change, while it does."""
+        yield self.rows()
+
+    # Gradients in -------------------------------------------------------------------------------
+
+    def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        self._noted.append(_Noted(name, ids, rows))
+
+    def forget(self) -> None:
+        """What was looked up so far was for nothing."""
+        self._noted.clear()
+
+    def take(self) -> dict[str, Sparse]:
+        """The gradients of all that was looked up since the last time; each id once."""
+        noted, self._noted = self._noted, []
+        found: dict[str, list[Sparse]] = {}
+        for each in noted:
+            if each.rows.grad is not None:
+                grads = each.rows.grad.detach().to("cpu", torch.float32).contiguous().numpy()
+                found.setdefault(each.name, []).append(Sparse(each.ids.numpy(), grads))
+        return {name: self._one(name, parts) for name, parts in found.items()}
+
+    def _one(self, name: str, parts: Sequence[Sparse]) -> Sparse:
+        if len(parts) == 1:
+            return parts[0]  # distinct already
+        ids = np.concatenate([part.ids for part in parts])
+        grads = np.concatenate([part.grads for part in parts])
+        return Sparse(*self.store(name).merge(ids, grads))
+
+    def step(self, lr: float, base_lr: float, now: int) -> None:
+        """What was looked up is all there is: change its rows."""
+        self.apply([self.take()], [1.0], lr=lr, base_lr=base_lr, now=now)
+        self.evict_now_and_then(now)
+
+    def apply(
+        self,
+        baskets: Sequence[Basket],
+        coefficients: Sequence[float],
+        *,
+        lr: float,
+        base_lr: float,
+        now: int,
+        mine: tuple[int, int] | None = None,
+        undo: UndoLog | None = None,
+        make: Make = "none",
+    ) -> None:
+        """Change the rows by baskets that are added up first. `lr` is the job's now, `base_lr` the one
+        it began with. `mine`, (number, of how many): only the ids that fall to one of several.
+        `undo`: where the rows are kept as they were. `make`: see `find`."""
+        if mine is not None and mine[1] > 1:
+            number, count = mine
+            baskets = [
+                {name: s.part(shard_of(s.ids, count) == number) for name, s in basket.items()}
+                for basket in baskets
+            ]
+        merges = {name: self.store(name).merge for name in self.specs}
+        summed = together(baskets, coefficients, merges)
+        slots = {name: np.empty(0, np.int64) for name in self.specs}
+        for name, sparse in summed.items():
+            slots[name] = self.find(name, sparse.ids, now=now, make=make)
+        if undo is not None:
+            changed = {name: found[found >= 0] for name, found in slots.items()}
+            undo.begin(now, changed, self._stores)
+        for name, sparse in summed.items():
+            own = self.specs[name].lr
+            rate = lr if own is None else own * (lr / base_lr if base_lr else 1.0)
+            grads = np.ascontiguousarray(sparse.grads)
+            self.store(name).update(slots[name], grads, lr=rate, now=now)
+        if undo is not None:
+            undo.end()
+
+    def find(self, name: str, ids: NDArray[np.int64], *, now: int, make: Make) -> NDArray[np.int64]:
+        """The slots of ids whose rows will be changed. `make`: which of them count as seen, and get a row:
+        none, where all were looked up here; those that are missing, where some were looked up by others;
+        all, where looking up makes none."""
+        slots = self.store(name).find(ids, create=make == "all", now=now)
+        missing = slots < 0
+        if make == "missing" and missing.any():
+            slots[missing] = self.store(name).find(ids[missing], create=True, now=now)
+        return slots
+
+    @property
+    def evicting(self) -> list[str]:
+        """The tables that drop rows."""
+        return [
+            name
+            for name, table in self.specs.items()
+            if table.evict_unused or table.evict_below or table.when_full == "evict"
+        ]
+
+    def evict_now_and_then(self, now: int) -> None:
+        if now % EVICT_EVERY == 0:
+            self.evict(now)
+
+    def evict(self, now: int) -> None:
+        """Drop what the tables say may go, while nobody else touches them."""
+        for name in self.evicting:
+            self.store(name).evict(now)
+
+    def restore(self, undo: UndoLog) -> None:
+        """Put back what an update has changed."""
+        undo.restore({name: self.store(name) for name in self.specs})
+
+    # Saved --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All rows, as tensors. Nobody may change them meanwhile."""
+        return {
+            name: {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
+            for name in self.specs
+            for chunk in [self.store(name).export()]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        missing, strange = self.specs.keys() - state.keys(), state.keys() - self.specs.keys()
+        if missing or strange:
+            raise KeyError(
+                f"it has the tables {', '.join(sorted(state)) or 'none'}, and the job has "
+                f"{', '.join(sorted(self.specs)) or 'none'}"
+            )
+        # Not before it is known where they will be: in a cluster one process alone needs them.
+        self._saved = {
+            name: Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
+            for name, tensors in state.items()
+        }
+
+
+class TouchedRows:
+    """The rows of a table in place."""
+
+    def __init__(self, store: Store, tables: Tables) -> None:
+        self.store = store
+        self._tables = tables
+
+    @property
+    def ids(self) -> None:
+        """All are in reach."""
+        return None
+
+    @property
+    def matrix(self) -> NDArray[np.float32]:
+        return self.store.rows
+
+    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.store.find(ids, create=True, now=self._tables.now)

@@ -1,0 +1,367 @@
+"""Finding an id's slot, and giving it one: the levels of layout.py, without locks.
+
+A new row is written completely before its entry is swapped into the first empty place of its window,
+from 0: two processes that bring the same id meet at that place, one wins and the other takes the
+winner's slot. A process killed before the swap leaves a slot that nobody has (the next evict finds it);
+killed after it, a complete row. Nobody waits for anybody.
+
+Ids are handled in blocks: ask for the windows of all, look for candidates and ask for their counters,
+then compare; so the misses of many ids overlap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from manyhands.ps.tables.atomics import add, lowest, match, prefetch, swap
+from manyhands.ps.tables.compiled import exact
+from manyhands.ps.tables.kernels import hash_id, make_record
+from manyhands.ps.tables.layout import (
+    BASE,
+    BASE_BITS,
+    FREE,
+    FULL,
+    LEVELS,
+    NEXT,
+    READY,
+    WAITING_LEVELS,
+    WINDOW,
+)
+
+LOOK, SEE, PUT = range(3)
+"""Find only; count a sight and make a row if admitted; make a row whatever was seen, count nothing."""
+DONE, NO_ROOM, NO_WAITING_ROOM = range(3)
+
+HIDDEN = np.uint64(0xA5A5_1D3C_96E7_4B0F)
+"""A waiting id is kept XOR this, since 0 is an empty place. (The id that becomes 0 is admitted at once.)"""
+
+_BLOCK = 64
+_AHEAD = 16
+_CACHED = 5
+"""The first levels are in the cache anyway."""
+_NEXT_LEVEL = np.uint64(0xD6E8_FEB8_6659_FD93)
+_SPREAD = np.uint64(BASE_BITS)
+_64, _32, _1, _0 = (np.uint64(n) for n in (64, 32, 1, 0))
+_LOW32 = np.uint64(0xFFFF_FFFF)
+_SLOT = np.int64(0xFFFF_FFFF)
+
+
+class Arrays(NamedTuple):
+    """A table's memory, for kernels. All flat but the records."""
+
+    head: Any
+    """int64 words, see layout."""
+    index: Any
+    """uint64 entries of the generation in use: half the hash above, slot + 1 below; 0 is empty."""
+    levels: int
+    """Of the index."""
+    metas: Any
+    """Two int64 a slot: the id, and what marks shows."""
+    marks: Any
+    """The same memory, four uint32 a slot: [2] sights, [3] step of the last use."""
+    records: Any
+    """[capacity, width] float32."""
+    scalars: Any
+    """[capacity] float32, or empty."""
+    waiting: Any
+    """uint64: ids that wait for admission."""
+    counts: Any
+    """uint32: their sights."""
+
+
+@exact
+def _window(spread, level):  # type: ignore[no-untyped-def]
+    """Where the window of a hash begins in a level; `spread` is the hash times a number a level."""
+    place = spread >> (_64 - _SPREAD - np.uint64(level))
+    return np.int64(BASE) * ((np.int64(1) << level) - 1) + np.int64(place) * WINDOW
+
+
+@exact
+def _half(code):  # type: ignore[no-untyped-def]
+    """The part of a hash that an entry holds; never 0, as an empty entry's is."""
+    return (code & _LOW32) | _1
+
+
+@exact
+def _candidate(index, code, levels):  # type: ignore[no-untyped-def]
+    """The slot of the first entry that has this half hash, or -1."""
+    half = _half(code)
+    spread = code
+    for level in range(levels):
+        spread *= _NEXT_LEVEL
+        at = _window(spread, level)
+        found = match(index, at, half)
+        if found:
+            return np.int64(index[at + lowest(found)] & _LOW32) - 1
+        if index[at + WINDOW - 1] == _0:
+            return np.int64(-1)
+    return np.int64(-1)
+
+
+@exact
+def locate(index, levels, metas, code, number):  # type: ignore[no-untyped-def]
+    """The slot of an id, or -1. Exact."""
+    half = _half(code)
+    spread = code
+    for level in range(levels):
+        spread *= _NEXT_LEVEL
+        at = _window(spread, level)
+        found = match(index, at, half)
+        while found:
+            slot = np.int64(index[at + lowest(found)] & _LOW32) - 1
+            if metas[2 * slot] == number:
+                return slot
+            found &= found - 1
+        if index[at + WINDOW - 1] == _0:
+            return np.int64(-1)
+    return np.int64(-1)
+
+
+@exact
+def enter(index, levels, metas, code, number, slot):  # type: ignore[no-untyped-def]
+    """Publish a slot under its id: that slot, or the one somebody else published, or -1 (no place)."""
+    half = _half(code)
+    fresh = (half << _32) | np.uint64(slot + 1)
+    spread = code
+    for level in range(levels):
+        spread *= _NEXT_LEVEL
+        at = _window(spread, level)
+        for place in range(at, at + WINDOW):
+            entry = index[place]
+            if entry == _0:
+                entry = swap(index, place, _0, fresh)
+                if entry == _0:
+                    return np.int64(slot)
+            other = np.int64(entry & _LOW32) - 1
+            if (entry >> _32) == half and metas[2 * other] == number:
+                return other
+    return np.int64(-1)
+
+
+@exact
+def take_slot(head, metas):  # type: ignore[no-untyped-def]
+    """A slot that nobody has, or -1. From the free list, whose version tells apart old and new heads."""
+    while True:
+        free = head[FREE]
+        if free & _SLOT == 0:
+            break
+        slot = (free & _SLOT) - 1
+        after = metas[2 * slot] & _SLOT
+        if swap(head, FREE, free, (((free >> 32) + 1) << 32) | after) == free:
+            return slot
+    while True:
+        fresh = head[NEXT]
+        if fresh >= head[READY]:
+            return np.int64(-1)
+        if swap(head, NEXT, fresh, fresh + 1) == fresh:
+            return fresh
+
+
+@exact
+def give_slot(head, metas, marks, slot):  # type: ignore[no-untyped-def]
+    marks[4 * slot + 2] = 0
+    while True:
+        free = head[FREE]
+        metas[2 * slot] = free & _SLOT
+        if swap(head, FREE, free, (((free >> 32) + 1) << 32) | (slot + 1)) == free:
+            return
+
+
+@exact
+def give_slots(head, metas, marks, slots):  # type: ignore[no-untyped-def]
+    for i in range(slots.size):
+        give_slot(head, metas, marks, slots[i])
+
+
+@exact
+def raise_word(head, word, value):  # type: ignore[no-untyped-def]
+    """head[word] = the larger of the two."""
+    while True:
+        old = head[word]
+        if old >= value or swap(head, word, old, value) == old:
+            return
+
+
+@exact
+def see_waiting(head, waiting, counts, code, number, times):  # type: ignore[no-untyped-def]
+    """Add to the sights of an id without a row; how many there are now, or -1: take another level."""
+    key = np.uint64(number) ^ HIDDEN
+    if key == _0:
+        return np.int64(1) << 40
+    spread = code
+    for level in range(head[WAITING_LEVELS]):
+        spread *= _NEXT_LEVEL
+        at = _window(spread, level)
+        for place in range(at, at + WINDOW):
+            there = waiting[place]
+            if there == _0:
+                if times == 0:
+                    return np.int64(0)
+                there = swap(waiting, place, _0, key)
+            if there in (_0, key):
+                return np.int64(add(counts, place, times)) + times
+    return np.int64(-1) if times else np.int64(0)
+
+
+@exact
+def put_waiting(t, ids, times, begin):  # type: ignore[no-untyped-def]
+    """Let ids have been seen so many times at least; where it stopped for want of another level."""
+    for i in range(begin, ids.size):
+        code = hash_id(ids[i])
+        seen = see_waiting(t.head, t.waiting, t.counts, code, ids[i], 0)
+        more = times[i] - seen
+        if more > 0 and see_waiting(t.head, t.waiting, t.counts, code, ids[i], more) < 0:
+            return i
+    return ids.size
+
+
+@exact
+def _count(marks, slot, now):  # type: ignore[no-untyped-def]
+    add(marks, 4 * slot + 2, 1)
+    if marks[4 * slot + 3] < now:
+        marks[4 * slot + 3] = now
+
+
+@exact
+def _bring(t, code, number, sights, now, spare, birth):  # type: ignore[no-untyped-def]
+    """Make a row in the spare slot and publish it: the id's slot, or -1 if the index has no place."""
+    t.metas[2 * spare] = number
+    t.marks[4 * spare + 2] = sights
+    t.marks[4 * spare + 3] = now
+    make_record(t.records, t.scalars, spare, number, birth)
+    return enter(t.index, t.levels, t.metas, code, number, spare)
+
+
+@exact
+def _missing(t, code, number, mode, now, admit_after, waits, spare, birth):  # type: ignore[no-untyped-def]
+    """The slot of an id that has none: (slot, spare slot that is left, why it stopped)."""
+    none = np.int64(-1)
+    head = t.head
+    seen = np.int64(0)
+    if admit_after > 1 and mode != PUT:
+        seen = see_waiting(head, t.waiting, t.counts, code, number, 0)
+    if mode == LOOK:
+        known = head[FULL] != 0 and (admit_after <= 1 or seen >= admit_after)
+        return (np.int64(0) if known else none), spare, DONE
+    # Room first: what stops here is begun again, and its sight must not be counted twice.
+    if spare < 0 and (mode == PUT or seen + 1 >= admit_after):
+        spare = take_slot(head, t.metas)
+        if spare < 0 and head[FULL] == 0:
+            return none, spare, NO_ROOM
+    sights = seen + 1
+    if admit_after > 1 and mode == SEE:
+        sights = see_waiting(head, t.waiting, t.counts, code, number, 1)
+        if sights < 0:
+            return none, spare, (NO_WAITING_ROOM if waits else DONE)
+        if sights < admit_after:
+            return none, spare, DONE
+    if spare < 0:  # others' sights count too: it may be admitted sooner than was expected
+        spare = take_slot(head, t.metas)
+        if spare < 0 and head[FULL] == 0:
+            return none, spare, DONE
+    slot = none
+    if spare >= 0:
+        # Not `sights`: of those who race for it, each adds its own.
+        first = 0 if mode == PUT else admit_after
+        slot = _bring(t, code, number, first, now, spare, birth)
+        if slot == spare:
+            return slot, none, DONE
+        if slot < 0:
+            head[FULL] = 1
+    if mode == SEE:
+        slot = max(slot, np.int64(0))
+        _count(t.marks, slot, now)
+    return slot, spare, DONE
+
+
+@exact
+def find(t, ids, begin, out, mode, now, admit_after, waits, birth):  # type: ignore[no-untyped-def]
+    """out[i] = the slot of ids[i] for i from `begin` on: where it stopped, and why.
+
+    NO_ROOM: memory for more slots is wanted (or the word FULL set); NO_WAITING_ROOM: for another level
+    of the waiting room (or `waits` False: then sights that find no place are not counted).
+    """
+    codes = np.empty(_BLOCK, dtype=np.uint64)
+    guesses = np.empty(_BLOCK, dtype=np.int64)
+    spare = np.int64(-1)
+    at, reason = begin, DONE
+    while at < ids.size and reason == DONE:
+        num = min(_BLOCK, ids.size - at)
+        present = t.head[LEVELS]
+        for i in range(num):
+            code = hash_id(ids[at + i])
+            codes[i] = code
+            for level in range(present):
+                code *= _NEXT_LEVEL
+                if level >= _CACHED:
+                    prefetch(t.index, _window(code, level))
+        for i in range(num):
+            guesses[i] = _candidate(t.index, codes[i], t.levels)
+            if guesses[i] >= 0:
+                prefetch(t.metas, 2 * guesses[i])
+        for i in range(num):
+            number, slot = ids[at], guesses[i]
+            if slot < 0 or t.metas[2 * slot] != number:
+                slot = locate(t.index, t.levels, t.metas, codes[i], number)
+            if slot >= 0:
+                if mode == SEE:
+                    _count(t.marks, slot, now)
+            else:
+                slot, spare, reason = _missing(
+                    t, codes[i], number, mode, now, admit_after, waits, spare, birth
+                )
+                if reason != DONE:
+                    break
+            out[at] = slot
+            at += 1
+    if spare >= 0:
+        give_slot(t.head, t.metas, t.marks, spare)
+    return at, reason
+
+
+@exact
+def find_fixed(t, ids, out, mode, now, admit_after, birth):  # type: ignore[no-untyped-def]
+    """As find, where the slot is the id. The id's word says whether the row has been made.
+
+    Two processes that make one row at once write the same numbers; an update that comes between them
+    may be lost, as any update may that races with another of the same row.
+    """
+    for i in range(ids.size):
+        if i + _AHEAD < ids.size:
+            prefetch(t.metas, 2 * ids[i + _AHEAD])
+        slot = ids[i]
+        made = t.metas[2 * slot] != 0
+        if mode != LOOK and not made:
+            sights = np.int64(add(t.marks, 4 * slot + 2, 1)) + 1 if mode == SEE else admit_after
+            if sights >= admit_after:
+                make_record(t.records, t.scalars, slot, slot, birth)
+                swap(t.metas, 2 * slot, 0, 1)
+                made = True
+                t.marks[4 * slot + 3] = max(np.int64(t.marks[4 * slot + 3]), now)
+        elif mode == SEE:
+            _count(t.marks, slot, now)
+        out[i] = slot if made else np.int64(-1)
+
+
+@exact
+def slots_in(index, begin, end, out, found):  # type: ignore[no-untyped-def]
+    """Append the slots of a stretch of the index to `out`; how many there are now."""
+    for place in range(begin, end):
+        if index[place] != _0:
+            if found == out.size:
+                return found
+            out[found] = np.int64(index[place] & _LOW32) - 1
+            found += 1
+    return found
+
+
+@exact
+def enter_all(t, index, slots):  # type: ignore[no-untyped-def]
+    """Enter live slots into an empty index: True if all found a place."""
+    for i in range(slots.size):
+        number = t.metas[2 * slots[i]]
+        if enter(index, t.levels, t.metas, hash_id(number), number, slots[i]) < 0:
+            return False
+    return True

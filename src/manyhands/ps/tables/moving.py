@@ -1,0 +1,235 @@
+"""Rows that leave a table and come into one: export, load, drop, evict.
+
+Drop and evict make the index anew beside the old one and then change over with one word, so that a
+process killed in between leaves the old index or the new one, never half of either. What no index
+names is free afterwards, also slots that were lost with a killed process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from manyhands.errors import JobError
+from manyhands.ps.tables import index as finding
+from manyhands.ps.tables.chunk import Chunk, Floats, Ids
+from manyhands.ps.tables.layout import (
+    FREE,
+    FULL,
+    GENERATION,
+    LEVELS,
+    NEXT,
+    WAITING_LEVELS,
+    entries_in,
+)
+from manyhands.ps.tables.shards import shard_of
+
+if TYPE_CHECKING:
+    from manyhands.ps.tables.store import Store
+
+KEPT_WHEN_FULL = 7 / 8
+"""Of all rows, by an evict of a table that was full."""
+_LOW = (1 << 32) - 1
+
+
+def live(store: Store) -> Ids:
+    """The slots of all ids that have a row of their own."""
+    t, layout = store.arrays, store.layout
+    if not layout.hashed:
+        return np.flatnonzero(t.metas[::2])
+    begin = layout.index(int(t.head[GENERATION]))
+    slots = np.empty(int(t.head[NEXT]), dtype=np.int64)
+    found = 0
+    for offset, size in store.memory.extents(begin, t.index.nbytes):
+        first = (offset - begin) // 8
+        found = finding.slots_in(t.index, first, first + size // 8, slots, found)
+    return slots[:found]
+
+
+def ids_of(store: Store, slots: Ids, *, ascending: bool = False) -> Ids:
+    ids: Ids = store.arrays.metas[2 * slots] if store.layout.hashed else slots
+    return np.sort(ids) if ascending else ids
+
+
+def export(store: Store, shards: Sequence[int] | None, of: int, since: int | None) -> Chunk:
+    t, dim = store.arrays, store.spec.dim
+    wanted = None if shards is None else np.zeros(of, dtype=np.bool_)
+    if wanted is not None:
+        wanted[list(shards or ())] = True
+    slots = live(store)
+    ids = ids_of(store, slots)
+    mine = np.ones(ids.size, dtype=np.bool_) if wanted is None else wanted[shard_of(ids, of)]
+    if since is not None:
+        mine &= t.marks[4 * slots + 3] > since
+    slots, ids = slots[mine], ids[mine]
+    order = np.argsort(ids)
+    slots, ids = slots[order], ids[order]
+    waiting, sights = _waiting(store)
+    mine = (
+        np.ones(waiting.size, dtype=np.bool_) if wanted is None else wanted[shard_of(waiting, of)]
+    )
+    shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
+    return Chunk(
+        ids=ids,
+        rows=t.records[slots, :dim],
+        state=_state(store, slots),
+        counts=t.marks[4 * slots + 2].astype(np.int64),
+        last_used=t.marks[4 * slots + 3].astype(np.int64),
+        waiting_ids=waiting[mine],
+        waiting_counts=sights[mine],
+        shared=np.concatenate([t.records[shared, :dim], _state(store, shared)], axis=1),
+    )
+
+
+def load(store: Store, chunk: Chunk) -> None:
+    t, dim = store.arrays, store.spec.dim
+    state = _state(store, np.empty(0, dtype=np.int64)).shape[1]
+    if chunk.rows.shape[1:] != (dim,) or chunk.state.shape[1:] != (state,):
+        raise JobError(
+            f"These rows don't belong to the table {store.name!r}: they have "
+            f"{chunk.rows.shape[1]} + {chunk.state.shape[1]} numbers (row + optimizer), the table has "
+            f"{dim} + {state}. Resume with the Table that the job had."
+        )
+    slots = store.look_up(chunk.ids, finding.PUT)
+    if slots.size and slots.min() < 0:
+        raise JobError(
+            f"The table {store.name!r} has room for {store.layout.capacity - 1:,} rows, and "
+            f"{int((slots < 0).sum()):,} of those to load don't fit. Give it more max_bytes or more "
+            "servers."
+        )
+    _put(store, slots, chunk.rows, chunk.state)
+    t.marks[4 * slots + 2] = chunk.counts
+    t.marks[4 * slots + 3] = chunk.last_used
+    _put_waiting(store, chunk.waiting_ids, chunk.waiting_counts)
+    if len(chunk.shared) and store.layout.hashed and not t.marks[2]:
+        _put(store, np.zeros(1, dtype=np.int64), chunk.shared[:, :dim], chunk.shared[:, dim:])
+        t.marks[2] = 1
+    # Ids that had to share go on sharing, unless there is more room here.
+    if store.layout.hashed and t.marks[2] and not _has_room(store):
+        t.head[FULL] = 1
+
+
+def drop(store: Store, ids: Ids) -> int:
+    gone = store.look_up(np.unique(ids), finding.LOOK)
+    gone = gone[gone > 0] if store.layout.hashed else gone[gone >= 0]
+    all_live = live(store)
+    _keep(store, all_live[~np.isin(all_live, gone)], gone)
+    waiting, sights = _waiting(store)
+    _forget_waiting(store)
+    others = ~np.isin(waiting, ids)
+    _put_waiting(store, waiting[others], sights[others])
+    return len(gone)
+
+
+def evict(store: Store, now: int) -> int:
+    t, spec = store.arrays, store.spec
+    slots = live(store)
+    ids = ids_of(store, slots)
+    last = t.marks[4 * slots + 3].astype(np.int64)
+    goes = np.zeros(slots.size, dtype=np.bool_)
+    if spec.evict_unused is not None:
+        goes |= now - last >= spec.evict_unused
+    if spec.evict_below is not None:
+        goes |= t.marks[4 * slots + 2] < spec.evict_below
+    if spec.when_full == "evict" and store.full:
+        over = int((~goes).sum()) - int(KEPT_WHEN_FULL * (store.layout.capacity - 1))
+        stay = np.flatnonzero(~goes)
+        if over > 0:
+            # By id where the step is the same, so that every run drops the same rows.
+            goes[stay[np.lexsort((ids[stay], last[stay]))[:over]]] = True
+    _keep(store, slots[~goes], slots[goes])
+    _forget_waiting(store)
+    return int(goes.sum())
+
+
+def _keep(store: Store, kept: Ids, gone: Ids) -> None:
+    """Let these slots be all that is live."""
+    t, head = store.arrays, store.arrays.head
+    if not store.layout.hashed:
+        t.metas[2 * gone] = 0
+        t.metas[2 * gone + 1] = 0
+        return
+    new = 1 - int(head[GENERATION])
+    begin = store.layout.index(new)
+    store.memory.forget(begin, t.index.nbytes)
+    store.memory.take(
+        store.name,
+        store.layout.level_ranges(new, 0, int(head[LEVELS])),
+        advice="Evict before memory is as short as this: the index is made anew beside the old one.",
+        brief=True,
+    )
+    fresh = store.memory.array(np.uint64, begin, t.index.size)
+    assert finding.enter_all(t, fresh, kept), "what had a place in one index has one in the other"
+    head[GENERATION] = new
+    store.memory.forget(store.layout.index(1 - new), t.index.nbytes)
+    used = np.zeros(int(head[NEXT]), dtype=np.bool_)
+    used[kept] = True
+    used[0] = True
+    head[FREE] = (int(head[FREE]) & ~_LOW) + (1 << 32)
+    finding.give_slots(head, t.metas, t.marks, np.flatnonzero(~used)[::-1].copy())
+    if _has_room(store):
+        head[FULL] = 0
+
+
+def _has_room(store: Store) -> bool:
+    head = store.arrays.head
+    return bool(head[FREE] & _LOW or head[NEXT] < store.layout.capacity)
+
+
+def _waiting(store: Store) -> tuple[Ids, Ids]:
+    """Ids that were seen and have no row, ascending, and how often they were."""
+    t, layout = store.arrays, store.layout
+    if not layout.hashed:
+        ids = np.flatnonzero((t.metas[::2] == 0) & (t.marks[2::4] > 0))
+        return ids, t.marks[4 * ids + 2].astype(np.int64)
+    size = entries_in(int(t.head[WAITING_LEVELS])) if layout.waiting_levels else 0
+    places = np.flatnonzero(t.waiting[:size])
+    ids = (t.waiting[places] ^ finding.HIDDEN).view(np.int64)
+    order = np.argsort(ids)
+    ids, places = ids[order], places[order]
+    rowless = store.look_up(ids, finding.LOOK) <= 0
+    return ids[rowless], t.counts[places][rowless].astype(np.int64)
+
+
+def _put_waiting(store: Store, ids: Ids, sights: Ids) -> None:
+    t = store.arrays
+    if not store.layout.hashed:
+        rowless = t.metas[2 * ids] == 0
+        t.marks[4 * ids[rowless] + 2] = sights[rowless]
+        return
+    at = 0
+    while store.layout.waiting_levels and at < ids.size:
+        at = finding.put_waiting(t, ids, sights, at)
+        if at < ids.size:
+            if int(t.head[WAITING_LEVELS]) == store.layout.waiting_levels:
+                return  # the waiting room is full: the rest begins anew
+            store.grow_waiting()
+
+
+def _forget_waiting(store: Store) -> None:
+    t, layout = store.arrays, store.layout
+    if not layout.hashed:
+        ids = np.flatnonzero(t.metas[::2] == 0)
+        t.metas[2 * ids + 1] = 0
+        return
+    t.head[WAITING_LEVELS] = 0
+    store.memory.forget(layout.waiting_ids, layout.records - layout.waiting_ids)
+
+
+def _state(store: Store, slots: Ids) -> Floats:
+    """What the optimizer remembers of some slots: its numbers, then its scalar."""
+    t, dim, optimizer = store.arrays, store.spec.dim, store.spec.row_optimizer
+    state: Floats = t.records[slots, dim : dim * (1 + optimizer.slots)]
+    if optimizer.scalar:
+        state = np.concatenate([state, t.scalars[slots, None]], axis=1)
+    return state
+
+
+def _put(store: Store, slots: Ids, rows: Floats, state: Floats) -> None:
+    t, dim, optimizer = store.arrays, store.spec.dim, store.spec.row_optimizer
+    t.records[slots, :dim] = rows
+    t.records[slots, dim : dim * (1 + optimizer.slots)] = state[:, : dim * optimizer.slots]
+    if optimizer.scalar:
+        t.scalars[slots] = state[:, -1]

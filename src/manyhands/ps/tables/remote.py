@@ -1,0 +1,216 @@
+"""The tables of a model whose rows are at servers of other hosts: asked for by id, changed by what is pushed.
+
+A pull asks each server for the distinct ids that it is asked for, and waits for all. A RowModel gets
+copies of the rows of its batch, one batch ahead if it is known, and what it has changed in them is pushed
+as differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.ps.tables.basket import Basket, Sparse, num_bytes, pack_into, travelling
+from manyhands.ps.tables.held import Tables
+from manyhands.ps.tables.homes import Homes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from manyhands.ps.tables.modules import RowModel, Rows
+
+
+class Servers(Protocol):
+    """A client, as far as rows go."""
+
+    homes: Homes | None
+
+    def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None: ...
+    def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]: ...
+
+
+class Near(Protocol):
+    """A server in this very process: asked without a message."""
+
+    name: str
+
+    def look_up(
+        self, name: str, ids: NDArray[np.int64], *, make: bool, now: int
+    ) -> NDArray[np.float32]: ...
+    def put(self, worker: str, slot: int, basket: Basket) -> None: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rows that are on their way."""
+
+    tag: int
+    ids: NDArray[np.int64]
+    """Distinct, ascending."""
+    places: Mapping[str, NDArray[np.int64]]
+    """By server: which of the ids it was asked for."""
+    here: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+    """Which of the ids are at the server that is near, and their rows."""
+
+
+class RemoteTables(Tables):
+    """As Tables; `servers` is set anew for each view."""
+
+    def __init__(self, tables: Tables, *, adds: bool) -> None:
+        """`adds`: for a RowModel, which pushes differences."""
+        super().__init__(tables.specs, seed=tables.seed)
+        self._wire = travelling(tables.specs, adds=adds)
+        self.servers: Servers | None = None
+        self._near: Near | None = None
+        self._tags = 0
+        self._ahead: dict[int, dict[str, Asked]] = {}
+        self._changed: list[Basket] = []
+        self.gathered: Mapping[tuple[str, int], Mapping[str, Tensor]] = {}
+        """By (table, shard): all rows, for a checkpoint."""
+
+    def connect(self, servers: Servers, near: Near | None) -> None:
+        self.servers, self._near = servers, near
+        self._ahead.clear()
+        self._changed.clear()
+        self.forget()
+
+    def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
+        return torch.from_numpy(self._wait(name, self._ask(name, ids.numpy(), make=create)))
+
+    def _ask(self, name: str, ids: NDArray[np.int64], *, make: bool) -> Asked:
+        servers = self.servers
+        assert servers is not None
+        assert servers.homes is not None
+        self._tags += 1
+        near = self._near
+        whom = servers.homes.asked(ids, near.name if near is not None else None)
+        places = {
+            server: np.flatnonzero(whom == i)
+            for i, server in enumerate(servers.homes.servers)
+            if (whom == i).any()
+        }
+        here = None
+        if near is not None and (chosen := places.pop(near.name, None)) is not None:
+            here = chosen, near.look_up(name, ids[chosen], make=make, now=self.now)
+        head = {"k": "rows", "tag": self._tags, "table": name, "make": make, "now": self.now}
+        asked = {}
+        for server, chosen in places.items():
+            payload = np.ascontiguousarray(ids[chosen]).view(np.uint8).data
+            asked[server] = ({**head, "bytes": payload.nbytes}, payload)
+        servers.rows(asked)
+        return Asked(self._tags, ids, places, here)
+
+    def _wait(self, name: str, asked: Asked) -> NDArray[np.float32]:
+        assert self.servers is not None
+        if asked.here is not None and not asked.places:
+            return asked.here[1]
+        rows = np.empty((len(asked.ids), self._wire[name].dim), np.float32)
+        if asked.here is not None:
+            rows[asked.here[0]] = asked.here[1]
+        heard = self.servers.wait_for_rows(asked.tag, list(asked.places))
+        for chosen, payload in zip(asked.places.values(), heard, strict=True):
+            rows[chosen] = np.frombuffer(payload, np.float32).reshape(len(chosen), -1)
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        gathered, self.gathered = self.gathered, {}
+        return {
+            name: _one_of([part for (table, _), part in gathered.items() if table == name])
+            for name in self.specs
+        }
+
+    # For a RowModel -----------------------------------------------------------------------------
+
+    def ahead(self, model: RowModel, batch: Any, seed: int) -> None:
+        """Ask for the rows of a batch that will be trained on soon."""
+        self._ahead[seed] = self._ask_all(model, batch, seed)
+
+    def _ask_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, Asked]:
+        wanted = model.ids(batch, seed=seed)
+        return {name: self._ask(name, np.unique(ids), make=True) for name, ids in wanted.items()}
+
+    @contextmanager
+    def lend(self, model: RowModel, batch: Any, seed: int) -> Iterator[Mapping[str, Rows]]:
+        asked = self._ahead.pop(seed, None) or self._ask_all(model, batch, seed)
+        before = {name: self._wait(name, each) for name, each in asked.items()}
+        rows = {
+            name: CopiedRows(asked[name].ids, before[name][:, : self.specs[name].dim].copy())
+            for name in asked
+        }
+        yield rows
+        changed = {}
+        for name, each in rows.items():
+            difference = before[name]
+            difference[:, :-1] -= each.matrix
+            touched = difference[:, :-1].any(axis=1)
+            np.negative(difference[:, :-1], out=difference[:, :-1])
+            changed[name] = Sparse(each.ids[touched], difference[touched])
+        self._changed.append(changed)
+
+    def take(self) -> dict[str, Sparse]:
+        changed, self._changed = self._changed, []
+        found = super().take()
+        for name in self.specs:
+            parts = [basket[name] for basket in changed if name in basket]
+            if parts:
+                found[name] = self._one(name, parts)
+        return found
+
+    def _one(self, name: str, parts: Sequence[Sparse]) -> Sparse:
+        if len(parts) == 1:
+            return parts[0]
+        ids = np.concatenate([part.ids for part in parts])
+        grads = np.concatenate([part.grads for part in parts])
+        order = np.argsort(ids, kind="stable")
+        starts = np.flatnonzero(np.diff(ids[order], prepend=ids[order][:1] - 1))
+        return Sparse(ids[order][starts], np.add.reduceat(grads[order], starts, axis=0))
+
+    def give(self, worker: str, slot: int, basket: Basket) -> dict[str, memoryview]:
+        """To each server what it holds of a basket: at once to the one that is near, to others as the
+        bytes that are to travel with the push."""
+        assert self.servers is not None
+        assert self.servers.homes is not None
+        homes, told = self.servers.homes, {}
+        for server in homes.servers:
+            mine = {name: s.part(homes.held_by(server, s.ids)) for name, s in basket.items()}
+            if self._near is not None and server == self._near.name:
+                self._near.put(worker, slot, mine)
+                continue
+            memory = memoryview(bytearray(num_bytes(mine, self._wire)))
+            pack_into(memory, mine, self._wire)
+            told[server] = memory
+        return told
+
+
+class CopiedRows:
+    """Rows that were fetched, and will be pushed as far as they have changed."""
+
+    def __init__(self, ids: NDArray[np.int64], matrix: NDArray[np.float32]) -> None:
+        self.ids = ids
+        self.matrix = matrix
+
+    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self.ids, ids)
+
+
+_BY = {
+    "ids": ("ids", "rows", "state", "counts", "last_used"),
+    "waiting_ids": ("waiting_ids", "waiting_counts"),
+}
+"""What of a chunk is in the order of which ids."""
+
+
+def _one_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Chunks of several shards as one, by ascending id."""
+    whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    whole["shared"] = parts[0]["shared"]  # each server has one of its own
+    for by, keys in _BY.items():
+        order = torch.argsort(whole[by])
+        whole |= {key: whole[key][order] for key in keys}
+    return whole

@@ -1,0 +1,279 @@
+"""What a table is: its rows, its optimizer, and what may become of a row. Pure.
+
+A table maps 64-bit ids to rows of `dim` float32. A row is made on its first use from a hash of (seed,
+name of the table, id, column), so that every process, every server and every run makes the same one.
+
+Memory a row: the row itself, what its optimizer remembers, 16 bytes of counters, and at most 24 bytes
+of index where ids are not simply 0..rows-1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from typing import Any
+
+from manyhands.errors import JobError, closest
+from manyhands.ps.tables.wording import number_in, options_of, parse_bytes, show_bytes, split_call
+
+META_BYTES = 16
+"""Of a row: its id, how often it was seen, when it was last used."""
+INDEX_BYTES = 24
+"""At most, of a row that is found by its hash."""
+
+INITS = ("uniform", "normal", "zeros")
+WHEN_FULL = ("share", "evict", "error")
+MAX_DIM = 1 << 16
+MAX_ROWS = (1 << 32) - 2
+"""A row's place is a number of 32 bits."""
+MAX_SIGHTS = 1 << 31
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("weight_decay",),
+    "momentum": ("beta", "weight_decay"),
+    "adagrad": ("eps", "initial", "weight_decay"),
+    "rowwise_adagrad": ("eps", "initial", "weight_decay"),
+    "adam": ("betas", "eps", "weight_decay"),
+}
+OPTIMIZERS = tuple(_OPTIONS)
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """How a row follows its gradients. It looks at one row at a time and knows no global counter."""
+
+    name: str = "adagrad"
+    beta: float = 0.9
+    """momentum: how much of the last direction is kept."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """adam: of the mean and of the square. Bias is corrected by the row's own number of updates."""
+    eps: float = 1e-10
+    """adagrad, rowwise_adagrad, adam: beside the square root. adam has 1e-8 when it is named by a word."""
+    initial: float = 0.0
+    """adagrad, rowwise_adagrad: the sum of squares that a row begins with."""
+    weight_decay: float = 0.0
+    """Decoupled: a row that is touched shrinks by lr * weight_decay first. Rows at rest don't."""
+
+    def __post_init__(self) -> None:
+        if self.name not in _OPTIONS:
+            raise JobError(
+                f"A table has no optimizer {self.name!r}{closest(self.name, OPTIMIZERS)} "
+                f"Allowed: {', '.join(OPTIMIZERS)}."
+            )
+        object.__setattr__(self, "betas", tuple(float(b) for b in self.betas))
+        if len(self.betas) != 2:
+            raise JobError(f"adam takes two betas, as betas=0.9:0.999; it was given {self.betas}.")
+        for what, value in (("beta", self.beta), *(("betas", b) for b in self.betas)):
+            number_in(f"{what} of {self.name}", value, 0.0, 1.0, below=True)
+        for what in ("eps", "initial", "weight_decay"):
+            number_in(f"{what} of {self.name}", getattr(self, what), 0.0, 1e30)
+
+    @classmethod
+    def of(cls, text: str) -> RowOptimizer:
+        """From words: "adagrad", "momentum(beta=0.9)", "adam(betas=0.9:0.999,eps=1e-8)"."""
+        example = "adam(betas=0.9:0.999,eps=1e-8)"
+        name, inside = split_call("optimizer", text, example)
+        if name not in _OPTIONS:
+            return cls(name)  # which says what is allowed
+        given: dict[str, Any] = {"eps": 1e-8} if name == "adam" else {}
+        for key, value in options_of(f"optimizer {name}", inside, _OPTIONS[name], example).items():
+            many = value.split(":") if key == "betas" else [value]
+            try:
+                numbers = tuple(float(one) for one in many)
+            except ValueError:
+                raise JobError(
+                    f"The optimizer {text!r} of a table: {key} is a number, not {value!r}. "
+                    f"Write it like  {example}."
+                ) from None
+            given[key] = numbers if key == "betas" else numbers[0]
+        return cls(name, **given)
+
+    def __str__(self) -> str:
+        said = []
+        for key in _OPTIONS[self.name]:
+            value = getattr(self, key)
+            said.append(f"{key}={':'.join(map(repr, value)) if key == 'betas' else repr(value)}")
+        return f"{self.name}({','.join(said)})"
+
+    @property
+    def slots(self) -> int:
+        """Numbers that it remembers for each number of a row."""
+        return {"momentum": 1, "adagrad": 1, "adam": 2}.get(self.name, 0)
+
+    @property
+    def scalar(self) -> bool:
+        """Whether it remembers one number more for a row as a whole."""
+        return self.name in ("rowwise_adagrad", "adam")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A sparse table of a job. `Table(64)` has a row for any 64-bit id."""
+
+    dim: int
+    """Numbers in a row."""
+    _: KW_ONLY
+    rows: int | None = None
+    """None: any 64-bit id, a row is made on first use. N: ids 0..N-1, found without an index."""
+    optimizer: str | RowOptimizer = "adagrad"
+    """sgd, momentum, adagrad, rowwise_adagrad, adam; with options as adam(betas=0.9:0.999,eps=1e-8)."""
+    lr: float | None = None
+    """None: the job's own learning rate. A number: this table's, scaled by the job's schedule."""
+    init: str = "uniform"
+    """uniform (between ±1/(2*dim)), uniform(0.05), normal(0.01), zeros."""
+    admit_after: int = 1
+    """An id has a row of its own from this sight on; before, it reads the initial row and learns nothing."""
+    evict_unused: int | None = None
+    """evict() drops rows that nobody touched for this many steps."""
+    evict_below: int | None = None
+    """evict() drops rows that were seen fewer times than this."""
+    max_bytes: int | str | None = None
+    """Of rows, optimizer and index together: a number, or "2GiB". None: as much as the host has."""
+    when_full: str = "share"
+    """share: new ids share one row; evict: so too, until evict() drops the least recently used; error."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, str):
+            object.__setattr__(self, "optimizer", RowOptimizer.of(self.optimizer))
+        if not isinstance(self.optimizer, RowOptimizer):
+            raise JobError(
+                f"Table(optimizer={self.optimizer!r}) can't be: a table takes a word such as "
+                f"{OPTIMIZERS[0]!r} or a RowOptimizer; the job's own optimizer is for the model."
+            )
+        if self.max_bytes is not None:
+            object.__setattr__(
+                self, "max_bytes", parse_bytes("Table(max_bytes=...)", self.max_bytes)
+            )
+        _whole("dim", self.dim, MAX_DIM)
+        _whole("rows", self.rows, MAX_ROWS, none="any 64-bit id")
+        _whole("admit_after", self.admit_after, MAX_SIGHTS)
+        _whole("evict_unused", self.evict_unused, MAX_SIGHTS, none="never")
+        _whole("evict_below", self.evict_below, MAX_SIGHTS, none="never")
+        if self.lr is not None:
+            number_in("lr of a table", self.lr, 0.0, 1e30)
+        if self.when_full not in WHEN_FULL:
+            raise JobError(
+                f"Table(when_full={self.when_full!r}) can't be{closest(self.when_full, WHEN_FULL)} "
+                f"Allowed: {', '.join(WHEN_FULL)}."
+            )
+        self.initial_scale()  # an init that does not parse is told here
+        if self.rows is not None and self.limit is not None and self._all_bytes() > self.limit:
+            raise JobError(
+                f"Table(rows={self.rows}, max_bytes={self.max_bytes}) can't be: {self.rows:,} rows of "
+                f"{self.bytes_per_row()} bytes are {show_bytes(self._all_bytes())}. Give more bytes, "
+                "or leave rows out: then only the rows in use take memory."
+            )
+
+    @property
+    def row_optimizer(self) -> RowOptimizer:
+        assert isinstance(self.optimizer, RowOptimizer)
+        return self.optimizer
+
+    @property
+    def limit(self) -> int | None:
+        """`max_bytes` as a number."""
+        assert not isinstance(self.max_bytes, str)
+        return self.max_bytes
+
+    @property
+    def width(self) -> int:
+        """float32 numbers from one row to the next: the row, behind it its optimizer's, and padding.
+
+        They lie together because an update touches both: one page, one run of cache lines. Rows begin
+        at cache lines, or at the largest part of one that wastes no more than an eighth.
+        """
+        used = self.dim * (1 + self.row_optimizer.slots)
+        for unit in (16, 8, 4, 2):
+            padded = -(-used // unit) * unit
+            if 8 * (padded - used) <= used:
+                return padded
+        return used
+
+    def initial_scale(self) -> tuple[str, float]:
+        """The kind of the initial numbers, and their bound (uniform) or deviation (normal)."""
+        example = "uniform, uniform(0.05), normal(0.01) or zeros"
+        name, inside = split_call("init", self.init, example)
+        if name not in INITS:
+            raise JobError(f"A table has no init {name!r}{closest(name, INITS)} Write  {example}.")
+        if name == "zeros" and not inside:
+            return name, 0.0
+        if name == "uniform" and not inside:
+            return name, 0.5 / self.dim
+        try:
+            scale = float(inside)
+        except ValueError:
+            raise JobError(f"Table(init={self.init!r}) does not parse. Write  {example}.") from None
+        if name == "zeros":
+            raise JobError(f"Table(init={self.init!r}) can't be: zeros take no number.")
+        return name, number_in(f"the number of init {name}", scale, 0.0, 1e30)
+
+    def bytes_per_row(self) -> int:
+        """Of memory, at most: row, optimizer, counters, index."""
+        index = INDEX_BYTES if self.rows is None else 0
+        return 4 * self.width + 4 * self.row_optimizer.scalar + META_BYTES + index
+
+    def describe(self) -> str:
+        """One line for people."""
+        ids = "any id" if self.rows is None else f"ids 0..{self.rows - 1:,}"
+        said = [f"{self.dim} numbers a row, {ids}", str(self.row_optimizer.name)]
+        if self.lr is not None:
+            said.append(f"lr {self.lr:g}")
+        said.append(f"{self.bytes_per_row()} bytes a row")
+        if self.admit_after > 1:
+            said.append(f"a row after {self.admit_after} sights")
+        if self.evict_unused is not None:
+            said.append(f"dropped when unused for {self.evict_unused:,} steps")
+        if self.evict_below is not None:
+            said.append(f"dropped below {self.evict_below:,} sights")
+        if self.limit is not None:
+            said.append(f"at most {show_bytes(self.limit)}, then {self.when_full}")
+        return ", ".join(said)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        said = {one.name: getattr(self, one.name) for one in fields(self)}
+        said["optimizer"] = asdict(self.row_optimizer)
+        said["optimizer"]["betas"] = list(self.row_optimizer.betas)
+        return said
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Table:
+        return cls(**{**said, "optimizer": RowOptimizer(**said["optimizer"])})
+
+    @property
+    def digest(self) -> int:
+        """The same for two tables only if they lie in memory alike and treat rows alike. 63 bits."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _all_bytes(self) -> int:
+        return (self.rows or 0) * self.bytes_per_row()
+
+
+def salt_of(name: str, seed: int) -> int:
+    """What makes the initial rows of one table and one seed different from all others'. 64 bits."""
+    text = f"{seed}/{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def check_name(name: str) -> str:
+    """Names of tables stand in paths, labels and messages."""
+    if not re.fullmatch(r"[A-Za-z_][\w.-]{0,99}", name):
+        raise JobError(
+            f"{name!r} can't be the name of a table: a letter first, then letters, digits, "
+            "'_', '-' and '.', 100 in all; write it like  users  or  item_tags."
+        )
+    return name
+
+
+def _whole(what: str, value: Any, most: int, *, none: str = "") -> None:
+    if value is None and none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        extra = f", or None ({none})" if none else ""
+        raise JobError(
+            f"Table({what}={value!r}) can't be: {what} is a whole number from 1 to {most:,}{extra}."
+        )

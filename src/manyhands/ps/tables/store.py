@@ -1,0 +1,384 @@
+"""A table in memory: rows by id, used by many processes and threads of a host at once, without locks.
+
+    store = Store.create("users", Table(64), seed=7)        # elsewhere: Store.attach("users", spec, address)
+    slots = store.find(ids, create=True, now=step)          # makes the rows that are missing
+    store.gather(slots, out, ids)
+    ids, grads = store.merge(ids, grads)                    # each id once
+    store.update(store.find(ids, create=False), grads, lr=0.1, now=step)
+
+A row never moves while it lives, so a slot stays right until `evict` or `drop`. Rows are read and
+written as they are (hogwild): who reads while another writes may see half of an update, never another
+row. A process may be killed at any instruction: nobody waits for it, and no id gets two rows.
+
+Costs: see layout for memory; find, gather and update each touch a row's cache lines once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from manyhands.errors import JobError, LinkError, UsageError
+from manyhands.ps.tables import index as finding
+from manyhands.ps.tables import kernels, moving
+from manyhands.ps.tables.chunk import Chunk, Floats, Ids
+from manyhands.ps.tables.index import Arrays
+from manyhands.ps.tables.kernels import Birth
+from manyhands.ps.tables.layout import (
+    CAPACITY,
+    DIGEST,
+    EXTENDED_AT,
+    FULL,
+    GENERATION,
+    HEADER_BYTES,
+    LEVELS,
+    MAGIC,
+    MAGIC_WORD,
+    NEXT,
+    READY,
+    SALT,
+    WAITING_LEVELS,
+    WAITING_MOST,
+    Layout,
+    entries_in,
+    levels_for,
+)
+from manyhands.ps.tables.memory import Memory, available_bytes, total_bytes
+from manyhands.ps.tables.spec import META_BYTES, Table, check_name, salt_of
+from manyhands.ps.tables.wording import show_bytes
+from manyhands.wire.shm import Segment
+
+SHARED = 0
+"""The slot of the row that new ids share when a table of any ids is full."""
+_SHARED_ID = -(1 << 63)
+"""Whose initial row it begins with."""
+
+
+class Store:
+    """One table. All calls but `evict` and `drop` may be made by any number of processes at once."""
+
+    def __init__(self, name: str, spec: Table, layout: Layout, memory: Memory) -> None:
+        """Made by `create` and `attach`."""
+        self.name = name
+        self.spec = spec
+        self.layout = layout
+        self.memory = memory
+        self._shared = True
+        self._head = memory.array(np.int64, 0, HEADER_BYTES // 8)
+        metas = memory.array(np.int64, layout.metas, META_BYTES // 8 * layout.capacity)
+        width, slots = spec.width, layout.capacity
+        scalars = slots if spec.row_optimizer.scalar else 0
+        entries, waiting = entries_in(layout.levels), entries_in(layout.waiting_levels)
+        self._generations = tuple(
+            Arrays(
+                head=self._head,
+                index=memory.array(np.uint64, layout.index(generation), entries),
+                levels=layout.levels,
+                metas=metas,
+                marks=metas.view(np.uint32),
+                records=memory.array(np.float32, layout.records, width * slots).reshape(-1, width),
+                scalars=memory.array(np.float32, layout.scalars, scalars),
+                waiting=memory.array(np.uint64, layout.waiting_ids, waiting),
+                counts=memory.array(np.uint32, layout.waiting_counts, waiting),
+            )
+            for generation in (0, 1)
+        )
+
+    @classmethod
+    def create(cls, name: str, spec: Table, *, seed: int, shared: bool = True) -> Store:
+        """A new table without rows. Refused with the numbers if the host has no memory for it."""
+        check_name(name)
+        layout = Layout.within(spec, total_bytes() if spec.limit is None else spec.limit)
+        least = 2 if layout.hashed else 1
+        if layout.capacity < least:
+            raise JobError(
+                f"The table {name!r} can't be: not one row of {spec.bytes_per_row()} bytes and its "
+                f"index fit into max_bytes={spec.limit}. Give it 1MiB or more."
+            )
+        if not layout.hashed and layout.most_bytes > (spare := available_bytes()):
+            raise JobError(
+                f"The table {name!r} does not fit: {spec.rows:,} rows of {spec.bytes_per_row()} bytes "
+                f"are {show_bytes(layout.most_bytes)}, and this host can spare {show_bytes(spare)}. "
+                "Spread it over more servers, choose a smaller dim or rowwise_adagrad, or leave rows "
+                "out: then only the rows in use take memory."
+            )
+        memory = Memory(Segment.create(layout.nbytes, label=f"manyhands-table-{name}"))
+        store = cls(name, spec, layout, memory)
+        store._shared = shared
+        try:
+            store._begin(seed)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def attach(cls, name: str, spec: Table, address: str) -> Store:
+        """The table of another process of this host, by its address. The spec must be the same."""
+        memory = Memory(Segment.attach(address))
+        head = memory.array(np.int64, 0, HEADER_BYTES // 8)
+        if head[MAGIC_WORD] != MAGIC:
+            memory.close()
+            raise LinkError(f"{address} is shared memory, but no table.")
+        if head[DIGEST] != _digest(name, spec):
+            memory.close()
+            raise UsageError(
+                f"The table at {address} is not {name!r} as this process knows it "
+                f"({spec.describe()}): all processes of a run must be given the same job."
+            )
+        layout = Layout(spec, int(head[CAPACITY]), int(head[WAITING_MOST]))
+        return cls(name, spec, layout, memory)
+
+    @property
+    def address(self) -> str:
+        """What to tell a process of this host that should attach; a private table has none."""
+        if not self._shared:
+            raise UsageError(
+                f"The table {self.name!r} is private to its process; create it with shared=True."
+            )
+        return self.memory.address
+
+    def close(self) -> None:
+        """Nobody can attach by way of this process any more, and here the table can't grow."""
+        self.memory.close()
+
+    # Reading and training: any number of processes and threads at once.
+
+    def find(self, ids: ArrayLike, *, create: bool, now: int = 0) -> Ids:
+        """The slot of each id, -1 for an id without a row. Ids may repeat.
+
+        With `create` each id counts as seen once more, is marked as used at step `now`, and gets a row
+        if it is admitted. In a full table that shares, the slot of new ids is 0, the shared row.
+        """
+        return self.look_up(ids, finding.SEE if create else finding.LOOK, now)
+
+    def look_up(self, ids: ArrayLike, mode: int, now: int = 0) -> Ids:
+        """`find` in the modes of the index."""
+        numbers = _ids(ids)
+        slots = np.empty(numbers.size, dtype=np.int64)
+        admit_after = self.spec.admit_after
+        if not self.layout.hashed:
+            self._check_range(numbers)
+            finding.find_fixed(self.arrays, numbers, slots, mode, now, admit_after, self.birth)
+            return slots
+        at = 0
+        while True:
+            waits = int(self._head[WAITING_LEVELS]) < self.layout.waiting_levels
+            at, reason = finding.find(
+                self.arrays, numbers, at, slots, mode, now, admit_after, waits, self.birth
+            )
+            if reason == finding.NO_ROOM:
+                self._grow()
+            elif reason == finding.NO_WAITING_ROOM:
+                self.grow_waiting()
+            else:
+                return slots
+
+    @property
+    def rows(self) -> Floats:
+        """[capacity, dim], a view with gaps (`records[:, :dim]`); rows never move."""
+        return self.arrays.records[:, : self.spec.dim]
+
+    @property
+    def records(self) -> Floats:
+        """[capacity, width] in one piece: a row, behind it its optimizer's numbers. For kernels."""
+        return self.arrays.records
+
+    def gather(self, slots: Ids, out: Floats, ids: ArrayLike) -> Floats:
+        """out[i] = the row of slots[i], or the initial row of ids[i] where that is -1. Returns `out`."""
+        numbers = _ids(ids)
+        assert out.shape == (slots.size, self.spec.dim), "one row of the table's for each slot"
+        assert numbers.size == slots.size, "one id for each slot"
+        slots = np.ascontiguousarray(slots)
+        kernels.gather(self.records, self._flat, slots, numbers, out, self.birth)
+        return out
+
+    def initial(self, ids: ArrayLike) -> Floats:
+        """The initial rows of some ids."""
+        numbers = _ids(ids)
+        out = np.empty((numbers.size, self.spec.dim), dtype=np.float32)
+        kernels.make_rows(out, numbers, self.birth)
+        return out
+
+    def update(self, slots: Ids, grads: Floats, *, lr: float, now: int) -> None:
+        """One step of the optimizer on each row; -1 is skipped. One after the other where slots repeat."""
+        assert grads.shape == (slots.size, self.spec.dim), "one gradient for each slot"
+        kind = self.spec.row_optimizer
+        rate, keep = np.float32(lr), np.float32(1.0 - lr * kind.weight_decay)
+        arrays = self.arrays
+        slots = np.ascontiguousarray(slots)
+        grads = np.ascontiguousarray(grads, dtype=np.float32)
+        rows = (arrays.records, self._flat, self.spec.dim, arrays.marks)
+        given = (*rows, slots, grads, rate, keep, now)
+        eps = np.float32(kind.eps)
+        if kind.name == "sgd":
+            kernels.update_sgd(*given)
+        elif kind.name == "momentum":
+            kernels.update_momentum(*given, np.float32(kind.beta))
+        elif kind.name == "adagrad":
+            kernels.update_adagrad(*given, eps)
+        elif kind.name == "rowwise_adagrad":
+            kernels.update_rowwise(*given, eps, arrays.scalars)
+        else:
+            kernels.update_adam(*given, eps, arrays.scalars, kind.betas, self._corrections)
+
+    def unique(self, ids: ArrayLike) -> tuple[Ids, Ids]:
+        """Each id once, in the order of first sight, and for each given id its place among them."""
+        numbers = _ids(ids)
+        fresh = np.empty(numbers.size, dtype=np.int64)
+        inverse = np.empty(numbers.size, dtype=np.int64)
+        return fresh[: kernels.unique(numbers, fresh, inverse)], inverse
+
+    def merge(self, ids: ArrayLike, grads: Floats) -> tuple[Ids, Floats]:
+        """Each id once, in the order of first sight, with its gradients added in the order given."""
+        fresh, inverse = self.unique(ids)
+        sums = np.empty((fresh.size, grads.shape[1]), dtype=np.float32)
+        grads = np.ascontiguousarray(grads, dtype=np.float32)
+        kernels.add_rows(inverse, grads, sums, fresh.size)
+        return fresh, sums
+
+    def read(self, ids: ArrayLike) -> Floats:
+        """The row of each id, its initial row if it has none. Makes and counts nothing."""
+        numbers = _ids(ids)
+        out = np.empty((numbers.size, self.spec.dim), dtype=np.float32)
+        return self.gather(self.find(numbers, create=False), out, numbers)
+
+    def __len__(self) -> int:
+        """Ids that have a row of their own. Looks through the index."""
+        return len(moving.live(self))
+
+    def ids(self) -> Ids:
+        """Ids that have a row of their own, ascending."""
+        return moving.ids_of(self, moving.live(self), ascending=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory really used: rows, optimizer, counters, index."""
+        return self.memory.used
+
+    @property
+    def full(self) -> bool:
+        """Whether an id has been refused a row of its own for want of room since the last evict."""
+        return bool(self._head[FULL])
+
+    def export(
+        self, *, shards: Sequence[int] | None = None, of: int = 1, since: int | None = None
+    ) -> Chunk:
+        """A copy of rows: of some shards (see `shard_of`), or only those touched after step `since`."""
+        return moving.export(self, shards, of, since)
+
+    def load(self, chunk: Chunk) -> None:
+        """Put the chunk's rows in, over rows of the same ids."""
+        moving.load(self, chunk)
+
+    # Changing which rows there are: when nobody else touches the table.
+
+    def drop(self, ids: ArrayLike) -> int:
+        """Forget these rows; how many there were. When nobody else touches the table."""
+        return moving.drop(self, _ids(ids))
+
+    def evict(self, now: int) -> int:
+        """Drop rows as the spec says, and the sights of ids without a row; how many rows went.
+
+        When nobody else touches the table. While the index is made anew, there are two.
+        """
+        return moving.evict(self, now)
+
+    # What the other modules of this package use.
+
+    @property
+    def arrays(self) -> Arrays:
+        return self._generations[int(self._head[GENERATION])]
+
+    @cached_property
+    def birth(self) -> Birth:
+        return kernels.birth_of(self.spec, self._head[SALT : SALT + 1].view(np.uint64)[0])
+
+    def grow_waiting(self) -> None:
+        """Have memory for one more level of the waiting room."""
+        have = int(self._head[WAITING_LEVELS])
+        self.memory.take(
+            self.name,
+            self.layout.waiting_ranges(have),
+            advice="Call evict() more often: it forgets the sights of ids that have no row.",
+        )
+        finding.raise_word(self._head, WAITING_LEVELS, have + 1)
+
+    def _grow(self) -> None:
+        """Have memory for more slots, or declare the table full."""
+        head, layout = self._head, self.layout
+        ready = int(head[READY])
+        if ready >= layout.capacity:
+            if self.spec.limit is None or self.spec.when_full == "error":
+                raise JobError(
+                    f"The table {self.name!r} is full: it has {layout.capacity - 1:,} rows of "
+                    f"{self.spec.bytes_per_row()} bytes in {show_bytes(self.nbytes)}. "
+                    "Give it more max_bytes or more servers, or Table(when_full='share')."
+                )
+            head[FULL] = 1
+            return
+        target = layout.ready_after(ready)
+        have, levels = int(head[LEVELS]), levels_for(target, filled=EXTENDED_AT)
+        self.memory.take(
+            self.name,
+            [
+                *layout.slot_ranges(ready, target),
+                *layout.level_ranges(int(head[GENERATION]), have, levels),
+            ],
+            advice="Give the table max_bytes, more servers, a smaller dim, or evict rows.",
+        )
+        # Whoever sees a slot as ready finds its memory there, and its part of the index.
+        finding.raise_word(head, LEVELS, levels)
+        finding.raise_word(head, READY, target)
+
+    def _begin(self, seed: int) -> None:
+        head, layout = self._head, self.layout
+        self.memory.take(self.name, [(0, HEADER_BYTES)], advice="End other programs.")
+        head[CAPACITY], head[WAITING_MOST] = layout.capacity, layout.waiting_levels
+        head[SALT : SALT + 1].view(np.uint64)[0] = salt_of(self.name, seed)
+        head[DIGEST] = _digest(self.name, self.spec)
+        if layout.hashed:
+            head[NEXT] = SHARED + 1
+            self._grow()
+            arrays = self.arrays
+            kernels.make_record(arrays.records, arrays.scalars, SHARED, _SHARED_ID, self.birth)
+        else:
+            whole = layout.slot_ranges(0, layout.capacity)
+            self.memory.take(self.name, whole, advice="Spread it over more servers.")
+            head[READY] = head[NEXT] = layout.capacity
+        head[MAGIC_WORD] = MAGIC
+
+    def _check_range(self, ids: Ids) -> None:
+        rows = self.layout.capacity
+        if ids.size and (ids.min() < 0 or ids.max() >= rows):
+            wrong = int(ids[(ids < 0) | (ids >= rows)][0])
+            raise JobError(
+                f"The table {self.name!r} has no id {wrong}: Table(rows={rows}) has 0 to {rows - 1}. "
+                "Give it more rows, or leave rows out for any 64-bit id."
+            )
+
+    @cached_property
+    def _flat(self) -> Floats:
+        return self.records.reshape(-1)
+
+    @cached_property
+    def _corrections(self) -> Any:
+        return kernels.adam_corrections(self.spec.row_optimizer.betas)
+
+
+def _ids(ids: ArrayLike) -> Ids:
+    numbers = np.asarray(ids)
+    if numbers.dtype != np.int64:
+        assert numbers.size == 0 or numbers.dtype.kind in "iu", "ids are whole numbers"
+        numbers = numbers.astype(np.int64)
+    return np.ascontiguousarray(numbers.reshape(-1))
+
+
+def _digest(name: str, spec: Table) -> int:
+    text = f"{name}/{spec.digest}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

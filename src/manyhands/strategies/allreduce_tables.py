@@ -1,0 +1,90 @@
+"""Sparse tables beside an all-reduce of the dense gradients.
+
+Replicated: every worker has all rows. The gradients of the rows that a batch has touched go to all, are
+added up in the order of ranks, and each worker makes the same update: as `single` would, up to the order
+of sums. Costs each worker (n-1) times the bytes of the largest worker's ids and gradients a step.
+
+Shared: the rows are once in the memory of the host. Each worker changes them by its own gradients as soon
+as it has them; nothing is sent, nobody waits, and the dense part stays synchronous (the hybrid form).
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.cluster.view import View
+from manyhands.errors import SpecError
+from manyhands.ps.tables.basket import num_bytes, pack_into, unpack
+from manyhands.ps.tables.modules import RowModel
+from manyhands.train.trainee import Trainee
+
+
+class TablesTogether:
+    def __init__(self, trainee: Trainee, view: View, *, shared: bool) -> None:
+        assert trainee.tables is not None
+        self._trainee = trainee
+        self._tables = trainee.tables
+        self._world = view.world
+        self._shared = shared
+        if not shared:
+            if isinstance(trainee.model, RowModel):
+                raise SpecError(
+                    f"allreduce with {view.world} workers adds up gradients, and "
+                    f"{type(trainee.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
+                    "--strategy 'allreduce(tables=shared)'."
+                )
+            # Each worker sees other ids: rows are made when all know of them, so that replicas stay equal.
+            self._tables.makes_on_pull = False
+            return
+        if not view.one_host:
+            hosts = ", ".join(sorted({seat.host for seat in view.seats}))
+            raise SpecError(
+                f"allreduce(tables=shared) shares memory inside one host, and there are {hosts}. "
+                "Use  tables=replicated  or a strategy of the ps: family."
+            )
+        self._meet()
+
+    def step(self, lr: float, now: int) -> int:
+        """Put what this step has found into the rows; the bytes that this worker sent for it."""
+        basket = self._tables.take()
+        base_lr = self._trainee.base_lr
+        # The gradients are those of a mean times the number of workers, as DDP wants them.
+        if self._shared:
+            self._tables.apply([basket], [1 / self._world], lr=lr, base_lr=base_lr, now=now)
+            return 0
+        mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
+        pack_into(mine.numpy().data, basket, self._tables.specs)
+        parts, sent = self._gather(mine)
+        baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
+        shares = [1 / self._world] * self._world
+        self._tables.apply(baskets, shares, lr=lr, base_lr=base_lr, now=now, make="all")
+        self._tables.evict_now_and_then(now)
+        return sent
+
+    def _meet(self) -> None:
+        """The first worker shares its tables, and the others use them."""
+        if dist.get_rank() == 0:
+            told = json.dumps(self._tables.share()).encode()
+            parts, _ = self._gather(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        else:
+            parts, _ = self._gather(torch.zeros(0, dtype=torch.uint8))
+            self._tables.attach(json.loads(bytes(parts[0].numpy())))
+        dist.barrier()  # the first must be alive while the others attach
+
+    def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
+        """Everybody's bytes, in the order of ranks."""
+        device, world = self._trainee.device, self._world
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+        counts = [int(size) for size in sizes]
+        largest = max(1, *counts)
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        heard = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(world)]
+        dist.all_gather(heard, padded.to(device))
+        parts = [each.cpu()[:count] for each, count in zip(heard, counts, strict=True)]
+        return parts, (world - 1) * (largest + 8)

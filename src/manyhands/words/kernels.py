@@ -1,0 +1,233 @@
+"""word2vec over plain matrices: skip-gram and CBOW with negative sampling (Mikolov et al., 2013).
+
+A window of skip-gram is a small matrix product: the rows of its contexts times the row of its centre
+and of a few drawn words, which up to six contexts share (Ji et al., 2016). So a row is fetched and
+written once a window, not once a pair, and one load serves many sums: see windows.py. The words of
+the next window are drawn, and their rows asked for, while this one is computed.
+
+CBOW has one vector a window, the mean of its contexts, against its centre and the drawn words; the
+error goes to every context undivided, as word2vec has always done.
+
+The matrices are changed in place without a lock: several threads or processes may do so at once
+(Niu et al., 2011). A call reads and writes about (negative + 1 + contexts) rows a kept word.
+Rows may have any stride; they are fastest at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from manyhands.words import sampling, simd, windows
+from manyhands.words.windows import MEAN_TILE, TILE
+
+SHARE = 6
+"""Contexts that share the words drawn. More of them would be a little faster, but vectors got worse:
+34.2 % of analogies right with one draw a window, 34.9 % with this, and no more with two or four."""
+LOSS_EVERY = 16
+"""Windows of which one is looked at for the loss: logarithms are dear."""
+
+_fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
+
+
+@_fast
+def skip_gram(
+    tokens: NDArray[np.int32],
+    inputs: NDArray[np.float32],
+    outputs: NDArray[np.float32],
+    in_rows: NDArray[np.int64],
+    out_rows: NDArray[np.int64],
+    keep: NDArray[np.float32],
+    noise: NDArray[np.uint64],
+    window: int,
+    negative: int,
+    lr: float,
+    seed: int,
+) -> tuple[float, int, int]:
+    """Train on a stretch of text: (estimated sum of the pairs' losses, pairs, words before sampling).
+
+    `tokens` are word ids, -1 where a sentence ends. `in_rows` and `out_rows` say which row is a
+    word's; `keep` is how likely a word stays; `noise` an alias table to draw words from (or simply word
+    ids as uint64, each as likely). Everything random comes from the seed. The loss is that of every
+    16th window, scaled up.
+    """
+    state = np.full(1, np.uint64(seed), np.uint64)
+    kept = np.empty(len(tokens), np.int32)
+    count, words = sampling.subsample(tokens, keep, state, kept)
+    tiles = (negative + TILE) // TILE
+    size, lanes = tiles * TILE, tiles * simd.LANES
+    loss, pairs = _train(
+        False,
+        kept[:count],
+        inputs,
+        outputs,
+        in_rows,
+        out_rows,
+        noise,
+        window,
+        negative,
+        np.float32(lr),
+        state,
+        np.empty(2 * window + 2, np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(SHARE * lanes, np.float32),
+        np.zeros(3 * (inputs.shape[1] + simd.LANES), np.float32),
+    )
+    return loss, pairs, words
+
+
+@_fast
+def cbow(
+    tokens: NDArray[np.int32],
+    inputs: NDArray[np.float32],
+    outputs: NDArray[np.float32],
+    in_rows: NDArray[np.int64],
+    out_rows: NDArray[np.int64],
+    keep: NDArray[np.float32],
+    noise: NDArray[np.uint64],
+    window: int,
+    negative: int,
+    lr: float,
+    seed: int,
+) -> tuple[float, int, int]:
+    """As `skip_gram`, with the mean of a window's contexts in place of each: a window is one pair."""
+    state = np.full(1, np.uint64(seed), np.uint64)
+    kept = np.empty(len(tokens), np.int32)
+    count, words = sampling.subsample(tokens, keep, state, kept)
+    size = (negative + MEAN_TILE) // MEAN_TILE * MEAN_TILE
+    lanes = size + simd.LANES
+    loss, pairs = _train(
+        True,
+        kept[:count],
+        inputs,
+        outputs,
+        in_rows,
+        out_rows,
+        noise,
+        window,
+        negative,
+        np.float32(lr),
+        state,
+        np.empty(2 * window + 2, np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(3 * (inputs.shape[1] + simd.LANES), np.float32),
+    )
+    return loss, pairs, words
+
+
+@_fast
+def _train(
+    bag: bool,
+    kept: NDArray[np.int32],
+    inputs: NDArray[np.float32],
+    outputs: NDArray[np.float32],
+    in_rows: NDArray[np.int64],
+    out_rows: NDArray[np.int64],
+    noise: NDArray[np.uint64],
+    window: int,
+    negative: int,
+    lr: Any,
+    state: NDArray[np.uint64],
+    contexts: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    ahead: NDArray[np.int64],
+    labels: NDArray[np.float32],
+    rates: NDArray[np.float32],
+    errors: NDArray[np.float32],
+    spare: NDArray[np.float32],
+) -> tuple[float, int]:
+    """All windows. The caller holds every array whose address is taken here."""
+    if inputs.shape[1] != outputs.shape[1] or inputs.strides[1] != 4 or outputs.strides[1] != 4:
+        raise ValueError(
+            "inputs and outputs need equally many columns, one float32 after the other"
+        )
+    in_base, out_base = simd.address_of(inputs), simd.address_of(outputs)
+    in_stride, out_stride = inputs.strides[0], outputs.strides[0]
+    whole = inputs.shape[1] // simd.LANES * simd.BYTES
+    rest = inputs.shape[1] % simd.LANES
+    lines = (inputs.shape[1] * 4 + 126) // 64
+    label, rate, error = simd.address_of(labels), simd.address_of(rates), simd.address_of(errors)
+    void = simd.address_of(spare)
+    hidden = void + whole + simd.BYTES
+    back = hidden + whole + simd.BYTES
+    hop = len(labels)
+    tiles = len(targets) // TILE
+    labels[0] = 1.0
+    if not bag:
+        labels[TILE] = 1.0
+    targets[:] = void
+    ahead[:] = void
+    count = len(kept)
+    pairs = seen = looked = 0
+    loss = 0.0
+    i = sampling.following(kept, count, 0)
+    if i < count:
+        sampling.draw(
+            kept[i], negative, noise, out_rows, out_base, out_stride, lines, void, state, ahead
+        )
+    while i < count:
+        targets[: negative + 1] = ahead[: negative + 1]
+        later = sampling.following(kept, count, i + 1)
+        if later < count:
+            word = kept[later]
+            sampling.draw(
+                word, negative, noise, out_rows, out_base, out_stride, lines, void, state, ahead
+            )
+        first, last = sampling.reach(kept, count, i, window, state)
+        size = 0
+        for j in range(first, last + 1):
+            if j != i:
+                contexts[size] = in_base + in_rows[kept[j]] * in_stride
+                size += 1
+        contexts[size] = void
+        for start in range(0, size, max(size, 1) if bag else SHARE):
+            if start > 0:
+                word = kept[i]
+                sampling.draw(
+                    word,
+                    negative,
+                    noise,
+                    out_rows,
+                    out_base,
+                    out_stride,
+                    lines,
+                    void,
+                    state,
+                    targets,
+                )
+            for k in range(negative + 1):
+                strength = lr if targets[k] != void else np.float32(0.0)
+                lane = k if bag else k // TILE * simd.LANES + k % TILE
+                rates[lane] = strength
+                if not bag:
+                    rates[lane + TILE] = strength
+            if bag:
+                vectors = 1
+                windows.window_of_mean(
+                    contexts, size, targets, label, rate, error, hidden, back, whole, rest
+                )
+            else:
+                vectors = min(SHARE, size - start)
+                windows.window_of_pairs(
+                    contexts[start:], vectors, targets, tiles, label, rate, error, whole, rest
+                )
+            pairs += vectors
+            if seen % LOSS_EVERY == 0 and lr > 0:
+                looked += vectors
+                for c in range(vectors):
+                    for k in range(negative + 1):
+                        lane = (c >> 1) * hop + k // TILE * simd.LANES + (c & 1) * TILE + k % TILE
+                        loss += windows.cost(errors[k if bag else lane], lr)
+        seen += 1
+        i = later
+    return loss * pairs / max(looked, 1), pairs

@@ -1,0 +1,95 @@
+"""word2vec as a model that changes the rows of its tables itself.
+
+Two tables by the number of a word: `inputs` are the vectors that are kept, `outputs` what they are
+compared with. A batch is a stretch of text. Where all rows are in reach it is one call of a kernel on
+the tables themselves; where rows have to be fetched first, negatives are drawn from a few thousand
+words that are drawn anew for each batch, so that a batch touches few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from manyhands.ps.tables.modules import RowModel, Rows
+from manyhands.ps.tables.spec import Table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from manyhands.data.text import Vocabulary
+
+POOL = 4096
+"""Words that the negatives of a batch are drawn from, where rows have to be fetched."""
+
+
+class WordModel(RowModel):
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        dim: int = 100,
+        window: int = 5,
+        negative: int = 5,
+        sample: float = 1e-4,
+        cbow: bool = False,
+    ) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        count = len(vocabulary.words)
+        self.tables = {
+            "inputs": Table(dim=dim, rows=count, optimizer="sgd", init="uniform"),
+            "outputs": Table(dim=dim, rows=count, optimizer="sgd", init="zeros"),
+        }
+        self._window, self._negative, self._cbow = window, negative, cbow
+        self._keep = vocabulary.keep_probability(sample)
+        self._noise = vocabulary.noise()
+        self._found: dict[str, tuple[Rows, NDArray[np.int64]]] = {}
+
+    def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
+        words = np.unique(batch.numpy())
+        words = words[words >= 0].astype(np.int64)
+        return {"inputs": words, "outputs": np.union1d(words, self._pool(seed))}
+
+    def _pool(self, seed: int) -> NDArray[np.int64]:
+        """The words that the negatives of a batch are drawn from, each as often as it was drawn."""
+        draw = np.random.default_rng(seed)
+        places = draw.integers(len(self._noise), size=POOL)
+        entries = self._noise[places]
+        alias = draw.integers(1 << 32, size=POOL, dtype=np.uint64) >= entries >> np.uint64(32)
+        return np.where(alias, entries & np.uint64(0xFFFFFFFF), places).astype(np.int64)
+
+    def touch(
+        self, batch: Any, rows: Mapping[str, Rows], *, lr: float, seed: int
+    ) -> tuple[float, float]:
+        from manyhands.words import kernels
+
+        train = kernels.cbow if self._cbow else kernels.skip_gram
+        tokens = np.ascontiguousarray(batch.numpy(), np.int32)
+        inputs, outputs = rows["inputs"], rows["outputs"]
+        if outputs.ids is None:
+            in_rows, out_rows = self._rows_of("inputs", inputs), self._rows_of("outputs", outputs)
+            keep, noise = self._keep, self._noise
+        else:
+            # The words in reach are all the words there are, and numbered anew.
+            known = outputs.ids
+            tokens = np.where(tokens >= 0, np.searchsorted(known, tokens), -1).astype(np.int32)
+            in_rows = np.minimum(inputs.find(known), len(inputs.matrix) - 1)
+            out_rows = np.arange(len(known), dtype=np.int64)
+            keep = self._keep[known]
+            noise = np.searchsorted(known, self._pool(seed)).astype(np.uint64)
+        loss, pairs, _ = train(
+            *(tokens, inputs.matrix, outputs.matrix, in_rows, out_rows, keep, noise),
+            *(self._window, self._negative, lr, seed),
+        )
+        return float(loss), float(pairs)
+
+    def _rows_of(self, name: str, rows: Rows) -> NDArray[np.int64]:
+        """Where each word's row is. Rows never move: looked up once."""
+        known = self._found.get(name)
+        if known is None or known[0] != rows:
+            every = np.arange(len(self.vocabulary.words), dtype=np.int64)
+            known = self._found[name] = (rows, rows.find(every))
+        return known[1]

@@ -1,0 +1,38 @@
+"""The vectors of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from manyhands.errors import RunFolderError
+from manyhands.job import load_job
+from manyhands.state.checkpoints import newest
+from manyhands.state.runs import Run
+from manyhands.state.saver import read_state
+from manyhands.words.model import WordModel
+from manyhands.words.vectors import Vectors
+
+
+def vectors_of_run(folder: Path) -> Vectors:
+    """From the newest checkpoint of a run that trained a WordModel; its text must still be there."""
+    run = Run.open(folder)
+    config = run.config
+    _, _, name = config["job"]["reference"].partition(":")
+    file = config["job"]["file"]
+    job = load_job(f"{file}:{name}" if name else file, config["settings"])
+    model = job.model()
+    if not isinstance(model, WordModel):
+        raise RunFolderError(
+            f"{folder} trained {type(model).__name__}, which has no word vectors. This is for runs of a "
+            "manyhands.words.WordModel, as examples/word2vec.py makes them."
+        )
+    manifest, complaints = newest(run.path)
+    if manifest is None:
+        why = f" ({complaints[0]})" if complaints else ""
+        raise RunFolderError(f"{folder} has no checkpoint to take vectors from{why}.")
+    saved = read_state(manifest.path)["tables"]["inputs"]
+    matrix = np.zeros((len(model.vocabulary.words), model.tables["inputs"].dim), np.float32)
+    matrix[saved["ids"].numpy()] = saved["rows"].numpy()
+    return Vectors(model.vocabulary.words, matrix)

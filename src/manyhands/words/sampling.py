@@ -1,0 +1,103 @@
+"""What is left to chance in word2vec: which words stay, how wide a window is, which words are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from manyhands.words import simd
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+_S40 = np.uint64(40)
+_UNIT = np.float32(2.0**-24)
+
+_fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
+_inline = njit(cache=True, nogil=True, fastmath=True, error_model="numpy", inline="always")
+
+
+@_inline
+def random_bits(state: NDArray[np.uint64]) -> Any:
+    """64 random bits: a counter, mixed (SplitMix64, Steele et al., 2014)."""
+    state[0] += _STEP
+    bits = state[0]
+    bits = (bits ^ (bits >> _S30)) * _MIX_1
+    bits = (bits ^ (bits >> _S27)) * _MIX_2
+    return bits ^ (bits >> _S31)
+
+
+@_fast
+def subsample(
+    tokens: NDArray[np.int32],
+    keep: NDArray[np.float32],
+    state: NDArray[np.uint64],
+    kept: NDArray[np.int32],
+) -> tuple[int, int]:
+    """Fill `kept` with the words that stay and the sentence ends; how many, and the words before."""
+    count, words = 0, 0
+    for token in tokens:
+        if token >= 0:
+            words += 1
+            chance = np.float32(random_bits(state) >> _S40) * _UNIT
+            if chance >= keep[token]:
+                continue
+        kept[count] = token
+        count += 1
+    return count, words
+
+
+@_fast
+def draw(
+    centre: int,
+    negative: int,
+    noise: NDArray[np.uint64],
+    out_rows: NDArray[np.int64],
+    base: int,
+    stride: int,
+    lines: int,
+    blank: int,
+    state: NDArray[np.uint64],
+    targets: NDArray[np.int64],
+) -> None:
+    """Addresses of the centre's row and of the drawn words', which are asked for. A draw of the
+    centre itself is void: it becomes the blank row."""
+    targets[0] = base + out_rows[centre] * stride
+    size = np.uint64(len(noise))
+    for k in range(1, negative + 1):
+        bits = random_bits(state)
+        place = ((bits >> _S32) * size) >> _S32
+        entry = noise[place]
+        # The place itself, or its alias: see `alias_table` in manyhands.data.text_scan.
+        drawn = place if (bits & _LOW) < (entry >> _S32) else entry & _LOW
+        word = np.int64(drawn)
+        targets[k] = blank if word == centre else base + out_rows[word] * stride
+    for k in range(negative + 1):
+        row = targets[k]
+        for line in range(lines):
+            simd.prefetch(row + line * 64)
+
+
+@_inline
+def reach(kept: NDArray[np.int32], count: int, i: int, window: int, state: Any) -> Any:
+    """The window of word i, [first, last]: as wide as chance will have it, within its sentence."""
+    size = 1 + np.int64(((random_bits(state) >> _S32) * np.uint64(window)) >> _S32)
+    first = last = i
+    while first > 0 and i - first < size and kept[first - 1] >= 0:
+        first -= 1
+    while last + 1 < count and last - i < size and kept[last + 1] >= 0:
+        last += 1
+    return first, last
+
+
+@_inline
+def following(kept: NDArray[np.int32], count: int, i: int) -> Any:
+    """The place of the next word from i on, or `count`."""
+    while i < count and kept[i] < 0:
+        i += 1
+    return i

@@ -1,0 +1,156 @@
+"""Models with sparse tables, by every strategy, in real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.testing import harness
+from manyhands.testing.conformance import Case, assert_once_an_epoch, assert_same_bits
+
+SYNCHRONOUS = [
+    Case("allreduce", workers=2),
+    pytest.param(Case("allreduce", workers=4), marks=pytest.mark.long),
+    Case("ps:sync", workers=2),
+    Case("ps:sync(servers=3)", workers=4),
+    Case("ps:sync(placement=dedicated)", workers=2),
+    Case("ps:sync(transport=tcp)", workers=2, flags=("--trust-network",)),
+    Case("ps:sync(transport=tcp,placement=dedicated,servers=3)", workers=2),
+    Case("ps:sync(transport=tcp,replicas=0)", workers=3, flags=("--trust-network",)),
+]
+
+
+@lru_cache
+def alone(folder: Path, optimizer: str) -> harness.Finished:
+    """What one worker makes of it."""
+    run = folder / f"single-{optimizer}"
+    return Case("single", workers=1).train("Sparse", run, table_optim=optimizer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.mark.parametrize("case", SYNCHRONOUS, ids=str)
+def test_synchronous_strategies_equal_one_worker(case: Case, folder: Path, tmp_path: Path) -> None:
+    optimizer = "adam" if case.workers == 2 else "momentum"
+    done = case.train("Sparse", tmp_path / "run", table_optim=optimizer)
+    reference = alone(folder, optimizer)
+    assert done.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert_once_an_epoch(done)
+    assert_close(done.state()["tables"], reference.state()["tables"])
+
+
+@pytest.mark.parametrize("case", [SYNCHRONOUS[2], SYNCHRONOUS[5]], ids=str)
+def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
+    first, second = (case.train("Sparse", tmp_path / name) for name in ("first", "second"))
+    assert first.losses == second.losses
+    assert_same_bits(first.state()["tables"], second.state()["tables"])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ps:async",
+        "ps:ssp(staleness=2)",
+        "ps:backup(spares=1)",
+        "ps:async(transport=tcp)",
+        "ps:async(placement=dedicated)",
+        "allreduce(tables=shared)",
+    ],
+)
+def test_others_learn_too(strategy: str, folder: Path, tmp_path: Path) -> None:
+    done = Case(strategy, workers=2).train("Sparse", tmp_path / "run", epochs=6)
+    assert_once_an_epoch(done, epochs=6)
+    first, last = done.losses[:7], done.losses[-7:]
+    assert sum(last) < 0.75 * sum(first)
+    assert_same_ids(done, alone(folder, "adagrad"))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("ps:sync", "allreduce"),
+        ("allreduce", "ps:sync(transport=tcp)"),
+        ("ps:sync(transport=tcp)", "single"),
+    ],
+)
+def test_a_run_goes_on_as_another_strategy(
+    first: str, then: str, folder: Path, tmp_path: Path
+) -> None:
+    case, run = Case(first, workers=2), tmp_path / "run"
+    with harness.command(*case.arguments("Sparse", run, pause_s=0.05), run=run) as running:
+        running.wait_for_step(9)
+        running.signal(15)
+        stopped = running.wait()
+    assert stopped.code == 75, f"{stopped.out}\n{stopped.err}"
+    workers = "1" if then == "single" else "3"
+    switches = ("--strategy", then, "--workers", workers, "--set", "pause_s=0")
+    done = harness.resume(run, *switches)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    reference = alone(folder, "adagrad")
+    assert done.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert_close(done.state()["tables"], reference.state()["tables"])
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ps:sync", "ps:sync(transport=tcp)", "ps:sync(placement=dedicated,transport=tcp)"]
+)
+def test_a_killed_worker_changes_no_row(strategy: str, folder: Path, tmp_path: Path) -> None:
+    """Killed several times over, at any moment of a step: each update is in the rows once."""
+    case, run = Case(strategy, workers=3), tmp_path / "run"
+    arguments = case.arguments("Sparse", run, "--max-restarts", "0", pause_s=0.02)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(8)
+        running.kill("worker-2")
+        done = running.wait()
+        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
+    assert done.of("MemberLost")
+    assert_once_an_epoch(done)
+    assert_close(done.state()["tables"], alone(folder, "adagrad").state()["tables"])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_killed_server_of_an_asynchronous_run_loses_no_row(
+    transport: str, folder: Path, tmp_path: Path
+) -> None:
+    case, run = Case(f"ps:async(transport={transport})", workers=3), tmp_path / "run"
+    with harness.command(*case.arguments("Sparse", run, pause_s=0.02), run=run) as running:
+        running.wait_for_step(8)
+        running.kill("worker-0")
+        done = running.wait()
+        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
+    assert_once_an_epoch(done)
+    pushes = json.loads((run / "summary.json").read_text())["pushes"]
+    assert pushes["applied"] == pushes["committed"] > 0
+    assert_same_ids(done, alone(folder, "adagrad"))
+
+
+def assert_same_ids(done: harness.Finished, reference: harness.Finished) -> None:
+    """No row is lost, and none is made up."""
+    for name, table in reference.state()["tables"].items():
+        assert torch.equal(done.state()["tables"][name]["ids"], table["ids"])
+
+
+def assert_close(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, table in expected.items():
+        assert torch.equal(got[name]["ids"], table["ids"])
+        for key in ("rows", "state"):
+            torch.testing.assert_close(got[name][key], table[key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["single", "allreduce", "ps:sync", "ps:async(transport=tcp)"])
+def test_rows_that_nobody_uses_any_more_go(strategy: str, tmp_path: Path) -> None:
+    """Each id comes once: of 1,600 only those of the last steps are there at the end."""
+    case = Case(strategy, workers=1 if strategy == "single" else 2)
+    done = case.train("Passing", tmp_path / "run")
+    ids = done.state()["tables"]["rows"]["ids"]
+    assert 100 <= len(ids) <= 400

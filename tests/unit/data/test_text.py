@@ -1,0 +1,273 @@
+"""Text: words are counted once however the file is cut, and the ids say what the text says."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manyhands.data import text_files
+from manyhands.data.text import Corpus, Vocabulary, count_words, encode, prepare
+from manyhands.data.text_scan import Table, alias_table
+from manyhands.errors import DataError, UsageError
+
+SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2003\u2028\u202f\u205f\u3000"
+texts = st.text(
+    alphabet=st.one_of(st.sampled_from("ab" + SPACES), st.characters(exclude_categories=["Cs"])),
+    max_size=60,
+).map(lambda text: text.replace("\0", "b"))
+
+
+def write(folder: Path, text: str, name: str = "text.txt") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode())
+    return path
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts, st.data())
+def test_ranges_count_every_word_once(tmp_path: Path, text: str, data: st.DataObject) -> None:
+    path = write(tmp_path, text + "x")
+    size = path.stat().st_size
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
+    total: Counter[str] = Counter()
+    for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
+        total.update(count_words(path, start, stop))
+    assert total == Counter((text + "x").split())
+
+
+def test_words_cross_the_blocks_a_file_is_read_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 7)
+    text = "eins zwei drei vierundzwanzig f\u00fcnf\u2003sechs\nsieben acht " * 9
+    path = write(tmp_path, text)
+    assert count_words(path) == Counter(text.split())
+    vocabulary = Vocabulary.of(count_words(path), min_count=1)
+    encode(path, vocabulary, tmp_path / "ids")
+    ids = np.fromfile(tmp_path / "ids", np.int32)
+    assert [vocabulary.words[i] for i in ids if i >= 0] == text.split()
+    assert np.count_nonzero(ids == -1) == 9  # the last line has no newline, but has words
+
+
+def test_a_table_grows_and_keeps_its_counts() -> None:
+    words = [f"w{number}" for number in range(20_000)]
+    table = Table.of(words)
+    text = np.frombuffer((" ".join(words[::2]) + " ").encode(), np.uint8)
+    table.count(text, 0, len(text), ended=True)
+    assert [word.decode() for word in table.words()] == words
+    assert table.counts[: len(words)].tolist() == [2, 1] * 10_000
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+def test_compressed_files_are_the_same_text(tmp_path: Path, suffix: str, pack: object) -> None:
+    path = tmp_path / f"text.{suffix}"
+    path.write_bytes(pack.compress(b"a b a\nc a b\n"))  # type: ignore[attr-defined]
+    assert count_words(path) == {"a": 3, "b": 2, "c": 1}
+    with pytest.raises(UsageError, match=r"unpack it first: \w+ -k"):
+        count_words(path, 0, 5)
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(DataError, match=r"truncated|can't be read as"):
+        count_words(path)
+
+
+def test_a_vocabulary_is_in_one_order_whatever_came_first() -> None:
+    counts = {"b": 3, "a": 3, "rare": 1, "c": 9, "d": 2}
+    vocabulary = Vocabulary.of(counts, min_count=2, max_words=3)
+    assert vocabulary.words == ("c", "a", "b")
+    assert vocabulary.counts.tolist() == [9, 3, 3]
+    assert vocabulary.ids == {"c": 0, "a": 1, "b": 2}
+    assert vocabulary == Vocabulary.of(dict(reversed(counts.items())), min_count=2, max_words=3)
+
+
+def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
+    vocabulary = Vocabulary.of({"f\u00fcr": 7, "a\x1cb": 2, "x": 2}, min_count=1)
+    vocabulary.save(tmp_path / "words.txt")
+    assert Vocabulary.load(tmp_path / "words.txt") == vocabulary
+    (tmp_path / "words.txt").write_text("good 3\nbad\n")
+    with pytest.raises(DataError, match="line 2: expected a word, a blank and a count"):
+        Vocabulary.load(tmp_path / "words.txt")
+
+
+def test_common_words_are_thinned_out_by_the_formula() -> None:
+    vocabulary = Vocabulary(("the", "of", "cat"), np.array([9_000, 900, 100]))
+    keep = vocabulary.keep_probability(0.01)
+    # sample * total is 100: (sqrt(90) + 1) / 90, (sqrt(9) + 1) / 9, and no more than 1.
+    assert keep == pytest.approx([0.116520, 0.444444, 1.0], rel=1e-4)
+    assert vocabulary.keep_probability(0).tolist() == [1, 1, 1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=40))
+def test_an_alias_table_holds_the_weights_it_was_made_of(weights: list[float]) -> None:
+    table = alias_table(np.array(weights))
+    own = (table >> np.uint64(32)).astype(np.float64) / 2**32
+    held = own.copy()
+    np.add.at(held, (table & np.uint64(0xFFFFFFFF)).astype(int), 1 - own)
+    assert held / len(weights) == pytest.approx(np.array(weights) / sum(weights), abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("a b a c\n", [0, 1, 0, 2]),  # one line has no sentence ends
+        ("a b\na c", [0, 1, -1, 0, 2]),
+        ("\n\na\n\n \nb zz\nzz\na\n", [0, -1, 1, -1, 0]),  # none for empty or unknown lines
+    ],
+)
+def test_sentences_end_between_lines_that_have_words(
+    tmp_path: Path, text: str, ids: list[int]
+) -> None:
+    vocabulary = Vocabulary(("a", "b", "c"), np.array([3, 2, 1]))
+    count = encode(write(tmp_path, text), vocabulary, tmp_path / "ids")
+    found = np.fromfile(tmp_path / "ids", np.int32)
+    assert found.tolist() == ids
+    assert count == sum(number >= 0 for number in ids)
+    assert not list(tmp_path.glob(".*"))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=300), st.integers(4, 40))
+def test_a_corpus_is_cut_into_pieces_that_make_the_whole(
+    tmp_path: Path, ids: list[int], chunk: int
+) -> None:
+    np.array(ids, np.int32).tofile(tmp_path / "ids")
+    corpus = Corpus(tmp_path / "ids", chunk=chunk)
+    samples = [corpus[i] for i in range(len(corpus))]
+    assert np.concatenate(samples).tolist() == ids
+    assert all(0 < len(sample) <= 2 * chunk for sample in samples)
+    again = pickle.loads(pickle.dumps(corpus))
+    assert again[0].equal(samples[0])
+    assert corpus.num_words == sum(number >= 0 for number in ids)
+
+
+def test_a_corpus_is_cut_at_a_sentence_end_nearby(tmp_path: Path) -> None:
+    ids = np.zeros(400, np.int32)
+    ids[110] = ids[290] = -1
+    ids.tofile(tmp_path / "ids")
+    corpus = Corpus(tmp_path / "ids", chunk=100)
+    assert [len(corpus[i]) for i in range(len(corpus))] == [111, 89, 100, 100]
+    with pytest.raises(IndexError):
+        corpus[4]
+    assert len(pickle.dumps(corpus)) < 1_000
+
+
+class Workers:
+    """Threads that put their counts together, as workers do."""
+
+    def __init__(self, parts: int) -> None:
+        self.barrier = threading.Barrier(parts, timeout=20)
+        self.given: dict[int, Mapping[str, int]] = {}
+
+    def gather(self, part: int, mine: Mapping[str, int]) -> list[Mapping[str, int]]:
+        self.given[part] = mine
+        self.barrier.wait()
+        every = [self.given[number] for number in sorted(self.given)]
+        self.barrier.wait()
+        return every
+
+
+def prepared_by(parts: int, path: Path, caches: list[Path]) -> list[tuple[Vocabulary, Path]]:
+    workers, results = Workers(parts), {}
+
+    def work(part: int) -> None:
+        results[part] = prepare(
+            path,
+            caches[part],
+            min_count=2,
+            part=part,
+            parts=parts,
+            gather=lambda mine: workers.gather(part, mine),
+        )
+
+    threads = [threading.Thread(target=work, args=(part,)) for part in range(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [results[part] for part in range(parts)]
+
+
+@pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
+def test_workers_agree_on_vocabulary_and_ids(tmp_path: Path, name: str) -> None:
+    text = ("the cat sat on the mat\n" * 40 + "dogs sit too\n" * 3).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    alone = prepare(path, tmp_path / "alone", min_count=2)
+    # Two share a cache folder, the third is on another machine.
+    caches = [tmp_path / "one", tmp_path / "one", tmp_path / "two"]
+    for vocabulary, file in prepared_by(3, path, caches):
+        assert vocabulary == alone[0]
+        assert file.read_bytes() == alone[1].read_bytes()
+    # Where only some have the result, all make it again, and nobody waits for ever.
+    third = prepared_by(3, path, [tmp_path / "one", tmp_path / "one", tmp_path / "three"])
+    assert third[2][0] == alone[0]
+    assert third[2][1].read_bytes() == alone[1].read_bytes()
+
+
+def test_a_second_run_finds_the_result_unless_something_changed(tmp_path: Path) -> None:
+    path = write(tmp_path, "a b a b c c\n")
+    _, first = prepare(path, tmp_path / "cache", min_count=1)
+    made = first.stat().st_mtime_ns
+    _, again = prepare(path, tmp_path / "cache", min_count=1)
+    assert again == first
+    assert again.stat().st_mtime_ns == made
+    assert prepare(path, tmp_path / "cache", min_count=2)[1] != first
+    path.write_text("a b a b d d\n")
+    os.utime(path, ns=(1, 1))
+    vocabulary, changed = prepare(path, tmp_path / "cache", min_count=1)
+    assert changed != first
+    assert "d" in vocabulary.ids
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty: 0 bytes"),
+        (b" \n\t ", "no words in it"),
+        (b"\x7fELF\0\0 binary", "is binary, not text: byte 4 is zero"),
+        (b"same same same", r"1 distinct word\(s\) \('same'\)"),
+        ("caf\u00e9 au lait".encode("latin1"), "not UTF-8.*iconv -f latin1"),
+        (b"x" * 1_100_000, "a word of more than"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        prepare(path, tmp_path / "cache", min_count=1)
+
+
+def test_a_file_that_is_not_there_or_not_allowed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        prepare(tmp_path / "none.txt", tmp_path / "cache")
+    with pytest.raises(DataError, match="is a folder"):
+        prepare(tmp_path, tmp_path / "cache")
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    path = write(tmp_path, "a b")
+    path.chmod(0)
+    with pytest.raises(DataError, match=r"permission denied. Allow it: chmod u\+r"):
+        prepare(path, tmp_path / "cache")
+
+
+def test_settings_that_leave_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, "a a a b b c")
+    says = "the commonest comes 3 times, the second 2 times. Ask for less: --set min_count=2"
+    with pytest.raises(UsageError, match=says):
+        prepare(path, tmp_path / "cache", min_count=50)
+    with pytest.raises(UsageError, match="max_words=1 can't be"):
+        prepare(path, tmp_path / "cache", min_count=1, max_words=1)
+    with pytest.raises(UsageError, match="part=2 of parts=2"):
+        prepare(path, tmp_path / "cache", part=2, parts=2)

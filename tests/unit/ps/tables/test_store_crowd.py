@@ -1,0 +1,168 @@
+"""One table and many processes: each id has one row, whoever is killed in the middle of whatever."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crowd import NAME, SAME, own
+
+from manyhands.ps.tables.layout import NEXT
+from manyhands.ps.tables.spec import Table
+from manyhands.ps.tables.store import Store
+
+CROWD = Path(__file__).with_name("crowd.py")
+DEADLINE_S = 120
+
+
+def start(what: str, spec: Table, address: str, number: int, rounds: int) -> subprocess.Popen[str]:
+    said = [what, json.dumps(spec.to_dict()), address, str(number), str(rounds)]
+    return subprocess.Popen(
+        [sys.executable, str(CROWD), *said],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def table(spec: Table) -> Iterator[Store]:
+    store = Store.create(NAME, spec, seed=11)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+
+def at_once(*processes: subprocess.Popen[str]) -> None:
+    """Let all begin at the same moment, and end well."""
+    for process in processes:
+        ready(process)
+    moment = time.time() + 0.1
+    for process in processes:
+        process.communicate(f"{moment}\n", timeout=DEADLINE_S)
+        assert process.returncode == 0
+
+
+def one_row_each(store: Store) -> np.ndarray:
+    """No id twice, no slot twice, and everybody is found where the index says."""
+    ids = store.ids()
+    assert len(np.unique(ids)) == len(ids)
+    slots = store.find(ids, create=False)
+    assert len(np.unique(slots)) == len(slots)
+    assert (slots >= 0).all()
+    assert (store.export().ids == ids).all()
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("what", "spec"),
+    [
+        ("alone", Table(4, optimizer="sgd", init="zeros")),
+        ("threads", Table(4, optimizer="sgd", init="zeros")),
+        ("alone", Table(4, optimizer="sgd", init="zeros", admit_after=2)),
+    ],
+)
+def test_many_processes_bring_the_same_ids(what: str, spec: Table) -> None:
+    rounds, crew = 60, 2
+    with table(spec) as store:
+        at_once(*[start(what, spec, store.address, number, rounds) for number in range(crew)])
+        parties = range(crew * (2 if what == "threads" else 1))
+        ids = one_row_each(store)
+        wanted = np.concatenate([*[own(number) for number in parties], np.arange(SAME)])
+        assert (ids == np.sort(wanted)).all()
+        # Nobody's update of a row of their own is lost, and no sight of a common one either.
+        learned = rounds - (spec.admit_after - 1)
+        for number in parties:
+            assert (store.read(own(number)) == learned).all()
+        chunk = store.export()
+        common = chunk.ids >= 0
+        assert (chunk.counts[common] == len(parties)).all()
+        # Whoever lost a race gave the slot back, or left it for the next evict.
+        assert int(store.arrays.head[NEXT]) - 1 <= len(ids) + 64 * len(parties)
+
+
+@pytest.mark.slow
+def test_processes_killed_in_the_middle_of_inserts() -> None:
+    spec = Table(8, optimizer="adagrad")
+    kills = 8
+    chance = np.random.default_rng(5)
+    with table(spec) as store:
+        mine = np.arange(SAME)
+        for _ in range(kills):
+            crew = [start("insert", spec, store.address, n, 10**9) for n in range(2)]
+            for one in crew:
+                ready(one)
+            for one in crew:
+                assert one.stdin is not None
+                one.stdin.write("0\n")
+                one.stdin.flush()
+            ends = time.monotonic() + float(chance.uniform(0.0, 0.15))
+            while time.monotonic() < ends:
+                slots = store.find(chance.permutation(mine)[:2_000], create=True, now=1)
+                assert (slots > 0).all()
+            for one in crew:
+                one.send_signal(signal.SIGKILL)
+            for one in crew:
+                one.communicate(timeout=DEADLINE_S)
+                assert one.returncode == -signal.SIGKILL
+        ids = one_row_each(store)
+        assert len(ids) > 1_000
+        rows = store.read(ids)
+        fresh = (rows == store.initial(ids)).all(axis=1)
+        assert (fresh | (rows[:, 0] == ids.astype(np.float32))).all()
+        # A lost slot is lost until the next evict, and there are few.
+        lost = int(store.arrays.head[NEXT]) - 1 - len(ids)
+        assert lost <= 2 * kills + 64
+        before = int(store.arrays.head[NEXT])
+        assert store.evict(9) == 0
+        assert (store.read(ids) == rows).all()
+        if lost:
+            store.find(np.arange(-lost, 0), create=True, now=9)
+            assert int(store.arrays.head[NEXT]) == before
+        one_row_each(store)
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_evicts_leaves_all_rows_where_they_were() -> None:
+    spec = Table(8, optimizer="sgd")
+    chance = np.random.default_rng(6)
+    with table(spec) as store:
+        ids = chance.integers(-(1 << 62), 1 << 62, 60_000)
+        slots = store.find(ids, create=True, now=1)
+        store.rows[slots] = ids[:, None].astype(np.float32)
+        for _ in range(8):
+            tidier = start("tidy", spec, store.address, 0, 10**9)
+            ready(tidier)
+            time.sleep(float(chance.uniform(0.0, 0.03)))
+            tidier.kill()
+            tidier.communicate(timeout=DEADLINE_S)
+            assert (store.find(ids, create=False) == slots).all()
+            assert (store.read(ids) == ids[:, None].astype(np.float32)).all()
+            # Whatever the last one left half done, new ids find room.
+            more = chance.integers(0, 1 << 62, 100)
+            assert (store.find(more, create=True, now=2) > 0).all()
+        one_row_each(store)
+
+
+def test_a_new_process_makes_the_same_rows_in_a_table_of_its_own() -> None:
+    spec = Table(32, init="normal(0.1)")
+    with table(spec) as store:
+        store.find(np.arange(0, 500, 2), create=True, now=1)
+        crew = [start("digest", spec, address, 0, 0) for address in ("new", store.address, "new")]
+        said = {one.communicate(timeout=DEADLINE_S)[0] for one in crew}
+        assert len(said) == 1
+        assert len(said.pop().strip()) == 64

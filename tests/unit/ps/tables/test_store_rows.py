@@ -1,0 +1,284 @@
+"""Rows: how they begin, and that they learn as torch's own optimizers would have them learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.errors import JobError, LinkError, UsageError
+from manyhands.ps.tables import memory
+from manyhands.ps.tables.spec import OPTIMIZERS, Table
+from manyhands.ps.tables.store import Store
+from manyhands.wire.shm import Segment
+
+LR = 0.05
+
+
+@contextmanager
+def table(spec: Table, *, seed: int = 1, name: str = "t") -> Iterator[Store]:
+    store = Store.create(name, spec, seed=seed, shared=True)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+AS_TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=LR),
+    "momentum(beta=0.8)": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.8),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=LR),
+    "adagrad(eps=1e-6,initial=0.1)": lambda p: torch.optim.Adagrad(
+        p, lr=LR, eps=1e-6, initial_accumulator_value=0.1
+    ),
+    "adam": lambda p: torch.optim.Adam(p, lr=LR),
+    "adam(betas=0.5:0.9,eps=1e-4)": lambda p: torch.optim.Adam(
+        p, lr=LR, betas=(0.5, 0.9), eps=1e-4
+    ),
+    "adam(weight_decay=0.1)": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("rows", [None, 40])
+@pytest.mark.parametrize("dim", [1, 7, 64])
+@pytest.mark.parametrize("optimizer", AS_TORCH)
+def test_rows_that_every_step_touches_learn_as_in_torch(
+    optimizer: str, dim: int, rows: int | None
+) -> None:
+    ids = np.random.default_rng(2).permutation(40)
+    with table(Table(dim, rows=rows, optimizer=optimizer, init="normal(0.5)")) as store:
+        dense = torch.nn.Parameter(torch.from_numpy(store.read(ids)))
+        theirs = AS_TORCH[optimizer]([dense])
+        chance = torch.Generator().manual_seed(0)
+        for step in range(50):
+            dense.grad = torch.randn(dense.shape, generator=chance)
+            store.update(
+                store.find(ids, create=True, now=step), dense.grad.numpy(), lr=LR, now=step
+            )
+            theirs.step()
+        np.testing.assert_allclose(store.read(ids), dense.detach().numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_adam_goes_on_beyond_the_corrections_that_are_kept() -> None:
+    with table(Table(2, optimizer="adam")) as store:
+        dense = torch.nn.Parameter(torch.from_numpy(store.read([5])))
+        theirs = torch.optim.Adam([dense], lr=1e-4)
+        slot = store.find([5], create=True, now=0)
+        chance = torch.Generator().manual_seed(0)
+        for step in range(4_200):
+            dense.grad = torch.randn(1, 2, generator=chance)
+            store.update(slot, dense.grad.numpy(), lr=1e-4, now=step)
+            theirs.step()
+        np.testing.assert_allclose(store.read([5]), dense.detach().numpy(), rtol=0, atol=2e-6)
+
+
+def test_bias_is_corrected_by_the_rows_own_number_of_updates() -> None:
+    """A row that comes late learns as it would have learned had it come first."""
+    with table(Table(4, optimizer="adam", init="zeros")) as store:
+        grads = np.random.default_rng(0).normal(size=(20, 1, 4)).astype(np.float32)
+        for step, grad in enumerate(grads):
+            store.update(store.find([1], create=True, now=step), grad, lr=LR, now=step)
+        for step, grad in enumerate(grads):
+            store.update(store.find([2], create=True, now=step), grad, lr=LR, now=20 + step)
+        assert (store.read([1]) == store.read([2])).all()
+
+
+def test_rowwise_adagrad_keeps_one_number_a_row() -> None:
+    spec = Table(8, optimizer="rowwise_adagrad(eps=1e-6,initial=0.5)")
+    assert spec.bytes_per_row() == 8 * 4 + 4 + 16 + 24
+    with table(spec) as store:
+        row = store.read([3])[0].astype(np.float64)
+        squares = 0.5
+        for step in range(10):
+            grad = np.random.default_rng(step).normal(size=8)
+            squares += float((grad**2).mean())
+            row -= LR * grad / (squares**0.5 + 1e-6)
+            slots = store.find([3], create=True, now=step)
+            store.update(slots, grad[None].astype(np.float32), lr=LR, now=step)
+        np.testing.assert_allclose(store.read([3])[0], row, rtol=0, atol=1e-6)
+        assert store.export().state[0, -1] == pytest.approx(squares, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_shrinks_the_rows_touched_and_no_others(name: str) -> None:
+    spec = Table(8, optimizer=f"{name}(weight_decay=0.2)", init="normal(1)")
+    with table(spec) as store:
+        slots = store.find([1, 2], create=True, now=0)
+        before = store.read([1, 2])
+        store.update(slots[:1], np.zeros((1, 8), np.float32), lr=0.5, now=0)
+        np.testing.assert_allclose(store.read([1])[0], 0.9 * before[0], rtol=1e-6)
+        assert (store.read([2])[0] == before[1]).all()
+
+
+def test_gradients_of_ids_without_a_row_are_dropped() -> None:
+    with table(Table(4, admit_after=2, optimizer="sgd")) as store:
+        slots = store.find([1, 2, 2], create=True, now=0)
+        assert (slots >= 0).tolist() == [False, False, True]
+        ids = np.array([1, 2])
+        store.update(store.find(ids, create=False), np.ones((2, 4), np.float32), lr=1.0, now=0)
+        initial = store.initial(ids)
+        assert (store.read([1]) == initial[:1]).all()
+        np.testing.assert_allclose(store.read([2]), initial[1:] - 1.0, atol=1e-6)
+
+
+def test_a_gradient_that_is_no_number_stays_in_its_row() -> None:
+    for name in OPTIMIZERS:
+        with table(Table(5, optimizer=name)) as store:
+            slots = store.find([1, 2, 3], create=True, now=0)
+            grads = np.ones((3, 5), np.float32)
+            grads[1, 2] = np.nan
+            store.update(slots, grads, lr=LR, now=0)
+            rows = store.read([1, 2, 3])
+            assert np.isnan(rows[1]).any(), name
+            assert np.isfinite(rows[[0, 2]]).all(), name
+
+
+def as_hex(rows: np.ndarray) -> list[list[str]]:
+    return [[float(number).hex() for number in row] for row in rows]
+
+
+def test_initial_rows_are_these_for_ever() -> None:
+    """Checkpoints hold no row that nobody touched: a change here would change what they mean."""
+    with table(Table(4), seed=7, name="users") as store:
+        assert as_hex(store.initial([0, -1])) == GOLDEN["uniform"]
+    with table(Table(4, init="normal(1)"), seed=7, name="users") as store:
+        assert as_hex(store.initial([0, -1])) == GOLDEN["normal"]
+
+
+GOLDEN = {
+    "uniform": [
+        [
+            "-0x1.bdddf80000000p-4",
+            "0x1.0979900000000p-6",
+            "0x1.a171200000000p-7",
+            "0x1.ebcff40000000p-4",
+        ],
+        [
+            "0x1.8a9dc80000000p-5",
+            "0x1.0848900000000p-6",
+            "0x1.d9f7480000000p-5",
+            "-0x1.147ab00000000p-5",
+        ],
+    ],
+    "normal": [
+        [
+            "0x1.3e26000000000p-1",
+            "0x1.896c000000000p-2",
+            "-0x1.97e0000000000p-4",
+            "0x1.c554000000000p-1",
+        ],
+        [
+            "0x1.0e1c000000000p-1",
+            "0x1.1c8a000000000p-1",
+            "-0x1.58dc000000000p-2",
+            "0x1.b074000000000p+0",
+        ],
+    ],
+}
+
+
+def test_initial_rows_are_spread_as_the_spec_says() -> None:
+    ids = np.arange(-2_000, 2_000)
+    with table(Table(32)) as store:
+        rows = store.initial(ids)
+        assert np.abs(rows).max() <= 1 / 64
+        assert rows.std() == pytest.approx(1 / 64 / 3**0.5, rel=0.01)
+        assert abs(rows.mean()) < 1e-4
+        assert len(np.unique(rows[:, 0])) > 3_990
+    with table(Table(32, init="normal(0.3)")) as store:
+        rows = store.initial(ids)
+        assert rows.std() == pytest.approx(0.3, rel=0.01)
+        inside = (np.abs(rows) < 0.3).mean()
+        assert inside == pytest.approx(0.6827, abs=0.01)
+        # No column, row or neighbour is like another.
+        assert np.abs(np.corrcoef(rows.T) - np.eye(32)).max() < 0.1
+        assert np.abs(np.corrcoef(rows[:60]) - np.eye(60)).max() < 0.75
+
+
+def test_another_seed_or_name_gives_other_rows() -> None:
+    seen = []
+    for seed, name in ((1, "a"), (2, "a"), (1, "b")):
+        with table(Table(8), seed=seed, name=name) as store:
+            seen.append(store.initial([1, 2]))
+            store.find([1, 2], create=True, now=0)
+            assert (store.read([1, 2]) == seen[-1]).all()
+    assert not any((a == b).any() for a, b in ((seen[0], seen[1]), (seen[0], seen[2])))
+
+
+def test_views_for_kernels_are_the_rows_themselves() -> None:
+    with table(Table(16, optimizer="adagrad(initial=3.0)")) as store:
+        slots = store.find([5, 6], create=True, now=0)
+        store.rows[slots[0]] = 2.0
+        assert (store.read([5]) == 2.0).all()
+        assert (store.records[slots, 16:32] == 3.0).all()
+        assert store.records.ctypes.data % 64 == 0
+        assert (store.records.strides[0], store.records.flags.c_contiguous) == (128, True)
+
+
+def test_what_another_attaches_is_the_same_table() -> None:
+    spec = Table(4, optimizer="sgd")
+    with table(spec) as store:
+        other = Store.attach("t", spec, store.address)
+        slots = other.find([1, 2], create=True, now=4)
+        assert (store.find([1, 2], create=False) == slots).all()
+        store.update(slots, np.ones((2, 4), np.float32), lr=1.0, now=5)
+        assert (other.read([1, 2]) == store.read([1, 2])).all()
+        assert (other.initial([9]) == store.initial([9])).all()
+        # Growth, and an index made anew, by one are seen by the other.
+        store.find(range(30_000), create=True, now=6)
+        store.drop(range(100, 200))
+        assert (other.find(range(30_000), create=False) == -1).sum() == 100
+        other.close()
+        with pytest.raises(UsageError, match="must be given the same job"):
+            Store.attach("t", Table(5), store.address)
+        with pytest.raises(UsageError, match="must be given the same job"):
+            Store.attach("u", spec, store.address)
+    private = Store.create("t", spec, seed=1, shared=False)
+    with pytest.raises(UsageError, match="shared=True"):
+        _ = private.address
+    private.close()
+
+
+def test_shared_memory_that_is_no_table_is_refused() -> None:
+    segment = Segment.create(8192)
+    with pytest.raises(LinkError, match="no table"):
+        Store.attach("t", Table(4), segment.address)
+    segment.close()
+
+
+def test_a_table_that_the_host_has_no_memory_for_is_refused_with_the_numbers() -> None:
+    with pytest.raises(JobError, match=r"1,000,000,000 rows of 2064 bytes are 1.9 TiB.*can spare"):
+        Store.create("big", Table(256, rows=10**9), seed=0)
+    with pytest.raises(JobError, match=r"not one row of .* bytes"):
+        Store.create("small", Table(256, max_bytes=1000), seed=0)
+
+
+def test_a_table_that_outgrows_the_host_says_so_and_stays_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with table(Table(64)) as store:
+        store.find(range(100), create=True, now=0)
+        monkeypatch.setattr(memory, "available_bytes", lambda: 100_000)
+        with pytest.raises(JobError, match=r"needs .* KiB more; this host can spare 97.7 KiB"):
+            store.find(range(100_000), create=True, now=1)
+        monkeypatch.undo()
+        assert len(store) >= 100
+        store.find(range(100_000), create=True, now=1)
+        assert len(store) == 100_000
+
+
+def test_a_table_that_was_closed_says_so_when_it_must_grow() -> None:
+    store = Store.create("t", Table(64), seed=0)
+    store.close()
+    with pytest.raises(JobError, match="was closed here"):
+        store.find(range(100_000), create=True, now=0)
+
+
+def test_memory_is_taken_only_where_rows_are() -> None:
+    with table(Table(64)) as store:
+        assert store.layout.nbytes > 1 << 30
+        assert store.nbytes < 1 << 20

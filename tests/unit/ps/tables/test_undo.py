@@ -1,0 +1,116 @@
+"""Baskets, and rows put back as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from manyhands.ps.tables.basket import SharedBasket, Sparse, num_bytes, pack_into, together, unpack
+from manyhands.ps.tables.held import Tables
+from manyhands.ps.tables.spec import Table
+from manyhands.ps.tables.undo import UndoLog
+
+SPECS = {
+    "small": Table(dim=3, optimizer="adam", init="normal(1)"),
+    "large": Table(dim=5, optimizer="momentum", init="normal(1)"),
+}
+
+
+def basket(seed: int) -> dict[str, Sparse]:
+    draw = np.random.default_rng(seed)
+    made = {}
+    for name, table in SPECS.items():
+        ids = draw.choice(40, size=draw.integers(0, 9), replace=False).astype(np.int64) - 20
+        made[name] = Sparse(ids, draw.standard_normal((len(ids), table.dim), np.float32))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_basket_travels(seed: int) -> None:
+    given = basket(seed)
+    memory = memoryview(bytearray(num_bytes(given, SPECS)))
+    assert pack_into(memory, given, SPECS) == memory.nbytes
+    shared = SharedBasket.create(SPECS)
+    shared.put(given)
+    attached = SharedBasket.attach(shared.address, SPECS)
+    for got in (unpack(memory, SPECS), attached.get()):
+        for name, sparse in given.items():
+            assert np.array_equal(got[name].ids, sparse.ids)
+            assert np.array_equal(got[name].grads, sparse.grads)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 100])
+def test_what_is_no_basket_is_refused(cut: int) -> None:
+    given = {
+        name: Sparse(np.arange(9), np.ones((9, t.dim), np.float32)) for name, t in SPECS.items()
+    }
+    memory = bytearray(num_bytes(given, SPECS))
+    pack_into(memoryview(memory), given, SPECS)
+    with pytest.raises(ValueError, match=r"basket ends|do not fit"):
+        unpack(memoryview(memory)[:cut], SPECS)
+
+
+def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
+    tables = Tables(SPECS, seed=0)
+    merges = {name: tables.store(name).merge for name in SPECS}
+    first, second = basket(1), basket(2)
+    summed = together([first, second], [1.0, 0.5], merges)
+    for name, sparse in summed.items():
+        assert len(set(sparse.ids.tolist())) == len(sparse.ids)
+        expected: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+        for part, factor in ((first[name], 1.0), (second[name], 0.5)):
+            for number, grad in zip(part.ids.tolist(), part.grads, strict=True):
+                expected[number] = expected.get(number, 0) + grad * np.float32(factor)
+        for number, grad in zip(sparse.ids.tolist(), sparse.grads, strict=True):
+            np.testing.assert_allclose(grad, expected[number], rtol=1e-6)
+        assert set(sparse.ids.tolist()) == set(expected)
+
+
+def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
+    tables = Tables(SPECS, seed=0)
+    tables.share()
+    ids = np.arange(-20, 20, dtype=np.int64)
+    for name in SPECS:
+        tables.store(name).find(ids, create=True, now=0)
+    log = UndoLog.create()
+    log.reset(4)
+    tables.apply([basket(3)], [1.0], lr=0.1, base_lr=0.1, now=5, undo=log)
+    before = tables.state_dict()
+    tables.apply([basket(4)], [1.0], lr=0.1, base_lr=0.1, now=6, undo=log)
+    assert (log.begun, log.done) == (6, 6)
+    changed = tables.state_dict()
+    assert not np.array_equal(changed["large"]["rows"], before["large"]["rows"])
+    other = Tables(SPECS, seed=0)
+    other.attach(tables.addresses())
+    other.restore(UndoLog.attach(log.address))
+    assert (log.begun, log.done) == (5, 5)
+    for name, table in tables.state_dict().items():
+        for key in ("ids", "rows", "state"):
+            assert np.array_equal(table[key], before[name][key]), (name, key)
+
+
+def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
+    tables = Tables(SPECS, seed=0)
+    log = UndoLog.create()
+    log.reset(1)
+    stores = {name: tables.store(name) for name in SPECS}
+    slots = {name: store.find(np.arange(4), create=True, now=0) for name, store in stores.items()}
+    before = tables.state_dict()
+    log.begin(2, slots, stores)
+    stores["small"].update(slots["small"], np.ones((4, 3), np.float32), lr=1.0, now=2)
+    assert log.begun > log.done
+    tables.restore(log)
+    for key in ("rows", "state"):
+        assert np.array_equal(tables.state_dict()["small"][key], before["small"][key])
+
+
+def test_only_the_ids_that_fall_to_one_are_changed_by_it() -> None:
+    ids = np.arange(100, dtype=np.int64)
+    given = {"small": Sparse(ids, np.ones((100, 3), np.float32))}
+    whole, parts = Tables(SPECS, seed=0), Tables(SPECS, seed=0)
+    for tables in (whole, parts):
+        tables.store("small").find(ids, create=True, now=0)
+    whole.apply([given], [1.0], lr=0.1, base_lr=0.1, now=1)
+    for number in range(3):
+        parts.apply([given], [1.0], lr=0.1, base_lr=0.1, now=1, mine=(number, 3))
+    assert np.array_equal(whole.state_dict()["small"]["rows"], parts.state_dict()["small"]["rows"])
