@@ -154,3 +154,15 @@ def test_rows_that_nobody_uses_any_more_go(strategy: str, tmp_path: Path) -> Non
     done = case.train("Passing", tmp_path / "run")
     ids = done.state()["tables"]["rows"]["ids"]
     assert 100 <= len(ids) <= 400
+
+
+@pytest.mark.parametrize("strategy", ["ps:sync", "ps:sync(transport=tcp)"])
+def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
+    strategy: str, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = Case(strategy, workers=2).train("Sparse", run, "--checkpoint-every", "3")
+    assert_close(done.state()["tables"], alone(folder, "adagrad").state()["tables"])
+    newest = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    files = json.loads((newest / "tables.json").read_text())
+    assert all(len(names) >= 2 for names in files.values()), "of some rows it has a newer version"

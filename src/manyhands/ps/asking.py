@@ -42,9 +42,10 @@ class Asking(ABC):
         """What the servers' optimizers remember."""
         return self._ask_all({"k": "state"}, "the optimizer's state")
 
-    def table_states(self) -> Parcels:
-        """All rows of all tables."""
-        return self._ask_all({"k": "table_state", "tag": 0}, "the tables")
+    def table_states(self, since: int | None = None) -> Parcels:
+        """All rows of all tables, or those touched after a step."""
+        after = 0 if since is None else since + 1
+        return self._ask_all({"k": "table_state", "tag": 0, "since": after}, "the tables")
 
     def _ask_all(self, head: Mapping[str, Any], what: str) -> Parcels:
         with self._news:

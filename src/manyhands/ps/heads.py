@@ -141,7 +141,7 @@ _SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
             "now": _whole,
             "bytes": _sparse,
         },
-        "table_state": {"tag": _whole},
+        "table_state": {"tag": _whole, "since": _whole},
         "rest": {},
         "wake": {},
         "ends": {},

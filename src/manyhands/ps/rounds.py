@@ -32,6 +32,7 @@ from manyhands.ps.estate import Estate
 from manyhands.ps.holding import squared_norm
 from manyhands.ps.ledger import Decision, Given, progress_after
 from manyhands.ps.placement import Placement
+from manyhands.ps.rows import step_of
 from manyhands.wire.shm import Segment
 
 LOOK_S = 0.2
@@ -177,7 +178,7 @@ class Serving:
                 for run in estate.own.runs:
                     run.of(sums).mul_(factor)
         rows, alone = estate.rows, False
-        if rows is not None and not self._me and rows.evicts(decision.version):
+        if rows is not None and not self._me and rows.evicts(decision):
             # While all others have done their part, and wait for this one.
             alone = all(applied >= number for applied in table.applied[1:])
             if not alone:
@@ -186,7 +187,7 @@ class Serving:
         table.summed[self._me] = number
         estate.apply(decision)
         if rows is not None and alone:
-            rows.tables.evict(decision.version)
+            rows.tables.evict(step_of(decision))
         self._summed, self.done = None, number
         if not self._me:
             table.ticks[0] = decision.ticks

@@ -28,11 +28,9 @@ from manyhands.ps.tables.basket import Basket, SharedBasket, travelling, unpack
 from manyhands.ps.tables.chunk import Chunk
 from manyhands.ps.tables.held import EVICT_EVERY, Tables
 from manyhands.ps.tables.homes import SHARDS, Homes
+from manyhands.ps.tables.remote import ROLE
 from manyhands.ps.tables.shards import shard_of
 from manyhands.ps.tables.undo import UndoLog
-
-ROLE = "rows "
-"""Of parcels that carry rows: this and the name of the table."""
 
 
 class BasketPlace(Protocol):
@@ -84,10 +82,10 @@ class RowEstate:
 
     # A view begins ------------------------------------------------------------------------------
 
-    def pack(self, shard: int) -> Iterator[tuple[str, Material]]:
-        """The rows of a shard, by role, to be given away."""
+    def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, Material]]:
+        """The rows of a shard, by role, to be given away; or only those touched after a step."""
         for name in self.tables.specs:
-            chunk = self.tables.store(name).export(shards=[shard], of=SHARDS)
+            chunk = self.tables.store(name).export(shards=[shard], of=SHARDS, since=since)
             tensors = {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
             yield ROLE + name, Material(torch.empty(0), tensors)
 
@@ -193,8 +191,9 @@ class RowEstate:
         """All rows that this server is asked for, for a checkpoint."""
         assert self.homes is not None
         mine = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
+        since = int(head["since"]) - 1
         for shard in mine:
-            for role, material in self.pack(shard):
+            for role, material in self.pack(shard, since=since if since >= 0 else None):
                 yield from pack("table_state", shard, material, role=role)
         yield {"k": "table_state", "tag": head["tag"], "done": True}, None
 
@@ -207,11 +206,11 @@ class RowEstate:
         self._rates = {**dict(list(self._rates.items())[-7:]), decision.version: (lr, base_lr)}
         self._apply(decision, servers, self.name, self.undo)
         if not self.shared:
-            self.tables.evict_now_and_then(decision.version)
+            self.tables.evict_now_and_then(step_of(decision))
 
-    def evicts(self, version: int) -> bool:
-        """Inside a host: whether the first server is to evict after this version, while all wait for it."""
-        return self.shared and version % EVICT_EVERY == 0 and bool(self.tables.evicting)
+    def evicts(self, decision: Decision) -> bool:
+        """Inside a host: whether the first server is to evict after this, while all wait for it."""
+        return self.shared and step_of(decision) % EVICT_EVERY == 0 and bool(self.tables.evicting)
 
     def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
         """Inside a host: bring the rows that fell to dead servers to where the others are."""
@@ -230,7 +229,7 @@ class RowEstate:
         baskets = [self.baskets[g.worker][g.slot].get() for g in decision.given]
         if self._adds:
             for basket in baskets:
-                self._add(basket, decision.version)
+                self._add(basket, step_of(decision))
             return
         lr, base_lr = self._rates[decision.version]
         self.tables.apply(
@@ -238,9 +237,9 @@ class RowEstate:
             decision.coefficients(),
             lr=lr * decision.lr_scale,
             base_lr=base_lr,
-            now=decision.version,
+            now=step_of(decision),
             mine=(servers.index(server), len(servers)) if self.shared else None,
-            undo=undo,
+            undo=(undo, decision.version) if undo is not None else None,
             make="none" if self.shared else "missing",
         )
 
@@ -261,6 +260,11 @@ class RowEstate:
         if highest > len(turns):
             turns = self._turns[name] = np.pad(turns, (0, 2 * highest - len(turns)))
         return turns[slots]
+
+
+def step_of(decision: Decision) -> int:
+    """The clock of tables: the last step that a decision is of, which goes on when a run is resumed."""
+    return max(given.step for given in decision.given)
 
 
 class NearRows:

@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from manyhands.errors import CheckpointError
+from manyhands.state import table_files
 from manyhands.state.checkpoints import digest, partial
+from manyhands.state.table_files import INDEX, Chain, Part, Tables
 
 SPARE_BYTES = 1 << 20
 """Left free on the disk by a checkpoint, so that logs and events can still be written."""
@@ -37,7 +39,7 @@ class Trained(Protocol):
     scheduler: Any
 
     @property
-    def tables(self) -> Stateful | None: ...
+    def tables(self) -> Tables | None: ...
 
 
 class Stateful(Protocol):
@@ -52,6 +54,7 @@ class Saver:
         self._run = run
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] | None = None
+        self._chain = Chain()
 
     @property
     def busy(self) -> bool:
@@ -61,9 +64,12 @@ class Saver:
         assert self._thread is None, "one checkpoint at a time"
         started = time.perf_counter()
         state = gather_state(trained, learner)
+        rows = None
+        if trained.tables is not None:
+            rows = table_files.begin(self._run, step, trained.tables, self._chain)
         stall_s = time.perf_counter() - started
         self._thread = threading.Thread(
-            target=self._save, args=(step, state, stall_s), name="saver", daemon=True
+            target=self._save, args=(step, state, rows, stall_s), name="saver", daemon=True
         )
         self._thread.start()
 
@@ -80,11 +86,16 @@ class Saver:
         self._thread = None
         return self._outcome
 
-    def _save(self, step: int, state: dict[str, Any], stall_s: float) -> None:
+    def _save(self, step: int, state: dict[str, Any], rows: Part | None, stall_s: float) -> None:
         started = time.perf_counter()
         folder = partial(self._run, step)
         try:
-            files = write_state(folder, state)
+            files = write_state(folder, state, needed=0 if rows is None else _num_bytes(rows.rows))
+            if rows is not None:
+                self._chain = rows.write(folder)
+                self._chain.step = step
+                files |= self._chain.facts
+                files |= facts_of(folder, INDEX)
             self._outcome = {
                 "step": step,
                 "files": files,
@@ -95,6 +106,9 @@ class Saver:
         except BaseException as error:  # torch's CheckpointException is no Exception
             # A full disk is the likeliest: what was written of it must not fill the disk further.
             shutil.rmtree(folder, ignore_errors=True)
+            if rows is not None:
+                rows.discard()
+                self._chain = Chain()
             self._outcome = {"step": step, "error": _reason(error)}
 
 
@@ -106,10 +120,7 @@ def gather_state(trained: Trained, learner: Stateful) -> dict[str, Any]:
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
         "learner": learner.state_dict(),
     }
-    state = tree_map(_copied, state)
-    if trained.tables is not None:
-        state["tables"] = trained.tables.state_dict()  # copies by itself, and they may be large
-    return state
+    return tree_map(_copied, state)
 
 
 def _copied(leaf: Any) -> Any:
@@ -118,13 +129,16 @@ def _copied(leaf: Any) -> Any:
     return copy.deepcopy(leaf)
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write the state, flushed to the disk; each file's size and SHA-256."""
+def write_state(
+    folder: Path, state: dict[str, Any], *, needed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Write the state, flushed to the disk; each file's size and SHA-256. `needed`: bytes of what will be
+    written beside it."""
     import torch.distributed.checkpoint as dcp
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    needed = _num_bytes(state) + SPARE_BYTES
+    needed += _num_bytes(state) + SPARE_BYTES
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < needed:
         raise OSError(f"no space left on the disk: {needed:,} bytes are needed and {free:,} free")
@@ -132,9 +146,13 @@ def write_state(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it saves from a single process; it should
         dcp.save(pack(state), storage_writer=writer, no_dist=True)
+    return facts_of(folder, *sorted(path.name for path in folder.iterdir()))
+
+
+def facts_of(folder: Path, *names: str) -> dict[str, dict[str, Any]]:
     return {
-        path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}
-        for path in sorted(folder.iterdir())
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
+        for name in names
     }
 
 
@@ -154,9 +172,10 @@ def read_state(folder: Path) -> dict[str, Any]:
             planner=_EmptyStateDictLoadPlanner(),
             no_dist=True,
         )
+        tables = table_files.read(folder)
     except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{folder} does not read: {_reason(error)}") from error
-    return unpack(state)
+    return unpack(state) | ({"tables": tables} if tables else {})
 
 
 PAIRS, KIND = "~pairs", "~kind"

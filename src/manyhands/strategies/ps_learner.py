@@ -21,7 +21,6 @@ from manyhands.errors import JobError, LinkError, LinkTimeout, SpecError
 from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
-from manyhands.ps.rows import ROLE
 from manyhands.ps.tables.basket import SharedBasket
 from manyhands.ps.tables.modules import RowModel, bind
 from manyhands.ps.tables.remote import RemoteTables
@@ -376,11 +375,6 @@ class PsLearner(Learner):
                 trainee.optimizer.state[parameter] = state
         if trainee.tables is not None and self._station.shared and not self._rounds:
             trainee.tables.evict(trainee.tables.now)  # all others are at rest
-        if isinstance(trainee.tables, RemoteTables):
-            trainee.tables.gathered = {
-                (role.removeprefix(ROLE), shard): material.state
-                for (role, shard), material in self._joined().table_states().complete.items()
-            }
 
     def _joined(self) -> Client:
         assert self._client is not None, "a view comes before the first step"

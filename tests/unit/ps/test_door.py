@@ -101,7 +101,7 @@ def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
             for size in (0, 7, 16):
                 assert at.say(ENTER, head, payload=bytes(size)), f"{size} bytes were taken"
             assert at.say(ENTER, {**head, "bytes": 1 << 40}, payload=bytes(8))
-        assert "without tables" in at.say(ENTER, {"k": "table_state", "tag": 0})
+        assert "without tables" in at.say(ENTER, {"k": "table_state", "tag": 0, "since": 0})
         at.train()
 
 

@@ -42,6 +42,7 @@ class Trained:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any = None
+    tables: None = None
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):

@@ -131,6 +131,38 @@ def run_window(x: Any, t: Any, rate: float) -> None:
     assert not void.any()
 
 
+@pytest.mark.parametrize("num_targets", [2, 8, 9, 26])
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("dim", [5, 32, 100])
+def test_one_window_of_a_mean(num_targets: int, size: int, dim: int) -> None:
+    x, t = matrices(max(num_targets, size), dim)
+    x, t = x[:size].copy(), t[:num_targets].copy()
+    labels = np.zeros(num_targets)
+    labels[0] = 1
+    mean = x.mean(axis=0, dtype=np.float64)
+    errors = 0.1 * (labels - sigmoid(t @ mean))
+    expected_x, expected_t = x + errors @ t, t + np.outer(errors, mean)
+    run_mean(x, t, 0.1)
+    assert x == pytest.approx(expected_x, abs=1e-3)
+    assert t == pytest.approx(expected_t, abs=1e-3)
+
+
+def run_mean(x: Any, t: Any, rate: float) -> None:
+    room = -(-len(t) // windows.MEAN_TILE) * windows.MEAN_TILE
+    void, hidden, back = np.zeros((3, x.shape[1] + 16), np.float32)
+    contexts = np.array([row.ctypes.data for row in x])
+    targets = np.full(room, void.ctypes.data)
+    targets[: len(t)] = [row.ctypes.data for row in t]
+    labels, rates, errors = np.zeros((3, room + 16), np.float32)
+    labels[0] = 1
+    rates[: len(t)] = rate
+    windows.window_of_mean(
+        *(contexts, len(x), targets, labels.ctypes.data, rates.ctypes.data, errors.ctypes.data),
+        *(hidden.ctypes.data, back.ctypes.data, x.shape[1] // 16 * 64, x.shape[1] % 16),
+    )
+    assert not void.any()
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_only_the_rows_of_the_words_at_hand_change(model: str) -> None:
     """Rows anywhere in a wider matrix: neither the other rows nor the columns beside them move."""

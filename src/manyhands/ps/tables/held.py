@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.ps.tables.basket import Basket, Sparse, together
 from manyhands.ps.tables.chunk import Chunk
-from manyhands.ps.tables.modules import bind, tables_of
+from manyhands.ps.tables.modules import RowModel, bind, tables_of
 from manyhands.ps.tables.shards import shard_of
 from manyhands.ps.tables.spec import Table
 from manyhands.ps.tables.store import Store
@@ -27,7 +27,7 @@ from manyhands.ps.tables.undo import UndoLog
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from manyhands.ps.tables.modules import RowModel, Rows
+    from manyhands.ps.tables.modules import Rows
 
 
 EVICT_EVERY = 100
@@ -49,6 +49,8 @@ class Tables:
         self.specs = dict(specs)
         self.now = 0
         """The step that is being done: what is looked up is used now."""
+        self.in_place = False
+        """A RowModel changes rows without a word."""
         self.makes_on_pull = True
         """Rows are made, and sights counted, when they are looked up; otherwise when they are changed."""
         self.seed = seed
@@ -64,6 +66,7 @@ class Tables:
         if not specs:
             return None
         tables = cls(specs, seed=seed)
+        tables.in_place = isinstance(model, RowModel)
         bind(model, tables)
         return tables
 
@@ -174,12 +177,13 @@ class Tables:
         base_lr: float,
         now: int,
         mine: tuple[int, int] | None = None,
-        undo: UndoLog | None = None,
+        undo: tuple[UndoLog, int] | None = None,
         make: Make = "none",
     ) -> None:
         """Change the rows by baskets that are added up first. `lr` is the job's now, `base_lr` the one
         it began with. `mine`, (number, of how many): only the ids that fall to one of several.
-        `undo`: where the rows are kept as they were. `make`: see `find`."""
+        `undo`: where the rows are kept as they were, and the version that they will have. `make`: see
+        `find`."""
         if mine is not None and mine[1] > 1:
             number, count = mine
             baskets = [
@@ -193,14 +197,15 @@ class Tables:
             slots[name] = self.find(name, sparse.ids, now=now, make=make)
         if undo is not None:
             changed = {name: found[found >= 0] for name, found in slots.items()}
-            undo.begin(now, changed, self._stores)
+            log, version = undo
+            log.begin(version, changed, self._stores)
         for name, sparse in summed.items():
             own = self.specs[name].lr
             rate = lr if own is None else own * (lr / base_lr if base_lr else 1.0)
             grads = np.ascontiguousarray(sparse.grads)
             self.store(name).update(slots[name], grads, lr=rate, now=now)
         if undo is not None:
-            undo.end()
+            undo[0].end()
 
     def find(self, name: str, ids: NDArray[np.int64], *, now: int, make: Make) -> NDArray[np.int64]:
         """The slots of ids whose rows will be changed. `make`: which of them count as seen, and get a row:
@@ -236,12 +241,17 @@ class Tables:
 
     # Saved --------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """All rows, as tensors. Nobody may change them meanwhile."""
+    @property
+    def incremental(self) -> bool:
+        """Whether rows that were touched since a step can be told from others, and none goes."""
+        return not self.in_place and not self.evicting
+
+    def state_dict(self, since: int | None = None) -> dict[str, Any]:
+        """All rows as tensors, or those touched after a step. Nobody may change them meanwhile."""
         return {
             name: {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
             for name in self.specs
-            for chunk in [self.store(name).export()]
+            for chunk in [self.store(name).export(since=since)]
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

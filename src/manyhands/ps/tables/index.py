@@ -185,12 +185,17 @@ def raise_word(head, word, value):  # type: ignore[no-untyped-def]
 
 
 @exact
-def see_waiting(head, waiting, counts, code, number, times):  # type: ignore[no-untyped-def]
-    """Add to the sights of an id without a row; how many there are now, or -1: take another level."""
+def see_waiting(head, waiting, counts, code, number, times, waits):  # type: ignore[no-untyped-def]
+    """Add to the sights of an id without a row; how many there are now, or -1: take another level.
+
+    If there is no other level to take (not `waits`), it takes the place of some other id, which begins
+    anew: what matters comes back, what came once makes room.
+    """
     key = np.uint64(number) ^ HIDDEN
     if key == _0:
         return np.int64(1) << 40
     spread = code
+    place = np.int64(0)
     for level in range(head[WAITING_LEVELS]):
         spread *= _NEXT_LEVEL
         at = _window(spread, level)
@@ -202,17 +207,27 @@ def see_waiting(head, waiting, counts, code, number, times):  # type: ignore[no-
                 there = swap(waiting, place, _0, key)
             if there in (_0, key):
                 return np.int64(add(counts, place, times)) + times
-    return np.int64(-1) if times else np.int64(0)
+    if times == 0:
+        return np.int64(0)
+    if waits or head[WAITING_LEVELS] == 0:
+        return np.int64(-1)
+    place -= np.int64(code & np.uint64(WINDOW - 1))
+    there = waiting[place]
+    if swap(waiting, place, there, key) == there:
+        counts[place] = times
+    return np.int64(times)
 
 
 @exact
-def put_waiting(t, ids, times, begin):  # type: ignore[no-untyped-def]
+def put_waiting(t, ids, times, begin, waits):  # type: ignore[no-untyped-def]
     """Let ids have been seen so many times at least; where it stopped for want of another level."""
     for i in range(begin, ids.size):
         code = hash_id(ids[i])
-        seen = see_waiting(t.head, t.waiting, t.counts, code, ids[i], 0)
+        seen = see_waiting(t.head, t.waiting, t.counts, code, ids[i], 0, waits)
         more = times[i] - seen
-        if more > 0 and see_waiting(t.head, t.waiting, t.counts, code, ids[i], more) < 0:
+        if more > 0:
+            seen = see_waiting(t.head, t.waiting, t.counts, code, ids[i], more, waits)
+        if seen < 0:
             return i
     return ids.size
 
@@ -241,7 +256,7 @@ def _missing(t, code, number, mode, now, admit_after, waits, spare, birth):  # t
     head = t.head
     seen = np.int64(0)
     if admit_after > 1 and mode != PUT:
-        seen = see_waiting(head, t.waiting, t.counts, code, number, 0)
+        seen = see_waiting(head, t.waiting, t.counts, code, number, 0, waits)
     if mode == LOOK:
         known = head[FULL] != 0 and (admit_after <= 1 or seen >= admit_after)
         return (np.int64(0) if known else none), spare, DONE
@@ -252,9 +267,9 @@ def _missing(t, code, number, mode, now, admit_after, waits, spare, birth):  # t
             return none, spare, NO_ROOM
     sights = seen + 1
     if admit_after > 1 and mode == SEE:
-        sights = see_waiting(head, t.waiting, t.counts, code, number, 1)
+        sights = see_waiting(head, t.waiting, t.counts, code, number, 1, waits)
         if sights < 0:
-            return none, spare, (NO_WAITING_ROOM if waits else DONE)
+            return none, spare, NO_WAITING_ROOM
         if sights < admit_after:
             return none, spare, DONE
     if spare < 0:  # others' sights count too: it may be admitted sooner than was expected
@@ -281,7 +296,7 @@ def find(t, ids, begin, out, mode, now, admit_after, waits, birth):  # type: ign
     """out[i] = the slot of ids[i] for i from `begin` on: where it stopped, and why.
 
     NO_ROOM: memory for more slots is wanted (or the word FULL set); NO_WAITING_ROOM: for another level
-    of the waiting room (or `waits` False: then sights that find no place are not counted).
+    of the waiting room (or `waits` False, when it has all that it may have).
     """
     codes = np.empty(_BLOCK, dtype=np.uint64)
     guesses = np.empty(_BLOCK, dtype=np.int64)

@@ -120,7 +120,7 @@ class Layout:
         """What a full table takes."""
         index = 8 * entries_in(levels_for(self.capacity, filled=SPILLED_AT)) if self.hashed else 0
         waiting = WAITING_BYTES * entries_in(self.waiting_levels)
-        ragged = 4 * mmap.PAGESIZE  # where regions begin and end
+        ragged = 10 * mmap.PAGESIZE  # where regions begin and end, and the first that spill over
         return HEADER_BYTES + self.capacity * self.slot_bytes + index + waiting + ragged
 
     def bytes_ready(self, slots: int) -> int:

@@ -199,12 +199,10 @@ def _put_waiting(store: Store, ids: Ids, sights: Ids) -> None:
         rowless = t.metas[2 * ids] == 0
         t.marks[4 * ids[rowless] + 2] = sights[rowless]
         return
-    at = 0
-    while store.layout.waiting_levels and at < ids.size:
-        at = finding.put_waiting(t, ids, sights, at)
+    at, most = 0, store.layout.waiting_levels
+    while most and at < ids.size:
+        at = finding.put_waiting(t, ids, sights, at, int(t.head[WAITING_LEVELS]) < most)
         if at < ids.size:
-            if int(t.head[WAITING_LEVELS]) == store.layout.waiting_levels:
-                return  # the waiting room is full: the rest begins anew
             store.grow_waiting()
 
 

@@ -26,13 +26,29 @@ if TYPE_CHECKING:
     from manyhands.ps.tables.modules import RowModel, Rows
 
 
+ROLE = "rows "
+"""Of parcels that carry rows: this and the name of the table."""
+
+
 class Servers(Protocol):
     """A client, as far as rows go."""
 
     homes: Homes | None
 
     def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None: ...
+    def table_states(self, since: int | None = None) -> Arrived: ...
     def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]: ...
+
+
+class Carried(Protocol):
+    state: dict[str, Any]
+
+
+class Arrived(Protocol):
+    """Rows by (role, shard)."""
+
+    @property
+    def complete(self) -> Mapping[tuple[str, int], Carried]: ...
 
 
 class Near(Protocol):
@@ -71,8 +87,6 @@ class RemoteTables(Tables):
         self._tags = 0
         self._ahead: dict[int, dict[str, Asked]] = {}
         self._changed: list[Basket] = []
-        self.gathered: Mapping[tuple[str, int], Mapping[str, Tensor]] = {}
-        """By (table, shard): all rows, for a checkpoint."""
 
     def connect(self, servers: Servers, near: Near | None) -> None:
         self.servers, self._near = servers, near
@@ -118,10 +132,13 @@ class RemoteTables(Tables):
             rows[chosen] = np.frombuffer(payload, np.float32).reshape(len(chosen), -1)
         return rows
 
-    def state_dict(self) -> dict[str, Any]:
-        gathered, self.gathered = self.gathered, {}
+    def state_dict(self, since: int | None = None) -> dict[str, Any]:
+        assert self.servers is not None
+        parcels = self.servers.table_states(since)
         return {
-            name: _one_of([part for (table, _), part in gathered.items() if table == name])
+            name: _one_of(
+                [m.state for (role, _), m in parcels.complete.items() if role == ROLE + name]
+            )
             for name in self.specs
         }
 

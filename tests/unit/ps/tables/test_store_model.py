@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -283,95 +282,6 @@ def test_an_increment_has_only_what_was_touched_since() -> None:
         assert (other.export().last_used == store.export().last_used).all()
 
 
-def small(when_full: str, **more: object) -> Table:
-    return Table(16, optimizer="sgd", max_bytes=200_000, when_full=when_full, **more)  # type: ignore[arg-type]
-
-
-def filled(store: Store) -> np.ndarray:
-    """Ids as many as fit."""
-    ids = np.arange(store.layout.capacity - 1)
-    assert (store.find(ids, create=True, now=1) > 0).all()
-    assert not store.full
-    return ids
-
-
-def test_new_ids_of_a_full_table_share_a_row_and_learn_in_it() -> None:
-    with table(small("share")) as store:
-        ids = filled(store)
-        new = np.array([10**9, 10**9 + 1])
-        assert (store.find(new, create=False) == -1).all()
-        assert (store.find(new, create=True, now=2) == 0).all()
-        assert store.full
-        assert len(store) == ids.size
-        store.update(store.find(new, create=False), np.ones((2, 16), np.float32), lr=1.0, now=2)
-        first, second = store.read(new)
-        assert (first == second).all()
-        assert (first < -1.5).all()
-        assert (store.read(ids) == store.initial(ids)).all()
-        assert store.nbytes <= 200_000
-        chunk = store.export()
-        with table(small("share")) as other:
-            other.load(chunk)
-            assert (other.read(new) == store.read(new)).all()
-        # With more room, they get rows of their own.
-        with table(Table(16, optimizer="sgd")) as larger:
-            larger.load(chunk)
-            assert (larger.find(new, create=True, now=3) > 0).all()
-        store.drop(ids[:1])
-        assert not store.full
-        assert (store.find(new, create=True, now=3) > 0).tolist() == [True, False]
-
-
-def test_a_full_table_that_evicts_drops_the_least_recently_used() -> None:
-    with table(small("evict")) as store:
-        ids = filled(store)
-        store.find(ids[100:], create=True, now=5)
-        new = np.arange(10**6, 10**6 + 50)
-        assert (store.find(new, create=True, now=6) == 0).all()
-        gone = store.evict(6)
-        assert gone == ids.size - int(ids.size * 7 / 8) >= 100
-        assert not np.isin(ids[:100], store.ids()).any()
-        assert store.ids().tolist() == ids[gone:].tolist()
-        assert (store.find(new, create=True, now=7) > 0).all()
-        assert store.evict(7) == 0
-
-
-def test_a_full_table_that_should_say_so_says_what_to_do() -> None:
-    with table(small("error")) as store:
-        ids = filled(store)
-        with pytest.raises(JobError, match=r"is full: it has [\d,]+ rows.*more max_bytes"):
-            store.find([10**9], create=True, now=1)
-        assert (store.find(ids, create=True, now=1) > 0).all()
-
-
-def test_more_rows_than_fit_are_not_loaded_in_silence() -> None:
-    with table(Table(16, optimizer="sgd")) as large, table(small("share")) as store:
-        large.find(range(5_000), create=True, now=1)
-        with pytest.raises(JobError, match=r"of those to load don't fit"):
-            store.load(large.export())
-
-
-def test_ids_that_wait_take_little_memory_and_no_row() -> None:
-    with table(Table(256, admit_after=2)) as store:
-        before = store.nbytes
-        store.find(np.arange(50_000), create=True, now=1)
-        assert len(store) == 0
-        assert store.nbytes - before < 50 * 50_000
-        assert (store.find([7, 7, 8], create=True, now=2) > 0).all()
-        assert store.export().waiting_ids.size == 50_000 - 2
-        assert (store.read([9]) == store.initial([9])).all()
-        store.evict(3)
-        assert store.find([9], create=True, now=3).tolist() == [-1]
-
-
-def test_a_waiting_room_has_bounds() -> None:
-    with table(small("share", admit_after=3)) as store:
-        for begin in range(0, 100_000, 10_000):
-            store.find(np.arange(begin, begin + 10_000), create=True, now=1)
-        assert store.nbytes <= 200_000
-        assert store.export().waiting_ids.size > 1_000
-
-
 def test_ids_outside_a_table_of_fixed_size_are_named() -> None:
     with table(Table(DIM, rows=10)) as store:
         for wrong in (10, -1, 1 << 50):
@@ -406,11 +316,3 @@ def test_merging_keeps_the_order_of_first_sight(ids: list[int]) -> None:
                 if other == one:
                     wanted = grad if number == ids.index(one) else wanted + grad
             assert (total == wanted).all()
-
-
-def test_growth_is_steady_and_ends_at_the_capacity() -> None:
-    with table(small("share")) as store:
-        ready = [0]
-        while ready[-1] < store.layout.capacity:
-            ready.append(store.layout.ready_after(ready[-1]))
-        assert all(before < after for before, after in pairwise(ready))

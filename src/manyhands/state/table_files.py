@@ -1,0 +1,141 @@
+"""Sparse tables in a checkpoint: all rows once, then only those that were touched since.
+
+    tables.json             which files make up each table, in order
+    table-0-0.npz           all rows of the first table
+    table-0-1.npz, ...      rows touched since the checkpoint before; later ones count
+
+Each checkpoint folder is complete: files of the one before are linked into it, not copied, and go with
+the last folder that has them. When the changes together are as large as the first file, all rows are
+written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.state.checkpoints import digest, final, partial
+
+INDEX = "tables.json"
+
+Rows = Mapping[str, Mapping[str, Tensor]]
+"""By table: the arrays of some of its rows, `ids` and others."""
+
+
+class Tables(Protocol):
+    @property
+    def incremental(self) -> bool:
+        """Whether rows that were touched since a step can be told from others, and none goes."""
+
+    def state_dict(self, since: int | None = None) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class Chain:
+    """The files of the last checkpoint."""
+
+    step: int = -1
+    files: dict[str, list[str]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Size and SHA-256 of each file."""
+
+    @property
+    def grown(self) -> bool:
+        """The changes are together as large as all rows were."""
+        first = sum(self.facts[names[0]]["bytes"] for names in self.files.values())
+        return sum(facts["bytes"] for facts in self.facts.values()) > 2 * first
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one checkpoint adds to a chain."""
+
+    rows: Rows
+    chain: Chain
+    """What it is added to; an empty one: it has all rows."""
+    links: Path
+
+    def write(self, folder: Path) -> Chain:
+        """Put the files into a checkpoint's folder; the chain that they are."""
+        files = {name: list(self.chain.files.get(name, ())) for name in self.rows}
+        facts = dict(self.chain.facts)
+        for name in facts:
+            os.rename(self.links / name, folder / name)
+        for number, (table, arrays) in enumerate(sorted(self.rows.items())):
+            name = f"table-{number}-{len(files[table])}.npz"
+            with open(folder / name, "wb") as file:
+                np.savez(file, **{key: t.numpy() for key, t in arrays.items()})  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            files[table].append(name)
+            facts[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
+        (folder / INDEX).write_text(json.dumps(files, indent=1))
+        self.discard()
+        return Chain(-1, files, facts)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.links, ignore_errors=True)
+
+
+def begin(run: Path, step: int, tables: Tables, chain: Chain) -> Part:
+    """Copy what this checkpoint adds, while nobody changes rows."""
+    links = partial(run, step).with_name(f".step-{step}.tables")
+    shutil.rmtree(links, ignore_errors=True)
+    if tables.incremental and chain.files and not chain.grown:
+        try:
+            links.mkdir(parents=True)
+            for name in chain.facts:
+                os.link(final(run, chain.step) / name, links / name)
+            # From the step before on: what is touched twice does no harm.
+            return Part(tables.state_dict(since=chain.step - 1), chain, links)
+        except OSError:
+            pass  # the one before is gone, or the disk has no links: all rows, then
+    return Part(tables.state_dict(), Chain(), links)
+
+
+def read(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """The tables of a checkpoint, each in one piece."""
+    if not (folder / INDEX).exists():
+        return {}
+    files = json.loads((folder / INDEX).read_text())
+    return {
+        name: _together([_load(folder / file) for file in names]) for name, names in files.items()
+    }
+
+
+def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _together(parts: Sequence[dict[str, np.ndarray[Any, Any]]]) -> dict[str, Tensor]:
+    whole = parts[0]
+    for part in parts[1:]:
+        for by, keys in KEYED.items():
+            stays = ~np.isin(whole[by], part[by])
+            whole |= {key: np.concatenate([whole[key][stays], part[key]]) for key in keys}
+        # An id that has a row by now waits for none.
+        waits = ~np.isin(whole["waiting_ids"], whole["ids"])
+        whole |= {key: whole[key][waits] for key in KEYED["waiting_ids"]}
+        whole["shared"] = part["shared"]
+    for by, keys in KEYED.items():
+        order = np.argsort(whole[by], kind="stable")
+        whole |= {key: whole[key][order] for key in keys}
+    return {key: torch.from_numpy(array) for key, array in whole.items()}
+
+
+KEYED = {
+    "ids": ("ids", "rows", "state", "counts", "last_used"),
+    "waiting_ids": ("waiting_ids", "waiting_counts"),
+}
+"""What of a table is in the order of which ids."""
