@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from manyhands.ps.tables.memory import available_bytes
-from manyhands.ps.tables.shards import hash_ids
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.store import Store
+from manyhands.tables.memory import available_bytes
+from manyhands.tables.shards import hash_ids
+from manyhands.tables.spec import Table
+from manyhands.tables.store import Store
 
 BATCH = 4096
 BATCHES = 100

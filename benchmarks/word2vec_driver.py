@@ -38,7 +38,6 @@ class Settings:
     threads: int = 2
     seed: int = 1
     chunk: int = 1_000
-    padded: bool = True
 
 
 class Training:
@@ -47,10 +46,12 @@ class Training:
     def __init__(self, vocabulary: Vocabulary, file: Path, settings: Settings) -> None:
         self.vocabulary, self.settings = vocabulary, settings
         self.ids = np.array(Corpus(file).ids)
-        self.inputs = matrix(len(vocabulary), settings)
-        self.outputs = matrix(len(vocabulary), settings)
+        shape = len(vocabulary), settings.dim
         random = np.random.default_rng(settings.seed)
-        self.inputs[:] = (random.random(self.inputs.shape, np.float32) - 0.5) / settings.dim
+        self.inputs = (random.random(shape, np.float32) - np.float32(0.5)) / np.float32(
+            settings.dim
+        )
+        self.outputs = np.zeros(shape, np.float32)
         self.rows = np.arange(len(vocabulary))
         self.keep = vocabulary.keep_probability(settings.sample)
         self.noise = vocabulary.noise()
@@ -97,17 +98,7 @@ class Training:
         return (tokens, *matrices, self.keep, self.noise, s.window, s.negative, lr, seed)
 
     def vectors(self) -> Vectors:
-        return Vectors(self.vocabulary.words, np.ascontiguousarray(self.inputs))
-
-
-def matrix(rows: int, settings: Settings) -> np.ndarray:
-    """Zeros; padded: rows at whole cache lines, so that no load crosses one."""
-    if not settings.padded:
-        return np.zeros((rows, settings.dim), np.float32)
-    width = -(-settings.dim // 16) * 16
-    flat = np.zeros(rows * width + 16, np.float32)
-    skip = -flat.ctypes.data % 64 // 4
-    return flat[skip : skip + rows * width].reshape(rows, width)[:, : settings.dim]
+        return Vectors(self.vocabulary.words, self.inputs)
 
 
 def scores(vectors: Vectors, folder: Path) -> dict[str, float]:
@@ -133,13 +124,10 @@ def main() -> None:
     parser.add_argument("--words", type=int, help="train on the first so many words only")
     parser.add_argument("--save", help="where to put the vectors")
     for name, kind in Settings.__annotations__.items():
-        if name != "padded":
-            make = {"int": int, "float": float, "str": str}[kind]
-            parser.add_argument(f"--{name}", type=make, default=getattr(Settings, name))
-    parser.add_argument("--unpadded", action="store_true")
+        make = {"int": int, "float": float, "str": str}[kind]
+        parser.add_argument(f"--{name}", type=make, default=getattr(Settings, name))
     given = parser.parse_args()
-    names = [name for name in Settings.__annotations__ if name != "padded"]
-    settings = Settings(**{name: getattr(given, name) for name in names}, padded=not given.unpadded)
+    settings = Settings(**{name: getattr(given, name) for name in Settings.__annotations__})
     began = time.perf_counter()
     vocabulary, file = prepare(given.corpus, given.cache, min_count=5)
     prepare_s = time.perf_counter() - began

@@ -30,7 +30,9 @@ class Clicks:
         draw = np.random.default_rng(seed)
         # Few are seen often, most hardly ever.
         ranks = np.minimum(draw.zipf(1.3, (samples, FIELDS)), 20_000)
-        self.ids = _mix(ranks.astype(np.uint64) * np.uint64(FIELDS) + np.arange(FIELDS, dtype=np.uint64))
+        self.ids = _mix(
+            ranks.astype(np.uint64) * np.uint64(FIELDS) + np.arange(FIELDS, dtype=np.uint64)
+        )
         self.numbers = draw.standard_normal((samples, DENSE), dtype=np.float32)
         odds = self.odds()
         self.clicked = (draw.random(samples) < odds).astype(np.float32)
@@ -40,7 +42,9 @@ class Clicks:
     def odds(self):
         user, item = _tastes(self.ids[:, 0]), _tastes(self.ids[:, 1])
         fame = _tastes(self.ids)[:, :, 0].mean(axis=1)
-        return 1 / (1 + np.exp(-(1.5 * (user * item).sum(axis=1) + 2 * fame + 0.5 * self.numbers[:, 0] - 1)))
+        return 1 / (
+            1 + np.exp(-(1.5 * (user * item).sum(axis=1) + 2 * fame + 0.5 * self.numbers[:, 0] - 1))
+        )
 
     def __len__(self):
         return len(self.ids)
@@ -54,7 +58,9 @@ class WideAndDeep(nn.Module):
 
     def __init__(self, dim: int, hidden: int, lr: float):
         super().__init__()
-        self.wide = mh.SparseEmbeddingBag(None, 1, mode="sum", optimizer="adagrad", lr=lr, init="zeros")
+        self.wide = mh.SparseEmbeddingBag(
+            None, 1, mode="sum", optimizer="adagrad", lr=lr, init="zeros"
+        )
         self.deep = mh.SparseEmbedding(None, dim, optimizer="adagrad", lr=lr, init="normal(0.1)")
         pairs = FIELDS * (FIELDS - 1) // 2
         self.network = nn.Sequential(

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from manyhands import data, words
     from manyhands.errors import ManyhandsError
     from manyhands.job import Job
-    from manyhands.ps.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
-    from manyhands.ps.tables.spec import Table
     from manyhands.strategies.join import join
+    from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
+    from manyhands.tables.spec import Table
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,10 +33,10 @@ __all__ = [
 _HOMES = {
     "Job": "manyhands.job",
     "ManyhandsError": "manyhands.errors",
-    "RowModel": "manyhands.ps.tables.modules",
-    "SparseEmbedding": "manyhands.ps.tables.modules",
-    "SparseEmbeddingBag": "manyhands.ps.tables.modules",
-    "Table": "manyhands.ps.tables.spec",
+    "RowModel": "manyhands.tables.modules",
+    "SparseEmbedding": "manyhands.tables.modules",
+    "SparseEmbeddingBag": "manyhands.tables.modules",
+    "Table": "manyhands.tables.spec",
     "join": "manyhands.strategies.join",
 }
 

@@ -26,7 +26,7 @@ from manyhands.ps.host import Host, Push
 from manyhands.ps.lanes import LANES, Lanes
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
-from manyhands.ps.tables.homes import Homes
+from manyhands.tables.homes import Homes
 from manyhands.wire import Link
 
 ASK_AFTER_S = 2.0

@@ -20,7 +20,7 @@ from manyhands.ps.memory import Flat, block_state, pieces_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.settle import Plan, Status
-from manyhands.ps.tables.homes import Homes
+from manyhands.tables.homes import Homes
 from manyhands.train.trainee import Trainee
 
 SPAN_BYTES = 4 << 20

@@ -24,13 +24,13 @@ from manyhands.ps.heads import Nonsense
 from manyhands.ps.holding import Material
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.parcels import pack
-from manyhands.ps.tables.basket import Basket, SharedBasket, travelling, unpack
-from manyhands.ps.tables.chunk import Chunk
-from manyhands.ps.tables.held import EVICT_EVERY, Tables
-from manyhands.ps.tables.homes import SHARDS, Homes
-from manyhands.ps.tables.remote import ROLE
-from manyhands.ps.tables.shards import shard_of
-from manyhands.ps.tables.undo import UndoLog
+from manyhands.tables.basket import Basket, SharedBasket, travelling, unpack
+from manyhands.tables.chunk import Chunk
+from manyhands.tables.held import EVICT_EVERY, Tables
+from manyhands.tables.homes import SHARDS, Homes
+from manyhands.tables.remote import ROLE
+from manyhands.tables.shards import shard_of
+from manyhands.tables.undo import UndoLog
 
 
 class BasketPlace(Protocol):

@@ -19,7 +19,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.ps.blocks import Layout
 from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement, place
-from manyhands.ps.tables.homes import Homes, RowMove
+from manyhands.tables.homes import Homes, RowMove
 
 
 @dataclass(frozen=True)

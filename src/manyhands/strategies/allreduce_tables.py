@@ -18,8 +18,8 @@ from torch import Tensor
 
 from manyhands.cluster.view import View
 from manyhands.errors import SpecError
-from manyhands.ps.tables.basket import num_bytes, pack_into, unpack
-from manyhands.ps.tables.modules import RowModel
+from manyhands.tables.basket import num_bytes, pack_into, unpack
+from manyhands.tables.modules import RowModel
 from manyhands.train.trainee import Trainee
 
 

@@ -21,14 +21,14 @@ from manyhands.errors import JobError, LinkError, LinkTimeout, SpecError
 from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
-from manyhands.ps.tables.basket import SharedBasket
-from manyhands.ps.tables.modules import RowModel, bind
-from manyhands.ps.tables.remote import RemoteTables
 from manyhands.strategies.base import Learner
 from manyhands.strategies.ps import ParameterServer
 from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap
 from manyhands.strategies.ps_station import Station
+from manyhands.tables.basket import SharedBasket
+from manyhands.tables.modules import RowModel, bind
+from manyhands.tables.remote import RemoteTables
 from manyhands.train.step import StepReport, gradients, row_seed
 
 if TYPE_CHECKING:

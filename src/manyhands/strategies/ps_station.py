@@ -23,8 +23,8 @@ from manyhands.ps.memory import Flat, layout_of, pieces_of
 from manyhands.ps.rounds import Bell, Table
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.server import Server
-from manyhands.ps.tables.modules import RowModel
 from manyhands.strategies.ps import ParameterServer
+from manyhands.tables.modules import RowModel
 from manyhands.train.trainee import Trainee
 from manyhands.wire import Limits, Link, Listener, connect
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from manyhands.job import Job
-from manyhands.ps.tables.modules import SparseEmbedding, SparseEmbeddingBag
+from manyhands.tables.modules import SparseEmbedding, SparseEmbeddingBag
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -139,10 +139,13 @@ class Passing(Sparse):
     samples: int = 1600
     batch_size: int = 8
     epochs: int = 1
+    unused: int = 20
+    """Steps; 0: it drops none."""
 
     def model(self) -> nn.Module:
         model = Looking(self.width, self.table_optim)
-        model.rows = SparseEmbedding(None, 4, optimizer=self.table_optim, evict_unused=20)
+        unused = self.unused or None
+        model.rows = SparseEmbedding(None, 4, optimizer=self.table_optim, evict_unused=unused)
         return model
 
     def data(self) -> TensorDataset:

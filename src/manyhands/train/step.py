@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from manyhands.ps.tables.modules import RowModel
+from manyhands.tables.modules import RowModel
 from manyhands.train.feed import Share
 from manyhands.train.seeds import derive
 from manyhands.train.trainee import Trainee, checked_weight, frozen_statistics

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.errors import JobError
 from manyhands.job import Job
-from manyhands.ps.tables.modules import tables_of
+from manyhands.tables.modules import tables_of
 
 if TYPE_CHECKING:
-    from manyhands.ps.tables.held import Tables
+    from manyhands.tables.held import Tables
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -117,7 +117,7 @@ def find_tables(model: nn.Module, *, seed: int) -> Tables | None:
     """The tables of a model, bound to it. What they need is loaded only if there are any."""
     if not tables_of(model):
         return None
-    from manyhands.ps.tables.held import Tables
+    from manyhands.tables.held import Tables
 
     return Tables.of(model, seed=seed)
 

@@ -10,7 +10,7 @@ error goes to every context undivided, as word2vec has always done.
 
 The matrices are changed in place without a lock: several threads or processes may do so at once
 (Niu et al., 2011). A call reads and writes about (negative + 1 + contexts) rows a kept word.
-Rows may have any stride; they are fastest at a multiple of 64 bytes.
+Rows may lie at any stride.
 """
 
 from __future__ import annotations

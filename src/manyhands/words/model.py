@@ -8,21 +8,28 @@ words that are drawn anew for each batch, so that a batch touches few rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from manyhands.ps.tables.modules import RowModel, Rows
-from manyhands.ps.tables.spec import Table
+from manyhands.tables.modules import RowModel, Rows
+from manyhands.tables.spec import Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from manyhands.data.text import Vocabulary
-
 POOL = 4096
 """Words that the negatives of a batch are drawn from, where rows have to be fetched."""
+
+
+class Vocabulary(Protocol):
+    """As of manyhands.data.corpus()."""
+
+    @property
+    def words(self) -> Sequence[str]: ...
+    def keep_probability(self, sample: float) -> NDArray[np.float32]: ...
+    def noise(self) -> NDArray[np.uint64]: ...
 
 
 class WordModel(RowModel):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.held import Tables
-from manyhands.ps.tables.modules import SparseEmbedding, SparseEmbeddingBag, TableModule, tables_of
-from manyhands.ps.tables.spec import Table
+from manyhands.tables.held import Tables
+from manyhands.tables.modules import SparseEmbedding, SparseEmbeddingBag, TableModule, tables_of
+from manyhands.tables.spec import Table
 
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
 

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.ps.tables.basket import Basket, Sparse, together
-from manyhands.ps.tables.chunk import Chunk
-from manyhands.ps.tables.modules import RowModel, bind, tables_of
-from manyhands.ps.tables.shards import shard_of
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.store import Store
-from manyhands.ps.tables.undo import UndoLog
+from manyhands.tables.basket import Basket, Sparse, together
+from manyhands.tables.chunk import Chunk
+from manyhands.tables.modules import RowModel, bind, tables_of
+from manyhands.tables.shards import shard_of
+from manyhands.tables.spec import Table
+from manyhands.tables.store import Store
+from manyhands.tables.undo import UndoLog
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from manyhands.ps.tables.modules import Rows
+    from manyhands.tables.modules import Rows
 
 
 EVICT_EVERY = 100

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.ps.tables.atomics import add, lowest, match, prefetch, swap
-from manyhands.ps.tables.compiled import exact
-from manyhands.ps.tables.kernels import hash_id, make_record
-from manyhands.ps.tables.layout import (
+from manyhands.tables.atomics import add, lowest, match, prefetch, swap
+from manyhands.tables.compiled import exact
+from manyhands.tables.kernels import hash_id, make_record
+from manyhands.tables.layout import (
     BASE,
     BASE_BITS,
     FREE,

@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from manyhands.errors import JobError, LinkError, UsageError
-from manyhands.ps.tables import index as finding
-from manyhands.ps.tables import kernels, moving
-from manyhands.ps.tables.chunk import Chunk, Floats, Ids
-from manyhands.ps.tables.index import Arrays
-from manyhands.ps.tables.kernels import Birth
-from manyhands.ps.tables.layout import (
+from manyhands.tables import index as finding
+from manyhands.tables import kernels, moving
+from manyhands.tables.chunk import Chunk, Floats, Ids
+from manyhands.tables.index import Arrays
+from manyhands.tables.kernels import Birth
+from manyhands.tables.layout import (
     CAPACITY,
     DIGEST,
     EXTENDED_AT,
@@ -48,9 +48,9 @@ from manyhands.ps.tables.layout import (
     entries_in,
     levels_for,
 )
-from manyhands.ps.tables.memory import Memory, available_bytes, total_bytes
-from manyhands.ps.tables.spec import META_BYTES, Table, check_name, salt_of
-from manyhands.ps.tables.wording import show_bytes
+from manyhands.tables.memory import Memory, available_bytes, total_bytes
+from manyhands.tables.spec import META_BYTES, Table, check_name, salt_of
+from manyhands.tables.wording import show_bytes
 from manyhands.wire.shm import Segment
 
 SHARED = 0

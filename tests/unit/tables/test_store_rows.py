@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from manyhands.errors import JobError, LinkError, UsageError
-from manyhands.ps.tables import memory
-from manyhands.ps.tables.spec import OPTIMIZERS, Table
-from manyhands.ps.tables.store import Store
+from manyhands.tables import memory
+from manyhands.tables.spec import OPTIMIZERS, Table
+from manyhands.tables.store import Store
 from manyhands.wire.shm import Segment
 
 LR = 0.05

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import ManyhandsError
-from manyhands.ps.tables.homes import SHARDS, Homes
+from manyhands.tables.homes import SHARDS, Homes
 
 NAMES = [f"s{i}" for i in range(6)]
 

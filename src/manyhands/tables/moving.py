@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manyhands.errors import JobError
-from manyhands.ps.tables import index as finding
-from manyhands.ps.tables.chunk import Chunk, Floats, Ids
-from manyhands.ps.tables.layout import (
+from manyhands.tables import index as finding
+from manyhands.tables.chunk import Chunk, Floats, Ids
+from manyhands.tables.layout import (
     FREE,
     FULL,
     GENERATION,
@@ -24,10 +24,10 @@ from manyhands.ps.tables.layout import (
     WAITING_LEVELS,
     entries_in,
 )
-from manyhands.ps.tables.shards import shard_of
+from manyhands.tables.shards import shard_of
 
 if TYPE_CHECKING:
-    from manyhands.ps.tables.store import Store
+    from manyhands.tables.store import Store
 
 KEPT_WHEN_FULL = 7 / 8
 """Of all rows, by an evict of a table that was full."""

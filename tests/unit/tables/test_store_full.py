@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.store import Store
+from manyhands.tables.spec import Table
+from manyhands.tables.store import Store
 
 
 @contextmanager

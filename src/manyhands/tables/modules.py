@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.spec import Table
+from manyhands.tables.spec import Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,7 +91,7 @@ class TableModule(nn.Module):
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise JobError(f"{type(self).__name__} looks up whole numbers, and got {ids.dtype}.")
         if self._access is None:
-            from manyhands.ps.tables.held import Tables
+            from manyhands.tables.held import Tables
 
             Tables.of(self, seed=torch.initial_seed())
         access = self._access

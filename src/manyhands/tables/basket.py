@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.spec import Table
+from manyhands.tables.spec import Table
 from manyhands.wire.shm import Segment
 
 RESERVED_BYTES = 4 << 30

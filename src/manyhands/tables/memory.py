@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from manyhands.cluster.checkup.cgroup import memory_limit
 from manyhands.errors import JobError
-from manyhands.ps.tables.wording import show_bytes
+from manyhands.tables.wording import show_bytes
 from manyhands.wire.shm import Segment
 
 SPARE_PART = 50

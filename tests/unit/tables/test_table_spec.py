@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.layout import EXTENDED_AT, Layout, entries_in, levels_for
-from manyhands.ps.tables.spec import OPTIMIZERS, RowOptimizer, Table, check_name, salt_of
-from manyhands.ps.tables.wording import parse_bytes, show_bytes
+from manyhands.tables.layout import EXTENDED_AT, Layout, entries_in, levels_for
+from manyhands.tables.spec import OPTIMIZERS, RowOptimizer, Table, check_name, salt_of
+from manyhands.tables.wording import parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manyhands.ps.tables.basket import SharedBasket, Sparse, num_bytes, pack_into, together, unpack
-from manyhands.ps.tables.held import Tables
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.undo import UndoLog
+from manyhands.tables.basket import SharedBasket, Sparse, num_bytes, pack_into, together, unpack
+from manyhands.tables.held import Tables
+from manyhands.tables.spec import Table
+from manyhands.tables.undo import UndoLog
 
 SPECS = {
     "small": Table(dim=3, optimizer="adam", init="normal(1)"),

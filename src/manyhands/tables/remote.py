@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.ps.tables.basket import Basket, Sparse, num_bytes, pack_into, travelling
-from manyhands.ps.tables.held import Tables
-from manyhands.ps.tables.homes import Homes
+from manyhands.tables.basket import Basket, Sparse, num_bytes, pack_into, travelling
+from manyhands.tables.held import Tables
+from manyhands.tables.homes import Homes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from manyhands.ps.tables.modules import RowModel, Rows
+    from manyhands.tables.modules import RowModel, Rows
 
 
 ROLE = "rows "

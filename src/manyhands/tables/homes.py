@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError
-from manyhands.ps.tables.shards import shard_of
+from manyhands.tables.shards import shard_of
 
 SHARDS = 128
 

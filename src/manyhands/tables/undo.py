@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.store import Store
+from manyhands.tables.store import Store
 from manyhands.wire.shm import Segment
 
 RESERVED_BYTES = 4 << 30

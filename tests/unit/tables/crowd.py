@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.store import Store
+from manyhands.tables.spec import Table
+from manyhands.tables.store import Store
 
 NAME = "t"
 SAME = 240_000

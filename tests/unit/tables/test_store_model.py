@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import JobError
-from manyhands.ps.tables.chunk import Chunk
-from manyhands.ps.tables.layout import NEXT, READY
-from manyhands.ps.tables.shards import FIRST, SECOND, STEP, hash_ids, shard_of
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.store import Store
+from manyhands.tables.chunk import Chunk
+from manyhands.tables.layout import NEXT, READY
+from manyhands.tables.shards import FIRST, SECOND, STEP, hash_ids, shard_of
+from manyhands.tables.spec import Table
+from manyhands.tables.store import Store
 
 DIM = 3
 LR = 0.5

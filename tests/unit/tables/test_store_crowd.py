@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from crowd import NAME, SAME, own
 
-from manyhands.ps.tables.layout import NEXT
-from manyhands.ps.tables.spec import Table
-from manyhands.ps.tables.store import Store
+from manyhands.tables.layout import NEXT
+from manyhands.tables.spec import Table
+from manyhands.tables.store import Store
 
 CROWD = Path(__file__).with_name("crowd.py")
 DEADLINE_S = 120
