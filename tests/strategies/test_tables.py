@@ -61,8 +61,8 @@ def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
         "ps:async",
         "ps:ssp(staleness=2)",
         "ps:backup(spares=1)",
-        "ps:async(transport=tcp)",
-        "ps:async(placement=dedicated)",
+        "ps:async(transport=tcp,row_bits=16,row_age=2,replicas=0)",
+        "ps:async(placement=dedicated,transport=tcp)",
         "allreduce(tables=shared)",
     ],
 )

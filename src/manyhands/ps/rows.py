@@ -24,13 +24,17 @@ from manyhands.ps.heads import Nonsense
 from manyhands.ps.holding import Material
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.parcels import pack
-from manyhands.tables.basket import Basket, SharedBasket, travelling, unpack
+from manyhands.tables.basket import Basket, SharedBasket, to_wire, travelling, unpack
 from manyhands.tables.chunk import Chunk
 from manyhands.tables.held import EVICT_EVERY, Tables
 from manyhands.tables.homes import SHARDS, Homes
 from manyhands.tables.remote import ROLE
 from manyhands.tables.shards import shard_of
 from manyhands.tables.undo import UndoLog
+
+TURNS = 128
+"""Changes of a row are counted modulo this: more than can happen between reading it and pushing, and no
+more than 16 bits can hold."""
 
 
 class BasketPlace(Protocol):
@@ -59,8 +63,11 @@ class HeldBasket:
 
 
 class RowEstate:
-    def __init__(self, name: str, tables: Tables, *, shared: bool, adds: bool) -> None:
-        """`adds`: what is pushed is not a gradient but what to add to the rows."""
+    def __init__(
+        self, name: str, tables: Tables, *, shared: bool, adds: bool, bits: int = 32
+    ) -> None:
+        """`adds`: what is pushed is not a gradient but what to add to the rows. `bits`: of each number on
+        the wire."""
         self.name = name
         self.tables = tables
         self.shared = shared
@@ -72,9 +79,10 @@ class RowEstate:
         self.undo_logs: dict[str, UndoLog] = {}
         """Of the other servers."""
         self._adds = adds
+        self._bits = bits
         self._wire = travelling(tables.specs, adds=adds)
         self._turns = {name: np.zeros(0, np.float32) for name in tables.specs}
-        """How often each row was changed, where differences are pushed."""
+        """How often each row was changed, modulo TURNS, where differences are pushed."""
         self._coming: Homes | None = None
         self._arrived: list[tuple[str, int, Chunk]] = []
         self._rates: dict[int, tuple[float, float]] = {}
@@ -154,10 +162,10 @@ class RowEstate:
             rows = self.look_up(
                 head["table"], np.frombuffer(payload, np.int64), make=head["make"], now=head["now"]
             )
-            yield {"k": "rows", "tag": head["tag"]}, rows.reshape(-1).view(np.uint8).data
+            yield {"k": "rows", "tag": head["tag"]}, to_wire(rows, self._bits)
         elif head["seq"] > done:
             try:
-                self.put(worker, head["slot"], unpack(payload, self._wire))
+                self.put(worker, head["slot"], unpack(payload, self._wire, bits=self._bits))
             except ValueError as error:
                 raise Nonsense(str(error)) from error
 
@@ -249,10 +257,10 @@ class RowEstate:
         for name, sparse in basket.items():
             store, dim = self.tables.store(name), self.tables.specs[name].dim
             slots = self.tables.find(name, sparse.ids, now=now, make="missing")
-            behind = np.maximum(self._turns_of(name, slots) - sparse.grads[:, dim], 0)
+            behind = (self._turns_of(name, slots) - sparse.grads[:, dim]) % TURNS
             moved = sparse.grads[:, :dim] / (1 + behind)[:, None]
             store.update(slots, moved, lr=-1.0, now=now)
-            self._turns[name][slots] += 1
+            self._turns[name][slots] = (self._turns[name][slots] + 1) % TURNS
 
     def _turns_of(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
         turns = self._turns[name]

@@ -44,11 +44,15 @@ class ParameterServer(Strategy):
     """How numbers travel; auto: shared memory inside a host, the network otherwise."""
     replicas: int = 1
     """Copies of each block on another server, kept up to date: 1 or 0."""
+    row_bits: int = 32
+    """Of each number of a table's row that travels: 32, or 16 (bfloat16)."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
         if self.replicas not in (0, 1):
             raise SpecError(f"{self.name}: replicas={self.replicas}; a block has 0 or 1 replicas.")
+        if self.row_bits not in (16, 32):
+            raise SpecError(f"{self.name}: row_bits={self.row_bits}; a number has 32 or 16 bits.")
         if self.servers == "auto":
             return
         most = workers if self.placement == "colocated" else 64
@@ -102,6 +106,8 @@ class PsAsync(ParameterServer):
     """Learning rate over staleness: divided by 1 + staleness, or by its square root; none: as it is."""
     compensate: float = 0.0
     """Strength of delay compensation (DC-ASGD), such as 0.04; 0: none."""
+    row_age: int = 0
+    """So many steps a worker may go on with a table's row that it has, before it asks for it again."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -109,6 +115,8 @@ class PsAsync(ParameterServer):
             raise SpecError(
                 f"{self.name}: compensate={self.compensate}; a number from 0 (none) up, such as 0.04."
             )
+        if self.row_age < 0:
+            raise SpecError(f"{self.name}: row_age={self.row_age}; 0 or more steps.")
 
     def terms(self, clip_norm: float | None) -> Terms:
         from manyhands.ps.policies import Async

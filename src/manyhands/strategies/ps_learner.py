@@ -196,7 +196,12 @@ class PsLearner(Learner):
         if tables is None or self._baskets or isinstance(tables, RemoteTables):
             return
         if not self._station.shared:
-            self.trainee.tables = RemoteTables(tables, adds=isinstance(model, RowModel))
+            self.trainee.tables = RemoteTables(
+                tables,
+                adds=isinstance(model, RowModel),
+                bits=self._config.row_bits,
+                age=getattr(self._config, "row_age", 0),
+            )
             bind(model, self.trainee.tables)
         if not self._rounds:
             return

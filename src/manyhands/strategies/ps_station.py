@@ -149,6 +149,7 @@ class Station:
             self._tables,
             shared=self.shared,
             adds=isinstance(self.trainee.model, RowModel),
+            bits=self.config.row_bits,
         )
 
     def wait_until_begun(self) -> None:

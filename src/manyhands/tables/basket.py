@@ -52,15 +52,41 @@ def travelling(tables: Mapping[str, Table], *, adds: bool) -> dict[str, Table]:
     return {name: replace(t, dim=t.dim + 1) if adds else t for name, t in tables.items()}
 
 
-def num_bytes(basket: Basket, tables: Mapping[str, Table]) -> int:
+def narrow(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """As 16 bits: bfloat16, rounded to the nearest. It has float32's range, so no gradient is too small."""
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + (np.uint32(0x7FFF) + odd)) >> np.uint32(16)).astype(np.uint16)
+
+
+def widen(numbers: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_wire(rows: NDArray[np.float32], bits: int) -> memoryview:
+    """Rows as the bytes that travel."""
+    return (
+        (narrow(rows) if bits == 16 else np.ascontiguousarray(rows)).reshape(-1).view(np.uint8).data
+    )
+
+
+def from_wire(payload: memoryview | NDArray[np.uint8], dim: int, bits: int) -> NDArray[np.float32]:
+    if bits == 16:
+        return widen(np.frombuffer(payload, np.uint16)).reshape(-1, dim)
+    return np.frombuffer(payload, np.float32).reshape(-1, dim)
+
+
+def num_bytes(basket: Basket, tables: Mapping[str, Table], *, bits: int = 32) -> int:
     return sum(
-        8 + _padded(len(basket[name].ids), table.dim) if name in basket else 8
+        8 + _padded(len(basket[name].ids), table.dim, bits) if name in basket else 8
         for name, table in tables.items()
     )
 
 
-def pack_into(memory: memoryview, basket: Basket, tables: Mapping[str, Table]) -> int:
-    """Write a basket; the number of bytes."""
+def pack_into(
+    memory: memoryview, basket: Basket, tables: Mapping[str, Table], *, bits: int = 32
+) -> int:
+    """Write a basket; the number of bytes. `bits`: of a number."""
     raw = np.frombuffer(memory, np.uint8)
     at = 0
     for name, table in sorted(tables.items()):
@@ -69,13 +95,15 @@ def pack_into(memory: memoryview, basket: Basket, tables: Mapping[str, Table]) -
         raw[at : at + 8].view(np.int64)[0] = count
         at += 8
         raw[at : at + 8 * count].view(np.int64)[:] = sparse.ids
-        grads = raw[at + 8 * count : at + 8 * count + 4 * count * table.dim]
-        grads.view(np.float32)[:] = sparse.grads.reshape(-1)
-        at += _padded(count, table.dim)
+        stop = at + 8 * count + bits // 8 * count * table.dim
+        raw[at + 8 * count : stop] = np.frombuffer(to_wire(sparse.grads, bits), np.uint8)
+        at += _padded(count, table.dim, bits)
     return at
 
 
-def unpack(memory: memoryview | bytes, tables: Mapping[str, Table]) -> dict[str, Sparse]:
+def unpack(
+    memory: memoryview | bytes, tables: Mapping[str, Table], *, bits: int = 32
+) -> dict[str, Sparse]:
     """The basket that lies there; its arrays are views. ValueError if none does."""
     raw = np.frombuffer(memory, np.uint8)
     basket, at = {}, 0
@@ -84,18 +112,18 @@ def unpack(memory: memoryview | bytes, tables: Mapping[str, Table]) -> dict[str,
             raise ValueError(f"the basket ends before {name}")
         count = int(raw[at : at + 8].view(np.int64)[0])
         at += 8
-        if not 0 <= count <= (len(raw) - at) // (8 + 4 * table.dim):
+        if not 0 <= count <= (len(raw) - at) // (8 + bits // 8 * table.dim):
             raise ValueError(f"{count} rows of {name} do not fit into {len(raw) - at} bytes")
         ids = raw[at : at + 8 * count].view(np.int64)
-        grads = raw[at + 8 * count : at + 8 * count + 4 * count * table.dim]
-        basket[name] = Sparse(ids, grads.view(np.float32).reshape(count, table.dim))
-        at += _padded(count, table.dim)
+        grads = raw[at + 8 * count : at + 8 * count + bits // 8 * count * table.dim]
+        basket[name] = Sparse(ids, from_wire(grads, table.dim, bits))
+        at += _padded(count, table.dim, bits)
     return basket
 
 
-def _padded(count: int, dim: int) -> int:
+def _padded(count: int, dim: int, bits: int) -> int:
     """Bytes of so many ids and rows, up to the next multiple of 8."""
-    return -(-count * (8 + 4 * dim) // 8) * 8
+    return -(-count * (8 + bits // 8 * dim) // 8) * 8
 
 
 class SharedBasket:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.tables.basket import Basket, Sparse, num_bytes, pack_into, travelling
+from manyhands.tables.basket import Basket, Sparse, from_wire, num_bytes, pack_into, travelling
 from manyhands.tables.held import Tables
 from manyhands.tables.homes import Homes
 
@@ -78,10 +78,14 @@ class Asked:
 class RemoteTables(Tables):
     """As Tables; `servers` is set anew for each view."""
 
-    def __init__(self, tables: Tables, *, adds: bool) -> None:
-        """`adds`: for a RowModel, which pushes differences."""
+    def __init__(self, tables: Tables, *, adds: bool, bits: int = 32, age: int = 0) -> None:
+        """`adds`: for a RowModel, which pushes differences. `bits`: of a number on the wire. `age`: steps
+        that a row may be used for before it is asked for again."""
         super().__init__(tables.specs, seed=tables.seed)
+        self.in_place = adds
+        self._bits = bits
         self._wire = travelling(tables.specs, adds=adds)
+        self._kept = {name: Kept(t.dim, age) for name, t in self._wire.items()} if age else {}
         self.servers: Servers | None = None
         self._near: Near | None = None
         self._tags = 0
@@ -92,10 +96,24 @@ class RemoteTables(Tables):
         self.servers, self._near = servers, near
         self._ahead.clear()
         self._changed.clear()
+        for kept in self._kept.values():
+            kept.clear()
         self.forget()
 
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
-        return torch.from_numpy(self._wait(name, self._ask(name, ids.numpy(), make=create)))
+        numbers = ids.numpy()
+        if create and name in self._kept:
+            return torch.from_numpy(self._read_kept(name, numbers))
+        return torch.from_numpy(self._wait(name, self._ask(name, numbers, make=create)))
+
+    def _read_kept(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Ask only for rows that are not here, or too old."""
+        kept = self._kept[name]
+        rows, missing = kept.get(ids, self.now)
+        if missing.any():
+            rows[missing] = self._wait(name, self._ask(name, ids[missing], make=True))
+            kept.put(ids[missing], rows[missing], self.now)
+        return rows
 
     def _ask(self, name: str, ids: NDArray[np.int64], *, make: bool) -> Asked:
         servers = self.servers
@@ -129,7 +147,7 @@ class RemoteTables(Tables):
             rows[asked.here[0]] = asked.here[1]
         heard = self.servers.wait_for_rows(asked.tag, list(asked.places))
         for chosen, payload in zip(asked.places.values(), heard, strict=True):
-            rows[chosen] = np.frombuffer(payload, np.float32).reshape(len(chosen), -1)
+            rows[chosen] = from_wire(payload, self._wire[name].dim, self._bits)
         return rows
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
@@ -199,10 +217,43 @@ class RemoteTables(Tables):
             if self._near is not None and server == self._near.name:
                 self._near.put(worker, slot, mine)
                 continue
-            memory = memoryview(bytearray(num_bytes(mine, self._wire)))
-            pack_into(memory, mine, self._wire)
+            memory = memoryview(bytearray(num_bytes(mine, self._wire, bits=self._bits)))
+            pack_into(memory, mine, self._wire, bits=self._bits)
             told[server] = memory
         return told
+
+
+class Kept:
+    """Rows that were fetched lately, by ascending id."""
+
+    def __init__(self, dim: int, age: int) -> None:
+        self._dim, self._age = dim, age
+        self.clear()
+
+    def clear(self) -> None:
+        self._ids = np.empty(0, np.int64)
+        self._rows = np.empty((0, self._dim), np.float32)
+        self._since = np.empty(0, np.int64)
+
+    def get(
+        self, ids: NDArray[np.int64], now: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """The rows of ids, and which of them are missing."""
+        rows = np.empty((len(ids), self._dim), np.float32)
+        if not len(self._ids):
+            return rows, np.ones(len(ids), bool)
+        places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        here = (self._ids[places] == ids) & (now - self._since[places] <= self._age)
+        rows[here] = self._rows[places[here]]
+        return rows, ~here
+
+    def put(self, ids: NDArray[np.int64], rows: NDArray[np.float32], now: int) -> None:
+        stays = (now - self._since <= self._age) & ~np.isin(self._ids, ids)
+        every = np.concatenate([self._ids[stays], ids])
+        order = np.argsort(every, kind="stable")
+        self._ids = every[order]
+        self._rows = np.concatenate([self._rows[stays], rows])[order]
+        self._since = np.concatenate([self._since[stays], np.full(len(ids), now)])[order]
 
 
 class CopiedRows:

@@ -26,6 +26,10 @@ FOOT = 34
 DOT = 4.0
 SMALL, BIG = 13, 17
 """Sizes of the labels: of a neighbour, of an asked word."""
+LONGEST = 32
+"""Letters of a label; the rest is cut off."""
+NAMED = 6
+"""Asked words in the caption."""
 LIGHT = ("#1f5fa8", "#b3401f", "#2c7a3d", "#7a3fa0", "#94640a", "#0f7479", "#a82c66", "#55606b")
 DARK = ("#7db4f0", "#f39b7d", "#86cf95", "#c9a0ea", "#e3bd63", "#6fcdd2", "#ee94bb", "#b4bec8")
 
@@ -111,7 +115,8 @@ def _svg(dots: Sequence[Dot], asked: Sequence[str], share: float) -> str:
     # Asked words get the best places.
     order = sorted(dots, key=lambda dot: (not dot.asked, dot.word))
     labels = _labels(order)
-    title = escape("Nearest words of " + ", ".join(asked))
+    more = f" and {len(asked) - NAMED} more" if len(asked) > NAMED else ""
+    title = escape("Nearest words of " + ", ".join(map(_label, asked[:NAMED])) + more)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img" font-family="system-ui, sans-serif">',
@@ -137,7 +142,7 @@ def _svg(dots: Sequence[Dot], asked: Sequence[str], share: float) -> str:
         )
         lines.append(
             f'<text class="g{dot.group}" x="{box.left:.1f}" y="{box.bottom - 0.28 * size:.1f}" '
-            f'font-size="{size}"{weight}>{escape(dot.word)}</text>'
+            f'font-size="{size}"{weight}>{escape(_label(dot.word))}</text>'
         )
     caption = f"{title}: two principal components, {share:.0%} of the variance."
     lines.append(f'<text class="note" x="16" y="{HEIGHT - 12}" font-size="12">{caption}</text>')
@@ -175,7 +180,7 @@ def _labels(dots: Sequence[Dot]) -> list[Box]:
         box = next(
             box
             for box in _candidates(
-                dot, _length(dot.word) * size * (1.16 if dot.asked else 1.03), size
+                dot, _length(_label(dot.word)) * size * (1.16 if dot.asked else 1.03), size
             )
             if box.within_page() and not any(box.meets(other) for other in taken)
         )
@@ -201,6 +206,10 @@ def _candidates(dot: Dot, width: float, size: int) -> Iterator[Box]:
     raise UsageError(
         f"The picture is too full for the label {dot.word!r}: ask for fewer words or fewer neighbours."
     )
+
+
+def _label(word: str) -> str:
+    return word if len(word) <= LONGEST else word[: LONGEST - 1] + "…"
 
 
 def _length(word: str) -> float:

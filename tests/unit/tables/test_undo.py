@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from manyhands.tables.basket import SharedBasket, Sparse, num_bytes, pack_into, together, unpack
+from manyhands.tables.basket import (
+    SharedBasket,
+    Sparse,
+    narrow,
+    num_bytes,
+    pack_into,
+    together,
+    unpack,
+    widen,
+)
 from manyhands.tables.held import Tables
+from manyhands.tables.remote import Kept
 from manyhands.tables.spec import Table
 from manyhands.tables.undo import UndoLog
 
@@ -37,6 +48,35 @@ def test_a_basket_travels(seed: int) -> None:
         for name, sparse in given.items():
             assert np.array_equal(got[name].ids, sparse.ids)
             assert np.array_equal(got[name].grads, sparse.grads)
+
+
+def test_sixteen_bits_are_the_nearest_that_there_are() -> None:
+    numbers = np.concatenate(
+        [np.float32([0, -0.0, 1, -1, 1e-38, 3e38]), basket(3)["large"].grads.ravel()]
+    )
+    expected = torch.from_numpy(numbers).bfloat16()
+    assert np.array_equal(narrow(numbers), expected.view(torch.int16).numpy().view(np.uint16))
+    assert np.array_equal(widen(narrow(numbers)), expected.float().numpy())
+    given = basket(5)
+    memory = memoryview(bytearray(num_bytes(given, SPECS, bits=16)))
+    assert pack_into(memory, given, SPECS, bits=16) == memory.nbytes
+    for name, sparse in unpack(memory, SPECS, bits=16).items():
+        assert np.array_equal(sparse.ids, given[name].ids)
+        np.testing.assert_allclose(sparse.grads, given[name].grads, rtol=4e-3)
+
+
+def test_rows_are_kept_for_so_many_steps() -> None:
+    kept = Kept(1, 2)
+    ids = np.array([3, 5, 9])
+    rows, missing = kept.get(ids, 0)
+    assert missing.all()
+    kept.put(ids, np.float32([[3], [5], [9]]), 0)
+    rows, missing = kept.get(np.array([5, 7, 9]), 2)
+    assert missing.tolist() == [False, True, False]
+    assert rows[~missing].ravel().tolist() == [5, 9]
+    kept.put(np.array([7]), np.float32([[7]]), 2)
+    _, missing = kept.get(np.array([3, 5, 7, 9]), 3)
+    assert missing.tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 100])

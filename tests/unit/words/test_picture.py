@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from manyhands.errors import UsageError
+from manyhands.words import picture
 from manyhands.words.picture import HEIGHT, WIDTH, Dot, _labels, neighbourhood
 from manyhands.words.vectors import Vectors
 
@@ -71,10 +72,20 @@ def test_the_same_vectors_give_the_same_picture(royals: Vectors) -> None:
     assert neighbourhood(royals, "king") == neighbourhood(royals, ["king", "king"])
 
 
-def test_what_can_not_be_drawn(royals: Vectors) -> None:
+def test_what_can_not_be_drawn(royals: Vectors, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="0 words with 8 neighbours"):
         neighbourhood(royals, [])
     with pytest.raises(UsageError, match="'kingg' is not among"):
         neighbourhood(royals, ["kingg"])
+    for name, size in (("WIDTH", 240), ("HEIGHT", 160), ("MARGIN", 30)):
+        monkeypatch.setattr(picture, name, size)
     with pytest.raises(UsageError, match="too full for the label"):
-        neighbourhood(crowd(1_500), crowd(1_500).words[:60], count=20)
+        neighbourhood(crowd(400), crowd(400).words[:10], count=8)
+
+
+def test_a_long_word_is_cut_and_many_are_counted() -> None:
+    vectors = Vectors(["w" * 500, *"abcdefghi"], np.eye(10, dtype=np.float32))
+    root = ElementTree.fromstring(neighbourhood(vectors, vectors.words, count=2))
+    labels = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert "w" * 31 + "…" in labels
+    assert "e and 4 more" in labels[-1]
