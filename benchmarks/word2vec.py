@@ -33,7 +33,8 @@ from ps_peers import VENVS, Package, Peer, python_of
 from ps_watch import Failed, become_reaper, run
 from word2vec_driver import Settings, Training, scores
 
-from manyhands.data.text import Corpus, Vocabulary, prepare
+from manyhands.data.corpus_files import prepare
+from manyhands.data.text import Corpus, Vocabulary
 from manyhands.words.vectors import Vectors
 
 HERE = Path(__file__).parent

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.text import Corpus, Vocabulary, prepare
+from manyhands.data.corpus_files import prepare
+from manyhands.data.text import Corpus, Vocabulary
 from manyhands.words import kernels
 from manyhands.words.vectors import Vectors
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from manyhands.testing import harness
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,7 @@ def test_mnist_perceptron(mnist_folder: Path, tmp_path: Path) -> None:
     assert final_accuracy(str(ROOT / "examples/mnist.py"), tmp_path / "run", environ) > 0.98
 
 
+@pytest.mark.long
 def test_mnist_convolutional(mnist_folder: Path, tmp_path: Path) -> None:
     environ = {"MANYHANDS_DATA": str(mnist_folder)}
     reference = f"{ROOT / 'examples/mnist.py'}:MnistConv"

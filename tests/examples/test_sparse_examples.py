@@ -39,7 +39,7 @@ def run(*arguments: str, folder: Path, cache: Path) -> harness.Finished:
     ("strategy", "fields"),
     [
         ("ps:async", ()),
-        ("ps:async", ("cbow=true",)),
+        pytest.param("ps:async", ("cbow=true",), marks=pytest.mark.long),
         ("ps:async(transport=tcp)", ()),
         pytest.param("allreduce", ("direct=false",), marks=pytest.mark.long),
         pytest.param("allreduce(tables=shared)", (), marks=pytest.mark.long),

@@ -18,11 +18,17 @@ SYNCHRONOUS = [
     Case("allreduce", workers=2),
     pytest.param(Case("allreduce", workers=4), marks=pytest.mark.long),
     Case("ps:sync", workers=2),
-    Case("ps:sync(servers=3)", workers=4),
-    Case("ps:sync(placement=dedicated)", workers=2),
-    Case("ps:sync(transport=tcp)", workers=2, flags=("--trust-network",)),
+    pytest.param(Case("ps:sync(servers=3)", workers=4), marks=pytest.mark.long),
+    pytest.param(Case("ps:sync(placement=dedicated)", workers=2), marks=pytest.mark.long),
+    pytest.param(
+        Case("ps:sync(transport=tcp)", workers=2, flags=("--trust-network",)),
+        marks=pytest.mark.long,
+    ),
     Case("ps:sync(transport=tcp,placement=dedicated,servers=3)", workers=2),
-    Case("ps:sync(transport=tcp,replicas=0)", workers=3, flags=("--trust-network",)),
+    pytest.param(
+        Case("ps:sync(transport=tcp,replicas=0)", workers=3, flags=("--trust-network",)),
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -48,7 +54,14 @@ def test_synchronous_strategies_equal_one_worker(case: Case, folder: Path, tmp_p
     assert_close(done.state()["tables"], reference.state()["tables"])
 
 
-@pytest.mark.parametrize("case", [SYNCHRONOUS[2], SYNCHRONOUS[5]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ps:sync", workers=2),
+        pytest.param(Case("ps:sync(transport=tcp)", workers=2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
     first, second = (case.train("Sparse", tmp_path / name) for name in ("first", "second"))
     assert first.losses == second.losses
@@ -59,11 +72,11 @@ def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
     "strategy",
     [
         "ps:async",
-        "ps:ssp(staleness=2)",
-        "ps:backup(spares=1)",
+        pytest.param("ps:ssp(staleness=2)", marks=pytest.mark.long),
+        pytest.param("ps:backup(spares=1)", marks=pytest.mark.long),
         "ps:async(transport=tcp,row_bits=16,row_age=2,replicas=0)",
-        "ps:async(placement=dedicated,transport=tcp)",
-        "allreduce(tables=shared)",
+        pytest.param("ps:async(placement=dedicated,transport=tcp)", marks=pytest.mark.long),
+        pytest.param("allreduce(tables=shared)", marks=pytest.mark.long),
     ],
 )
 def test_others_learn_too(strategy: str, folder: Path, tmp_path: Path) -> None:
@@ -77,9 +90,9 @@ def test_others_learn_too(strategy: str, folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("ps:sync", "allreduce"),
+        pytest.param("ps:sync", "allreduce", marks=pytest.mark.long),
         ("allreduce", "ps:sync(transport=tcp)"),
-        ("ps:sync(transport=tcp)", "single"),
+        pytest.param("ps:sync(transport=tcp)", "single", marks=pytest.mark.long),
     ],
 )
 def test_a_run_goes_on_as_another_strategy(
@@ -101,7 +114,12 @@ def test_a_run_goes_on_as_another_strategy(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ps:sync", "ps:sync(transport=tcp)", "ps:sync(placement=dedicated,transport=tcp)"]
+    "strategy",
+    [
+        "ps:sync",
+        "ps:sync(transport=tcp)",
+        pytest.param("ps:sync(placement=dedicated,transport=tcp)", marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_worker_changes_no_row(strategy: str, folder: Path, tmp_path: Path) -> None:
     """Killed several times over, at any moment of a step: each update is in the rows once."""
@@ -147,7 +165,15 @@ def assert_close(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             torch.testing.assert_close(got[name][key], table[key], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["single", "allreduce", "ps:sync", "ps:async(transport=tcp)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "single",
+        pytest.param("allreduce", marks=pytest.mark.long),
+        "ps:sync",
+        pytest.param("ps:async(transport=tcp)", marks=pytest.mark.long),
+    ],
+)
 def test_rows_that_nobody_uses_any_more_go(strategy: str, tmp_path: Path) -> None:
     """Each id comes once: of 1,600 only those of the last steps are there at the end."""
     case = Case(strategy, workers=1 if strategy == "single" else 2)
@@ -156,7 +182,9 @@ def test_rows_that_nobody_uses_any_more_go(strategy: str, tmp_path: Path) -> Non
     assert 100 <= len(ids) <= 400
 
 
-@pytest.mark.parametrize("strategy", ["ps:sync", "ps:sync(transport=tcp)"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ps:sync", marks=pytest.mark.long), "ps:sync(transport=tcp)"]
+)
 def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ away with its process says which pieces are taken: the death of one leaves a pie
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,10 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from manyhands.data.download import cache_home
-from manyhands.data.text import Corpus, Vocabulary, _key, count_words, encode
-from manyhands.data.text_files import is_compressed
+from manyhands.data.text import Corpus, Vocabulary, count_words, encode
+from manyhands.data.text_files import check_readable, is_compressed
 from manyhands.errors import DataError
 
+FORMAT = 1
+"""Of the files in the cache."""
 PIECE_BYTES = 16 << 20
 """Counted by one process at a time: about a fifth of a second."""
 
@@ -45,9 +49,21 @@ def corpus(
     cache: str | os.PathLike[str] | None = None,
 ) -> WordCorpus:
     """Chunks of about `chunk` words, of those that come `min_count` times or more."""
-    text = Path(path)
     folder = Path(cache) if cache is not None else cache_home() / "text"
-    folder = folder / _key(text, min_count, max_words)
+    vocabulary, ids = prepare(path, folder, min_count=min_count, max_words=max_words)
+    return WordCorpus(ids, vocabulary, chunk=chunk)
+
+
+def prepare(
+    path: str | os.PathLike[str],
+    cache: str | os.PathLike[str],
+    *,
+    min_count: int = 5,
+    max_words: int | None = None,
+) -> tuple[Vocabulary, Path]:
+    """The vocabulary of a text and the file of its ids: from the cache, or made with whoever asks now."""
+    text = Path(path)
+    folder = Path(cache) / _key(text, min_count, max_words)
     words_file, ids_file = folder / "vocabulary.txt", folder / "ids.int32"
     if not ids_file.exists():
         try:
@@ -64,7 +80,14 @@ def corpus(
             if not ids_file.exists():
                 vocabulary.save(words_file)
                 encode(text, vocabulary, ids_file)
-    return WordCorpus(ids_file, Vocabulary.load(words_file), chunk=chunk)
+    return Vocabulary.load(words_file), ids_file
+
+
+def _key(path: Path, min_count: int, max_words: int | None) -> str:
+    check_readable(path)
+    stat = path.stat()
+    facts = [FORMAT, str(path.resolve()), stat.st_size, stat.st_mtime_ns, min_count, max_words]
+    return f"{path.name}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
 def _count_together(text: Path, folder: Path) -> Counter[str]:

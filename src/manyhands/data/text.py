@@ -1,24 +1,21 @@
 """Text for word vectors: counting words, the vocabulary, and the corpus as a file of word ids.
 
-    vocabulary, file = prepare("text8.gz", "cache", min_count=5)
-    corpus = Corpus(file)            # sample i: about 1,000 ids, -1 where a sentence ends
+    vocabulary = Vocabulary.of(count_words("text8.gz"), min_count=5)
+    encode("text8.gz", vocabulary, "ids.int32")
+    corpus = Corpus("ids.int32")     # sample i: about 1,000 ids, -1 where a sentence ends
 
 A word is what stands between spaces; a newline ends a sentence, if there is more than one line. Files
-may be plain or end in .gz, .bz2 or .xz. Plain ones are counted in as many ranges as there are workers;
-compressed ones can't be entered in the middle.
+may be plain or end in .gz, .bz2 or .xz. Plain ones can be counted in ranges; compressed ones can't be
+entered in the middle. See corpus_files for all of it at once, by several processes and kept for the next.
 
-Costs two passes over the text (count, encode) at about 100 MB a second and 4 bytes a word on the disk;
-a second run with the same file and settings finds both results in the cache.
+Costs two passes over the text (count, encode) at about 30 MB a second and 4 bytes a word on the disk.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +28,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from manyhands.data.text_files import (
-    check_readable,
     decoded,
     is_compressed,
     pieces,
@@ -40,12 +36,7 @@ from manyhands.data.text_files import (
 )
 from manyhands.errors import DataError, UsageError
 
-FORMAT = 1
-"""Of the files in the cache."""
 SENTENCE_END = -1
-
-Gather = Callable[[Mapping[str, int]], Iterable[Mapping[str, int]]]
-"""Gives what this worker has, and gets what all have; every worker calls it equally often."""
 
 
 def count_words(
@@ -241,71 +232,3 @@ class Corpus(Dataset[Tensor]):
 
     def __repr__(self) -> str:
         return f"Corpus({str(self.path)!r}: {len(self):,} samples of about {self.chunk:,} words)"
-
-
-def prepare(
-    path: str | os.PathLike[str],
-    cache: str | os.PathLike[str],
-    *,
-    min_count: int = 5,
-    max_words: int | None = None,
-    part: int = 0,
-    parts: int = 1,
-    gather: Gather | None = None,
-) -> tuple[Vocabulary, Path]:
-    """The vocabulary of a text and the file of its ids, from the cache or made now.
-
-    Of `parts` workers each counts its part, `gather` puts the counts together, and all have the same
-    vocabulary. The ids are written by whoever comes first on a machine; the others wait for them.
-    """
-    path = Path(path)
-    if not 0 <= part < parts or (parts > 1 and gather is None):
-        raise UsageError(
-            f"prepare: part={part} of parts={parts} {'with' if gather else 'without'} gather can't be: "
-            "part counts from 0 to parts - 1, and several parts need gather to be put together."
-        )
-    folder = Path(cache) / _key(path, min_count, max_words)
-    words_file, ids_file = folder / "vocabulary.txt", folder / "ids.int32"
-    there = words_file.exists() and ids_file.exists()
-    if gather is not None:
-        # All count or none: where only some have the result, the others could not do without them.
-        there = all(have[""] for have in gather({"": int(there)}))
-    if there:
-        return Vocabulary.load(words_file), ids_file
-    counts: Counter[str] = Counter()
-    if not is_compressed(path):
-        size = path.stat().st_size
-        counts = count_words(path, size * part // parts, size * (part + 1) // parts)
-    elif part == 0:
-        counts = count_words(path)
-    if gather is not None:
-        every = gather(counts)
-        counts = Counter()
-        for one in every:
-            counts.update(one)
-    if not counts:
-        raise DataError(f"{path} has no words in it, only spaces. Is it the right file?")
-    vocabulary = Vocabulary.of(counts, min_count=min_count, max_words=max_words)
-    _make_folder(folder)
-    with open(folder / ".lock", "a") as lock:
-        # Goes away with the process that holds it, however that ends.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not words_file.exists():
-            vocabulary.save(words_file)
-        if not ids_file.exists():
-            encode(path, vocabulary, ids_file)
-    return vocabulary, ids_file
-
-
-def _key(path: Path, min_count: int, max_words: int | None) -> str:
-    check_readable(path)
-    stat = path.stat()
-    facts = [FORMAT, str(path.resolve()), stat.st_size, stat.st_mtime_ns, min_count, max_words]
-    return f"{path.name}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"The cache folder {folder} can't be made: {error.strerror}.") from error

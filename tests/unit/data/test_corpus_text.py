@@ -7,9 +7,10 @@ import gzip
 import lzma
 import os
 import pickle
-import threading
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.data import text_files
-from manyhands.data.text import Corpus, Vocabulary, count_words, encode, prepare
+from manyhands.data.corpus_files import prepare
+from manyhands.data.text import Corpus, Vocabulary, count_words, encode
 from manyhands.data.text_scan import Table, alias_table
 from manyhands.errors import DataError, UsageError
 
@@ -163,57 +165,31 @@ def test_a_corpus_is_cut_at_a_sentence_end_nearby(tmp_path: Path) -> None:
     assert len(pickle.dumps(corpus)) < 1_000
 
 
-class Workers:
-    """Threads that put their counts together, as workers do."""
-
-    def __init__(self, parts: int) -> None:
-        self.barrier = threading.Barrier(parts, timeout=20)
-        self.given: dict[int, Mapping[str, int]] = {}
-
-    def gather(self, part: int, mine: Mapping[str, int]) -> list[Mapping[str, int]]:
-        self.given[part] = mine
-        self.barrier.wait()
-        every = [self.given[number] for number in sorted(self.given)]
-        self.barrier.wait()
-        return every
-
-
-def prepared_by(parts: int, path: Path, caches: list[Path]) -> list[tuple[Vocabulary, Path]]:
-    workers, results = Workers(parts), {}
-
-    def work(part: int) -> None:
-        results[part] = prepare(
-            path,
-            caches[part],
-            min_count=2,
-            part=part,
-            parts=parts,
-            gather=lambda mine: workers.gather(part, mine),
-        )
-
-    threads = [threading.Thread(target=work, args=(part,)) for part in range(parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return [results[part] for part in range(parts)]
-
-
 @pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
-def test_workers_agree_on_vocabulary_and_ids(tmp_path: Path, name: str) -> None:
-    text = ("the cat sat on the mat\n" * 40 + "dogs sit too\n" * 3).encode()
+def test_processes_prepare_a_text_together(tmp_path: Path, name: str) -> None:
+    """Three at once, of which one is killed on the way: the others have the same, and whole."""
+    text = ("the cat sat on the mat\n" * 40_000 + "dogs sit too\n" * 3).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     alone = prepare(path, tmp_path / "alone", min_count=2)
-    # Two share a cache folder, the third is on another machine.
-    caches = [tmp_path / "one", tmp_path / "one", tmp_path / "two"]
-    for vocabulary, file in prepared_by(3, path, caches):
-        assert vocabulary == alone[0]
-        assert file.read_bytes() == alone[1].read_bytes()
-    # Where only some have the result, all make it again, and nobody waits for ever.
-    third = prepared_by(3, path, [tmp_path / "one", tmp_path / "one", tmp_path / "three"])
-    assert third[2][0] == alone[0]
-    assert third[2][1].read_bytes() == alone[1].read_bytes()
+    code = (
+        "import sys; from manyhands.data import corpus_files as c; c.PIECE_BYTES = 1 << 16\n"
+        "vocabulary, file = c.prepare(sys.argv[1], sys.argv[2], min_count=2)\n"
+        "print(len(vocabulary), file)"
+    )
+    command = [sys.executable, "-c", code, str(path), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    while not list((tmp_path / "cache").glob("*/.counts-0.lock")):
+        time.sleep(0.01)
+    processes[0].kill()
+    for process in processes[1:]:
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        count, _, file = out.strip().partition(" ")
+        assert int(count) == len(alone[0])
+        assert Path(file).read_bytes() == alone[1].read_bytes()
+        assert Vocabulary.load(Path(file).with_name("vocabulary.txt")) == alone[0]
+    processes[0].communicate(timeout=10)
 
 
 def test_a_second_run_finds_the_result_unless_something_changed(tmp_path: Path) -> None:
@@ -269,5 +245,3 @@ def test_settings_that_leave_nothing(tmp_path: Path) -> None:
         prepare(path, tmp_path / "cache", min_count=50)
     with pytest.raises(UsageError, match="max_words=1 can't be"):
         prepare(path, tmp_path / "cache", min_count=1, max_words=1)
-    with pytest.raises(UsageError, match="part=2 of parts=2"):
-        prepare(path, tmp_path / "cache", part=2, parts=2)
