@@ -106,7 +106,10 @@ def test_a_jobs_own_exit_code_is_handed_on(tmp_path: Path) -> None:
     assert harness.train(job, tmp_path / "run").code == 17
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 75)],
+)
 def test_a_stop_saves_and_resumes_on_another_number_of_workers(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

@@ -27,7 +27,7 @@ SHORT = 8
     [
         ("ps:sync", "shm", "colocated"),
         ("ps:async", "tcp", "colocated"),
-        ("ps:ssp", "shm", "dedicated"),
+        pytest.param("ps:ssp", "shm", "dedicated", marks=pytest.mark.long),
         ("ps:backup", "tcp", "dedicated"),
     ],
 )

@@ -40,7 +40,7 @@ def run(*arguments: str, folder: Path, cache: Path) -> harness.Finished:
     [
         ("ps:async", ()),
         pytest.param("ps:async", ("cbow=true",), marks=pytest.mark.long),
-        ("ps:async(transport=tcp)", ()),
+        pytest.param("ps:async(transport=tcp)", (), marks=pytest.mark.long),
         pytest.param("allreduce", ("direct=false",), marks=pytest.mark.long),
         pytest.param("allreduce(tables=shared)", (), marks=pytest.mark.long),
     ],

@@ -106,7 +106,17 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "check"),
     [
-        pytest.param(case, check, id=f"{check.__name__}-{case}")
+        pytest.param(
+            case,
+            check,
+            id=f"{check.__name__}-{case}",
+            # The slowest, of whose parts the others have something.
+            marks=[pytest.mark.long]
+            * (
+                "servers=4" in case.strategy
+                or ("dedicated" in case.strategy and check is not survives_a_kill)
+            ),
+        )
         for case, checks in SERVED
         for check in checks
     ],

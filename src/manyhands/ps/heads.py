@@ -84,10 +84,6 @@ def _sparse(value: Any) -> bool:
     return _counted(value) and value <= SPARSE_BYTES
 
 
-def _yes_or_no(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _nothing(value: Any) -> bool:
     return type(value) is int and value == 0
 
@@ -134,13 +130,7 @@ _SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
         "who": {"seq": _whole},
         "buffers": {"tag": _whole},
         "basket": {"seq": _counted, "slot": _whole, "bytes": _sparse},
-        "rows": {
-            "tag": _whole,
-            "table": _name,
-            "make": _yes_or_no,
-            "now": _whole,
-            "bytes": _sparse,
-        },
+        "rows": {"tag": _whole, "table": _name, "bytes": _sparse},
         "table_state": {"tag": _whole, "since": _whole},
         "rest": {},
         "wake": {},

@@ -159,9 +159,7 @@ class RowEstate:
         if said.kind == "rows":
             if payload.nbytes % 8:
                 raise Nonsense(f"rows for {payload.nbytes} bytes of ids")
-            rows = self.look_up(
-                head["table"], np.frombuffer(payload, np.int64), make=head["make"], now=head["now"]
-            )
+            rows = self.look_up(head["table"], np.frombuffer(payload, np.int64))
             yield {"k": "rows", "tag": head["tag"]}, to_wire(rows, self._bits)
         elif head["seq"] > done:
             try:
@@ -178,16 +176,15 @@ class RowEstate:
         assert isinstance(place, HeldBasket)
         place.basket = basket
 
-    def look_up(
-        self, name: str, ids: NDArray[np.int64], *, make: bool, now: int
-    ) -> NDArray[np.float32]:
-        """The rows of some ids, as they travel."""
+    def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The rows of some ids, as they travel. Rows are made, and sights counted, when they are changed, at
+        both who hold them alike."""
         if name not in self.tables.specs:
             raise Nonsense(f"rows of {name!r}, which is no table")
         store, dim = self.tables.store(name), self.tables.specs[name].dim
         rows = np.empty((len(ids), dim), np.float32)
         try:
-            slots = store.find(ids, create=make, now=now)
+            slots = store.find(ids, create=False)
         except JobError as error:
             raise Nonsense(str(error)) from error
         store.gather(slots, rows, ids)
@@ -248,7 +245,7 @@ class RowEstate:
             now=step_of(decision),
             mine=(servers.index(server), len(servers)) if self.shared else None,
             undo=(undo, decision.version) if undo is not None else None,
-            make="none" if self.shared else "missing",
+            make="none" if self.shared else "all",
         )
 
     def _add(self, basket: Basket, now: int) -> None:
@@ -256,18 +253,19 @@ class RowEstate:
         much less: two who both took a row all the way would take it twice as far."""
         for name, sparse in basket.items():
             store, dim = self.tables.store(name), self.tables.specs[name].dim
-            slots = self.tables.find(name, sparse.ids, now=now, make="missing")
+            slots = self.tables.find(name, sparse.ids, now=now, make="all")
             behind = (self._turns_of(name, slots) - sparse.grads[:, dim]) % TURNS
             moved = sparse.grads[:, :dim] / (1 + behind)[:, None]
             store.update(slots, moved, lr=-1.0, now=now)
-            self._turns[name][slots] = (self._turns[name][slots] + 1) % TURNS
+            made = slots[slots >= 0]
+            self._turns[name][made] = (self._turns[name][made] + 1) % TURNS
 
     def _turns_of(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
         turns = self._turns[name]
-        highest = int(slots.max(initial=-1)) + 1
+        highest = int(slots.max(initial=0)) + 1
         if highest > len(turns):
             turns = self._turns[name] = np.pad(turns, (0, 2 * highest - len(turns)))
-        return turns[slots]
+        return np.where(slots >= 0, turns[slots], np.float32(0))
 
 
 def step_of(decision: Decision) -> int:
@@ -284,11 +282,9 @@ class NearRows:
         self._rows = rows
         self._turn = turn
 
-    def look_up(
-        self, name: str, ids: NDArray[np.int64], *, make: bool, now: int
-    ) -> NDArray[np.float32]:
+    def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         with self._turn:
-            return self._rows.look_up(name, ids, make=make, now=now)
+            return self._rows.look_up(name, ids)
 
     def put(self, worker: str, slot: int, basket: Basket) -> None:
         with self._turn:

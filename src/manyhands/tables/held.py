@@ -34,7 +34,7 @@ EVICT_EVERY = 100
 """Steps between two looks at which rows may go."""
 
 
-Make = Literal["none", "missing", "all"]
+Make = Literal["none", "all"]
 
 
 @dataclass
@@ -209,13 +209,8 @@ class Tables:
 
     def find(self, name: str, ids: NDArray[np.int64], *, now: int, make: Make) -> NDArray[np.int64]:
         """The slots of ids whose rows will be changed. `make`: which of them count as seen, and get a row:
-        none, where all were looked up here; those that are missing, where some were looked up by others;
-        all, where looking up makes none."""
-        slots = self.store(name).find(ids, create=make == "all", now=now)
-        missing = slots < 0
-        if make == "missing" and missing.any():
-            slots[missing] = self.store(name).find(ids[missing], create=True, now=now)
-        return slots
+        none, where looking them up has done that; all, where looking up makes none."""
+        return self.store(name).find(ids, create=make == "all", now=now)
 
     @property
     def evicting(self) -> list[str]:

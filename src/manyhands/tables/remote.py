@@ -56,9 +56,7 @@ class Near(Protocol):
 
     name: str
 
-    def look_up(
-        self, name: str, ids: NDArray[np.int64], *, make: bool, now: int
-    ) -> NDArray[np.float32]: ...
+    def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]: ...
     def put(self, worker: str, slot: int, basket: Basket) -> None: ...
 
 
@@ -101,21 +99,23 @@ class RemoteTables(Tables):
         self.forget()
 
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
-        numbers = ids.numpy()
-        if create and name in self._kept:
-            return torch.from_numpy(self._read_kept(name, numbers))
-        return torch.from_numpy(self._wait(name, self._ask(name, numbers, make=create)))
+        return torch.from_numpy(self._wait(name, self._ask(name, ids.numpy())))
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        if name in self._kept:
+            return torch.from_numpy(self._read_kept(name, ids.numpy()))
+        return self.look(name, ids)
 
     def _read_kept(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Ask only for rows that are not here, or too old."""
         kept = self._kept[name]
         rows, missing = kept.get(ids, self.now)
         if missing.any():
-            rows[missing] = self._wait(name, self._ask(name, ids[missing], make=True))
+            rows[missing] = self._wait(name, self._ask(name, ids[missing]))
             kept.put(ids[missing], rows[missing], self.now)
         return rows
 
-    def _ask(self, name: str, ids: NDArray[np.int64], *, make: bool) -> Asked:
+    def _ask(self, name: str, ids: NDArray[np.int64]) -> Asked:
         servers = self.servers
         assert servers is not None
         assert servers.homes is not None
@@ -129,8 +129,8 @@ class RemoteTables(Tables):
         }
         here = None
         if near is not None and (chosen := places.pop(near.name, None)) is not None:
-            here = chosen, near.look_up(name, ids[chosen], make=make, now=self.now)
-        head = {"k": "rows", "tag": self._tags, "table": name, "make": make, "now": self.now}
+            here = chosen, near.look_up(name, ids[chosen])
+        head = {"k": "rows", "tag": self._tags, "table": name}
         asked = {}
         for server, chosen in places.items():
             payload = np.ascontiguousarray(ids[chosen]).view(np.uint8).data
@@ -168,7 +168,7 @@ class RemoteTables(Tables):
 
     def _ask_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, Asked]:
         wanted = model.ids(batch, seed=seed)
-        return {name: self._ask(name, np.unique(ids), make=True) for name, ids in wanted.items()}
+        return {name: self._ask(name, np.unique(ids)) for name, ids in wanted.items()}
 
     @contextmanager
     def lend(self, model: RowModel, batch: Any, seed: int) -> Iterator[Mapping[str, Rows]]:

@@ -91,7 +91,7 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
 
 
 def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
-    rows = {"k": "rows", "tag": 1, "table": "t", "make": True, "now": 0, "bytes": 8}
+    rows = {"k": "rows", "tag": 1, "table": "t", "bytes": 8}
     basket = {"k": "basket", "seq": 1, "slot": 0, "bytes": 8}
     with house("proof", tmp_path) as at:
         for head in (rows, basket):
