@@ -122,23 +122,22 @@ def test_a_fault_has_a_second_line_with_its_remedy(start: Start, tmp_path: Path)
 
 
 def test_ctrl_c_while_processes_add_up_leaves_none_of_them(start: Start, tmp_path: Path) -> None:
-    for _ in range(5):
+    """At several moments: how long the processes of the check take is not for this test to know."""
+    codes = []
+    for delay_s in (0.0, 0.1, 0.3, 0.6, 1.0):
         process = start()
         assert process.stdout is not None
         for line in process.stdout:
             if "TLS links" in line:
                 break
-        deadline = time.monotonic() + DEADLINE_S
-        while len(left_over(str(tmp_path))) < 3 and time.monotonic() < deadline:
-            if process.poll() is not None:
-                break
+        time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_S)
+        codes.append(process.returncode)
         assert left_over(str(tmp_path)) == []
         assert list((tmp_path / "tmp").iterdir()) == []
-        if process.returncode:
-            break  # else it was done before it could be interrupted
-    assert process.returncode == 130
+    assert set(codes) <= {0, 130}
+    assert 130 in codes, "it was always done before it could be interrupted"
 
 
 def test_on_a_terminal_marks_have_colour_and_the_check_in_progress_is_shown(start: Start) -> None:
