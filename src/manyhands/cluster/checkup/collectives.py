@@ -18,7 +18,8 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,9 +136,10 @@ def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str
                 "timeout_s": deadline_s,
             }
             log = folder / f"rank-{rank}.log"
-            handle = launcher.start(Start(f"rank {rank}", ADDER, task, log, threads=1))
-            watchers.append(threading.Thread(target=_watch, args=(handle, ended), daemon=True))
-            watchers[-1].start()
+            with _uninterrupted():
+                handle = launcher.start(Start(f"rank {rank}", ADDER, task, log, threads=1))
+                watchers.append(threading.Thread(target=_watch, args=(handle, ended), daemon=True))
+                watchers[-1].start()
         while len(codes) < world and (left_s := limit - time.monotonic()) > 0:
             try:
                 name, code = ended.get(timeout=left_s)
@@ -151,6 +153,16 @@ def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str
         for watcher in watchers:
             watcher.join()
     return _explain(folder, codes, world, deadline_s)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of this: a process that was started and is not known yet can't be ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _watch(handle: Handle, ended: queue.SimpleQueue[tuple[str, int]]) -> None:
