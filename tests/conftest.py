@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# In the background of a shell SIGINT is ignored, by whatever is started from there too: tests that
+# interrupt a program start it as a person would.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEADLINE_S = 300.0
 GRACE_S = 5.0
