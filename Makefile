@@ -30,9 +30,8 @@ lint: setup  ## ruff: format and lint
 types: setup  ## mypy on src
 	@$(BIN)/mypy
 
-unit: setup  ## the tests: those of parts two at a time, then those of whole runs
-	@$(BIN)/python -m pytest -n 2 tests/unit
-	@$(BIN)/python -m pytest --ignore=tests/unit
+unit: setup  ## the tests
+	@$(BIN)/python -m pytest
 
 chaos: setup  ## kill over 50 members of parameter-server runs, then the long tests; a quarter of an hour
 	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1

@@ -23,6 +23,7 @@ def test_digits(tmp_path: Path) -> None:
     assert final_accuracy(str(ROOT / "examples/digits.py"), tmp_path / "run") > 0.95
 
 
+@pytest.mark.long
 def test_mnist_perceptron(mnist_folder: Path, tmp_path: Path) -> None:
     environ = {"MANYHANDS_DATA": str(mnist_folder)}
     assert final_accuracy(str(ROOT / "examples/mnist.py"), tmp_path / "run", environ) > 0.98

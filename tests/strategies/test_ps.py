@@ -54,6 +54,7 @@ def test_mnist_is_learnt(strategy: str, mnist_folder: Path, tmp_path: Path) -> N
     assert_books_agree(done)
 
 
+@pytest.mark.long
 def test_everybody_waits_for_a_slow_worker_in_sync(tmp_path: Path) -> None:
     race = run_race("ps:sync", tmp_path)
     assert race.slow == race.num_steps, "each step has a part of the slow one"

@@ -91,7 +91,7 @@ def test_others_learn_too(strategy: str, folder: Path, tmp_path: Path) -> None:
     ("first", "then"),
     [
         pytest.param("ps:sync", "allreduce", marks=pytest.mark.long),
-        ("allreduce", "ps:sync(transport=tcp)"),
+        pytest.param("allreduce", "ps:sync(transport=tcp)", marks=pytest.mark.long),
         pytest.param("ps:sync(transport=tcp)", "single", marks=pytest.mark.long),
     ],
 )
@@ -183,7 +183,7 @@ def test_rows_that_nobody_uses_any_more_go(strategy: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("ps:sync", marks=pytest.mark.long), "ps:sync(transport=tcp)"]
+    "strategy", ["ps:sync", pytest.param("ps:sync(transport=tcp)", marks=pytest.mark.long)]
 )
 def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     strategy: str, tmp_path: Path

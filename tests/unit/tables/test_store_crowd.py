@@ -95,6 +95,7 @@ def test_many_processes_bring_the_same_ids(what: str, spec: Table) -> None:
         assert int(store.arrays.head[NEXT]) - 1 <= len(ids) + 64 * len(parties)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_killed_in_the_middle_of_inserts() -> None:
     spec = Table(8, optimizer="adagrad")
@@ -136,6 +137,7 @@ def test_processes_killed_in_the_middle_of_inserts() -> None:
         one_row_each(store)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_killed_while_it_evicts_leaves_all_rows_where_they_were() -> None:
     spec = Table(8, optimizer="sgd")
