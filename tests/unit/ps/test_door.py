@@ -257,9 +257,7 @@ def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
         at.train()
 
 
-def test_pushes_that_begin_and_never_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with house("proof", tmp_path) as at:
         with entered(at) as (_, lanes, gradient):
             runs = [{**RUN, "seq": seq} for seq in range(2, 40)]
