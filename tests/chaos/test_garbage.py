@@ -369,7 +369,7 @@ def logs(done: harness.Finished) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "flags", "why"),
     [
-        ("tls", (), "certificate verify failed"),
+        pytest.param("tls", (), "certificate verify failed", marks=pytest.mark.long),
         ("proof", ("--trust-network",), "does not prove the run's secret"),
     ],
     ids=["tls", "proof"],

@@ -28,7 +28,7 @@ SHORT = 8
         ("ps:sync", "shm", "colocated"),
         ("ps:async", "tcp", "colocated"),
         pytest.param("ps:ssp", "shm", "dedicated", marks=pytest.mark.long),
-        ("ps:backup", "tcp", "dedicated"),
+        pytest.param("ps:backup", "tcp", "dedicated", marks=pytest.mark.long),
     ],
 )
 def test_training_goes_on(mode: str, transport: str, placement: str, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> harness.Finished:
     return case.train("Dropout", tmp_path_factory.mktemp("whole") / "run", epochs=SHORT, pause_s=0)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.long), "tcp"])
 def test_a_dedicated_server_dies_and_no_bit_changes(
     transport: str, undisturbed: harness.Finished, tmp_path: Path
 ) -> None:
