@@ -114,6 +114,7 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
             marks=[pytest.mark.long]
             * (
                 "servers=4" in case.strategy
+                or (case.workers == 4 and check is equals_single)
                 or ("dedicated" in case.strategy and check is not survives_a_kill)
             ),
         )
@@ -128,9 +129,10 @@ def test_conformance_of_parameter_servers(case: Case, check: Check, tmp_path: Pa
 @pytest.mark.parametrize(
     ("case", "other"),
     [
-        (
+        pytest.param(
             Case("ps:sync(placement=dedicated,servers=1)", workers=2, fields=WIDE),
             Case("allreduce", workers=3),
+            marks=pytest.mark.long,
         ),
         (Case("allreduce", workers=3, fields=WIDE), Case("ps:sync(transport=tcp)", workers=2)),
     ],

@@ -65,7 +65,7 @@ def run(tmp_path: Path, strategy: str, batches: str, *, world: int) -> list[dict
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("batches", ["given", "own"])
+@pytest.mark.parametrize("batches", ["given", pytest.param("own", marks=pytest.mark.long)])
 def test_two_workers_under_torchrun_equal_one(tmp_path: Path, batches: str) -> None:
     (alone,) = run(tmp_path, "single", batches, world=1)
     both = run(tmp_path, "allreduce", batches, world=2)
