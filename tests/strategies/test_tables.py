@@ -189,7 +189,7 @@ def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     strategy: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    flags = ("--checkpoint-every", "40")
+    flags = ("--checkpoint-every", "150")
     done = Case(strategy, workers=2).train("Passing", run, *flags, unused=0)
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
     files = json.loads((newest / "tables.json").read_text())

@@ -163,9 +163,14 @@ class RowEstate:
             yield {"k": "rows", "tag": head["tag"]}, to_wire(rows, self._bits)
         elif head["seq"] > done:
             try:
-                self.put(worker, head["slot"], unpack(payload, self._wire, bits=self._bits))
+                basket = unpack(payload, self._wire, bits=self._bits)
             except ValueError as error:
                 raise Nonsense(str(error)) from error
+            for name, sparse in basket.items():
+                self._slots(
+                    name, sparse.ids
+                )  # an id that no row can have would stop this server later
+            self.put(worker, head["slot"], basket)
 
     def put(self, worker: str, slot: int, basket: Basket) -> None:
         """What the push that follows wants changed in rows."""
@@ -183,12 +188,16 @@ class RowEstate:
             raise Nonsense(f"rows of {name!r}, which is no table")
         store, dim = self.tables.store(name), self.tables.specs[name].dim
         rows = np.empty((len(ids), dim), np.float32)
-        try:
-            slots = store.find(ids, create=False)
-        except JobError as error:
-            raise Nonsense(str(error)) from error
+        slots = self._slots(name, ids)
         store.gather(slots, rows, ids)
         return np.column_stack([rows, self._turns_of(name, slots)]) if self._adds else rows
+
+    def _slots(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the rows of ids are that came over the network."""
+        try:
+            return self.tables.store(name).find(ids, create=False)
+        except JobError as error:
+            raise Nonsense(str(error)) from error
 
     def _tell_all(
         self, head: Mapping[str, Any]
@@ -245,7 +254,7 @@ class RowEstate:
             now=step_of(decision),
             mine=(servers.index(server), len(servers)) if self.shared else None,
             undo=(undo, decision.version) if undo is not None else None,
-            make="none" if self.shared else "all",
+            make=not self.shared,
         )
 
     def _add(self, basket: Basket, now: int) -> None:
@@ -253,7 +262,7 @@ class RowEstate:
         much less: two who both took a row all the way would take it twice as far."""
         for name, sparse in basket.items():
             store, dim = self.tables.store(name), self.tables.specs[name].dim
-            slots = self.tables.find(name, sparse.ids, now=now, make="all")
+            slots = store.find(sparse.ids, create=True, now=now)
             behind = (self._turns_of(name, slots) - sparse.grads[:, dim]) % TURNS
             moved = sparse.grads[:, :dim] / (1 + behind)[:, None]
             store.update(slots, moved, lr=-1.0, now=now)

@@ -61,7 +61,7 @@ class TablesTogether:
         parts, sent = self._gather(mine)
         baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
         shares = [1 / self._world] * self._world
-        self._tables.apply(baskets, shares, lr=lr, base_lr=base_lr, now=now, make="all")
+        self._tables.apply(baskets, shares, lr=lr, base_lr=base_lr, now=now, make=True)
         self._tables.evict_now_and_then(now)
         return sent
 

@@ -11,11 +11,13 @@ from typing import NoReturn
 
 from manyhands.cluster.member import Member
 from manyhands.errors import LinkError
+from manyhands.train.late import compile_late
 
 
 def run(live: Callable[[Member], None]) -> NoReturn:
     """Be a member that lives like this, in a process that was started for it."""
     _log_to_stderr()
+    compile_late()
     status = _run(live)
     sys.stdout.flush()
     sys.stderr.flush()

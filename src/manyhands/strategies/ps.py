@@ -16,6 +16,7 @@ network the gradients out and the parameters in, M bytes each, as much as a ring
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -79,9 +80,9 @@ class ParameterServer(Strategy):
 
         return PsLearner(self)
 
+    @abstractmethod
     def terms(self, clip_norm: float | None) -> Terms:
         """How servers and clients agree; after torch is loaded."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

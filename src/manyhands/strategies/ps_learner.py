@@ -22,7 +22,7 @@ from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
 from manyhands.strategies.base import Learner
-from manyhands.strategies.ps import ParameterServer
+from manyhands.strategies.ps import ParameterServer, PsAsync
 from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap
 from manyhands.strategies.ps_station import Station
@@ -200,7 +200,7 @@ class PsLearner(Learner):
                 tables,
                 adds=isinstance(model, RowModel),
                 bits=self._config.row_bits,
-                age=getattr(self._config, "row_age", 0),
+                age=self._config.row_age if isinstance(self._config, PsAsync) else 0,
             )
             bind(model, self.trainee.tables)
         if not self._rounds:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,20 +21,16 @@ from manyhands.tables.chunk import Chunk
 from manyhands.tables.modules import RowModel, bind, tables_of
 from manyhands.tables.shards import shard_of
 from manyhands.tables.spec import Table
-from manyhands.tables.store import Store
 from manyhands.tables.undo import UndoLog
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from manyhands.tables.modules import Rows
-
+    from manyhands.tables.store import Store
 
 EVICT_EVERY = 100
 """Steps between two looks at which rows may go."""
-
-
-Make = Literal["none", "all"]
 
 
 @dataclass
@@ -86,6 +82,8 @@ class Tables:
 
     def attach(self, addresses: Mapping[str, str]) -> None:
         """Use the tables that another process of this host has shared."""
+        from manyhands.tables.store import Store
+
         self.close()
         self._saved.clear()
         for name, table in self.specs.items():
@@ -96,6 +94,8 @@ class Tables:
         return {name: store.address for name, store in self._stores.items()}
 
     def _make(self, name: str, *, shared: bool) -> None:
+        from manyhands.tables.store import Store  # and numba: not where there is no table
+
         store = Store.create(name, self.specs[name], seed=self.seed, shared=shared)
         before = self._stores.pop(name, None)
         if (saved := self._saved.pop(name, None)) is not None:
@@ -178,12 +178,12 @@ class Tables:
         now: int,
         mine: tuple[int, int] | None = None,
         undo: tuple[UndoLog, int] | None = None,
-        make: Make = "none",
+        make: bool = False,
     ) -> None:
         """Change the rows by baskets that are added up first. `lr` is the job's now, `base_lr` the one
         it began with. `mine`, (number, of how many): only the ids that fall to one of several.
-        `undo`: where the rows are kept as they were, and the version that they will have. `make`: see
-        `find`."""
+        `undo`: where the rows are kept as they were, and the version that they will have. `make`: the
+        ids count as seen now, and get rows, as looking them up has made none."""
         if mine is not None and mine[1] > 1:
             number, count = mine
             baskets = [
@@ -194,7 +194,7 @@ class Tables:
         summed = together(baskets, coefficients, merges)
         slots = {name: np.empty(0, np.int64) for name in self.specs}
         for name, sparse in summed.items():
-            slots[name] = self.find(name, sparse.ids, now=now, make=make)
+            slots[name] = self.store(name).find(sparse.ids, create=make, now=now)
         if undo is not None:
             changed = {name: found[found >= 0] for name, found in slots.items()}
             log, version = undo
@@ -206,11 +206,6 @@ class Tables:
             self.store(name).update(slots[name], grads, lr=rate, now=now)
         if undo is not None:
             undo[0].end()
-
-    def find(self, name: str, ids: NDArray[np.int64], *, now: int, make: Make) -> NDArray[np.int64]:
-        """The slots of ids whose rows will be changed. `make`: which of them count as seen, and get a row:
-        none, where looking them up has done that; all, where looking up makes none."""
-        return self.store(name).find(ids, create=make == "all", now=now)
 
     @property
     def evicting(self) -> list[str]:

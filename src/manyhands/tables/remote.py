@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.state.table_files import KEYED
 from manyhands.tables.basket import Basket, Sparse, from_wire, num_bytes, pack_into, travelling
 from manyhands.tables.held import Tables
 from manyhands.tables.homes import Homes
@@ -267,18 +268,11 @@ class CopiedRows:
         return np.searchsorted(self.ids, ids)
 
 
-_BY = {
-    "ids": ("ids", "rows", "state", "counts", "last_used"),
-    "waiting_ids": ("waiting_ids", "waiting_counts"),
-}
-"""What of a chunk is in the order of which ids."""
-
-
 def _one_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Chunks of several shards as one, by ascending id."""
     whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     whole["shared"] = parts[0]["shared"]  # each server has one of its own
-    for by, keys in _BY.items():
+    for by, keys in KEYED.items():
         order = torch.argsort(whole[by])
         whole |= {key: whole[key][order] for key in keys}
     return whole

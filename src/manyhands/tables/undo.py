@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import JobError
-from manyhands.tables.store import Store
 from manyhands.wire.shm import Segment
+
+if TYPE_CHECKING:
+    from manyhands.tables.store import Store
 
 RESERVED_BYTES = 4 << 30
 """Of address space; memory is taken where it is written."""
