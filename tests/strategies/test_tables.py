@@ -171,6 +171,8 @@ def assert_close(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         "single",
         pytest.param("allreduce", marks=pytest.mark.long),
         "ps:sync",
+        pytest.param("allreduce(tables=shared)", marks=pytest.mark.long),
+        pytest.param("ps:backup", marks=pytest.mark.long),
         pytest.param("ps:async(transport=tcp)", marks=pytest.mark.long),
     ],
 )

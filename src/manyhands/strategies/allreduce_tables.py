@@ -19,6 +19,7 @@ from torch import Tensor
 from manyhands.cluster.view import View
 from manyhands.errors import SpecError
 from manyhands.tables.basket import num_bytes, pack_into, unpack
+from manyhands.tables.held import EVICT_EVERY
 from manyhands.tables.modules import RowModel
 from manyhands.train.trainee import Trainee
 
@@ -55,6 +56,8 @@ class TablesTogether:
         # The gradients are those of a mean times the number of workers, as DDP wants them.
         if self._shared:
             self._tables.apply([basket], [1 / self._world], lr=lr, base_lr=base_lr, now=now)
+            if self._tables.evicting and now % EVICT_EVERY == 0:
+                self._evict(now)
             return 0
         mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
         pack_into(mine.numpy().data, basket, self._tables.specs)
@@ -64,6 +67,13 @@ class TablesTogether:
         self._tables.apply(baskets, shares, lr=lr, base_lr=base_lr, now=now, make=True)
         self._tables.evict_now_and_then(now)
         return sent
+
+    def _evict(self, now: int) -> None:
+        """The first does it, while all others wait."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._tables.evict(now)
+        dist.barrier()
 
     def _meet(self) -> None:
         """The first worker shares its tables, and the others use them."""

@@ -200,7 +200,7 @@ class PsLearner(Learner):
                 tables,
                 adds=isinstance(model, RowModel),
                 bits=self._config.row_bits,
-                age=self._config.row_age if isinstance(self._config, PsAsync) else 0,
+                age=self._config.row_age if isinstance(self._config, PsAsync) else None,
             )
             bind(model, self.trainee.tables)
         if not self._rounds:
@@ -324,17 +324,16 @@ class PsLearner(Learner):
 
     @property
     def looks_ahead(self) -> bool:
-        return isinstance(self.trainee.tables, RemoteTables) and isinstance(
-            self.trainee.model, RowModel
-        )
+        return isinstance(self.trainee.tables, RemoteTables) and self.trainee.tables.foresees
 
     def ahead(self, share: Share) -> None:
         tables, model = self.trainee.tables, self.trainee.model
         assert isinstance(tables, RemoteTables)
-        assert isinstance(model, RowModel)
         for index, (batch, samples) in enumerate(share.batches):
-            if samples:
+            if samples and isinstance(model, RowModel):
                 tables.ahead(model, batch, row_seed(self.trainee, share, index))
+            elif samples:
+                tables.expect(batch, share.step)
 
     def drain(self) -> None:
         client = self._joined()
@@ -378,7 +377,7 @@ class PsLearner(Learner):
             state = piece_state(layout, name, parameter.shape, states)
             if state:
                 trainee.optimizer.state[parameter] = state
-        if trainee.tables is not None and self._station.shared and not self._rounds:
+        if trainee.tables is not None and self._station.shared and not self._config.lockstep:
             trainee.tables.evict(trainee.tables.now)  # all others are at rest
 
     def _joined(self) -> Client:

@@ -144,6 +144,7 @@ class Station:
         """Rows are changed by servers where they travel, or where an update is made of several gradients."""
         if self._tables is None or (self.shared and not self.terms.rounds):
             return None
+        self._tables.spread = not self.shared
         return RowEstate(
             self.me.name,
             self._tables,

@@ -45,10 +45,14 @@ class Tables:
         self.specs = dict(specs)
         self.now = 0
         """The step that is being done: what is looked up is used now."""
+        self.batch: Any = None
+        """What is being trained on."""
         self.in_place = False
         """A RowModel changes rows without a word."""
         self.makes_on_pull = True
         """Rows are made, and sights counted, when they are looked up; otherwise when they are changed."""
+        self.spread = False
+        """This process will have a part of the rows."""
         self.seed = seed
         self._stores: dict[str, Store] = {}
         self._saved: dict[str, Chunk] = {}
@@ -96,7 +100,9 @@ class Tables:
     def _make(self, name: str, *, shared: bool) -> None:
         from manyhands.tables.store import Store  # and numba: not where there is no table
 
-        store = Store.create(name, self.specs[name], seed=self.seed, shared=shared)
+        store = Store.create(
+            name, self.specs[name], seed=self.seed, shared=shared, spread=self.spread
+        )
         before = self._stores.pop(name, None)
         if (saved := self._saved.pop(name, None)) is not None:
             store.load(saved)
@@ -112,7 +118,7 @@ class Tables:
 
     # Rows out -----------------------------------------------------------------------------------
 
-    def pull(self, name: str, ids: Tensor) -> Tensor:
+    def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
         return self._read(name, ids, create=self.makes_on_pull)
 
     def look(self, name: str, ids: Tensor) -> Tensor:

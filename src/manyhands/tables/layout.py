@@ -81,29 +81,31 @@ class Layout:
     """Slots. A table of any ids has one more than rows: slot 0 is the row that new ids share when full."""
     waiting_levels: int
     """Levels of the waiting room at most; 0: every id is admitted at once."""
+    spread: bool = False
+    """A part of a table of numbered rows: found by hash all the same."""
 
     @classmethod
-    def within(cls, spec: Table, limit: int) -> Layout:
+    def within(cls, spec: Table, limit: int, *, spread: bool = False) -> Layout:
         """The layout of most rows that fits into so many bytes."""
-        if spec.rows is not None:
+        if spec.rows is not None and not spread:
             return cls(spec, spec.rows, 0)
         waiting = 0
         if spec.admit_after > 1:
             waiting = 1
             while WAITING_BYTES * entries_in(waiting + 1) <= limit // WAITING_SHARE:
                 waiting += 1
-        low, high = 0, MAX_ROWS
+        low, high = 0, MAX_ROWS if spec.rows is None else spec.rows + 1
         while low < high:
             middle = (low + high + 1) // 2
-            if cls(spec, middle, waiting).most_bytes <= limit:
+            if cls(spec, middle, waiting, spread).most_bytes <= limit:
                 low = middle
             else:
                 high = middle - 1
-        return cls(spec, low, waiting)
+        return cls(spec, low, waiting, spread)
 
     @property
     def hashed(self) -> bool:
-        return self.spec.rows is None
+        return self.spec.rows is None or self.spread
 
     @property
     def slot_bytes(self) -> int:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Access(Protocol):
     """Where a module gets its rows."""
 
-    def pull(self, name: str, ids: Tensor) -> Tensor:
-        """The rows of distinct ids, of which some may be new."""
+    def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
+        """The rows of distinct ids, of which some may be new. `source`: the ids as they were given."""
 
     def look(self, name: str, ids: Tensor) -> Tensor:
         """The same, and nothing is made or counted."""
@@ -86,8 +86,9 @@ class TableModule(nn.Module):
     def extra_repr(self) -> str:
         return self.table.describe()
 
-    def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids, and for each id the number of its row."""
+    def _rows(self, ids: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of the distinct ids, and for each id the number of its row. `source`: the ids as they
+        were given."""
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise JobError(f"{type(self).__name__} looks up whole numbers, and got {ids.dtype}.")
         if self._access is None:
@@ -103,7 +104,7 @@ class TableModule(nn.Module):
             here = place < len(distinct) and int(distinct[place]) == self.padding_idx
             padding = place if here else None
         if torch.is_grad_enabled():
-            rows = access.pull(self._name, distinct).to(ids.device).requires_grad_()
+            rows = access.pull(self._name, distinct, source).to(ids.device).requires_grad_()
             access.note(self._name, distinct, rows)
         else:
             rows = access.look(self._name, distinct).to(ids.device)
@@ -130,7 +131,7 @@ class SparseEmbedding(TableModule):
         super().__init__(num_embeddings, embedding_dim, padding_idx, table, options)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows, places = self._rows(ids)
+        rows, places = self._rows(ids, ids)
         return functional.embedding(places, rows).view(*ids.shape, self.table.dim)
 
 
@@ -168,7 +169,7 @@ class SparseEmbeddingBag(TableModule):
                 f"ids of shape {tuple(ids.shape)} {'with' if offsets is not None else 'without'} offsets."
             )
         flat = ids.reshape(-1)
-        rows, places = self._rows(flat)
+        rows, places = self._rows(flat, ids)
         if per_sample_weights is None and self.padding_idx is not None and self.mode == "mean":
             # The mean is over what is no padding.
             return self._mean_without_padding(rows, places, flat, offsets)

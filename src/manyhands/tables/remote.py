@@ -1,8 +1,9 @@
 """The tables of a model whose rows are at servers of other hosts: asked for by id, changed by what is pushed.
 
-A pull asks each server for the distinct ids that it is asked for, and waits for all. A RowModel gets
-copies of the rows of its batch, one batch ahead if it is known, and what it has changed in them is pushed
-as differences.
+A pull asks each server for the distinct ids that it is asked for, and waits for all. Where nobody waits for
+all workers anyway, rows are asked for one batch ahead, as far as they are foreseen, and may be kept for a
+while. A RowModel gets copies of the rows of its batch, and what it has changed in them is pushed as
+differences.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from manyhands.state.table_files import KEYED
 from manyhands.tables.basket import Basket, Sparse, from_wire, num_bytes, pack_into, travelling
+from manyhands.tables.foresight import Foresight
 from manyhands.tables.held import Tables
 from manyhands.tables.homes import Homes
 
@@ -77,23 +79,31 @@ class Asked:
 class RemoteTables(Tables):
     """As Tables; `servers` is set anew for each view."""
 
-    def __init__(self, tables: Tables, *, adds: bool, bits: int = 32, age: int = 0) -> None:
+    def __init__(
+        self, tables: Tables, *, adds: bool, bits: int = 32, age: int | None = None
+    ) -> None:
         """`adds`: for a RowModel, which pushes differences. `bits`: of a number on the wire. `age`: steps
-        that a row may be used for before it is asked for again."""
+        that a row may be used for before it is asked for again; None: it has to be of the last step."""
         super().__init__(tables.specs, seed=tables.seed)
         self.in_place = adds
         self._bits = bits
         self._wire = travelling(tables.specs, adds=adds)
-        self._kept = {name: Kept(t.dim, age) for name, t in self._wire.items()} if age else {}
+        self._kept: dict[str, Kept] = {}
+        if age is not None and not adds:
+            self._kept = {name: Kept(table.dim, age) for name, table in self._wire.items()}
+        self._foresight = Foresight()
         self.servers: Servers | None = None
         self._near: Near | None = None
         self._tags = 0
         self._ahead: dict[int, dict[str, Asked]] = {}
+        self._coming: list[tuple[str, int, Asked]] = []
+        """Rows that will be looked up, with their table and the step."""
         self._changed: list[Basket] = []
 
     def connect(self, servers: Servers, near: Near | None) -> None:
         self.servers, self._near = servers, near
         self._ahead.clear()
+        self._coming.clear()
         self._changed.clear()
         for kept in self._kept.values():
             kept.clear()
@@ -102,14 +112,35 @@ class RemoteTables(Tables):
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
         return torch.from_numpy(self._wait(name, self._ask(name, ids.numpy())))
 
-    def pull(self, name: str, ids: Tensor) -> Tensor:
-        if name in self._kept:
-            return torch.from_numpy(self._read_kept(name, ids.numpy()))
-        return self.look(name, ids)
+    def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
+        if name not in self._kept:
+            return self.look(name, ids)
+        self._foresight.learn(name, source, self.batch)
+        return torch.from_numpy(self._read_kept(name, ids.numpy()))
+
+    @property
+    def foresees(self) -> bool:
+        """Rows may be asked for before the step before is done."""
+        return self.in_place or bool(self._kept)
+
+    def expect(self, batch: Any, step: int) -> None:
+        """Ask for the rows that will be looked up in the next batch."""
+        assert self.servers is not None
+        assert self.servers.homes is not None
+        for name, foreseen in self._foresight.ids_in(batch).items():
+            ids = self._kept[name].missing(foreseen.numpy(), step)
+            if self._near is not None:  # what is at hand is read when it is needed
+                ids = ids[~self.servers.homes.held_by(self._near.name, ids)]
+            if len(ids):
+                self._coming.append((name, step, self._ask(name, ids)))
 
     def _read_kept(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Ask only for rows that are not here, or too old."""
         kept = self._kept[name]
+        arrived = [c for c in self._coming if c[0] == name and c[1] <= self.now]
+        for coming in arrived:
+            self._coming.remove(coming)
+            kept.put(coming[2].ids, self._wait(name, coming[2]), coming[1])
         rows, missing = kept.get(ids, self.now)
         if missing.any():
             rows[missing] = self._wait(name, self._ask(name, ids[missing]))
@@ -241,12 +272,21 @@ class Kept:
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """The rows of ids, and which of them are missing."""
         rows = np.empty((len(ids), self._dim), np.float32)
-        if not len(self._ids):
-            return rows, np.ones(len(ids), bool)
-        places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-        here = (self._ids[places] == ids) & (now - self._since[places] <= self._age)
+        places, here = self._find(ids, now)
         rows[here] = self._rows[places[here]]
         return rows, ~here
+
+    def missing(self, ids: NDArray[np.int64], now: int) -> NDArray[np.int64]:
+        """Those of ids whose rows are not here, or too old by then."""
+        return ids[~self._find(ids, now)[1]]
+
+    def _find(
+        self, ids: NDArray[np.int64], now: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        if not len(self._ids):
+            return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
+        places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        return places, (self._ids[places] == ids) & (now - self._since[places] <= self._age)
 
     def put(self, ids: NDArray[np.int64], rows: NDArray[np.float32], now: int) -> None:
         stays = (now - self._since <= self._age) & ~np.isin(self._ids, ids)

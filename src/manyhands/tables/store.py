@@ -55,6 +55,8 @@ from manyhands.wire.shm import Segment
 
 SHARED = 0
 """The slot of the row that new ids share when a table of any ids is full."""
+SPREAD_FROM = 64 << 20
+"""Bytes of a table from which on a part of it takes no memory for the rest: finding rows takes longer."""
 _SHARED_ID = -(1 << 63)
 """Whose initial row it begins with."""
 
@@ -90,10 +92,15 @@ class Store:
         )
 
     @classmethod
-    def create(cls, name: str, spec: Table, *, seed: int, shared: bool = True) -> Store:
-        """A new table without rows. Refused with the numbers if the host has no memory for it."""
+    def create(
+        cls, name: str, spec: Table, *, seed: int, shared: bool = True, spread: bool = False
+    ) -> Store:
+        """A new table without rows. Refused with the numbers if the host has no memory for it. `spread`:
+        other hosts have other rows, so a large table takes memory only for those that come here."""
         check_name(name)
-        layout = Layout.within(spec, total_bytes() if spec.limit is None else spec.limit)
+        spread = spread and spec.rows is not None and spec.rows * spec.bytes_per_row() > SPREAD_FROM
+        limit = total_bytes() if spec.limit is None else spec.limit
+        layout = Layout.within(spec, limit, spread=spread)
         least = 2 if layout.hashed else 1
         if layout.capacity < least:
             raise JobError(
@@ -162,8 +169,9 @@ class Store:
         numbers = _ids(ids)
         slots = np.empty(numbers.size, dtype=np.int64)
         admit_after = self.spec.admit_after
+        if self.spec.rows is not None:
+            self._check_range(numbers, self.spec.rows)
         if not self.layout.hashed:
-            self._check_range(numbers)
             finding.find_fixed(self.arrays, numbers, slots, mode, now, admit_after, self.birth)
             return slots
         at = 0
@@ -353,8 +361,7 @@ class Store:
             head[READY] = head[NEXT] = layout.capacity
         head[MAGIC_WORD] = MAGIC
 
-    def _check_range(self, ids: Ids) -> None:
-        rows = self.layout.capacity
+    def _check_range(self, ids: Ids, rows: int) -> None:
         if ids.size and (ids.min() < 0 or ids.max() >= rows):
             wrong = int(ids[(ids < 0) | (ids >= rows)][0])
             raise JobError(

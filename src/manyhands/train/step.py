@@ -90,6 +90,8 @@ def gradients(
             if weight == 0:
                 _take_part(trainee, model, batch)
                 continue
+            if trainee.tables is not None:
+                trainee.tables.batch = batch
             loss = trainee.loss(model, batch)
             factor = weight / whole * scale
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()

@@ -19,7 +19,7 @@ def twin(module: TableModule, rows: int = 10) -> tuple[Tables, torch.Tensor]:
     tables = Tables.of(module, seed=5)
     assert tables is not None
     every = torch.arange(rows)
-    return tables, tables.pull("table", every).clone()
+    return tables, tables.pull("table", every, every).clone()
 
 
 def test_a_forward_looks_rows_up_and_a_step_changes_them_as_torch_does() -> None:

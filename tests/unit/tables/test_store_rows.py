@@ -282,3 +282,28 @@ def test_memory_is_taken_only_where_rows_are() -> None:
     with table(Table(64)) as store:
         assert store.layout.nbytes > 1 << 30
         assert store.nbytes < 1 << 20
+
+
+def test_a_part_of_a_large_table_takes_memory_for_that_part() -> None:
+    spec = Table(16, rows=2_000_000, optimizer="adagrad")
+    ids = np.arange(0, 2_000_000, 1_000)
+    part = Store.create("t", spec, seed=1, shared=False, spread=True)
+    whole = Store.create("t", spec, seed=1, shared=False)
+    try:
+        for store in (part, whole):
+            store.update(
+                store.find(ids, create=True), np.ones((2_000, 16), np.float32), lr=LR, now=1
+            )
+        assert part.nbytes < whole.nbytes / 20
+        assert (part.read(ids) == whole.read(ids)).all()
+        with pytest.raises(JobError, match="no id 2000000"):
+            part.find([5, 2_000_000], create=True)
+        # What one has saved, the other can read.
+        other = part.export()
+        whole.load(other)
+        part.load(whole.export())
+        assert (part.ids() == ids).all()
+        assert (whole.ids() == ids).all()
+    finally:
+        part.close()
+        whole.close()
