@@ -35,7 +35,7 @@ class Word2Vec(mh.Job):
 
     def data(self):
         if not self.text:
-            raise mh.ManyhandsError("word2vec needs a text:  --set text=corpus.txt")
+            raise mh.JobError("word2vec needs a text:  --set text=corpus.txt")
         return mh.data.corpus(self.text, min_count=self.min_count)
 
     def model(self):

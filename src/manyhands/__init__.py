@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands import data, words
-    from manyhands.errors import ManyhandsError
+    from manyhands.errors import JobError, ManyhandsError
     from manyhands.job import Job
     from manyhands.strategies.join import join
     from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Job",
+    "JobError",
     "ManyhandsError",
     "RowModel",
     "SparseEmbedding",
@@ -32,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "Job": "manyhands.job",
+    "JobError": "manyhands.errors",
     "ManyhandsError": "manyhands.errors",
     "RowModel": "manyhands.tables.modules",
     "SparseEmbedding": "manyhands.tables.modules",

@@ -74,7 +74,7 @@ class CheckpointError(ManyhandsError):
     pass
 
 
-class DataError(ManyhandsError):
+class DataError(UsageError):
     pass
 
 

@@ -167,9 +167,8 @@ class RowEstate:
             except ValueError as error:
                 raise Nonsense(str(error)) from error
             for name, sparse in basket.items():
-                self._slots(
-                    name, sparse.ids
-                )  # an id that no row can have would stop this server later
+                # An id that no row can have would stop this server later.
+                self._check(name, sparse.ids)
             self.put(worker, head["slot"], basket)
 
     def put(self, worker: str, slot: int, basket: Basket) -> None:
@@ -186,16 +185,20 @@ class RowEstate:
         both who hold them alike."""
         if name not in self.tables.specs:
             raise Nonsense(f"rows of {name!r}, which is no table")
-        store, dim = self.tables.store(name), self.tables.specs[name].dim
-        rows = np.empty((len(ids), dim), np.float32)
-        slots = self._slots(name, ids)
+        self._check(name, ids)
+        store = self.tables.store(name)
+        rows = np.empty((len(ids), self._wire[name].dim), np.float32)
+        slots = store.find(ids, create=False)
         store.gather(slots, rows, ids)
-        return np.column_stack([rows, self._turns_of(name, slots)]) if self._adds else rows
+        if self._adds:
+            turns = self._turns_for(name, slots)
+            rows[:, -1] = np.where(slots >= 0, turns[slots], np.float32(0))
+        return rows
 
-    def _slots(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the rows of ids are that came over the network."""
+    def _check(self, name: str, ids: NDArray[np.int64]) -> None:
+        """These came over the network."""
         try:
-            return self.tables.store(name).find(ids, create=False)
+            self.tables.store(name).check(ids)
         except JobError as error:
             raise Nonsense(str(error)) from error
 
@@ -261,20 +264,17 @@ class RowEstate:
         """Differences that a worker has made. Whose row others have changed since it was read is moved by as
         much less: two who both took a row all the way would take it twice as far."""
         for name, sparse in basket.items():
-            store, dim = self.tables.store(name), self.tables.specs[name].dim
+            store = self.tables.store(name)
             slots = store.find(sparse.ids, create=True, now=now)
-            behind = (self._turns_of(name, slots) - sparse.grads[:, dim]) % TURNS
-            moved = sparse.grads[:, :dim] / (1 + behind)[:, None]
-            store.update(slots, moved, lr=-1.0, now=now)
-            made = slots[slots >= 0]
-            self._turns[name][made] = (self._turns[name][made] + 1) % TURNS
+            store.move(slots, sparse.grads, self._turns_for(name, slots), modulo=TURNS, now=now)
 
-    def _turns_of(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _turns_for(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The turns of a table, with room for these slots."""
         turns = self._turns[name]
         highest = int(slots.max(initial=0)) + 1
         if highest > len(turns):
             turns = self._turns[name] = np.pad(turns, (0, 2 * highest - len(turns)))
-        return np.where(slots >= 0, turns[slots], np.float32(0))
+        return turns
 
 
 def step_of(decision: Decision) -> int:

@@ -144,6 +144,42 @@ def update_sgd(records, flat, dim, marks, slots, grads, lr, keep, now):  # type:
 
 
 @fast
+def move(records, flat, dim, marks, slots, given, turns, modulo, now):  # type: ignore[no-untyped-def]
+    """Add what a worker has made of rows, and how often each had been changed when it was read: as much
+    less as others have changed it since."""
+    for i in range(slots.size):
+        slot = slots[i]
+        _ask(flat, records.shape[1], slots, i + AHEAD, dim)
+        if slot < 0:
+            continue
+        row, difference = records[slot], given[i]
+        behind = (turns[slot] - difference[dim]) % modulo
+        part = np.float32(1.0) / (np.float32(1.0) + behind)
+        for j in range(dim):
+            row[j] += part * difference[j]
+        turns[slot] = (turns[slot] + np.float32(1.0)) % modulo
+        _touch(marks, slot, now)
+
+
+@exact
+def changes(ids, before, after, out_ids, out):  # type: ignore[no-untyped-def]
+    """Of rows that were changed the ids and the differences, and what else `before` has of them; how many."""
+    dim, found = after.shape[1], 0
+    for i in range(ids.size):
+        old, new, target = before[i], after[i], out[found]
+        changed = False
+        for j in range(dim):
+            difference = new[j] - old[j]
+            target[j] = difference
+            changed |= difference != np.float32(0.0)
+        if changed:
+            target[dim:] = old[dim:]
+            out_ids[found] = ids[i]
+            found += 1
+    return found
+
+
+@fast
 def update_momentum(records, flat, dim, marks, slots, grads, lr, keep, now, beta):  # type: ignore[no-untyped-def]
     for i in range(slots.size):
         _ask(flat, records.shape[1], slots, i + AHEAD, 2 * dim)

@@ -200,7 +200,7 @@ class RemoteTables(Tables):
 
     def _ask_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, Asked]:
         wanted = model.ids(batch, seed=seed)
-        return {name: self._ask(name, np.unique(ids)) for name, ids in wanted.items()}
+        return {name: self._ask(name, _distinct(ids)) for name, ids in wanted.items()}
 
     @contextmanager
     def lend(self, model: RowModel, batch: Any, seed: int) -> Iterator[Mapping[str, Rows]]:
@@ -211,13 +211,7 @@ class RemoteTables(Tables):
             for name in asked
         }
         yield rows
-        changed = {}
-        for name, each in rows.items():
-            difference = before[name]
-            difference[:, :-1] -= each.matrix
-            touched = difference[:, :-1].any(axis=1)
-            np.negative(difference[:, :-1], out=difference[:, :-1])
-            changed[name] = Sparse(each.ids[touched], difference[touched])
+        changed = {name: _changed(before[name], each) for name, each in rows.items()}
         self._changed.append(changed)
 
     def take(self) -> dict[str, Sparse]:
@@ -306,6 +300,23 @@ class CopiedRows:
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self.ids, ids)
+
+
+def _distinct(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ascending; mostly they are."""
+    return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
+
+
+def _changed(before: NDArray[np.float32], rows: CopiedRows) -> Sparse:
+    """What was made of rows, and what travels along with them."""
+    from manyhands.tables.kernels import changes
+
+    ids = np.empty(
+        len(before) + 1, np.int64
+    )  # one more: written to before it is known to be for nothing
+    given = np.empty((len(before) + 1, before.shape[1]), np.float32)
+    count = changes(rows.ids, before, rows.matrix, ids, given)
+    return Sparse(ids[:count], given[:count])
 
 
 def _one_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

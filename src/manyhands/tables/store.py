@@ -200,7 +200,8 @@ class Store:
     def gather(self, slots: Ids, out: Floats, ids: ArrayLike) -> Floats:
         """out[i] = the row of slots[i], or the initial row of ids[i] where that is -1. Returns `out`."""
         numbers = _ids(ids)
-        assert out.shape == (slots.size, self.spec.dim), "one row of the table's for each slot"
+        assert out.shape[0] == slots.size, "one row of the table's for each slot"
+        assert out.shape[1] >= self.spec.dim, "the row, and whatever else the caller will put there"
         assert numbers.size == slots.size, "one id for each slot"
         slots = np.ascontiguousarray(slots)
         kernels.gather(self.records, self._flat, slots, numbers, out, self.birth)
@@ -234,6 +235,19 @@ class Store:
             kernels.update_rowwise(*given, eps, arrays.scalars)
         else:
             kernels.update_adam(*given, eps, arrays.scalars, kind.betas, self._corrections)
+
+    def move(self, slots: Ids, given: Floats, turns: Floats, *, modulo: int, now: int) -> None:
+        """Add to each row, -1 is skipped, what `given` has in its columns, whatever the optimizer. Its last
+        column is the `turns` of the slot when the row was read; since then others may have changed it."""
+        arrays = self.arrays
+        given = np.ascontiguousarray(given, dtype=np.float32)
+        rows = (arrays.records, self._flat, self.spec.dim, arrays.marks)
+        kernels.move(*rows, np.ascontiguousarray(slots), given, turns, np.float32(modulo), now)
+
+    def check(self, ids: ArrayLike) -> None:
+        """Refuse ids that no row of this table can have."""
+        if self.spec.rows is not None:
+            self._check_range(_ids(ids), self.spec.rows)
 
     def unique(self, ids: ArrayLike) -> tuple[Ids, Ids]:
         """Each id once, in the order of first sight, and for each given id its place among them."""

@@ -56,9 +56,12 @@ class WordModel(RowModel):
         self._found: dict[str, tuple[Rows, NDArray[np.int64]]] = {}
 
     def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
-        words = np.unique(batch.numpy())
-        words = words[words >= 0].astype(np.int64)
-        return {"inputs": words, "outputs": np.union1d(words, self._pool(seed))}
+        there = np.zeros(len(self._keep) + 1, bool)
+        there[batch.numpy()] = True
+        there[-1] = False  # where the end of a sentence, -1, was noted
+        words = np.flatnonzero(there)
+        there[self._pool(seed)] = True
+        return {"inputs": words, "outputs": np.flatnonzero(there)}
 
     def _pool(self, seed: int) -> NDArray[np.int64]:
         """The words that the negatives of a batch are drawn from, each as often as it was drawn."""
@@ -82,11 +85,13 @@ class WordModel(RowModel):
         else:
             # The words in reach are all the words there are, and numbered anew.
             known = outputs.ids
-            tokens = np.where(tokens >= 0, np.searchsorted(known, tokens), -1).astype(np.int32)
+            number = np.full(len(self._keep) + 1, -1, np.int32)
+            number[known] = np.arange(len(known), dtype=np.int32)
+            tokens = number[tokens]  # the end of a sentence, -1, stays
             in_rows = np.minimum(inputs.find(known), len(inputs.matrix) - 1)
             out_rows = np.arange(len(known), dtype=np.int64)
             keep = self._keep[known]
-            noise = np.searchsorted(known, self._pool(seed)).astype(np.uint64)
+            noise = number[self._pool(seed)].astype(np.uint64)
         loss, pairs, _ = train(
             *(tokens, inputs.matrix, outputs.matrix, in_rows, out_rows, keep, noise),
             *(self._window, self._negative, lr, seed),

@@ -12,6 +12,7 @@ import torch
 
 from manyhands.errors import JobError, LinkError, UsageError
 from manyhands.tables import memory
+from manyhands.tables.kernels import changes
 from manyhands.tables.spec import OPTIMIZERS, Table
 from manyhands.tables.store import Store
 from manyhands.wire.shm import Segment
@@ -307,3 +308,36 @@ def test_a_part_of_a_large_table_takes_memory_for_that_part() -> None:
     finally:
         part.close()
         whole.close()
+
+
+def test_differences_are_added_less_where_others_were_quicker() -> None:
+    draw = np.random.default_rng(3)
+    with table(Table(5, optimizer="adam", init="normal(1)")) as store:
+        slots = store.find(range(20), create=True)
+        slots[4] = -1
+        turns = draw.integers(0, 8, 64).astype(np.float32)
+        read_at = (turns[slots] - draw.integers(0, 4, 20)) % 8
+        given = np.column_stack([draw.normal(size=(20, 5)), read_at]).astype(np.float32)
+        before, was = store.read(range(20)), turns.copy()
+        store.move(slots, given, turns, modulo=8, now=7)
+        behind = (was[slots] - read_at) % 8
+        expected = before + given[:, :5] / (1 + behind)[:, None]
+        expected[4] = before[4]
+        np.testing.assert_allclose(store.read(range(20)), expected, rtol=1e-6)
+        made = slots[slots >= 0]
+        assert (turns[made] == (was[made] + 1) % 8).all()
+        assert np.delete(turns, made).tolist() == np.delete(was, made).tolist()
+        assert store.export(since=6).ids.tolist() == [n for n in range(20) if n != 4]
+
+
+@pytest.mark.parametrize("changed", [[], [0], [1, 5, 9], list(range(10))])
+def test_only_what_was_changed_is_given(changed: list[int]) -> None:
+    draw = np.random.default_rng(4)
+    before = draw.normal(size=(10, 4)).astype(np.float32)
+    after = before[:, :3].copy()
+    after[changed, 2] += 1
+    ids, out = np.empty(11, np.int64), np.empty((11, 4), np.float32)
+    count = changes(np.arange(10) * 7, before, after, ids, out)
+    assert ids[:count].tolist() == [7 * n for n in changed]
+    assert (out[:count, :3] == after[changed] - before[changed, :3]).all()
+    assert (out[:count, 3] == before[changed, 3]).all()
