@@ -10,7 +10,8 @@ vocabulary, before frequent ones are thinned out. Counting words and starting up
     python benchmarks/word2vec.py text8.gz --model cbow --dim 200 --window 8 --negative 25 --epochs 15
 
 `kernels` are threads on one pair of matrices (word2vec_driver.py); `manyhands` is the command
-`manyhands train examples/word2vec.py`, with workers that share the tables, or over sockets (`:tcp`).
+`manyhands train examples/word2vec.py`, with workers that share the tables, or over sockets: with TLS
+(`:tcp`), or authenticated only (`:trusted`, by --trust-network).
 Peers are installed into benchmarks/.venvs at the first run; one that can't be is listed with its reason.
 """
 
@@ -80,9 +81,11 @@ def ours(load: Load, folder: Path, *, transport: str) -> float:
         "seed": load.seed,
     }
     where = folder / "run"
-    spec = "ps:async" if transport == "shm" else f"ps:async(transport={transport})"
+    spec = "ps:async" if transport == "shm" else "ps:async(transport=tcp)"
     command = [sys.executable, "-m", "manyhands.cli.main", "train", str(JOB), "--strategy", spec]
     command += ["--workers", str(load.workers), "--run-dir", str(where)]
+    if transport == "trusted":
+        command += ["--trust-network"]
     for name, value in fields.items():
         command += ["--set", f"{name}={value}"]
     run(command, env=dict(os.environ), deadline_s=DEADLINE_S)
@@ -245,8 +248,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=float, default=1e-4)
     parser.add_argument("--lr", type=float, default=0.05)
     given = parser.parse_args()
-    given.only = given.only or ["manyhands", "manyhands:tcp", "kernels", "gensim", "fasttext"]
-    known = {"manyhands", "manyhands:tcp", "kernels", *PEERS}
+    ours = ["manyhands", "manyhands:tcp", "manyhands:trusted", "kernels"]
+    given.only = given.only or [*ours, "gensim", "fasttext"]
+    known = {*ours, *PEERS}
     if wrong := set(given.only) - known:
         parser.error(f"--only {','.join(wrong)}: there are {', '.join(sorted(known))}")
     return given

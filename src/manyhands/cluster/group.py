@@ -2,11 +2,18 @@
 
 The meeting place needs no fixed port: inside a host a file in the run's private folder, between hosts
 a store that rank 0 opens on a free port and announces on the board.
+
+When one of a group dies, gloo tells those whose turn it was to hear from it, and lets the others wait for
+each other. So a group can be cut from another thread: its connections are shut down, and whoever waits in
+it, here or at the other end, hears of that at once.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,6 +21,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from manyhands.cluster.view import Me, View
+
+CONNECT_S = 5.0
+"""All of a view come to it at the same moment, so they find each other in less; otherwise they try again."""
 
 _LOST = (
     "connection closed by peer",
@@ -29,7 +39,34 @@ _LOST = (
 )
 
 
-def join_group(me: Me, view: View) -> None:
+class Group:
+    """The default process group of torch.distributed, from `join_group` to `leave`."""
+
+    def __init__(self, backend: str, sockets: Mapping[int, str]) -> None:
+        self.backend = backend
+        self._sockets = dict(sockets)
+        """The connections of a gloo group, by file descriptor."""
+
+    def cut(self) -> None:
+        """From any thread: nobody is to wait in this group any more."""
+        import torch.distributed as dist
+
+        if self.backend == "nccl" and dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
+        now = _open_sockets()
+        for number, link in self._sockets.items():
+            if now.get(number) != link:
+                continue  # closed, and perhaps another file by now
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)  # one that listens makes gloo abort
+
+    def leave(self) -> None:
+        leave_group()
+
+
+def join_group(me: Me, view: View) -> Group:
     """Make the default process group of torch.distributed the one of this view."""
     import torch
     import torch.distributed as dist
@@ -37,13 +74,29 @@ def join_group(me: Me, view: View) -> None:
     backend = backend_for(view)
     if backend == "nccl":
         torch.cuda.set_device(me.device)
+    before = _open_sockets()
+    limit = timedelta(seconds=me.timeouts.collective_s)
+    # While gloo connects it can't be cut: one that dies meanwhile must not be waited for that long.
+    first = timedelta(seconds=CONNECT_S) if me.board is not None and backend == "gloo" else limit
     dist.init_process_group(
-        backend,
-        store=_store(me, view),
-        rank=me.rank,
-        world_size=view.world,
-        timeout=timedelta(seconds=me.timeouts.collective_s),
+        backend, store=_store(me, view), rank=me.rank, world_size=view.world, timeout=first
     )
+    if first != limit:
+        dist.distributed_c10d._set_pg_timeout(limit, dist.distributed_c10d._get_default_group())
+    made = {fd: link for fd, link in _open_sockets().items() if before.get(fd) != link}
+    return Group(backend, made if backend == "gloo" else {})
+
+
+def _open_sockets() -> dict[int, str]:
+    """The sockets of this process: file descriptor to which one it is. None where there is no /proc."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                link = os.readlink(f"/proc/self/fd/{name}")
+                if link.startswith("socket:"):
+                    found[int(name)] = link
+    return found
 
 
 def leave_group() -> None:
@@ -81,7 +134,7 @@ def _store(me: Me, view: View) -> dist.Store:
         return _given_store(me, view, limit)
     if view.one_host:
         file = dist.FileStore(str(me.scratch / f"view-{view.number}"), view.world)
-        file.set_timeout(limit)
+        file.set_timeout(timedelta(seconds=CONNECT_S))
         return file
     assert me.board is not None, "members on several hosts meet by way of a coordinator"
     key = f"store/{view.number}"

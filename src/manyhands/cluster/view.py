@@ -7,6 +7,7 @@ name for life.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +114,22 @@ class Me:
     @property
     def world(self) -> int:
         return self.view.world
+
+    def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
+        """What this member does with its peers broke: wait for the view without whoever died. If none comes
+        in a while, nobody did, and the coordinator is asked for one in which all connect again."""
+        assert self.board is not None, "views come from a coordinator"
+        began, asked = time.monotonic(), False
+        while not self.view_changing:
+            waited = time.monotonic() - began
+            if waited > torn_s and not asked:
+                asked = True
+                others = [name for name in self.view.names if name != self.name]
+                peer = others[0] if len(others) == 1 else "one of " + ", ".join(others)
+                self.board.say("report", what="torn", view=self.view.number, peer=peer)
+            if waited > torn_s + self.timeouts.view_s:
+                raise self.lost_a_peer(error) from error
+            time.sleep(0.005)
 
     def lost_a_peer(self, error: BaseException) -> PeerLost:
         """What to raise when a collective broke: who was waited for, and what torch said."""

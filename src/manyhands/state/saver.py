@@ -219,18 +219,25 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
     """Put a checkpoint into the model, the optimizer, the scheduler and the learner."""
     state = read_state(Path(folder))
     try:
-        trained.model.load_state_dict(state["model"])
-        load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
-        if trained.scheduler is not None and state["scheduler"]:
-            trained.scheduler.load_state_dict(state["scheduler"])
-        learner.load_state_dict(state.get("learner", {}))
-        if trained.tables is not None:
-            trained.tables.load_state_dict(state.get("tables", {}))
+        put_state(state, trained, learner)
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{folder} does not fit this job: {error}\nHas the model or the optimizer of the job "
             "changed since? Go on with the job file as it was, or start a new run."
         ) from error
+
+
+def put_state(
+    state: Mapping[str, Any], trained: Trained, learner: Stateful, *, tables: bool = True
+) -> None:
+    """What `gather_state` has gathered, and the tables unless they are elsewhere."""
+    trained.model.load_state_dict(state["model"])
+    load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
+    if trained.scheduler is not None and state["scheduler"]:
+        trained.scheduler.load_state_dict(state["scheduler"])
+    learner.load_state_dict(state.get("learner", {}))
+    if trained.tables is not None and tables:
+        trained.tables.load_state_dict(state.get("tables", {}))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,46 +1,55 @@
-"""Synchronous all-reduce by torch's DistributedDataParallel, over NCCL or gloo.
+"""Synchronous all-reduce: every worker has the whole model, and adds up the gradients with all others.
 
-Every worker computes the gradient of its share of the global batch; the gradients are added up by a
-ring all-reduce that overlaps the backward pass, bucket by bucket, and every worker takes the same
-optimizer step. Each share is weighted by its samples, so unequal shares give the right mean.
-(Li et al., PyTorch Distributed, VLDB 2020; ring all-reduce: Patarasuk and Yuan, 2009.)
+Each worker computes the gradients of its share of the batch. They are added up while the backward still
+goes on (reducer.py), over NCCL or gloo, and every worker makes the same update. The mathematics is that of
+one worker with the whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
+
+When a worker dies, the others keep their process and their weights. In the next view they compare which
+step was their last: whoever missed an update that another has made, and whoever is new, gets the state from
+one that has it (peers.py). The step in flight is done again.
 
 Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, in 2 (n-1) messages a bucket.
 """
 
 from __future__ import annotations
 
-import gc
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from manyhands.errors import SpecError
+from manyhands.errors import SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import Tensor, nn
 
-    from manyhands.cluster.view import View
+    from manyhands.cluster.group import Group
+    from manyhands.cluster.view import Me, View
     from manyhands.strategies.allreduce_tables import TablesTogether
+    from manyhands.strategies.reducer import Reducer
     from manyhands.train.feed import Share
     from manyhands.train.step import StepReport
+    from manyhands.train.trainee import Trainee
+
+TORN_S = 1.0
+"""So long after a collective broke, both ends live: it was the connection."""
+LATEST = 10_000
+"""Steps that are remembered to be in the weights: more than pass between two reports."""
 
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
     name: ClassVar[str] = "allreduce"
-    summary: ClassVar[str] = "synchronous all-reduce of the gradients (torch DDP)"
+    summary: ClassVar[str] = "synchronous all-reduce of the gradients"
+    goes_on: ClassVar[bool] = True
 
     bucket_mb: int = 25
     """Gradients are sent in buckets of about this many MiB."""
-    unused_parameters: bool = False
-    """Some parameters get no gradient in some steps; costs a walk through the graph each step."""
-    tables: str = "replicated"
+    tables: Literal["replicated", "shared"] = "replicated"
     """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
     `shared`, once in the memory of the host, where each worker changes them without waiting."""
 
@@ -48,10 +57,6 @@ class AllReduce(Strategy):
         super().check(workers)
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
-        if self.tables not in ("replicated", "shared"):
-            raise SpecError(
-                f"allreduce: tables is {self.tables!r}, and may be replicated or shared."
-            )
 
     def build(self) -> Learner:
         return AllReduceLearner(self)
@@ -60,171 +65,169 @@ class AllReduce(Strategy):
 class AllReduceLearner(Learner):
     def __init__(self, config: AllReduce) -> None:
         self._config = config
-        self._ddp: Any = None
-        self._settled = True
-        self._bytes_per_step = 0
-        self._last_gradient_at = 0.0
+        self._group: Group | None = None
+        self._reducer: Reducer | None = None
         self._rows: TablesTogether | None = None
+        self._version = 0
+        """The last step that is in the weights."""
+        self._agreed = False
+        """The weights are those of a view, and not just this worker's own beginning."""
+        self._applied: deque[int] = deque(maxlen=LATEST)
+        self._flying: StepReport | None = None
+        self._rescued: StepReport | None = None
+
+    def prepare(self, trainee: Trainee, me: Me) -> None:
+        super().prepare(trainee, me)
+        self._buffers = list(trainee.model.buffers())
+
+    # Views --------------------------------------------------------------------------------------
 
     def on_view(self, view: View) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
-        from manyhands.cluster.group import join_group
-
         self.close()
-        if view.world == 1:
-            return
-        with self._naming_the_peers():
-            join_group(self.me, view)
-            model = self.trainee.model
-            on_gpu = self.trainee.device.startswith("cuda")
-            self._ddp = DistributedDataParallel(
-                model,
-                device_ids=[self.trainee.device] if on_gpu else None,
-                bucket_cap_mb=self._config.bucket_mb,
-                find_unused_parameters=self._config.unused_parameters,
-                gradient_as_bucket_view=True,
-            )
-            if self.trainee.tables is not None:
-                from manyhands.strategies.allreduce_tables import TablesTogether
+        with self._heeding_views():
+            self._meet(view)
+        self._agreed = True
 
-                self._rows = TablesTogether(
-                    self.trainee, view, shared=self._config.tables == "shared"
-                )
-        size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        self._bytes_per_step = 2 * (view.world - 1) * size // view.world
-        # With two workers a + b is b + a, whatever the buckets.
-        self._settled = view.world <= 2
-        self._watch_last_gradient()
+    def _meet(self, view: View) -> None:
+        if view.world == 1:
+            self._rejoin(self._version)
+            return
+        from manyhands.cluster.group import join_group
+        from manyhands.strategies.peers import agree
+        from manyhands.strategies.reducer import Reducer
+
+        self._group = join_group(self.me, view)
+        shared = self._config.tables == "shared"
+        version, agreed = self._version, self._agreed
+        self._rejoin(agree(self.trainee, self, version=version, agreed=agreed, tables=not shared))
+        parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
+        self._reducer = Reducer(parameters, bucket_bytes=self._config.bucket_mb << 20)
+        self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
+        if self.trainee.tables is not None:
+            from manyhands.strategies.allreduce_tables import TablesTogether
+
+            self._rows = TablesTogether(self.trainee, view, shared=shared)
+
+    def _rejoin(self, version: int) -> None:
+        """The weights are of this step. One that this worker had not finished may be in them."""
+        flying, self._flying = self._flying, None
+        self._rescued = None
+        if version > self._version:
+            self._applied.append(version)
+            if flying is not None and flying.step == version:
+                self._rescued = flying
+        self._version = version
+        self.trainee.optimizer.zero_grad(set_to_none=True)
+        if self.trainee.tables is not None:
+            self.trainee.tables.forget()
+
+    def rescued(self) -> StepReport | None:
+        rescued, self._rescued = self._rescued, None
+        return rescued
+
+    def settled(self) -> dict[str, Any]:
+        return {"version": self._version, "applied": [[step, 0] for step in self._applied]}
+
+    def interrupt(self) -> None:
+        group = self._group
+        if group is not None:
+            group.cut()
+
+    def close(self) -> None:
+        self._rows = None
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        group, self._group = self._group, None
+        if group is not None:
+            if self.me.view_changing or self._flying is not None:
+                group.cut()  # else it would wait for what others will never send
+            group.leave()
+
+    # Steps --------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
         from manyhands.train.step import StepReport, gradients
 
-        world = self.me.world
-        if not self._settled:
-            self._settle_buckets(share)
         started = time.perf_counter()
-        lr = self.trainee.lr
-        with self._naming_the_peers():
-            if self._ddp is None:
-                weight, loss = gradients(self.trainee, share)
+        lr, reducer, sent = self.trainee.lr, self._reducer, 0
+        report = StepReport(share.step, share.samples, 0.0, 0.0, lr)
+        self._flying = report
+        with self._heeding_views():
+            if reducer is None:
+                report.weight, report.loss = gradients(self.trainee, share)
+                computed = time.perf_counter()
             else:
-                # DDP divides the sum by the number of workers: the scale takes that back.
-                weight, loss = gradients(
-                    self.trainee,
-                    share,
-                    model=self._ddp,
-                    scale=float(world),
-                    total=self.add_up,
-                    local=self._ddp.no_sync,
+                self._share_buffers()
+                reducer.begin()
+                report.weight, report.loss = gradients(
+                    self.trainee, share, total=self.add_up, local=reducer.alone
                 )
-            sent = self._bytes_per_step
+                computed = time.perf_counter()
+                reducer.finish()
+                sent = self._bytes_per_step
             if self._rows is not None:
                 sent += self._rows.step(lr, share.step)
             elif self.trainee.tables is not None:
                 self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
-        reduced = time.perf_counter()
+        summed = time.perf_counter()
         self.trainee.update()
-        compute_s = wait_s = None
+        self._version = share.step
+        self._applied.append(share.step)
+        self._flying = None
         if self.trainee.device == "cpu":
-            # What is left of the backward after the last gradient was ready is waiting for peers.
-            wait_s = reduced - self._last_gradient_at if self._last_gradient_at > started else 0.0
-            compute_s = time.perf_counter() - started - wait_s
-        return StepReport(
-            share.step,
-            share.samples,
-            weight,
-            loss,
-            lr,
-            compute_s=compute_s,
-            wait_s=wait_s,
-            bytes_sent=sent,
-        )
+            report.wait_s = summed - computed
+            report.compute_s = time.perf_counter() - started - report.wait_s
+        report.bytes_sent = sent
+        return report
 
     def eval_model(self) -> nn.Module:
         """The model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
-        import torch.distributed as dist
-
-        model = self.trainee.model
-        if self._ddp is not None:
-            with self._naming_the_peers():
-                for buffer in model.buffers():
-                    # gloo takes a tensor's memory as it lies, whatever its strides say.
-                    whole = buffer.contiguous()
-                    dist.broadcast(whole, src=0)
-                    buffer.copy_(whole)
-        return model
-
-    def transport(self) -> str:
-        from manyhands.cluster.group import describe_transport
-
-        return describe_transport() if self._ddp is not None else "none"
-
-    def close(self) -> None:
-        from manyhands.cluster.group import leave_group
-
-        # In this order: a DDP that outlives its process group can deadlock in its destructor.
-        self._rows = None
-        if self._ddp is not None:
-            self._ddp = None
-            gc.collect()
-            leave_group()
+        if self._reducer is not None:
+            with self._heeding_views():
+                self._share_buffers()
+        return self.trainee.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
         import torch
         import torch.distributed as dist
 
         total = torch.as_tensor(value, dtype=torch.float64, device=self.trainee.device).clone()
-        if self._ddp is not None:
-            with self._naming_the_peers():
+        if self._reducer is not None:
+            with self._heeding_views():
                 dist.all_reduce(total)
         return total
 
-    def _settle_buckets(self, share: Share) -> None:
-        """Make DDP lay out its buckets for good before the first step that counts.
+    def transport(self) -> str:
+        from manyhands.cluster.group import describe_transport
 
-        DDP sorts its buckets anew after the first backward, and the order in which a ring adds up
-        more than two numbers depends on where in a bucket they lie. A resumed run would add up its
-        first step in another order than the run it continues.
-        """
+        return describe_transport() if self._group is not None else "none"
+
+    def _share_buffers(self) -> None:
+        """All compute with what the first worker's model remembers besides its parameters."""
         import torch
+        import torch.distributed as dist
 
-        from manyhands.train.trainee import frozen_statistics
-
-        trainee = self.trainee
-        # What the model draws here must not change what it draws in the step.
-        with self._naming_the_peers(), frozen_statistics(trainee.model), torch.random.fork_rng():
-            for _ in range(2):  # DDP sorts at the second forward
-                (trainee.loss(self._ddp, share.batches[0][0]) * 0.0).backward()
-        trainee.optimizer.zero_grad(set_to_none=True)
-        if trainee.tables is not None:
-            trainee.tables.forget()
-        self._settled = True
-
-    def _watch_last_gradient(self) -> None:
-        """Note the time when the first layer's gradient is there: the last one of a backward."""
-        first = next(p for p in self.trainee.model.parameters() if p.requires_grad)
-
-        def note(_: torch.Tensor) -> None:
-            self._last_gradient_at = time.perf_counter()
-
-        if not hasattr(first, "_manyhands_watched"):
-            first.register_post_accumulate_grad_hook(note)
-            first._manyhands_watched = True  # type: ignore[attr-defined]
+        for dtype in dict.fromkeys(buffer.dtype for buffer in self._buffers):
+            alike = [buffer for buffer in self._buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+            dist.broadcast(flat, src=0)
+            if self.me.rank:
+                for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
+                    buffer.copy_(part.view(buffer.shape))
 
     @contextmanager
-    def _naming_the_peers(self) -> Iterator[None]:
-        """Errors of a broken collective become PeerLost, and mistakes of the model get a remedy."""
+    def _heeding_views(self) -> Iterator[None]:
+        """A broken collective means that another died: the next view is on its way. If none comes, only the
+        connection was lost, and the coordinator is told so. Without one, it is the end."""
         from manyhands.cluster.group import peer_lost
 
         try:
             yield
         except RuntimeError as error:
-            if "find_unused_parameters" in str(error):
-                raise SpecError(
-                    "Some parameters of the model got no gradient in this step. Use  "
-                    "--strategy 'allreduce(unused_parameters=true)'  or leave them out of the model."
-                ) from error
-            if peer_lost(error):
+            if not self.me.view_changing and not peer_lost(error):
+                raise
+            if self.me.board is None:
                 raise self.me.lost_a_peer(error) from error
-            raise
+            self.me.wait_for_a_view(error, torn_s=TORN_S)
+            raise ViewChanging(f"a collective broke: {error}") from error

@@ -53,9 +53,8 @@ class TablesTogether:
         """Put what this step has found into the rows; the bytes that this worker sent for it."""
         basket = self._tables.take()
         base_lr = self._trainee.base_lr
-        # The gradients are those of a mean times the number of workers, as DDP wants them.
         if self._shared:
-            self._tables.apply([basket], [1 / self._world], lr=lr, base_lr=base_lr, now=now)
+            self._tables.apply([basket], [1.0], lr=lr, base_lr=base_lr, now=now)
             if self._tables.evicting and now % EVICT_EVERY == 0:
                 self._evict(now)
             return 0
@@ -63,8 +62,8 @@ class TablesTogether:
         pack_into(mine.numpy().data, basket, self._tables.specs)
         parts, sent = self._gather(mine)
         baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
-        shares = [1 / self._world] * self._world
-        self._tables.apply(baskets, shares, lr=lr, base_lr=base_lr, now=now, make=True)
+        ones = [1.0] * self._world
+        self._tables.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
         self._tables.evict_now_and_then(now)
         return sent
 

@@ -257,6 +257,7 @@ class Tables:
                 f"it has the tables {', '.join(sorted(state)) or 'none'}, and the job has "
                 f"{', '.join(sorted(self.specs)) or 'none'}"
             )
+        self.close()
         # Not before it is known where they will be: in a cluster one process alone needs them.
         self._saved = {
             name: Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from manyhands.tables.modules import RowModel
 from manyhands.train.feed import Share
 from manyhands.train.seeds import derive
-from manyhands.train.trainee import Trainee, checked_weight, frozen_statistics
+from manyhands.train.trainee import Trainee, checked_weight
 
 
 @dataclass(slots=True)
@@ -61,22 +61,18 @@ def gradients(
     trainee: Trainee,
     share: Share,
     *,
-    model: nn.Module | None = None,
-    scale: float = 1.0,
     total: Sum | None = None,
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[float | Tensor, float | Tensor]:
     """Put this share's gradients in place; its weight, and the weighted sum of its losses.
 
-    `model` is what to call (a wrapper of the trainee's); `scale` multiplies the gradients; `total`
-    adds a weight up over workers where the job gives its own; `local` opens a context in which a
-    backward is not yet shared.
+    `total` adds a weight up over workers where the job gives its own; `local` opens a context in which
+    a backward is not yet shared.
     """
     if trainee.tables is not None:
         trainee.tables.now = share.step
         if isinstance(trainee.model, RowModel):
             return _touch(trainee, trainee.model, share)
-    model = model or trainee.model
     weights: list[float | Tensor] = [float(samples) for _, samples in share.batches]
     whole: float | Tensor = float(share.total)
     if trainee.weight is not None:
@@ -88,12 +84,12 @@ def gradients(
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
         with local() if index < last else nullcontext():
             if weight == 0:
-                _take_part(trainee, model, batch)
+                _take_part(trainee)
                 continue
             if trainee.tables is not None:
                 trainee.tables.batch = batch
-            loss = trainee.loss(model, batch)
-            factor = weight / whole * scale
+            loss = trainee.loss(trainee.model, batch)
+            factor = weight / whole
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
         losses = losses + loss.detach() * weight
     return sum(weights[1:], weights[0]), losses
@@ -136,13 +132,10 @@ def _own_weight(trainee: Trainee, batch: object, samples: int) -> float | Tensor
     return checked_weight(trainee.weight(batch))
 
 
-def _take_part(trainee: Trainee, model: nn.Module, batch: object) -> None:
+def _take_part(trainee: Trainee) -> None:
     """Gradients of zero for what counts nothing: an empty share, or samples that weigh nothing.
 
     Its loss may be NaN (a mean over nothing), so the gradients come from the parameters themselves.
-    The model is called all the same: a wrapper that shares gradients waits for a forward.
     """
-    with frozen_statistics(trainee.model):
-        trainee.loss(model, batch)
     nothing = [(p * 0.0).sum() for p in trainee.model.parameters() if p.requires_grad]
     torch.stack(nothing).sum().backward()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -167,19 +166,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """In training mode, but normalization takes its running statistics and leaves them as they are."""
-    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.training]
-    for norm in norms:
-        norm.training = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.training = True
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

@@ -23,15 +23,15 @@ from manyhands.strategies.single import Single
         ("zzzz", r"There is no strategy 'zzzz'\. There are: single, allreduce"),
         ("allreduce(bucket=3)", "no option 'bucket'; did you mean 'bucket_mb'"),
         ("allreduce(bucketmb=3)", "did you mean 'bucket_mb'"),
-        ("allreduce(unused=true)", "did you mean 'unused_parameters'"),
-        ("allreduce(q=3)", r"no option 'q'\. Its options: bucket_mb, tables, unused_parameters"),
+        ("allreduce(table=shared)", "did you mean 'tables'"),
+        ("allreduce(q=3)", r"no option 'q'\. Its options: bucket_mb, tables"),
         ("single(workers=2)", "single has no option 'workers'. It has none"),
         ("allreduce(bucket_mb=big)", "bucket_mb must be a whole number, and is 'big'"),
         ("allreduce(bucket_mb=2.5)", "bucket_mb must be a whole number, and is 2.5"),
         ("allreduce(bucket_mb=true)", "bucket_mb must be a whole number, and is True"),
         ("allreduce(bucket_mb=none)", "bucket_mb must be a whole number, and is None"),
-        ("allreduce(unused_parameters=1)", "unused_parameters must be true or false, and is 1"),
-        ("allreduce(unused_parameters=maybe)", "must be true or false, and is 'maybe'"),
+        ("allreduce(tables=1)", "tables must be replicated or shared, and is 1"),
+        ("allreduce(tables=maybe)", "must be replicated or shared, and is 'maybe'"),
         ("allreduce + int8", r"can't be combined with int8. Write  allreduce"),
         ("allreduce(bucket_mb=9)+topk+sign", r"topk \+ sign. Write  allreduce\(bucket_mb=9\)"),
         ("allreduce(", "does not parse"),
@@ -59,7 +59,7 @@ def test_no_option_at_all_raises_anything_else(name: str, key: str, value: str) 
         ("allreduce", "allreduce"),
         ("allreduce(bucket_mb=25)", "allreduce"),
         (" allreduce ( bucket_mb = 10 ) ", "allreduce(bucket_mb=10)"),
-        ("allreduce(unused_parameters=TRUE)", "allreduce(unused_parameters=true)"),
+        ("allreduce(tables=shared,bucket_mb=25)", "allreduce(tables=shared)"),
     ],
 )
 def test_the_shortest_spec_makes_the_same_config(text: str, shortest: str) -> None:
@@ -68,7 +68,10 @@ def test_the_shortest_spec_makes_the_same_config(text: str, shortest: str) -> No
     assert make_strategy(spec_of(config)) == config
 
 
-@given(st.builds(AllReduce, st.integers(1, 999), st.booleans()) | st.just(Single()))
+tables = st.sampled_from(["replicated", "shared"])
+
+
+@given(st.builds(AllReduce, st.integers(1, 999), tables) | st.just(Single()))
 def test_every_config_has_a_spec(config: AllReduce | Single) -> None:
     assert make_strategy(spec_of(config)) == config
 

@@ -1,0 +1,101 @@
+"""How the workers of a view come to have the same weights: from whoever is furthest.
+
+Each tells which step is the last in its weights, and whether it has been in a view before. A worker is at
+most one step behind another, as no update is made before everybody's gradients are there; a new one has
+nothing. If all are equal and old, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.state.flat import blanks, flatten, rebuild
+from manyhands.state.saver import Stateful, gather_state, put_state
+from manyhands.train.trainee import Trainee
+
+BATCH_BYTES = 64 << 20
+"""So much of a state is sent at once."""
+
+
+def agree(trainee: Trainee, learner: Stateful, *, version: int, agreed: bool, tables: bool) -> int:
+    """Bring all to the state of the furthest; the last step that is in it. `tables`: they are a part of
+    it, and not in memory that all share."""
+    mine = torch.tensor([int(agreed), version], device=trainee.device)
+    told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, mine)
+    ranks = [tuple(each.tolist()) for each in told]
+    best = max(ranks)
+    source = ranks.index(best)
+    if not best[0]:
+        # The first view: optimizers and schedules begin alike, and models do if they heed the seed.
+        model = trainee.model
+        state = _send(model.state_dict(), trainee, source)
+        if dist.get_rank() != source:
+            model.load_state_dict(state)
+    elif any(each != best for each in ranks):
+        state = {}
+        if dist.get_rank() == source:
+            state = gather_state(trainee, learner)
+            if trainee.tables is not None and tables:
+                state["tables"] = trainee.tables.state_dict()
+        state = _send(state, trainee, source)
+        if dist.get_rank() != source:
+            put_state(state, trainee, learner, tables=tables)
+    return int(best[1])
+
+
+def _send(state: Any, trainee: Trainee, source: int) -> Any:
+    """The state of the source, on all."""
+    if dist.get_rank() == source:
+        text, tensors = flatten(state)
+        _send_bytes(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), trainee, source)
+        _send_all(tensors, trainee, source)
+        return state
+    text = bytes(_send_bytes(None, trainee, source).numpy()).decode()
+    tensors = blanks(text)
+    _send_all(tensors, trainee, source)
+    return rebuild(text, tensors)
+
+
+def _send_bytes(given: Tensor | None, trainee: Trainee, source: int) -> Tensor:
+    size = torch.tensor([0 if given is None else len(given)], device=trainee.device)
+    dist.broadcast(size, src=source)
+    if given is None:
+        given = torch.empty(int(size), dtype=torch.uint8)
+    there = given.to(trainee.device)
+    dist.broadcast(there, src=source)
+    return there.cpu()
+
+
+def _send_all(tensors: Sequence[Tensor], trainee: Trainee, source: int) -> None:
+    """The numbers of all tensors, into them on all but the source."""
+    for batch in _batches(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
+        there = flat.to(trainee.device)
+        dist.broadcast(there, src=source)
+        if dist.get_rank() != source:
+            flat = there.cpu()
+            sizes = [tensor.numel() * tensor.element_size() for tensor in batch]
+            for tensor, part in zip(batch, flat.split(sizes), strict=True):
+                tensor.view(-1).view(torch.uint8).copy_(part)
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    batch: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        num_bytes = tensor.numel() * tensor.element_size()
+        if batch and size + num_bytes > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += num_bytes
+    if batch:
+        yield batch

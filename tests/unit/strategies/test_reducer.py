@@ -1,0 +1,138 @@
+"""Gradients added up over real processes, and groups that are cut while others wait in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMON = """
+import sys, threading, time, os
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch import nn
+from manyhands.cluster.group import Group, _open_sockets
+from manyhands.strategies.reducer import Reducer
+
+rank, world, place = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+before = _open_sockets()
+dist.init_process_group("gloo", store=dist.FileStore(place, world), rank=rank, world_size=world,
+                        timeout=timedelta(seconds=100))
+sockets = {fd: link for fd, link in _open_sockets().items() if before.get(fd) != link}
+"""
+
+SUMS = (
+    COMMON
+    + """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(4, 5)
+        self.small = nn.Linear(5, 5).to(torch.bfloat16)
+        self.odd = nn.Linear(5, 1)       # used by odd ranks only
+        self.never = nn.Linear(7, 7)     # used by nobody
+        self.tied = self.first.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x, who):
+        y = self.first(self.conv(x).mean(dim=(2, 3)))
+        y = y + self.small(y.to(torch.bfloat16)).float()
+        return (self.odd(y) if who % 2 else y).square().mean()
+
+def gradients_of(who, model, alone):
+    for part in range(3):
+        x = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(10 * who + part))
+        if part < 2:
+            with alone():
+                model(x, who).backward()
+        else:
+            model(x, who).backward()
+
+from contextlib import nullcontext
+model = Model()
+parameters = [p for p in model.parameters() if p.requires_grad]
+reducer = Reducer(parameters, bucket_bytes=200)
+assert len(reducer.buckets) > 3
+for repeat in range(3):
+    reducer.begin()
+    gradients_of(rank + repeat, model, reducer.alone)
+    reducer.finish()
+    for each in range(world):
+        other = Model()
+        gradients_of(each + repeat, other, nullcontext)
+        theirs = [p.grad for p in other.parameters() if p.requires_grad]
+        sums = theirs if not each else [
+            b if a is None else a if b is None else a + b for a, b in zip(sums, theirs)]
+    for p, expected in zip(parameters, sums):
+        assert (p.grad is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(p.grad, expected)
+            assert p.grad.stride() == p.stride()
+    assert model.never.weight.grad is None
+    for p in parameters:
+        p.grad = None
+reducer.close()
+model(torch.ones(1, 2, 5, 5), 0).backward()
+dist.destroy_process_group()
+print("same")
+"""
+)
+
+CUT = (
+    COMMON
+    + """
+group = Group("gloo", sockets)
+numbers = torch.ones(1_000_000)
+dist.all_reduce(numbers)
+if rank == 1:
+    time.sleep(1)
+    os._exit(0) if sys.argv[4] == "dies" else time.sleep(4)
+threading.Timer(0.5 if sys.argv[4] == "dies" else 1.0, group.cut).start()
+began = time.monotonic()
+try:
+    works = [dist.all_reduce(numbers, async_op=True) for _ in range(3)]
+    for work in works:
+        work.wait()
+    print("waited for nothing")
+except RuntimeError as error:
+    print("heard")
+del works, work
+dist.destroy_process_group()
+assert time.monotonic() - began < 20
+os._exit(0)
+"""
+)
+
+
+def run(code: str, folder: Path, *arguments: str, world: int) -> list[str]:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), str(folder / "store"), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [process.communicate(timeout=90) for process in started]
+    for process, (_, err) in zip(started, said, strict=True):
+        assert process.returncode == 0, err
+    return [out.strip() for out, _ in said]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_every_worker_has_the_sum_of_all(world: int, tmp_path: Path) -> None:
+    assert run(SUMS, tmp_path, world=world) == ["same"] * world
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+def test_who_waits_in_a_group_that_is_cut_hears_of_it(how: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    said = run(CUT, tmp_path, how, world=3)
+    assert [said[0], said[2]] == ["heard", "heard"]
+    assert time.monotonic() - began < 60
