@@ -87,15 +87,6 @@ def test_unequal_parts_give_the_gradient_of_the_whole(
     assert loss / weight == pytest.approx(mean, rel=1e-5)
 
 
-def test_the_scale_multiplies_the_gradients_and_not_the_loss(make_job: Any) -> None:
-    job = make_job(model=model)
-    plain, _, loss = added_up(parts_of(job, []))
-    scaled, _, same = added_up(parts_of(job, []), scale=4.0)
-    assert loss == same
-    for one, four in zip(plain, scaled, strict=True):
-        torch.testing.assert_close(four, one * 4)
-
-
 def test_every_micro_batch_but_the_last_is_local(make_job: Any) -> None:
     entered = []
 
