@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import doctor, list_runs, resume, train, words
+from manyhands.cli import doctor, list_runs, resume, scale, train, words
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, list_runs, words, doctor)
+VERBS = (train, resume, scale, list_runs, words, doctor)
 
 EXAMPLES = """\
 examples:
@@ -18,6 +18,7 @@ examples:
   manyhands train job.py --strategy single               the reference: one worker
   manyhands train job.py:Name --workers 4 --set lr=0.05  another job of the file, a hyperparameter
   manyhands resume runs/digits-20260101-120000           go on where it stopped
+  manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it goes on
   manyhands doctor                                       what works on this machine
 
 exit codes: 0 done, 2 wrong use, 75 preempted and saved, 130/143 stopped by Ctrl-C/SIGTERM,

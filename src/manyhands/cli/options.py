@@ -63,9 +63,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workers",
         "--nproc-per-node",
-        type=int,
         metavar="N",
-        help="how many workers (default: 2, or 1 for single)",
+        help="how many workers (default: 2, or 1 for single); MIN:MAX begins with MAX, and ends with a "
+        "failure when fewer than MIN are left and none can take their place",
     )
     group.add_argument("--device", metavar="D", help="auto (default), cpu, cuda or cuda:N")
     group.add_argument(
@@ -87,6 +87,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many members that die are replaced, where the strategy goes on without them "
         "(default: 3); 0: go on with fewer",
+    )
+    group.add_argument(
+        "--equal-shares",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="every worker has as much of a batch, also where one computes faster than another",
     )
     group = parser.add_argument_group("saving and seeing")
     group.add_argument(
@@ -120,7 +126,7 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
     """All options, checked."""
     spec = resolved.get("strategy", "allreduce")
     config = make_strategy(spec)
-    count = resolved.get("workers", config.default_workers, int)
+    fewest, count = parse_workers(resolved.get("workers", config.default_workers))
     config.check(count)
     if count > max(64, 8 * cores()):
         raise UsageError(
@@ -154,7 +160,9 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
         threads=threads,
         checkpoint_every=every,
         keep=keep,
+        min_workers=fewest,
         max_restarts=restarts,
+        equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         trust_network=resolved.get("trust_network", False, _yes_or_no),
         manner=manner_of(config, count),
     )
@@ -166,9 +174,22 @@ def manner_of(config: Strategy, workers: int) -> Manner:
         lockstep=config.lockstep,
         parts=config.parts,
         goes_on=config.goes_on,
+        may_shrink=config.may_shrink,
         servers=config.servers_for(workers),
         needs_keys=config.needs_keys(workers),
     )
+
+
+def parse_workers(given: int | str) -> tuple[int, int]:
+    """N, or MIN:MAX: (least, at first)."""
+    first, colon, last = str(given).partition(":")
+    try:
+        least, count = (int(first), int(last)) if colon else (1, int(first))
+    except ValueError:
+        raise UsageError(f"--workers {given}: write a number, as 4, or MIN:MAX, as 2:4.") from None
+    if colon and not 1 <= least <= count:
+        raise UsageError(f"--workers {given}: MIN is at least 1, and MAX at least MIN, as 2:4.")
+    return least, count
 
 
 def _yes_or_no(text: str) -> bool:

@@ -25,6 +25,7 @@ from manyhands.errors import RunFolderError
 from manyhands.state.files import write_json
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
+REQUEST = "request.json"
 
 
 class Run:
@@ -137,6 +138,22 @@ class Run:
     def forget_summary(self) -> None:
         """It goes on: how it ended before is history (events.jsonl has it)."""
         (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def request(self, workers: int) -> None:
+        """Ask whoever trains in it for another number of workers."""
+        write_json(self.path / REQUEST, {"workers": workers})
+
+    def take_request(self) -> Any:
+        """What was asked for since the last time, if anything: a number of workers, if it is one."""
+        path = self.path / REQUEST
+        if not path.exists():
+            return None
+        try:
+            asked = json.loads(path.read_text())["workers"]
+        except (OSError, ValueError, KeyError, TypeError):
+            asked = "unreadable"
+        path.unlink(missing_ok=True)
+        return asked
 
     def discard(self) -> None:
         """Delete a run in which nothing was trained, unless somebody else is training in it."""

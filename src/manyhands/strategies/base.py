@@ -60,6 +60,11 @@ class Strategy(ABC):
     goes_on: ClassVar[bool] = False
     """Training goes on in place when a member dies."""
 
+    @property
+    def may_shrink(self) -> bool:
+        """A worker can be done without: nothing is at it alone."""
+        return True
+
     def parts(self, workers: int) -> int:
         """How many parts a step is cut into, without lockstep."""
         return workers

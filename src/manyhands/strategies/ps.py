@@ -72,6 +72,10 @@ class ParameterServer(Strategy):
             return 0
         return DEDICATED if self.servers == "auto" else self.servers
 
+    @property
+    def may_shrink(self) -> bool:
+        return self.replicas > 0 or self.placement == "dedicated"
+
     def needs_keys(self, workers: int) -> bool:
         return self.transport == "tcp"
 

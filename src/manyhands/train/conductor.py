@@ -149,7 +149,13 @@ class Conductor:
             self.stream.emit(ready_event(name, told, syllabus))
             self.tally.unit = tuple(told["unit"])
         self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
-        self._handout = make_handout(self.options.manner, self.course, self.shelf, self._tell)
+        self._handout = make_handout(
+            self.options.manner,
+            self.course,
+            self.shelf,
+            self._tell,
+            equal=self.options.equal_shares,
+        )
         return self._handout
 
     def _begin(self) -> None:
@@ -177,9 +183,13 @@ class Conductor:
             return
         if crew.joining:
             self._count_view()
+        if (wanted := self.run.take_request()) is not None:
+            why = crew.resize(wanted)
+            asked = f"asked for {wanted} {'worker' if wanted == 1 else 'workers'}"
+            self._notice(asked + (f", and refused: {why}" if why else ""))
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
         ending = handout.finishing is not None or self._signal is not None
-        waited_for = bool(crew.newcomers) and not ending
+        waited_for = bool(crew.newcomers or crew.surplus) and not ending
         handout.more(hold=waited_for)
         if waited_for and handout.quiet:
             crew.admit()
@@ -326,6 +336,8 @@ class Conductor:
                 )
             )
         self.shelf.settle(self.course)
+        for worker, times in self.handout.pace.news(self.handout.workers):
+            self._notice(f"{worker} computes {times:.1f} times slower than the median")
 
     def _on_evaluation(self) -> None:
         assert self.course is not None

@@ -4,7 +4,9 @@
     form        the first view, once each is ready
     lose        a member has died: the next view is formed at once from those that are left, and
                 another one is started in its place, under a name of its own
-    admit       the new ones are ready and nothing is open: the next view has them, too
+    resize      more workers are wanted, or fewer
+    admit       nothing is open: the next view has the new ones that are ready, and lacks one that is not
+                wanted any more
 
 A view counts once each of its members has joined it. Until then a member may die, and yet another
 view is formed. A new one that dies or fails before it has joined a view is no loss, only an attempt.
@@ -12,6 +14,7 @@ view is formed. A new one that dies or fails before it has joined a view is no l
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -54,6 +57,7 @@ class Crew:
         self._numbers: Counter[str] = Counter()
         self._new: set[str] = set()
         """Started to take another's place, and in no view yet that they have joined."""
+        self._wanted = options.workers
         self._restarts = 0
         self._joining = False
         self._formed = 0.0
@@ -152,7 +156,8 @@ class Crew:
         """A member has died: form the next view at once. False if no worker is left to go on."""
         left = [name for name in self.view.names if name != member and self._lives(name)]
         workers = [name for name in left if self.is_worker(name)]
-        if not workers:
+        enough = len(workers) >= self._options.min_workers or self._may_replace
+        if not workers or not enough:
             return False
         if self._death_seen is None:
             self._death_seen = time.monotonic()
@@ -201,6 +206,35 @@ class Crew:
 
     # Those that take their place --------------------------------------------------------------
 
+    def resize(self, workers: Any) -> str:
+        """So many are wanted from now on; or why they can't be had."""
+        manner, fields = self._options.manner, self.facts["fields"]
+        if not isinstance(workers, int) or workers < 1:
+            return "at least 1 is needed"
+        if not manner.goes_on:
+            return f"{self._options.strategy} has as many workers as it began with"
+        if workers < self.view.world and not manner.may_shrink:
+            return f"with {self._options.strategy} each has something that no other has"
+        if workers > fields["batch_size"]:
+            return f"they would share a global batch of {fields['batch_size']}"
+        self._wanted = workers
+        here = [name for name in self.view.names if self.is_worker(name) and self._lives(name)]
+        coming = [name for name in self._roles if name in self._new and self.is_worker(name)]
+        for name in coming[max(0, workers - len(here)) :]:
+            self._new.discard(name)
+            self._coordinator.members[name].handle.kill()
+        places = {self._places[name] for name in (*here, *coming)}
+        free = (place for place in itertools.count() if place not in places)
+        for _ in range(workers - len(here) - len(coming)):
+            self._add(WORKER, next(free))
+        return ""
+
+    @property
+    def surplus(self) -> str | None:
+        """A worker that is not wanted any more. One at a time: what it serves is in one other place."""
+        workers = [seat.name for seat in self.view.workers]
+        return workers[-1] if len(workers) > self._wanted else None
+
     @property
     def newcomers(self) -> list[str]:
         """New ones that are ready, and wait to be in a view."""
@@ -211,7 +245,12 @@ class Crew:
         ]
 
     def admit(self) -> None:
-        self._form([*self.view.names, *self.newcomers])
+        released = self.surplus
+        if released is not None:  # nothing is open, and what it holds another has, too
+            self._coordinator.members[released].left = True
+            self._coordinator.members[released].handle.kill()
+        stay = [name for name in self.view.names if name != released]
+        self._form([*stay, *self.newcomers])
 
     def dismiss(self) -> None:
         """Nobody is needed any more who is not here yet."""
@@ -238,16 +277,29 @@ class Crew:
         )
         return name
 
+    @property
+    def _may_replace(self) -> bool:
+        return self._restarts < self._options.max_restarts
+
     def _replace(self, member: str) -> None:
-        if self._restarts >= self._options.max_restarts:
+        if not self._may_replace or (self.is_worker(member) and self._enough):
             return
         self._restarts += 1
+        self._add(self._roles[member], self._places[member])
+
+    @property
+    def _enough(self) -> bool:
+        """As many workers as are wanted are here, or on their way."""
+        names = {*self.view.names, *self._new}
+        return sum(self.is_worker(name) and self._lives(name) for name in names) >= self._wanted
+
+    def _add(self, role: str, place: int) -> None:
         # Not from the checkpoint of the start, which may be deleted by now: its peers know better.
         assignment = {**self._assignment, "checkpoint": None}
         try:
-            self._new.add(self._start(self._roles[member], self._places[member], assignment))
+            self._new.add(self._start(role, place, assignment))
         except ManyhandsError as error:
-            self._stream.emit(events.Noticed(message=f"{member} is not replaced: {error}"))
+            self._stream.emit(events.Noticed(message=f"No other {role} is started: {error}"))
 
     def _form(self, names: Iterable[str]) -> None:
         self.joined = {}

@@ -1,6 +1,7 @@
 """The hand-out of work: which order goes to whom, what is still open, what a change of members voids.
 
-`InStep`: every worker has its share of every step, and orders go out in the order of the course.
+`InStep`: every worker has its share of every step, by how fast it computes, and orders go out in the
+order of the course.
 `InParts`: a step is cut into parts for whoever is free, and what is done by all of the workers
 together (an evaluation, a checkpoint, the stop) is a barrier: it waits until nothing is open. When
 only a barrier is left to wait for, each worker is told to rest.
@@ -19,6 +20,7 @@ from typing import Any
 from manyhands.cluster.view import View
 from manyhands.train.course import Checkpoint, Course, Evaluate, Order, Steps, Stop
 from manyhands.train.options import Manner
+from manyhands.train.pace import Pace
 from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
 from manyhands.train.reports import Committed, Gathering, PartKey, Row
 from manyhands.train.shelf import Shelf
@@ -27,9 +29,11 @@ Tell = Callable[[str, dict[str, Any]], None]
 """An order, for the member of that name."""
 
 
-def make_handout(manner: Manner, course: Course, shelf: Shelf, tell: Tell) -> Handout:
+def make_handout(
+    manner: Manner, course: Course, shelf: Shelf, tell: Tell, *, equal: bool = False
+) -> Handout:
     if manner.lockstep:
-        return InStep(course, shelf, tell)
+        return InStep(course, shelf, tell, equal=equal)
     return InParts(course, shelf, tell, parts=manner.parts)
 
 
@@ -42,6 +46,7 @@ class Handout(ABC):
         """The workers, then the servers."""
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
+        self.pace = Pace()
         self._shelf = shelf
         self._tell = tell
 
@@ -92,6 +97,10 @@ class Handout(ABC):
         for name in self.workers:
             self._tell(name, order)
 
+    def _time(self, member: str, row: Row) -> None:
+        if row.compute_s is not None:
+            self.pace.note(member, self.gathering.samples((row.step, row.part)), row.compute_s)
+
     def _seat(self, view: View) -> None:
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
@@ -111,8 +120,10 @@ class Handout(ABC):
 class InStep(Handout):
     """Every worker does every step."""
 
-    def __init__(self, course: Course, shelf: Shelf, tell: Tell) -> None:
+    def __init__(self, course: Course, shelf: Shelf, tell: Tell, *, equal: bool = False) -> None:
+        """`equal`: shares are, also where workers are not."""
         super().__init__(course, shelf, tell)
+        self._equal = equal
         self._step_s = 0.0
 
     def more(self, *, hold: bool = False) -> None:
@@ -137,6 +148,7 @@ class InStep(Handout):
 
     def add(self, member: str, row: Row) -> None:
         assert not row.dropped, f"{member} left out its share of step {row.step}, in lockstep"
+        self._time(member, row)
         self.gathering.add(member, row)
 
     def committed(self) -> Iterator[Committed]:
@@ -160,8 +172,10 @@ class InStep(Handout):
 
     def _give(self, order: Steps) -> None:
         portions: list[list[Any]] = [[] for _ in self.workers]
+        equal = [1.0] * len(self.workers)
+        weights = equal if self._equal else self.pace.weights(self.workers)
         for plan in order.plans:
-            shares = dict(enumerate(plan.share_out([1.0] * len(self.workers))))
+            shares = dict(enumerate(plan.share_out(weights)))
             self.gathering.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
                 portions[rank].append([plan.step, plan.epoch, plan.samples, ranges, rank])
@@ -202,6 +216,7 @@ class InParts(Handout):
         # Only what is in this member's hand: a part that was given to another counts when that one
         # reports it.
         if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):
+            self._time(member, row)
             self.gathering.add(member, row)
 
     def saving(self, member: str, step: int) -> None:

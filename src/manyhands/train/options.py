@@ -16,6 +16,8 @@ class Manner:
     """How many parts a step is cut into among so many workers, without lockstep."""
     goes_on: bool = False
     """Training goes on in place when a member dies."""
+    may_shrink: bool = True
+    """A worker can be done without: nothing is at it alone."""
     servers: int = 0
     """Members beside the workers that only serve."""
     needs_keys: bool = False
@@ -29,6 +31,7 @@ class Options:
     strategy: str
     """The spec."""
     workers: int
+    """How many at first."""
     settings: Mapping[str, str] = field(default_factory=dict)
     device: str = "auto"
     threads: int = 1
@@ -37,8 +40,12 @@ class Options:
     """Steps between checkpoints besides those after each epoch."""
     keep: int = 3
     """How many of the newest checkpoints are kept, besides the best."""
+    min_workers: int = 1
+    """With fewer, and nobody to take their place, training does not go on."""
     max_restarts: int = 3
     """How many members that died are replaced, where training goes on without them."""
+    equal_shares: bool = False
+    """Every worker has as much of a batch, also where one computes faster than another."""
     trust_network: bool = False
     """Authenticate, but don't encrypt bulk data."""
     manner: Manner = field(default_factory=Manner)

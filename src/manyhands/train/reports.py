@@ -142,6 +142,11 @@ class Gathering:
         self._count_down(row.step)
         return True
 
+    def samples(self, key: PartKey) -> int:
+        """How many an open part has; 0 if it is not open."""
+        part = self._part(key)
+        return 0 if part is None else sum(stop - start for start, stop in part.ranges)
+
     def is_open(self, key: PartKey) -> bool:
         part = self._part(key)
         return part is not None and not part.done

@@ -44,6 +44,7 @@ def train(
     `on_ready` is called when nothing stands in the way any more: what changes the folder waits till then.
     """
     run.lock()
+    run.take_request()  # of a life before this one
     resumed = (run.path / EVENTS).exists()
 
     def ready() -> None:

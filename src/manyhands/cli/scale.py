@@ -1,0 +1,104 @@
+"""Give a live run more workers, or fewer. It goes on meanwhile: new ones come in between two steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import RunFolderError, UsageError
+from manyhands.state.runs import EVENTS, Run
+
+NAME = "scale"
+HELP = "give a live run more workers, or fewer"
+EXAMPLES = """\
+examples:
+  manyhands scale runs/digits-20260101-120000 --workers 4
+  manyhands scale runs/digits-20260101-120000 --workers 2 --no-wait
+"""
+POLL_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many from now")
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="until they are there (default)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    wanted: int = arguments.workers
+    if wanted < 1:
+        raise UsageError(f"--workers {wanted}: at least 1 worker is needed.")
+    folder = Run.open(arguments.run_folder)
+    if not folder.locked:
+        raise RunFolderError(
+            f"Nobody is training in {folder.path}. Go on with so many workers:  "
+            f"manyhands resume {folder.path} --workers {wanted}"
+        )
+    news = _events(folder.path / EVENTS)
+    folder.request(wanted)
+    if not arguments.wait:
+        print(f"asked for {wanted} workers")
+        return 0
+    return _wait(folder, wanted, news)
+
+
+def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
+    """Tell what happens until there are so many."""
+    for event in news:
+        match event:
+            case None:
+                if not folder.locked:
+                    raise RunFolderError(f"{folder.path} ended before there were {wanted} workers.")
+                time.sleep(POLL_S)
+            case {"event": "Noticed", "message": str(message)} if "refused" in message:
+                raise UsageError(message)
+            case {"event": "Noticed", "message": str(message)} if message.startswith("asked for"):
+                print(message)
+                if _workers(folder) == wanted:
+                    return 0
+            case {"event": "ViewChanged", "members": list(members), "servers": int(servers)}:
+                now = len(members) - servers
+                print(f"{now} {'worker' if now == 1 else 'workers'}: {', '.join(members[:now])}")
+                if now == wanted:
+                    return 0
+            case {"event": "RunFinished"}:
+                print("the run has ended meanwhile", file=sys.stderr)
+                return 1
+    raise AssertionError("events have no end")
+
+
+def _workers(folder: Run) -> int:
+    """How many there are now."""
+    with open(folder.path / EVENTS) as file:
+        views = [line for line in file if '"event":"ViewChanged"' in line]
+    last = json.loads(views[-1])
+    return len(last["members"]) - int(last["servers"])
+
+
+def _events(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Those from now on, as they come; None when there is none at the moment."""
+    file = open(path)  # noqa: SIM115 - read as long as somebody listens
+    file.seek(0, 2)
+    return _lines(file)
+
+
+def _lines(file: Any) -> Iterator[dict[str, Any] | None]:
+    with file:
+        rest = ""
+        while True:
+            rest += file.read()
+            *whole, rest = rest.split("\n")
+            for line in whole:
+                yield json.loads(line)
+            if not whole:
+                yield None
