@@ -5,6 +5,10 @@ runs, without and with it, alternating. What one worker of four that does a tent
 77.5 % where nobody waits, and 10 % where all do.
 
     python benchmarks/stragglers.py [--repeats 3] [--slow-by 10]
+    python benchmarks/stragglers.py --shares     two workers, one half as fast, by the size of its share
+
+With `--shares` the time goes by samples, so that a smaller share helps: equal shares keep 50 % of the
+throughput at best, shares by speed 75 %. Measured over the second half of a run.
 """
 
 from __future__ import annotations
@@ -41,6 +45,42 @@ def samples_per_s(strategy: str, slow_by: float) -> float:
         return float(json.loads((run / "summary.json").read_text())["samples_per_s"])
 
 
+def with_shares(strategy: str, slow_by: float, *, equal: bool) -> float:
+    """Samples a second of two workers in the second half of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        flags = ("--equal-shares",) if equal else ()
+        done = harness.train(
+            *("Straggling", run, *flags),
+            strategy=strategy,
+            workers=2,
+            diary=Path(folder) / "diary",
+            samples=32 * 300,
+            batch_size=32,
+            pause_s=0.0,
+            sample_s=0.002,
+            slow_by=slow_by,
+            lr=0.001,
+        )
+        assert done.code == 0, done.err
+        late = done.steps[len(done.steps) // 2 :]
+        return sum(s["samples"] for s in late[1:]) / (late[-1]["time"] - late[0]["time"])
+
+
+def show_shares(asked: argparse.Namespace) -> None:
+    slow_by = 2.0 if asked.slow_by == 10.0 else asked.slow_by
+    print(f"2 workers, 2 ms a sample, one {slow_by:g} times slower; share of the throughput kept\n")
+    print(f"{'':22}{'equal shares':30}shares by speed")
+    for strategy in ("allreduce", "ps:sync"):
+        kept: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(asked.repeats):
+            for equal, found in kept.items():
+                alone = with_shares(strategy, 1.0, equal=equal)
+                found.append(with_shares(strategy, slow_by, equal=equal) / alone)
+        equal, by_speed = (spread(kept[way], percent=True) for way in (True, False))
+        print(f"{strategy:22}{equal:30}{by_speed}", flush=True)
+
+
 def spread(values: list[float], *, percent: bool = False) -> str:
     unit, form = (100, "{:.1f} %") if percent else (1, "{:.0f}")
     middle, least, most = (
@@ -54,7 +94,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--slow-by", type=float, default=10.0)
     parser.add_argument("--strategies", nargs="+", default=list(STEPS))
+    parser.add_argument("--shares", action="store_true", help="two synchronous workers instead")
     asked = parser.parse_args()
+    if asked.shares:
+        show_shares(asked)
+        return
     print(
         f"{WORKERS} workers, {PAUSE_S * 1000:.0f} ms a step, one {asked.slow_by:g} times slower; samples/s, "
         f"medians of {asked.repeats} (least to greatest)\n"

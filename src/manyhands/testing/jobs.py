@@ -176,6 +176,8 @@ class Straggling(Regression):
     epochs: int = 1
     pause_s: float = 0.01
     """For each step of a worker."""
+    sample_s: float = 0.0
+    """For each sample besides."""
     slow_by: float = 10.0
     """What it is multiplied by for the slow one; 1: there is none."""
     diary: str = ""
@@ -190,7 +192,8 @@ class Straggling(Regression):
             self._pages = os.open(self.diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self._slow = _first_to_make(Path(f"{self.diary}.slow")) and self.slow_by != 1
         os.write(self._pages, f"{os.getpid()} {int(self._slow)}\n".encode())
-        time.sleep(self.pause_s * (self.slow_by if self._slow else 1.0))
+        pause_s = self.pause_s + self.sample_s * len(output)
+        time.sleep(pause_s * (self.slow_by if self._slow else 1.0))
         return nn.functional.mse_loss(output, batch[1])
 
     def eval_data(self) -> None:

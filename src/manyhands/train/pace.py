@@ -67,7 +67,7 @@ class Pace:
         if as_is < WORTH * best:
             return now
         fastest = max(speeds)
-        rounded = [max(LEAST, round(speed / fastest, 2)) for speed in speeds]
+        rounded = [max(LEAST, round(speed / fastest, 3)) for speed in speeds]
         self.parts = dict(zip(workers, rounded, strict=True))
         return rounded
 

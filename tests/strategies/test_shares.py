@@ -1,0 +1,45 @@
+"""A worker of half the speed gets a smaller share, and the mathematics does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.testing import harness
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", pytest.param("ps:sync", marks=pytest.mark.long)])
+def test_a_slow_worker_gets_less(strategy: str, tmp_path: Path) -> None:
+    def train(name: str, *flags: str, **fields: object) -> harness.Finished:
+        done = harness.train(
+            *("Straggling", tmp_path / name, *flags),
+            diary=tmp_path / f"{name}.diary",
+            samples=2560,
+            batch_size=32,
+            lr=0.01,
+            pause_s=0.0,
+            **fields,  # type: ignore[arg-type]
+        )
+        assert done.code == 0, f"{done.out}\n{done.err}"
+        return done
+
+    slowed = train("slowed", strategy=strategy, workers=2, sample_s=0.003, slow_by=4.0)
+    sizes = [
+        sorted(sum(stop - start for start, stop in held) for held in step["shares"].values())
+        for step in slowed.steps
+    ]
+    assert sizes[0] == [16, 16]
+    assert sizes[-1][0] < 12, "the slow one has less in the end"
+    assert "times slower than the median" in slowed.out
+    alone = train("alone", slow_by=1.0)
+    assert slowed.losses == pytest.approx(alone.losses, rel=1e-5)
+    equal = train("equal", "--equal-shares", strategy=strategy, workers=2, slow_by=1.0)
+    assert all(len(set(size)) == 1 for size in _sizes(equal))
+
+
+def _sizes(done: harness.Finished) -> list[list[int]]:
+    return [
+        [sum(stop - start for start, stop in held) for held in step["shares"].values()]
+        for step in done.steps
+    ]
