@@ -108,7 +108,11 @@ def test_a_jobs_own_exit_code_is_handed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 75)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.long),
+        (signal.SIGUSR1, 75),
+    ],
 )
 def test_a_stop_saves_and_resumes_on_another_number_of_workers(
     tmp_path: Path, number: signal.Signals, code: int
@@ -119,6 +123,9 @@ def test_a_stop_saves_and_resumes_on_another_number_of_workers(
         running.wait_for_step(4)
         pids = running.pids()
         running.signal(number)
+        if number == signal.SIGUSR1:  # a warning, which the order follows
+            running.wait_for(lambda events: any(e["event"] == "Stopping" for e in events))
+            running.signal(signal.SIGTERM)
         stopped = running.wait()
     assert stopped.code == code
     assert harness.gone(list(pids.values()))

@@ -299,8 +299,9 @@ class Coordinator:
 
 
 def on_signals(coordinator: Coordinator) -> None:
-    """Ctrl-C, SIGTERM and a terminal that hangs up arrive in the inbox, like everything else."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and a terminal that hangs up arrive in the inbox, like
+    everything else."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda got, _frame: coordinator.interrupt(got))
 
 

@@ -366,6 +366,8 @@ class Conductor:
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
+        if self._signal == signal.SIGUSR1 and number == signal.SIGTERM:
+            return  # as schedulers do: first a warning, later the order; the warning is being heeded
         if self._signal is not None or not self.tally.trains:
             code = 130 if number == signal.SIGINT else 128 + number
             raise Interrupted(f"Stopped at once by {name}.", exit_code=code)

@@ -37,11 +37,11 @@ def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[Options,
     return resolve_options(resolved, job="job.py", settings={}), resolved
 
 
-@pytest.mark.parametrize("spec", ["single", "allreduce"])
-def test_in_step_and_ended_by_a_death(spec: str) -> None:
+@pytest.mark.parametrize(("spec", "goes_on"), [("single", False), ("allreduce", True)])
+def test_in_step_without_servers(spec: str, goes_on: bool) -> None:
     manner = manner_of(make_strategy(spec), 1)
     assert (manner.lockstep, manner.goes_on, manner.servers, manner.needs_keys) == (
-        *(True, False),
+        *(True, goes_on),
         *(0, False),
     )
     assert options("--strategy", spec, "--workers", "1")[0].manner.lockstep
@@ -77,3 +77,14 @@ def test_trust_is_a_flag_that_the_run_remembers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "perhaps")
     with pytest.raises(UsageError, match="MANYHANDS_TRUST_NETWORK=perhaps does not fit"):
         options()
+
+
+def test_workers_are_a_number_or_a_range() -> None:
+    assert (options("--workers", "3")[0].workers, options("--workers", "3")[0].min_workers) == (
+        3,
+        1,
+    )
+    given, resolved = options("--workers", "2:4")
+    assert (given.workers, given.min_workers) == (4, 2)
+    again = options(before=resolved.sources)[0]
+    assert (again.workers, again.min_workers) == (4, 2)
