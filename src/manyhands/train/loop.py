@@ -302,6 +302,8 @@ class Worker:
         if self.me.rank == 0:
             self.saver.finish()
             self._mind_the_saver()
+            if self.trainee.tables is not None:
+                self.trainee.tables.now = step  # others may have come further than this worker
             self.learner.collect()
             self.saver.start(step, self.trainee, self.learner)
             # From here on the weights may change.
