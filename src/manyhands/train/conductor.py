@@ -175,10 +175,7 @@ class Conductor:
     def _go_on(self) -> None:
         """After whatever happened: the next thing to do, if it is time for it."""
         crew, handout = self.crew, self.handout
-        ending = self._leaving or handout.finishing is not None or self._signal is not None
-        if self.injector is not None:
-            assert self.course is not None
-            self.injector.tick(self.course, samples=self.tally.samples, ending=ending)
+        self._inject()
         if self._leaving:
             return
         if crew.joining and not crew.all_joined:
@@ -186,10 +183,19 @@ class Conductor:
         if crew.joining:
             self._count_view()
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
+        ending = handout.finishing is not None or self._signal is not None
         waited_for = bool(crew.newcomers) and not ending
         handout.more(hold=waited_for)
         if waited_for and handout.quiet:
             crew.admit()
+
+    def _inject(self) -> None:
+        """Faults that are due, also while a view is joined: who is paused goes on when its time is over."""
+        if self.injector is not None:
+            assert self.course is not None
+            stopping = self._leaving or self._signal is not None
+            ending = stopping or self.handout.finishing is not None
+            self.injector.tick(self.course, samples=self.tally.samples, ending=ending)
 
     def _count_view(self) -> None:
         """All have joined: what is in the weights counts, and what was open besides is open again."""
