@@ -4,10 +4,10 @@ ManyhandsError               1   anything that manyhands itself reports
 ├── UsageError               2   something given can't be: says what, what is allowed, what to type
 │   ├── JobError             2   the job file: missing, without a Job, a method that returns the wrong thing
 │   ├── SpecError            2   a strategy spec that does not parse or does not fit
-│   └── RunFolderError       2   a run folder that can't be made, read or resumed
+│   ├── RunFolderError       2   a run folder that can't be made, read or resumed
+│   └── DataError            2   a data set that is absent, truncated or not what it says
 ├── RecordError              1   events.jsonl can't be written any more: the disk is full, or gone
 ├── CheckpointError          1   a checkpoint that can't be written or does not read back
-├── DataError                1   a data set that is absent, truncated or not what it says
 ├── LinkError                1   a connection between members
 │   ├── LinkClosed           1   the other side is gone
 │   ├── LinkTimeout          1   the other side did not answer in time

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cluster.faults import cut_a_link
 from manyhands.testing import harness
-from manyhands.testing.chaos import audit, case_of, cut_a_link, suffer
+from manyhands.testing.chaos import audit, case_of, suffer
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 
 EPOCHS = 12

@@ -50,6 +50,18 @@ def fails(
         ),
         (["train", str(EXAMPLES / "digits.py"), "--set", "lr"], "NAME=VALUE"),
         (["train", str(EXAMPLES / "digits.py"), "--keep", "0"], "at least 1"),
+        (["train", str(EXAMPLES / "digits.py"), "--chaos", "kil worker"], "did you mean 'kill'?"),
+        (
+            [
+                "train",
+                str(EXAMPLES / "digits.py"),
+                "--strategy",
+                "single",
+                "--chaos",
+                "kill worker",
+            ],
+            "single does not go on when a worker dies",
+        ),
         (["resume", "no-such-run"], "There is no run no-such-run"),
     ],
 )

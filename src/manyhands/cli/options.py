@@ -13,6 +13,7 @@ from manyhands.cluster.launchers import cores
 from manyhands.errors import UsageError
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.registry import make_strategy
+from manyhands.train.chaos import EXAMPLE, Chaos, check, parse_chaos
 from manyhands.train.options import Manner, Options
 
 
@@ -94,6 +95,11 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="every worker has as much of a batch, also where one computes faster than another",
     )
+    group.add_argument(
+        "--chaos",
+        metavar="FAULTS",
+        help=f'break things while it trains, as "{EXAMPLE}"; see the end of  manyhands train --help',
+    )
     group = parser.add_argument_group("saving and seeing")
     group.add_argument(
         "--checkpoint-every",
@@ -165,7 +171,17 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         trust_network=resolved.get("trust_network", False, _yes_or_no),
         manner=manner_of(config, count),
+        chaos=_chaos(resolved.get("chaos", None), config, count),
     )
+
+
+def _chaos(text: str | None, config: Strategy, workers: int) -> Chaos | None:
+    if text is None:
+        return None
+    chaos = parse_chaos(text)
+    servers = config.servers_for(workers)
+    check(chaos, strategy=config.name, goes_on=config.goes_on, workers=workers, servers=servers)
+    return chaos
 
 
 def manner_of(config: Strategy, workers: int) -> Manner:

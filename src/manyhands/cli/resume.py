@@ -66,6 +66,7 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
+    resolved.forget("chaos")  # asked for anew each time
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
         resolved.forget("max_restarts")

@@ -18,6 +18,7 @@ from manyhands.cli.options import (
 )
 from manyhands.errors import JobError, UsageError
 from manyhands.state.runs import Run
+from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train, versions
 from manyhands.watch import make_console
@@ -30,7 +31,10 @@ examples:
   manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --check        job, strategy and cluster, without training
+  manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
+
 """
+EXAMPLES += GRAMMAR
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Seat, View
 from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
+from manyhands.wire.address import parse_address
 
 MAX_POSTED = 10_000
 """Facts on the board; the oldest is forgotten for the next."""
@@ -128,6 +129,11 @@ class Coordinator:
                 "free port, or  --control unix  inside one machine."
             ) from error
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0 for a unix socket."""
+        return parse_address(self._listener.address).port
 
     def __enter__(self) -> Coordinator:
         return self

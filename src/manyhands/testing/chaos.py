@@ -10,21 +10,17 @@ another one takes somebody's place. Everything is seeded but the clock.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import errno
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import socket
-import stat
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -36,8 +32,6 @@ from manyhands.testing.conformance import Case, assert_once_an_epoch
 MODES = ("ps:sync", "ps:async", "ps:ssp", "ps:backup")
 TRANSPORTS = ("shm", "tcp")
 PLACEMENTS = ("colocated", "dedicated")
-PIDFD_GETFD = 438
-"""The number of that system call; the C library of Python 3.11 has no name for it."""
 RECOVERED_WITHIN_S = 60.0
 """A limit for hangs, not a promise."""
 
@@ -113,47 +107,6 @@ def audit(ordeal: Ordeal, *, epochs: int) -> None:
     pushes = summary["pushes"]
     assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
     assert not ordeal.left_over, f"left over: {ordeal.left_over}"
-
-
-def cut_a_link(pid: int, rng: random.Random) -> bool:
-    """Reset one of a child's TCP connections, as a broken network would: both of its ends live.
-
-    PermissionError where this process may not look into that one, which a tracer could.
-    """
-    descriptors = os.listdir(f"/proc/{pid}/fd")
-    rng.shuffle(descriptors)
-    with suppress(FileNotFoundError, ProcessLookupError):
-        process = os.pidfd_open(pid)
-        try:
-            return any(_reset(process, int(number)) for number in descriptors)
-        finally:
-            os.close(process)
-    return False
-
-
-def _reset(process: int, number: int) -> bool:
-    """Whether a descriptor of another process was a connection, which it is no more."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    copied = libc.syscall(PIDFD_GETFD, process, number, 0)
-    if copied < 0:
-        error = ctypes.get_errno()
-        if error == errno.EBADF:
-            return False  # closed meanwhile
-        raise OSError(error, os.strerror(error))
-    if not stat.S_ISSOCK(os.fstat(copied).st_mode):
-        os.close(copied)
-        return False
-    with socket.socket(fileno=copied) as sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        try:
-            sock.getpeername()
-        except OSError:
-            return False  # it listens
-        nowhere = bytes(
-            16
-        )  # connected to AF_UNSPEC, a socket is disconnected, and its peer is told so
-        return int(libc.connect(sock.fileno(), nowhere, len(nowhere))) == 0
 
 
 def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> bool:

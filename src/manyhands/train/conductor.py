@@ -36,6 +36,7 @@ from manyhands.train.crew import Crew
 from manyhands.train.facts import Facts, check_job, check_same, ready_event, syllabus_of
 from manyhands.train.failures import Failure, FirstFailure, Grade
 from manyhands.train.handout import Handout, make_handout
+from manyhands.train.injector import Injector
 from manyhands.train.options import Options
 from manyhands.train.reports import Row, combine
 from manyhands.train.shelf import Shelf
@@ -77,6 +78,9 @@ class Conductor:
             "checkpoint": str(checkpoint.path.resolve()) if checkpoint else None,
         }
         self.crew = Crew(coordinator, options, stream, entries=entries, assignment=assignment)
+        self.injector: Injector | None = None
+        if options.chaos is not None and not options.rehearse:
+            self.injector = Injector(options.chaos, coordinator, self.crew, stream)
         self.course: Course | None = None
         self._handout: Handout | None = None
         self._versions = dict(versions or {})
@@ -177,6 +181,7 @@ class Conductor:
     def _go_on(self) -> None:
         """After whatever happened: the next thing to do, if it is time for it."""
         crew, handout = self.crew, self.handout
+        self._inject()
         if self._leaving:
             return
         if crew.joining and not crew.all_joined:
@@ -193,6 +198,14 @@ class Conductor:
         handout.more(hold=waited_for)
         if waited_for and handout.quiet:
             crew.admit()
+
+    def _inject(self) -> None:
+        """Faults that are due, also while a view is joined: who is paused goes on when its time is over."""
+        if self.injector is not None:
+            assert self.course is not None
+            stopping = self._leaving or self._signal is not None
+            ending = stopping or self.handout.finishing is not None
+            self.injector.tick(self.course, samples=self.tally.samples, ending=ending)
 
     def _count_view(self) -> None:
         """All have joined: what is in the weights counts, and what was open besides is open again."""

@@ -244,6 +244,11 @@ class Crew:
             if name in self._new and name in self.ready and name not in self.view.names
         ]
 
+    @property
+    def expects_somebody(self) -> bool:
+        """Somebody is on the way who is to take another's place."""
+        return bool(self._new)
+
     def admit(self) -> None:
         released = self.surplus
         if released is not None:  # nothing is open, and what it holds another has, too

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from manyhands.train.chaos import Chaos
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -50,5 +52,7 @@ class Options:
     """Authenticate, but don't encrypt bulk data."""
     manner: Manner = field(default_factory=Manner)
     """How the strategy wants to be driven."""
+    chaos: Chaos | None = None
+    """Faults to inject."""
     rehearse: bool = False
     """Do everything but train."""

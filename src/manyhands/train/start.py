@@ -99,7 +99,8 @@ def _conduct(conductor: Conductor) -> int:
     conductor.coordinator.stop()
     if isinstance(error, UsageError) and conductor.tally.samples == 0:
         raise error
-    run = conductor.run
+    run, injector = conductor.run, conductor.injector
+    done = outcome in ("finished", "early-stopped")
     summary = conductor.tally.summary(
         conductor.options,
         conductor.course,
@@ -108,12 +109,13 @@ def _conduct(conductor: Conductor) -> int:
         error=str(error) if error else None,
         num_lost=conductor.crew.num_lost,
         num_replaced=conductor.crew.num_replaced,
+        num_injected=len(injector.injuries) if injector else 0,
+        chaos=injector.summary(finished=done) if injector else None,
     )
     try:
         run.write_summary(summary)
     except OSError as caught:
         raise RecordError(f"{run.path} can't be written: {caught}") from caught
-    done = outcome in ("finished", "early-stopped")
     command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"
     conductor.stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
     return code

@@ -64,6 +64,8 @@ class Tally:
         error: str | None,
         num_lost: int = 0,
         num_replaced: int = 0,
+        num_injected: int = 0,
+        chaos: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """As in summary.json. Steps, samples and epochs are the whole run's, times this start's."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
@@ -90,6 +92,8 @@ class Tally:
             "staleness": self.staleness.to_dict() if self.staleness else None,
             "lost": num_lost,
             "replaced": num_replaced,
+            "injected": num_injected,
+            "chaos": chaos,
             "checkpoint": checkpoint,
             "error": error,
         }

@@ -21,6 +21,7 @@ from manyhands.watch.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Injected,
     MemberFailed,
     MemberLost,
     MemberReady,
@@ -78,6 +79,8 @@ class Console(Sink):
                 if self.picture.lost is None:  # else it was said who goes on
                     self.line((text.view_line(event), WARN))
                 self.rows(text.placement_rows(event))
+            case Injected():
+                self.line((text.injected_line(event), WARN))
             case MemberLost():
                 self.line((text.lost_line(event), WARN))
             case Recovered():

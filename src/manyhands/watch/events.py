@@ -10,6 +10,7 @@
             Evaluated?                      on all workers, after an epoch
             CheckpointSaved?
             Noticed*                        anything a person should know but need not act on
+            Injected*                       with --chaos: a fault on purpose
             MemberLost+ ViewChanged Recovered       a member died, and the others went on
             MemberStarted MemberReady ViewChanged   another one took its place
         Stopping?                           Ctrl-C, SIGTERM, early stop
@@ -172,6 +173,17 @@ class MemberFailed(Event):
     traceback: str
     log: str
     """Path of the member's log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injected(Event):
+    """A fault was done to a member on purpose."""
+
+    fault: str
+    """"kill", "pause", "cut link"."""
+    member: str
+    seconds: float = 0.0
+    """How long it lasts, if it does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from manyhands.watch.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Injected,
     MemberFailed,
     MemberLost,
     MemberReady,
@@ -167,6 +168,12 @@ def view_line(event: ViewChanged) -> str:
     return clean(f"going on with {who}: {names}{transport}")
 
 
+def injected_line(event: Injected) -> str:
+    whom = f"of {event.member}" if event.fault == "cut link" else event.member
+    length = f" for {duration(event.seconds)}" if event.seconds else ""
+    return clean(f"chaos: {event.fault} {whom}{length}")
+
+
 def lost_line(event: MemberLost) -> str:
     left = f"{plural(event.workers, 'worker')} {'goes' if event.workers == 1 else 'go'} on"
     return clean(f"{event.member} was lost ({event.reason}); {left}")
@@ -292,6 +299,8 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
     if known.get("lost"):
         replaced = known.get("replaced", 0)
         rows.append(("members", f"{count(known['lost'])} lost, {count(replaced)} replaced"))
+    if known.get("chaos"):
+        rows.append(("chaos", _chaos(known.get("injected", 0), known["chaos"])))
     if known.get("staleness"):
         rows.append(("staleness", _staleness(known["staleness"])))
     if known.get("final_metrics"):
@@ -334,6 +343,12 @@ def _in_run(run: str | None, path: str) -> str:
 def _epochs(number: float) -> str:
     """A run that was stopped has a fraction of an epoch."""
     return f"{round(number, 2):g} epoch" + ("" if number == 1 else "s")
+
+
+def _chaos(num_faults: int, told: Mapping[str, Any]) -> str:
+    words = f"{plural(num_faults, 'fault')}, {count(told['recovered'])} recovered"
+    pause_s = told["median_pause_s"]
+    return words if pause_s is None else f"{words}, median pause {pause_s:.2f} s"
 
 
 def _staleness(told: Mapping[str, Any]) -> str:

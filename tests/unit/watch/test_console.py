@@ -351,6 +351,7 @@ def test_a_death_is_two_lines_and_a_replacement_one(
         plain.handle(event)
     before = len(written(plain.out))
     for event in [
+        ev.Injected(fault="kill", member="worker-1"),
         ev.MemberLost(member="worker-1", reason="killed by SIGKILL", view=1, workers=1),
         ev.ViewChanged(view=2, members=("worker-0",), transport="gloo on lo"),
         ev.Recovered(view=2, seconds=0.25, redone_steps=0),
@@ -360,6 +361,7 @@ def test_a_death_is_two_lines_and_a_replacement_one(
     ]:
         plain.handle(event)
     assert written(plain.out)[before:].splitlines() == [
+        "chaos: kill worker-1",
         "worker-1 was lost (killed by SIGKILL); 1 worker goes on",
         "went on after 0.25 s",
         "going on with 2 workers: worker-0, worker-2; gloo on lo",

@@ -131,6 +131,22 @@ def test_a_loss_and_the_going_on() -> None:
     assert text.recovered_line(again) == "went on after 0.31 s, 2 steps again"
 
 
+def test_faults_on_purpose() -> None:
+    kill = ev.Injected(fault="kill", member="worker-1")
+    assert text.injected_line(kill) == "chaos: kill worker-1"
+    pause = ev.Injected(fault="pause", member="server-0", seconds=2.0)
+    assert text.injected_line(pause) == "chaos: pause server-0 for 2.0 s"
+    cut = ev.Injected(fault="cut link", member="worker-0")
+    assert text.injected_line(cut) == "chaos: cut link of worker-0"
+    for told, said in [
+        ({"recovered": 2, "median_pause_s": 0.314}, "3 faults, 2 recovered, median pause 0.31 s"),
+        ({"recovered": 0, "median_pause_s": None}, "3 faults, 0 recovered"),
+    ]:
+        summary = {"injected": 3, "chaos": told}
+        end = ev.RunFinished(outcome="finished", summary=summary, resume_command=None)
+        assert text.summary_rows(end, None) == [("chaos", said)]
+
+
 def test_servers_are_no_workers() -> None:
     members = ("worker-0", "worker-2", "server-0")
     view = ev.ViewChanged(view=3, members=members, transport="tcp", servers=1)

@@ -41,12 +41,13 @@ class LocalHandle(Handle):
             return code
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """To it and everything it started, if it is still there."""
         if not self._gone:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)

@@ -1,0 +1,259 @@
+"""The language of `--chaos`: which faults a run is to suffer, whom they befall, and when. Pure.
+
+chaos    = clause (";" clause)*
+clause   = fault [timing]  |  "seed" N
+fault    = "kill" target                            SIGKILL
+         | "pause" target duration                  SIGSTOP, and SIGCONT after so long
+         | "cut link" ["of" target] [duration]      one TCP connection of a member is reset; with a
+                                                    duration, one after the other for so long
+target   = "worker" | "server" | "member" | a name such as worker-1
+timing   = "every" duration | "at" duration | "after step" N | "once"
+duration = 500ms, 2s, 1m
+
+Times count from the first step of this start. `once` is some moment of the first minute; a clause
+without a timing happens every 10 s. `seed` makes the choices repeatable: each clause draws its own.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhands.cluster.view import SERVER, WORKER
+from manyhands.errors import UsageError, closest
+
+KILL, PAUSE, CUT = "kill", "pause", "cut link"
+EVERY, AT, AFTER_STEP, ONCE = "every", "at", "after step", "once"
+MEMBER = "member"
+TARGETS = (WORKER, SERVER, MEMBER)
+EXAMPLE = "kill worker every 10s; pause server 2s; cut link"
+ONCE_WITHIN_S = 60.0
+WORKERS_LEFT = 2
+"""A kill leaves so many, and one server where there are any."""
+
+GRAMMAR = """\
+--chaos "CLAUSE; CLAUSE; ...", each of them a fault and when it happens, or  seed N:
+  kill TARGET                    SIGKILL
+  pause TARGET DURATION          SIGSTOP, and SIGCONT after so long
+  cut link [of TARGET]           reset one TCP connection of a member (with a DURATION:
+                                 one after the other for so long)
+  TARGET    worker, server (one that only serves), member, or a name such as worker-1
+  when      every 10s (if nothing is said), at 30s, after step 100, or once (in the first minute)
+  DURATION  500ms, 2s, 1m
+"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    kind: str = EVERY
+    value: float = 10.0
+    """Seconds, or a step; nothing for `once`."""
+
+    def __str__(self) -> str:
+        if self.kind == ONCE:
+            return ONCE
+        value = str(int(self.value)) if self.kind == AFTER_STEP else show_duration(self.value)
+        return f"{self.kind} {value}"
+
+
+@dataclass(frozen=True)
+class Clause:
+    fault: str
+    target: str = MEMBER
+    length_s: float = 0.0
+    timing: Timing = Timing()
+
+    def __str__(self) -> str:
+        words = [self.fault, f"of {self.target}" if self.fault == CUT else self.target]
+        if self.length_s:
+            words.append(show_duration(self.length_s))
+        return " ".join([*words, str(self.timing)])
+
+
+@dataclass(frozen=True)
+class Chaos:
+    clauses: tuple[Clause, ...]
+    seed: int | None = None
+
+    def __str__(self) -> str:
+        seed = [] if self.seed is None else [f"seed {self.seed}"]
+        return "; ".join([*map(str, self.clauses), *seed])
+
+
+class Timer:
+    """When the faults of one clause are due."""
+
+    def __init__(self, timing: Timing, rng: random.Random) -> None:
+        self._timing = timing
+        self._over = False
+        self._due_s = rng.uniform(0.0, ONCE_WITHIN_S) if timing.kind == ONCE else timing.value
+
+    def due(self, elapsed_s: float, step: int) -> bool:
+        if self._over:
+            return False
+        return (step if self._timing.kind == AFTER_STEP else elapsed_s) >= self._due_s
+
+    def done(self, elapsed_s: float) -> None:
+        """It has happened. What was late is not made up for."""
+        if self._timing.kind == EVERY:
+            self._due_s = elapsed_s + self._timing.value
+        else:
+            self._over = True
+
+
+def befallen(clause: Clause, workers: Sequence[str], servers: Sequence[str]) -> list[str]:
+    """Whom of these a clause may befall: a kill leaves enough of them to go on."""
+    if clause.fault == KILL:
+        can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
+        workers, servers = workers if can_die[0] else (), servers if can_die[1] else ()
+    whom = {WORKER: workers, SERVER: servers}.get(clause.target, [*workers, *servers])
+    return [name for name in whom if clause.target in (*TARGETS, name)]
+
+
+def check(chaos: Chaos, *, strategy: str, goes_on: bool, workers: int, servers: int) -> None:
+    """Refuse what could never happen in such a run."""
+    if not goes_on:
+        raise UsageError(
+            f'--chaos "{chaos}": {strategy} does not go on when a worker dies: a fault would only end '
+            "the run. Choose a strategy that does, such as  --strategy allreduce --workers 3."
+        )
+    for clause in chaos.clauses:
+        role = clause.target.partition("-")[0]
+        if role == SERVER and not servers:
+            raise UsageError(
+                f'--chaos "{clause}": no member of this run only serves. Say worker or member; servers '
+                "with a process of their own come with  --strategy 'ps:sync(placement=dedicated)'."
+            )
+        anybody = Clause(clause.fault, role)
+        if not befallen(anybody, ["worker"] * workers, ["server"] * servers):
+            raise UsageError(
+                f'--chaos "{clause}": a kill leaves {WORKERS_LEFT} workers, and a server where there are '
+                f"any; here are {workers} workers and {servers} servers. "
+                + (
+                    "Give it two servers."
+                    if role == SERVER
+                    else f"Use  --workers {WORKERS_LEFT + 1}."
+                )
+            )
+
+
+# The parser ---------------------------------------------------------------------------------------
+
+
+def parse_chaos(text: str) -> Chaos:
+    clauses: list[Clause] = []
+    seed: int | None = None
+    for part in filter(str.strip, text.split(";")):
+        words = _Words(part)
+        if not words.accept("seed"):
+            clauses.append(_clause(words))
+            continue
+        if seed is not None:
+            raise words.error("there is a seed already.", "one of them")
+        seed = words.number("seed 7")
+        words.end("seed 7")
+    if not clauses:
+        raise UsageError(f'--chaos "{text}": it names no fault. Write  --chaos "{EXAMPLE}".')
+    return Chaos(tuple(clauses), seed)
+
+
+def show_duration(seconds: float) -> str:
+    """As it can be parsed again: 500ms, 2s, 1m."""
+    ms = round(seconds * 1_000)
+    if ms % 60_000 == 0:
+        return f"{ms // 60_000}m"
+    return f"{ms // 1_000}s" if ms % 1_000 == 0 else f"{ms}ms"
+
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)")
+_NAME = re.compile(f"({WORKER}|{SERVER})-[0-9]+")
+
+
+class _Words:
+    """What is left of a clause."""
+
+    def __init__(self, clause: str) -> None:
+        self._clause = " ".join(clause.split())
+        self._left = clause.lower().split()
+
+    @property
+    def next(self) -> str:
+        return self._left[0] if self._left else ""
+
+    def accept(self, word: str) -> bool:
+        there = self.next == word
+        if there:
+            self._left.pop(0)
+        return there
+
+    def error(self, complaint: str, example: str) -> UsageError:
+        return UsageError(f'--chaos "{self._clause}": {complaint} Write  {example}.')
+
+    def unknown(self, what: str, allowed: Sequence[str], example: str) -> UsageError:
+        near = closest(self.next, allowed) if self.next else "."
+        return self.error(f"{self._no(what)}{near} There are: {', '.join(allowed)}.", example)
+
+    def number(self, example: str) -> int:
+        if not re.fullmatch("[0-9]{1,18}", self.next):
+            raise self.error(self._no("whole number") + ".", example)
+        return int(self._left.pop(0))
+
+    def duration(self, example: str) -> float:
+        match = _DURATION.fullmatch(self.next)
+        seconds = round(float(match[1]) * _UNITS[match[2]], 3) if match else 0.0
+        if not 0 < seconds < 1e9:
+            raise self.error(f"{self._no('duration')}, such as 500ms, 2s or 1m.", example)
+        self._left.pop(0)
+        return seconds
+
+    def target(self, example: str) -> str:
+        if self.next not in TARGETS and not _NAME.fullmatch(self.next):
+            raise self.unknown("target", (*TARGETS, f"{WORKER}-0", f"{SERVER}-0"), example)
+        return self._left.pop(0)
+
+    def _no(self, what: str) -> str:
+        return f"{self.next!r} is no {what}" if self.next else f"the {what} is missing"
+
+    def end(self, example: str) -> None:
+        if self._left:
+            raise self.error(f"{' '.join(self._left)!r} is too much.", example)
+
+
+def _clause(words: _Words) -> Clause:
+    if words.accept("kill"):
+        fault, target, length_s = KILL, words.target("kill worker"), 0.0
+        example = "kill worker every 10s"
+    elif words.accept("pause"):
+        fault, target = PAUSE, words.target("pause worker 2s")
+        length_s = words.duration(f"pause {target} 2s every 10s")
+        example = "pause worker 2s every 10s"
+    elif words.accept("cut"):
+        example = "cut link of worker-1 every 10s"
+        if not words.accept("link"):
+            raise words.error("what can be cut is a link.", example)
+        fault, target = CUT, words.target(example) if words.accept("of") else MEMBER
+        length_s = words.duration(example) if words.next[:1].isdigit() else 0.0
+    else:
+        raise words.unknown("fault", (KILL, PAUSE, CUT, "seed"), EXAMPLE)
+    clause = Clause(fault, target, length_s, _timing(words, example))
+    words.end(example)
+    return clause
+
+
+def _timing(words: _Words, example: str) -> Timing:
+    if not words.next:
+        return Timing()
+    if words.accept("every"):
+        return Timing(EVERY, words.duration(example))
+    if words.accept("at"):
+        return Timing(AT, words.duration("at 30s"))
+    if words.accept("once"):
+        return Timing(ONCE, 0.0)
+    if words.accept("after"):
+        if not words.accept("step"):
+            raise words.error("after what?", "after step 100")
+        return Timing(AFTER_STEP, words.number("after step 100"))
+    raise words.unknown("moment", (EVERY, AT, AFTER_STEP, ONCE), example)
