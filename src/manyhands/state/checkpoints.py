@@ -1,7 +1,7 @@
 """The checkpoints of a run: where they lie, when one counts, which one to go on from. No torch here.
 
-    checkpoints/.step-120.partial/     being written by a member
-    checkpoints/step-120/              whole: renamed after its manifest, the last file, was on disk
+    checkpoints/.step-120.worker-0.partial/    being written by that member
+    checkpoints/step-120/      whole: renamed after its manifest, the last file, was on disk
         __0_0.distcp, .metadata        by torch.distributed.checkpoint: model, optimizer, scheduler
         manifest.json                  sizes and SHA-256 of the files, and the state of the course
 
@@ -40,8 +40,9 @@ class Manifest:
         return self.path.name
 
 
-def partial(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f".step-{step}.partial"
+def partial(run: Path, step: int, writer: str = "") -> Path:
+    """Each writer has its own: after a death another may begin with a step that one is not done with."""
+    return run / "checkpoints" / f".step-{step}{writer and '.'}{writer}.partial"
 
 
 def final(run: Path, step: int) -> Path:
@@ -56,9 +57,10 @@ def commit(
     course: Mapping[str, Any],
     strategy: str,
     workers: int,
+    writer: str = "",
 ) -> Path:
     """Make a written checkpoint count: manifest last, then one rename."""
-    source, target = partial(run, step), final(run, step)
+    source, target = partial(run, step, writer), final(run, step)
     manifest = {
         "format": FORMAT,
         "step": step,
@@ -158,7 +160,7 @@ def prune(run: Path, *, keep: int, also: int | None) -> None:
 
 def clear_partials(run: Path) -> None:
     """What a killed run was writing or deleting counts for nothing."""
-    for pattern in (".step-*.partial", ".step-*.old"):
+    for pattern in (".step-*.partial", ".step-*.tables", ".step-*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -50,8 +50,9 @@ class Stateful(Protocol):
 class Saver:
     """Saves one checkpoint at a time, beside the training."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, writer: str = "") -> None:
         self._run = run
+        self._writer = writer
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] | None = None
         self._chain = Chain()
@@ -66,7 +67,8 @@ class Saver:
         state = gather_state(trained, learner)
         rows = None
         if trained.tables is not None:
-            rows = table_files.begin(self._run, step, trained.tables, self._chain)
+            folder = partial(self._run, step, self._writer)
+            rows = table_files.begin(folder, self._run, trained.tables, self._chain)
         stall_s = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._save, args=(step, state, rows, stall_s), name="saver", daemon=True
@@ -88,7 +90,7 @@ class Saver:
 
     def _save(self, step: int, state: dict[str, Any], rows: Part | None, stall_s: float) -> None:
         started = time.perf_counter()
-        folder = partial(self._run, step)
+        folder = partial(self._run, step, self._writer)
         try:
             files = write_state(folder, state, needed=0 if rows is None else _num_bytes(rows.rows))
             if rows is not None:

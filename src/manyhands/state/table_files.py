@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.state.checkpoints import digest, final, partial
+from manyhands.state.checkpoints import digest, final
 
 INDEX = "tables.json"
 
@@ -87,9 +87,9 @@ class Part:
         shutil.rmtree(self.links, ignore_errors=True)
 
 
-def begin(run: Path, step: int, tables: Tables, chain: Chain) -> Part:
-    """Copy what this checkpoint adds, while nobody changes rows."""
-    links = partial(run, step).with_name(f".step-{step}.tables")
+def begin(folder: Path, run: Path, tables: Tables, chain: Chain) -> Part:
+    """Copy what the checkpoint in this folder adds, while nobody changes rows."""
+    links = folder.with_suffix(".tables")
     shutil.rmtree(links, ignore_errors=True)
     if tables.incremental and chain.files and not chain.grown:
         try:

@@ -6,6 +6,7 @@ is touched. Only when the last one fails does the run. One whose writer dies is 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,11 @@ class Shelf:
 
     def written(self, member: str, step: int, report: Mapping[str, Any]) -> None:
         expected = self._expected.get(step)
-        if expected is not None and expected.writer == member:  # else it is void
+        if expected is not None and expected.writer == member:
             self._written[step] = report
+        else:  # it is void
+            folder = checkpoints.partial(self._run.path, step, member)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def void(self, members: Collection[str]) -> list[int]:
         """With only these members left: forget what can't come any more; its steps."""
@@ -103,6 +107,7 @@ class Shelf:
             course=order.state,
             strategy=self._options.strategy,
             workers=expected.workers,
+            writer=expected.writer,
         )
         self.error = ""
         self.newest = f"checkpoints/{path.name}"

@@ -197,7 +197,7 @@ class Troupe:
         wanted = sum(plan.samples for plan in _once(plans) if plan.step <= step)
         assert sum(self.used().values()) == wanted
         self._writing = (name, step)
-        partial(self.run.path, step).mkdir(parents=True, exist_ok=True)
+        partial(self.run.path, step, name).mkdir(parents=True, exist_ok=True)
         self.handout.saving(name, step)
 
     def _written(self) -> None:
