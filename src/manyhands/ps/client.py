@@ -94,11 +94,15 @@ class Client(Asking):
         self._resting = False
         self._pulled: set[str] = set()
         self._missing: Sequence[str] = ()
-        for name in servers:
-            self._hosts[name] = Host(name, self._enter(name))
-            self._listen(self._hosts[name])
-        with self._waiting("the view to begin") as wait:
-            wait(lambda: [h.name for h in self._hosts.values() if not h.began])
+        try:
+            for name in servers:
+                self._hosts[name] = Host(name, self._enter(name))
+                self._listen(self._hosts[name])
+            with self._waiting("the view to begin") as wait:
+                wait(lambda: [h.name for h in self._hosts.values() if not h.began])
+        except BaseException:
+            self.close()  # its readers would come back again and again to servers of later views
+            raise
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -331,7 +335,7 @@ class Client(Asking):
         """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
         with self._news:
             current = link is host.link or link in host.lane_links
-            if self._closed or not current or host.returning:
+            if self._closed or self._refused or not current or host.returning:
                 return
             host.returning = True
             host.began = False
