@@ -26,6 +26,7 @@ SHORT = 8
 @pytest.mark.parametrize(
     ("mode", "transport", "placement"),
     [
+        ("allreduce", "", ""),
         ("ps:sync", "shm", "colocated"),
         ("ps:async", "tcp", "colocated"),
         pytest.param("ps:ssp", "shm", "dedicated", marks=pytest.mark.long),

@@ -15,14 +15,14 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.errors import CheckpointError
 from manyhands.state import table_files
@@ -56,6 +56,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] | None = None
         self._chain = Chain()
+        self._spare: list[torch.Tensor] = []
+        """The copies of the last checkpoint: memory that need not be asked for again."""
 
     @property
     def busy(self) -> bool:
@@ -64,7 +66,8 @@ class Saver:
     def start(self, step: int, trained: Trained, learner: Stateful) -> None:
         assert self._thread is None, "one checkpoint at a time"
         started = time.perf_counter()
-        state = gather_state(trained, learner)
+        state = gather_state(trained, learner, spare=self._spare)
+        self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
         if trained.tables is not None:
             folder = partial(self._run, step, self._writer)
@@ -114,21 +117,27 @@ class Saver:
             self._outcome = {"step": step, "error": _reason(error)}
 
 
-def gather_state(trained: Trained, learner: Stateful) -> dict[str, Any]:
-    """Everything that resume needs of this member, copied to the CPU."""
+def gather_state(
+    trained: Trained, learner: Stateful, *, spare: Sequence[torch.Tensor] = ()
+) -> dict[str, Any]:
+    """Everything that resume needs of this member, copied to the CPU: into `spare` as far as that fits."""
+    there = iter(spare)
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        target = next(there, None)
+        if target is None or (target.shape, target.dtype) != (leaf.shape, leaf.dtype):
+            return leaf.detach().to("cpu", copy=True)
+        return target.copy_(leaf.detach())
+
     state = {
         "model": trained.model.state_dict(),
         "optimizer": optimizer_state(trained.model, trained.optimizer),
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
         "learner": learner.state_dict(),
     }
-    return tree_map(_copied, state)
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().to("cpu", copy=True)
-    return copy.deepcopy(leaf)
+    return tree_map(copied, state)
 
 
 def write_state(
@@ -274,7 +283,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 
 def _num_bytes(state: Any) -> int:
-    leaves = torch.utils._pytree.tree_leaves(state)
+    leaves = tree_leaves(state)
     return sum(
         leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor)
     )

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -32,17 +32,22 @@ from manyhands.testing.conformance import Case, assert_once_an_epoch
 MODES = ("ps:sync", "ps:async", "ps:ssp", "ps:backup")
 TRANSPORTS = ("shm", "tcp")
 PLACEMENTS = ("colocated", "dedicated")
+KINDS = [("allreduce", "", ""), *itertools.product(MODES, TRANSPORTS, PLACEMENTS)]
+SPARE_HANDLES = 6
+"""So many more files or threads than at first may be open at a moment: a connection that is being made."""
 RECOVERED_WITHIN_S = 60.0
 """A limit for hangs, not a promise."""
 
 
 def case_of(mode: str, transport: str, placement: str) -> Case:
-    colocated = placement == "colocated"
-    spec = f"{mode}(transport={transport}{'' if colocated else ',placement=dedicated'})"
+    dedicated = placement == "dedicated"
+    spec = mode
+    if transport:
+        spec += f"(transport={transport}{',placement=dedicated' if dedicated else ''})"
     return Case(
         spec,
-        workers=3 if colocated else 2,
-        equals_single=mode == "ps:sync",
+        workers=2 if dedicated else 3,
+        equals_single=mode in ("allreduce", "ps:sync"),
         flags=("--max-restarts", "50"),
         # Steps of unequal workers must stay small: what is computed on old weights may not blow up.
         fields={"width": 20_000, "lr": 1e-4, "pause_s": 0.03},
@@ -59,6 +64,8 @@ class Ordeal:
     pauses_s: list[float] = field(default_factory=list)
     """From each kill to the next committed step."""
     pids: set[int] = field(default_factory=set)
+    handles: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Of each process, before each kill: open files, and threads."""
     done: harness.Finished | None = None
     left_over: list[str] = field(default_factory=list)
 
@@ -105,7 +112,11 @@ def audit(ordeal: Ordeal, *, epochs: int) -> None:
     summary = json.loads((ordeal.run / "summary.json").read_text())
     assert summary["lost"] == len(ordeal.victims)
     pushes = summary["pushes"]
-    assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
+    if pushes is not None:
+        assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
+    for pid, readings in ordeal.handles.items():
+        for first, last in zip(readings[0], readings[-1], strict=True):
+            assert last <= first + SPARE_HANDLES, f"process {pid} leaks: files, threads {readings}"
     assert not ordeal.left_over, f"left over: {ordeal.left_over}"
 
 
@@ -114,6 +125,9 @@ def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: st
     victim = _choose(running, ordeal, rng, role)
     if victim is None or running.process.poll() is not None:
         return False
+    for pid in (running.process.pid, *running.pids().values()):
+        with suppress(OSError):
+            ordeal.handles.setdefault(pid, []).append(_handles_of(pid))
     killed = time.time()
     try:
         running.kill(victim)
@@ -188,6 +202,11 @@ def temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+def _handles_of(pid: int) -> tuple[int, int]:
+    """Open files and threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
 def _shared_memory_of(pids: set[int]) -> list[str]:
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     return [f"/dev/shm/{name}" for name in names if {*name.split("_")} & {str(pid) for pid in pids}]
@@ -207,9 +226,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pauses: dict[str, list[float]] = {}
     num_bad = 0
-    for seed, mode, transport, placement in itertools.product(
-        range(asked.first_seed, asked.first_seed + asked.seeds), MODES, TRANSPORTS, PLACEMENTS
-    ):
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+    for seed, (mode, transport, placement) in itertools.product(seeds, KINDS):
         case = case_of(mode, transport, placement)
         with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
             try:
@@ -221,7 +239,8 @@ def main() -> int:
                 num_bad += 1
                 print(f"{case.strategy}, seed {seed}: FAILED\n{error}", flush=True)
                 continue
-        pauses.setdefault(f"{mode} {transport} {placement}", []).extend(ordeal.pauses_s)
+        kind = f"{mode} {transport} {placement}".strip()
+        pauses.setdefault(kind, []).extend(ordeal.pauses_s)
         told = ", ".join(
             f"{name} {pause:.2f} s"
             for name, pause in itertools.zip_longest(ordeal.victims, ordeal.pauses_s, fillvalue=0.0)
