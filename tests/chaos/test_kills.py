@@ -18,7 +18,7 @@ from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 SLOW = {"pause_s": 0.05}
 
 
-@pytest.mark.parametrize("control", ["unix", "tcp"])
+@pytest.mark.parametrize("control", ["unix", pytest.param("tcp", marks=pytest.mark.long)])
 def test_no_member_outlives_a_killed_coordinator(tmp_path: Path, control: str) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments(

@@ -34,7 +34,7 @@ def fails(
         (["train", "nowhere.py"], "There is no file nowhere.py"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "0"], "at least 1 worker"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "-3"], "at least 1 worker"),
-        (["train", str(EXAMPLES / "digits.py"), "--workers", "two"], "invalid int value: 'two'"),
+        (["train", str(EXAMPLES / "digits.py"), "--workers", "two"], "--workers two: write"),
         (
             ["train", str(EXAMPLES / "digits.py"), "--strategy", "alreduce"],
             "did you mean 'allreduce'?",
@@ -131,10 +131,11 @@ def test_a_truncated_data_file_is_named(tmp_path: Path) -> None:
         tmp_path,
         *("train", str(EXAMPLES / "mnist.py"), "--strategy", "single"),
         *("--run-dir", str(tmp_path / "run")),
-        code=1,
+        code=2,
         environ={"MANYHANDS_DATA": str(tmp_path)},
     )
     assert "train-images-idx3-ubyte" in done
+    assert not (tmp_path / "run").exists()
 
 
 def test_options_of_the_environment_count_after_flags(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_a_slow_worker_gets_less(strategy: str, tmp_path: Path) -> None:
         done = harness.train(
             *("Straggling", tmp_path / name, *flags),
             diary=tmp_path / f"{name}.diary",
-            samples=2560,
+            samples=1600,
             batch_size=32,
             lr=0.01,
             pause_s=0.0,

@@ -64,6 +64,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workers",
         "--nproc-per-node",
+        type=number_or_range,
         metavar="N",
         help="how many workers (default: 2, or 1 for single); MIN:MAX begins with MAX, and ends with a "
         "failure when fewer than MIN are left and none can take their place",
@@ -132,7 +133,7 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
     """All options, checked."""
     spec = resolved.get("strategy", "allreduce")
     config = make_strategy(spec)
-    fewest, count = parse_workers(resolved.get("workers", config.default_workers))
+    fewest, count = parse_workers(resolved.get("workers", config.default_workers, number_or_range))
     config.check(count)
     if count > max(64, 8 * cores()):
         raise UsageError(
@@ -194,6 +195,14 @@ def manner_of(config: Strategy, workers: int) -> Manner:
         servers=config.servers_for(workers),
         needs_keys=config.needs_keys(workers),
     )
+
+
+def number_or_range(text: str) -> int | str:
+    """What was given for --workers; whether it makes sense is for `parse_workers` to say."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def parse_workers(given: int | str) -> tuple[int, int]:

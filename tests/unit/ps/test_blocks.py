@@ -6,7 +6,7 @@ import json
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import ManyhandsError, UsageError
@@ -182,6 +182,7 @@ def test_blocks_come_in_the_order_of_need() -> None:
     assert order_needed(layout)[-1] == vectors  # the optimizer has the vectors in its last group
 
 
+@settings(max_examples=40)
 @given(layouts, crowds, st.data())
 def test_loads_are_within_one_shard_of_their_share(
     layout: Layout, servers: list[str], data: st.DataObject
