@@ -125,7 +125,8 @@ def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: st
     victim = _choose(running, ordeal, rng, role)
     if victim is None or running.process.poll() is not None:
         return False
-    for pid in (running.process.pid, *running.pids().values()):
+    pids = running.pids()
+    for pid in (running.process.pid, *(pids[name] for name in _view(running)["members"])):
         with suppress(OSError):
             ordeal.handles.setdefault(pid, []).append(_handles_of(pid))
     killed = time.time()
@@ -157,9 +158,8 @@ def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: st
 def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> str | None:
     """A member that the others can do without; waits until there is one."""
     while running.process.poll() is None:
-        views = [e for e in running.events() if e["event"] == "ViewChanged"]
-        members = list(views[-1]["members"])
-        num_servers = int(views[-1]["servers"])
+        view = _view(running)
+        members, num_servers = list(view["members"]), int(view["servers"])
         workers, servers = (
             members[: len(members) - num_servers],
             members[len(members) - num_servers :],
@@ -177,6 +177,11 @@ def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: 
             return rng.choice(candidates)
         time.sleep(0.05)
     return None
+
+
+def _view(running: harness.Command) -> Mapping[str, Any]:
+    """The last one."""
+    return [e for e in running.events() if e["event"] == "ViewChanged"][-1]
 
 
 def _first(
