@@ -34,10 +34,13 @@ from pathlib import Path
 from statistics import median
 
 from ps import describe_machine
+from ps_contenders import split_names
 from recovery_model import BATCH, SAVE_EVERY
 from recovery_trainings import Ours, Stuck, Torchrun, Training
 
 from manyhands.cluster.launchers import cores
+from manyhands.errors import SpecError
+from manyhands.strategies.registry import make_strategy
 
 TORCHRUN = "torchrun"
 CONTENDERS = ("allreduce", "ps:sync", "ps:async", TORCHRUN)
@@ -200,9 +203,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="who dies, and when")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
     given = parser.parse_args()
-    given.only = given.only.split(",")
+    given.only = split_names(given.only)
     if given.workers < 2:
         parser.error("with fewer than 2 workers nobody is left to go on")
+    try:
+        for name in given.only:
+            if name != TORCHRUN and not make_strategy(name).goes_on:
+                parser.error(f"{name} ends when its worker dies")
+    except SpecError as error:
+        parser.error(str(error))
     return given
 
 

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 DEADLINE_S = 120.0
 """A limit for what hangs, not a promise."""
 LOOK_EVERY_S = 0.05
+LAST_WORDS = 2000
 MANY = 1000
 """Restarts that nobody needs in one run."""
 
@@ -59,9 +60,9 @@ class Training(ABC):
         deadline = time.monotonic() + DEADLINE_S
         while not done():
             if not self.runs():
-                raise Stuck(f"ended while waited for {what}")
+                raise Stuck(f"ended while waited for {what}:\n{self.last_words()}")
             if time.monotonic() > deadline:
-                raise Stuck(f"nothing for {DEADLINE_S:.0f} s while waited for {what}")
+                raise Stuck(f"no {what} within {DEADLINE_S:.0f} s:\n{self.last_words()}")
             time.sleep(LOOK_EVERY_S)
             self.look()
 
@@ -90,6 +91,10 @@ class Training(ABC):
         new     a step is done that nobody had done before the kill
         whole   as many workers as before take part
         """
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """What its logs end with."""
 
     @abstractmethod
     def stop(self) -> None: ...
@@ -138,6 +143,9 @@ class Ours(Training):
             return None
         return {**moments, "first": moments["new"]}
 
+    def last_words(self) -> str:
+        return self._command.logs()[-LAST_WORDS:]
+
     def stop(self) -> None:
         if self.runs():
             self._command.signal(signal.SIGINT)
@@ -152,23 +160,22 @@ class Torchrun(Training):
 
     def __init__(self, folder: Path, *, workers: int, threads: int) -> None:
         super().__init__(folder / "record.jsonl", workers=workers)
-        self._log = (folder / "log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"),
-                *(f"--nproc-per-node={workers}", f"--max-restarts={MANY}"),
-                *(str(HERE / "recovery_ddp.py"), str(folder)),
-            ],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=os.environ
-            | {
-                "OMP_NUM_THREADS": str(threads),
-                "GLOO_SOCKET_IFNAME": "lo",
-                # Otherwise a new round may find the addresses of the last one and fail, over and over.
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-        )
+        self._log = folder / "log"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"),
+            *(f"--nproc-per-node={workers}", f"--max-restarts={MANY}"),
+            *(str(HERE / "recovery_ddp.py"), str(folder)),
+        ]
+        environ = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Otherwise a new round may find the addresses of the last one, and fail, over and over.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environ
+            )
 
     def runs(self) -> bool:
         return self._process.poll() is None
@@ -194,6 +201,9 @@ class Torchrun(Training):
         first = again[0]["time"]
         return {"first": first, "new": new["time"], "whole": first}
 
+    def last_words(self) -> str:
+        return self._log.read_text()[-LAST_WORDS:]
+
     def stop(self) -> None:
         self._process.terminate()
         try:
@@ -201,7 +211,7 @@ class Torchrun(Training):
         finally:
             self._process.kill()
             self._process.wait()
-            self._log.close()
+            self.look()
             for pid in [r["pid"] for r in self.records if "pid" in r and harness.alive(r["pid"])]:
                 os.kill(pid, signal.SIGKILL)
 
