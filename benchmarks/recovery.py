@@ -64,6 +64,8 @@ class Kill:
     contender: str
     repeat: int
     victim: str
+    step_s: float
+    """Of an undisturbed step, since all were there after the last kill, or since the beginning."""
     seconds: dict[str, float]
     """From the kill to what came after it: seen, agreed, first, new, whole."""
 
@@ -79,41 +81,33 @@ def main() -> None:
     )
     kills: list[Kill] = []
     stuck: list[str] = []
-    steps_s: dict[str, list[float]] = {}
     for repeat in range(given.repeats):
         for contender in given.only:
             try:
-                suffer(contender, repeat, given, kills, steps_s)
+                suffer(contender, repeat, given, kills)
             except Stuck as error:
                 stuck.append(f"{contender}, run {repeat + 1}: {error}")
                 print(stuck[-1], flush=True)
             if given.json:  # after each, so that a run that is cut short leaves what it has
-                told = {"machine": machine, "workers": given.workers, "step_s": steps_s}
-                told |= {"stuck": stuck, "kills": [asdict(kill) for kill in kills]}
+                told = {"machine": machine, "workers": given.workers, "stuck": stuck}
+                told["kills"] = [asdict(kill) for kill in kills]
                 given.json.write_text(json.dumps(told, indent=1))
-    print_tables(given.only, kills, steps_s)
+    print_tables(given.only, kills)
 
 
-def suffer(
-    contender: str,
-    repeat: int,
-    given: argparse.Namespace,
-    kills: list[Kill],
-    steps_s: dict[str, list[float]],
-) -> None:
+def suffer(contender: str, repeat: int, given: argparse.Namespace, kills: list[Kill]) -> None:
     """One run with several kills, added to what is known."""
     rng = random.Random(f"{given.seed} {repeat} {contender}")
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         training = start(contender, Path(folder), given)
         try:
-            for number in range(given.kills):
-                so_far = training.num_steps
-                training.wait(lambda n=so_far: training.num_steps >= n + STEPS_BETWEEN, "steps")
+            for _ in range(given.kills):
+                whole = len(training.records)
+                enough = training.num_steps + STEPS_BETWEEN
+                training.wait(lambda n=enough: training.num_steps >= n, "steps")
                 time.sleep(rng.uniform(0.0, PAUSE_S))
                 training.look()
-                if number == 0:
-                    steps_s.setdefault(contender, []).append(usual_step_s(training))
-                kill = kill_one(training, contender, repeat, rng)
+                kill = kill_one(training, contender, repeat, rng, step_s=step_s(training, whole))
                 if kill is None:
                     print(f"{contender}: the clock was set; this one does not count", flush=True)
                     continue
@@ -132,7 +126,9 @@ def start(contender: str, folder: Path, given: argparse.Namespace) -> Training:
     return Ours(contender, folder, workers=given.workers, threads=threads(given))
 
 
-def kill_one(training: Training, contender: str, repeat: int, rng: random.Random) -> Kill | None:
+def kill_one(
+    training: Training, contender: str, repeat: int, rng: random.Random, *, step_s: float
+) -> Kill | None:
     victim, pid = rng.choice(sorted(training.pids().items()))
     since = len(training.records)
     offset, killed = time.time() - time.monotonic(), time.time()
@@ -144,24 +140,25 @@ def kill_one(training: Training, contender: str, repeat: int, rng: random.Random
     assert moments is not None
     if abs(time.time() - time.monotonic() - offset) > CLOCK_SET_S:
         return None
-    return Kill(contender, repeat, victim, {key: at - killed for key, at in moments.items()})
+    seconds = {key: at - killed for key, at in moments.items()}
+    return Kill(contender, repeat, victim, step_s, seconds)
 
 
-def usual_step_s(training: Training) -> float:
-    """Of the second half of what was done before the first kill."""
-    times = [record["time"] for record in training.records if training.is_step(record)]
-    times = times[len(times) // 2 :]
-    return (times[-1] - times[0]) / max(1, len(times) - 1)
+def step_s(training: Training, since: int) -> float:
+    """The mean of the steps from that record on."""
+    times = [record["time"] for record in training.records[since:] if training.is_step(record)]
+    return (times[-1] - times[0]) / (len(times) - 1)
 
 
 def threads(given: argparse.Namespace) -> int:
     return max(1, cores() // given.workers)
 
 
-def print_tables(only: list[str], kills: list[Kill], steps_s: dict[str, list[float]]) -> None:
-    print("\nan undisturbed step, before the first kill")
-    for contender in steps_s:
-        print(f"  {contender:12} {1000 * median(steps_s[contender]):6.0f} ms")
+def print_tables(only: list[str], kills: list[Kill]) -> None:
+    print("\nmedian of an undisturbed step")
+    for contender in only:
+        if mine := [kill.step_s for kill in kills if kill.contender == contender]:
+            print(f"  {contender:36} {1000 * median(mine):5.0f} ms")
     for aspect, title in ASPECTS.items():
         rows = {c: [k for k in kills if k.contender == c and aspect in k.seconds] for c in only}
         if not any(rows.values()):
