@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from manyhands.errors import ViewChanging
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,6 +35,7 @@ _LOST = (
     "broken pipe",
     "socket closed",
     "timed out waiting",
+    "wait timeout",
     "operation timed out",
     "connectfullmesh failed",
     "nccl communicator was aborted",
@@ -76,15 +80,33 @@ def join_group(me: Me, view: View) -> Group:
         torch.cuda.set_device(me.device)
     before = _open_sockets()
     limit = timedelta(seconds=me.timeouts.collective_s)
-    # While gloo connects it can't be cut: one that dies meanwhile must not be waited for that long.
+    # While gloo connects it can't be cut: one that dies at that moment must not be waited for that long.
     first = timedelta(seconds=CONNECT_S) if me.board is not None and backend == "gloo" else limit
+    store = _store(me, view)
+    if me.board is not None:
+        _gather_at(store, me, view)
+    # A join that failed has counted, and the count is a part of the keys: all must begin alike.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
-        backend, store=_store(me, view), rank=me.rank, world_size=view.world, timeout=first
+        backend, store=store, rank=me.rank, world_size=view.world, timeout=first
     )
     if first != limit:
         dist.distributed_c10d._set_pg_timeout(limit, dist.distributed_c10d._get_default_group())
     made = {fd: link for fd, link in _open_sockets().items() if before.get(fd) != link}
     return Group(backend, made if backend == "gloo" else {})
+
+
+def _gather_at(store: dist.Store, me: Me, view: View) -> None:
+    """Wait until all of the view have come to the meeting place; or until there is a newer view."""
+    store.set(f"here/{me.rank}", "1")
+    everybody = [f"here/{rank}" for rank in range(view.world)]
+    deadline = time.monotonic() + me.timeouts.view_s
+    while not store.check(everybody):
+        if me.view_changing:
+            raise ViewChanging(f"view {me.newest_view} is coming")
+        if time.monotonic() > deadline:
+            raise me.lost_a_peer(TimeoutError(f"not all came within {me.timeouts.view_s:.0f} s"))
+        time.sleep(0.003)
 
 
 def _open_sockets() -> dict[int, str]:

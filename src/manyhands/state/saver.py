@@ -51,6 +51,8 @@ class Saver:
     """Saves one checkpoint at a time, beside the training."""
 
     def __init__(self, run: Path, writer: str = "") -> None:
+        import torch.distributed.checkpoint  # noqa: F401 - now, and not while a step waits for it
+
         self._run = run
         self._writer = writer
         self._thread: threading.Thread | None = None

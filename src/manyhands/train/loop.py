@@ -141,6 +141,8 @@ class Worker:
             head = agenda.popleft()
             if head.get("order") == "leave":
                 break
+            if head.get("kind") != "view" and self.me.view_changing:
+                continue  # of a view that is over: a checkpoint of it would claim steps that are void
             try:
                 self._do(head, agenda)
             except ViewChanging:

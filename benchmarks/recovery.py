@@ -1,0 +1,216 @@
+"""How long training stands still when a worker dies: manyhands beside torchrun's restart of the same.
+
+The same perceptron, data, batch, workers and threads, saved after as many steps, on the same machine in the
+same run, alternating. A random worker gets SIGKILL, several times a run, each time some steps after all
+workers were there again. Measured from the kill:
+
+    new     to the next step that had not been done before the kill
+    first   to the next step of any kind: after a restart, what was done since the last save comes again
+    whole   to as many workers as before
+
+A step of ours counts when it is committed: its line is in events.jsonl, up to 0.1 s after it was computed,
+for reports come in bunches. Torchrun's counts when rank 0 has made its update. Of ours only what was handed
+out after the death counts, though others may have got something done before they heard of it; it is always
+new.
+
+Times are of the wall clock, which all processes of a machine share and both records are written with; a
+measurement during which it was set against the monotonic clock is thrown away.
+
+    python benchmarks/recovery.py [--kills 5] [--repeats 2] [--only allreduce,torchrun] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from ps import describe_machine
+from ps_contenders import split_names
+from recovery_model import BATCH, SAVE_EVERY
+from recovery_trainings import Ours, Stuck, Torchrun, Training
+
+from manyhands.cluster.launchers import cores
+from manyhands.errors import SpecError
+from manyhands.strategies.registry import make_strategy
+
+TORCHRUN = "torchrun"
+CONTENDERS = ("allreduce", "ps:sync", "ps:async", TORCHRUN)
+STEPS_BETWEEN = 10
+"""At least so many between two kills, after all workers are there again."""
+PAUSE_S = 1.0
+"""And up to so long, at random: a kill may fall anywhere between two saves."""
+CLOCK_SET_S = 0.005
+
+ASPECTS = {
+    "new": "to the next new step",
+    "first": "to the next step of any kind",
+    "whole": "to as many workers as before",
+    "seen": "to the death seen",
+    "agreed": "to the weights agreed on",
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    contender: str
+    repeat: int
+    victim: str
+    step_s: float
+    """Of an undisturbed step, since all were there after the last kill, or since the beginning."""
+    seconds: dict[str, float]
+    """From the kill to what came after it: seen, agreed, first, new, whole."""
+
+
+def main() -> None:
+    given = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    machine = describe_machine()
+    print(
+        f"{machine['words']}\n{given.workers} workers of {threads(given)} thread(s), perceptron 784-256-10, "
+        f"{BATCH} samples a step, saved every {SAVE_EVERY} steps; {given.repeats} run(s) of {given.kills} "
+        "kills each, alternating\n"
+    )
+    kills: list[Kill] = []
+    stuck: list[str] = []
+    for repeat in range(given.repeats):
+        for contender in given.only:
+            try:
+                suffer(contender, repeat, given, kills)
+            except Stuck as error:
+                stuck.append(f"{contender}, run {repeat + 1}: {error}")
+                print(stuck[-1], flush=True)
+            if given.json:  # after each, so that a run that is cut short leaves what it has
+                told = {"machine": machine, "workers": given.workers, "stuck": stuck}
+                told["kills"] = [asdict(kill) for kill in kills]
+                given.json.write_text(json.dumps(told, indent=1))
+    print_tables(given.only, kills)
+
+
+def suffer(contender: str, repeat: int, given: argparse.Namespace, kills: list[Kill]) -> None:
+    """One run with several kills, added to what is known."""
+    rng = random.Random(f"{given.seed} {repeat} {contender}")
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        training = start(contender, Path(folder), given)
+        try:
+            for _ in range(given.kills):
+                whole = len(training.records)
+                enough = training.num_steps + STEPS_BETWEEN
+                training.wait(lambda n=enough: training.num_steps >= n, "steps")
+                time.sleep(rng.uniform(0.0, PAUSE_S))
+                training.look()
+                kill = kill_one(training, contender, repeat, rng, step_s=step_s(training, whole))
+                if kill is None:
+                    print(f"{contender}: the clock was set; this one does not count", flush=True)
+                    continue
+                kills.append(kill)
+                told = ", ".join(f"{key} {kill.seconds[key]:.2f} s" for key in ("new", "whole"))
+                print(
+                    f"  {repeat + 1}/{given.repeats} {contender}, {kill.victim}: {told}", flush=True
+                )
+        finally:
+            training.stop()
+
+
+def start(contender: str, folder: Path, given: argparse.Namespace) -> Training:
+    if contender == TORCHRUN:
+        return Torchrun(folder, workers=given.workers, threads=threads(given))
+    return Ours(contender, folder, workers=given.workers, threads=threads(given))
+
+
+def kill_one(
+    training: Training, contender: str, repeat: int, rng: random.Random, *, step_s: float
+) -> Kill | None:
+    victim, pid = rng.choice(sorted(training.pids().items()))
+    since = len(training.records)
+    offset, killed = time.time() - time.monotonic(), time.time()
+    os.kill(pid, signal.SIGKILL)
+    training.wait(
+        lambda: training.after_kill(victim, since) is not None, f"a new step after {victim} died"
+    )
+    moments = training.after_kill(victim, since)
+    assert moments is not None
+    if abs(time.time() - time.monotonic() - offset) > CLOCK_SET_S:
+        return None
+    seconds = {key: at - killed for key, at in moments.items()}
+    return Kill(contender, repeat, victim, step_s, seconds)
+
+
+def step_s(training: Training, since: int) -> float:
+    """The mean of the steps from that record on."""
+    times = [record["time"] for record in training.records[since:] if training.is_step(record)]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def threads(given: argparse.Namespace) -> int:
+    return max(1, cores() // given.workers)
+
+
+def print_tables(only: list[str], kills: list[Kill]) -> None:
+    print("\nmedian of an undisturbed step")
+    for contender in only:
+        if mine := [kill.step_s for kill in kills if kill.contender == contender]:
+            print(f"  {contender:36} {1000 * median(mine):5.0f} ms")
+    for aspect, title in ASPECTS.items():
+        rows = {c: [k for k in kills if k.contender == c and aspect in k.seconds] for c in only}
+        if not any(rows.values()):
+            continue
+        print(f"\n{'seconds ' + title:38} kills  median    95 %  longest  of torchrun's")
+        for contender, mine in rows.items():
+            if not mine:
+                continue
+            ordered = sorted(kill.seconds[aspect] for kill in mine)
+            most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+            print(
+                f"  {contender:36} {len(ordered):5} {median(ordered):7.2f} {most:7.2f} "
+                f"{ordered[-1]:8.2f}  {compared(mine, rows.get(TORCHRUN, []), aspect)}"
+            )
+
+
+def compared(mine: list[Kill], theirs: list[Kill], aspect: str) -> str:
+    """The ratio of the medians, and that of each pair of runs."""
+    if not theirs or mine[0].contender == TORCHRUN:
+        return ""
+
+    def middle(kills: list[Kill]) -> float:
+        return median(kill.seconds[aspect] for kill in kills)
+
+    ratios = []
+    for repeat in sorted({kill.repeat for kill in mine} & {kill.repeat for kill in theirs}):
+        ours, other = ([k for k in kills if k.repeat == repeat] for kills in (mine, theirs))
+        ratios.append(middle(ours) / middle(other))
+    spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
+    return f"{middle(mine) / middle(theirs):.3f}{spread}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=5, help="in each run (default: 5)")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each (default: 2)")
+    parser.add_argument("--only", default=",".join(CONTENDERS), help="with commas between")
+    parser.add_argument("--seed", type=int, default=0, help="who dies, and when")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
+    given = parser.parse_args()
+    given.only = split_names(given.only)
+    if given.workers < 2:
+        parser.error("with fewer than 2 workers nobody is left to go on")
+    try:
+        for name in given.only:
+            if name != TORCHRUN and not make_strategy(name).goes_on:
+                parser.error(f"{name} ends when its worker dies")
+    except SpecError as error:
+        parser.error(str(error))
+    return given
+
+
+if __name__ == "__main__":
+    main()
