@@ -218,3 +218,29 @@ def family(pids: list[int]) -> list[int]:
     for pid in found:
         found.extend(children.get(pid, []))
     return found
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_several_of_four_die_at_once(count: int, tmp_path: Path) -> None:
+    """All that is left goes on, and those who take the places of the dead find it."""
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        *("Regression", run, "--checkpoint-every", "5"),
+        strategy="allreduce",
+        workers=4,
+        epochs=30,
+        pause_s=0.05,
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(4)
+        for number in range(1, 1 + count):
+            running.kill(f"worker-{number}")
+        running.wait_for(lambda events: any(e["event"] == "Recovered" for e in events))
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert len(done.of("MemberLost")) == count
+    assert_once_an_epoch(done, epochs=30)
+    alone = harness.train("Regression", tmp_path / "alone", epochs=30)
+    assert done.losses[10:] == pytest.approx(alone.losses[10:], rel=1e-5)
+    for step in checkpoints.steps(run):
+        checkpoints.verify(checkpoints.final(run, step))
