@@ -30,10 +30,12 @@ lint: setup  ## ruff: format and lint
 types: setup  ## mypy on src
 	@$(BIN)/mypy
 
-unit: setup  ## the tests
-	@$(BIN)/python -m pytest
+unit: setup  ## the tests: those of single parts beside those of whole runs, which mostly wait
+	@parts=$$(mktemp); $(BIN)/python -m pytest tests/unit > $$parts 2>&1 & parts_id=$$!; \
+	$(BIN)/python -m pytest --ignore=tests/unit; whole=$$?; \
+	wait $$parts_id; single=$$?; cat $$parts; rm $$parts; exit $$((whole + single))
 
-chaos: setup  ## kill over 50 members of parameter-server runs, then the long tests; a quarter of an hour
+chaos: setup  ## kill over 60 members of runs, then the long tests; half an hour
 	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1
 	@$(BIN)/python -m pytest -m long
 

@@ -228,7 +228,7 @@ def test_several_of_four_die_at_once(count: int, tmp_path: Path) -> None:
         *("Regression", run, "--checkpoint-every", "5"),
         strategy="allreduce",
         workers=4,
-        epochs=30,
+        epochs=12,
         pause_s=0.05,
     )
     with harness.command(*arguments, run=run) as running:
@@ -239,8 +239,8 @@ def test_several_of_four_die_at_once(count: int, tmp_path: Path) -> None:
         done = running.wait()
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert len(done.of("MemberLost")) == count
-    assert_once_an_epoch(done, epochs=30)
-    alone = harness.train("Regression", tmp_path / "alone", epochs=30)
+    assert_once_an_epoch(done, epochs=12)
+    alone = harness.train("Regression", tmp_path / "alone", epochs=12)
     assert done.losses[10:] == pytest.approx(alone.losses[10:], rel=1e-5)
     for step in checkpoints.steps(run):
         checkpoints.verify(checkpoints.final(run, step))
