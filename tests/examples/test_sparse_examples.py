@@ -151,5 +151,4 @@ def test_clicks_come_near_the_truth(tmp_path: Path) -> None:
     )
     assert done.code == 0, f"{done.out}\n{done.err}"
     last = done.of("Evaluated")[-1]["metrics"]
-    assert last["loss"] < 0.6
-    assert last["accuracy"] > 0.69
+    assert last["loss"] < 0.597, "whoever always says how often people click has 0.607"
