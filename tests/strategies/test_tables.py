@@ -200,3 +200,25 @@ def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     resumed = harness.resume(run, "--set", "epochs=2")
     assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
     assert (resumed.state()["tables"]["rows"]["counts"] == 2).all(), "each was seen once an epoch"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "pause_s"),
+    # With a longer pause the other has come, and got all rows from this one, before the end.
+    [("0", 0.02), pytest.param("1", 0.05, marks=pytest.mark.long)],
+)
+def test_one_worker_is_left_and_goes_on_with_the_tables(
+    restarts: str, pause_s: float, tmp_path: Path
+) -> None:
+    """Rows that it meets only then are made and learn, as with one worker from the start."""
+    case = Case("allreduce", workers=2, flags=("--max-restarts", restarts))
+    run = tmp_path / "run"
+    arguments = case.arguments("Passing", run, unused=0, pause_s=pause_s)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(10)
+        running.kill("worker-1")
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert len(done.of("ViewChanged")) == 2 + int(restarts)
+    alone = Case("single", workers=1).train("Passing", tmp_path / "alone", unused=0)
+    assert_close(done.state()["tables"], alone.state()["tables"])

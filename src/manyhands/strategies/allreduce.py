@@ -89,6 +89,10 @@ class AllReduceLearner(Learner):
         self._agreed = True
 
     def _meet(self, view: View) -> None:
+        shared = self._config.tables == "shared"
+        if self.trainee.tables is not None:
+            # Several see other ids each: rows are made when all know of them, so that replicas stay equal.
+            self.trainee.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
             self._rejoin(self._version)
             return
@@ -97,7 +101,6 @@ class AllReduceLearner(Learner):
         from manyhands.strategies.reducer import Reducer
 
         self._group = join_group(self.me, view)
-        shared = self._config.tables == "shared"
         version, agreed = self._version, self._agreed
         self._rejoin(agree(self.trainee, self, version=version, agreed=agreed, tables=not shared))
         parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]

@@ -38,8 +38,6 @@ class TablesTogether:
                     f"{type(trainee.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
                     "--strategy 'allreduce(tables=shared)'."
                 )
-            # Each worker sees other ids: rows are made when all know of them, so that replicas stay equal.
-            self._tables.makes_on_pull = False
             return
         if not view.one_host:
             hosts = ", ".join(sorted({seat.host for seat in view.seats}))
