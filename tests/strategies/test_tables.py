@@ -191,13 +191,14 @@ def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     strategy: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    flags = ("--checkpoint-every", "150")
-    done = Case(strategy, workers=2).train("Passing", run, *flags, unused=0)
+    # Steps take a while, so that a checkpoint is written before the next one is due.
+    flags = ("--checkpoint-every", "50")
+    done = Case(strategy, workers=2).train("Passing", run, *flags, unused=0, pause_s=0.01)
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
     files = json.loads((newest / "tables.json").read_text())
     assert len(files["rows"]) >= 2, "the last rows are in a file of their own"
     assert done.state()["tables"]["rows"]["ids"].tolist() == list(range(1600))
-    resumed = harness.resume(run, "--set", "epochs=2")
+    resumed = harness.resume(run, "--set", "epochs=2", "--set", "pause_s=0")
     assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
     assert (resumed.state()["tables"]["rows"]["counts"] == 2).all(), "each was seen once an epoch"
 
