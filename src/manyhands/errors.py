@@ -13,6 +13,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkClosed           1   the other side is gone
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
+├── CoordinatorLost         70   an agent's coordinator has ended without a word
 ├── PeerLost                 1   a collective failed because another member went away
 ├── ViewChanging             1   the membership changes: whatever was waited for is void
 ├── MemberFailed             *   a member ended the run; the exit code is the member's own
@@ -28,6 +29,7 @@ __all__ = [
     "BadFrame",
     "CheckpointError",
     "ClusterError",
+    "CoordinatorLost",
     "DataError",
     "Interrupted",
     "JobError",
@@ -98,6 +100,10 @@ class LinkTimeout(LinkError):
 
 class BadFrame(LinkError):
     pass
+
+
+class CoordinatorLost(ManyhandsError):
+    exit_code = 70
 
 
 class PeerLost(ManyhandsError):

@@ -61,6 +61,11 @@ class Strategy(ABC):
     """Training goes on in place when a member dies."""
 
     @property
+    def shares_memory(self) -> bool:
+        """Where it begins inside one host, it stays there: its members share that host's memory."""
+        return False
+
+    @property
     def may_shrink(self) -> bool:
         """A worker can be done without: nothing is at it alone."""
         return True

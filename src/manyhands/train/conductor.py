@@ -24,6 +24,7 @@ from manyhands.cluster.coordinator import (
     LinkLost,
     Said,
     Signalled,
+    Told,
     exit_status,
     signal_name,
 )
@@ -106,6 +107,7 @@ class Conductor:
         """Train. Returns the outcome; raises what ended it otherwise."""
         crew, options = self.crew, self.options
         self._announce_start()
+        self._until(self.coordinator.launcher.complete, "ready_s", "waiting for the hosts")
         crew.start()
         self._until(lambda: len(crew.ready) == crew.num_started, "ready_s", "getting ready")
         handout = self._prepare()
@@ -136,7 +138,7 @@ class Conductor:
                 versions=self._versions,
             )
         )
-        if options.workers > cores():
+        if options.workers > cores() and self.coordinator.launcher.kind == "local":
             self._notice(
                 f"{options.workers} workers share {cores()} cores; "
                 "more workers than cores are slower than as many"
@@ -195,6 +197,8 @@ class Conductor:
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
         ending = handout.finishing is not None or self._signal is not None
         waited_for = bool(crew.newcomers or crew.surplus) and not ending
+        if not ending:
+            crew.fill()
         handout.more(hold=waited_for)
         if waited_for and handout.quiet:
             crew.admit()
@@ -261,10 +265,8 @@ class Conductor:
                     self._progress = now
             case Said(member, {"kind": "failed"} as said):
                 self._on_failed(member, said)
-            case LinkLost(member, reason):
-                if self.coordinator.members[member].left:
-                    pass
-                elif self._goes_on:
+            case LinkLost(member, reason) if not self.coordinator.members[member].left:
+                if self._goes_on:
                     self.crew.cut_off(member)
                 else:
                     self._failures.add(Failure(member, reason, grade=Grade.SUSPICION), now)
@@ -274,13 +276,14 @@ class Conductor:
                     self._on_death(member, code)
             case Signalled(number):
                 self._on_signal(number)
+            case Told(message):
+                self._notice(message)
 
     def _on_member_ready(self, member: str, facts: Facts) -> None:
         crew = self.crew
         if crew.is_worker(member) and not crew.is_new(member):
-            check_job(
-                facts, workers=self.options.workers
-            )  # at the first: others may take their time
+            # At the first: others may take their time.
+            check_job(facts, workers=self.options.workers)
         elif crew.is_worker(member):
             assert self.course is not None
             try:
@@ -359,10 +362,7 @@ class Conductor:
         parts = [self._evaluation[name] for name in self.handout.workers]
         self._evaluation = {}
         samples, metrics = combine(parts)
-        wanted = (
-            self.course.awaiting
-        )  # else a stop was asked meanwhile; a resumed run evaluates again
-        if wanted:
+        if self.course.awaiting:  # else a stop was asked meanwhile; a resumed run evaluates again
             step, epoch = self.course.step, self.course.epoch
             best = self.course.evaluated(metrics)
             self.stream.emit(
@@ -421,7 +421,8 @@ class Conductor:
 
     def _on_death(self, member: str, code: int) -> None:
         """A process has ended without a goodbye."""
-        crew, reason = self.crew, self.crew.reason(member, signal_name(code))
+        crew, how = self.crew, self.coordinator.members[member].handle.why or signal_name(code)
+        reason = crew.reason(member, how)
         failure = Failure(member, reason, exit_code=exit_status(code) or 1)
         if not self._goes_on:
             self._failures.add(failure, time.monotonic())
