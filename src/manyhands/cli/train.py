@@ -33,7 +33,7 @@ examples:
   manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --check        job, strategy and cluster, without training
-  torchrun --nnodes 2 ... -m manyhands train job.py --on env   on many hosts: docs/guides/many-machines.md
+  torchrun --nnodes 2 ... --no-python manyhands train job.py --on env   see docs/guides/many-machines.md
   manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
 
 """

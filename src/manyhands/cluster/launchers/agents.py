@@ -149,6 +149,8 @@ class AgentPost(Post):
             self.link.send({"kind": kind, **fields})
 
     def start(self, start: Start) -> Handle:
+        assert start.log is not None
+        start.log.touch()  # also one who says nothing has a log
         handle = self._handles[start.name] = RemoteHandle(start.name, self)
         self.say(
             "start",
