@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.devices import device_id, pick_device
+from manyhands.cluster.spec import EVALUATOR
 from manyhands.cluster.specs import alone, look
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import SpecError, UsageError
+from manyhands.errors import ClusterError, SpecError, UsageError
 from manyhands.job import Job
 from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
@@ -143,11 +144,16 @@ class Hands:
 
 @contextmanager
 def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) -> Iterator[Hands]:
-    """Join the workers that torchrun has started, or be the only one."""
+    """Join the workers that torchrun, srun or another has started, or be the only one."""
     cluster = look() or alone()
     place, world = cluster.me, cluster.size
     config = make_strategy(strategy)
     config.check(world)
+    if cluster.servers or place.role == EVALUATOR or any(e.slots != 1 for e in cluster.entries):
+        raise ClusterError(
+            f"{cluster.source} speaks of more than workers of one process each, and join() is for those "
+            "alone: who serves, evaluates or starts several is for  manyhands train JOB."
+        )
     if config.needs_coordinator:
         raise SpecError(
             f"{config.name} needs a coordinator, which `manyhands train` is and join() has not. "

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.cluster.spec import COORDINATOR, WORKER, ClusterSpec, Entry, join_address
-from manyhands.cluster.specs.values import host, number, port
+from manyhands.cluster.specs.values import MAX_ENTRIES, host, number, port
 from manyhands.errors import ClusterError
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,7 +34,7 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
                 f"RANK or WORLD_SIZE is set, but {name} is not: torchrun sets {', '.join(NEEDED[:-1])} "
                 f"and {NEEDED[-1]} together. Start with torchrun, set {name}, or unset RANK and WORLD_SIZE."
             )
-    world = number(environ, "WORLD_SIZE", least=1)
+    world = number(environ, "WORLD_SIZE", least=1, most=MAX_ENTRIES)
     rank = number(environ, "RANK")
     if rank >= world:
         raise ClusterError(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from manyhands.errors import ClusterError
 
 MAX_PORT = 65535
+MAX_ENTRIES = 100_000
+"""More than any cluster has: a wrong number is an error, not a list that fills the memory."""
 _HOST = re.compile(r"[^\s\[\]/,:]+")
 
 
@@ -48,9 +52,17 @@ def is_host(text: str) -> bool:
     )
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads, which would silently take the last of two equal keys."""
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f"{key!r} is there {times} times in one object")
+    return dict(pairs)
+
+
 def split_address(text: str) -> tuple[str, int]:
     """Host and port of `host:port` or `[host]:port`; the error is a ValueError that says what is wrong."""
-    match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/\s]+))(?::(.*))?", text)
+    match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/\s]+))(?::([^:/]*))?", text)
     if match is None:
         raise ValueError("it must be HOST:PORT, with an IPv6 host in brackets: [fd00::1]:2222")
     where, digits = match[1] or match[2], match[3]

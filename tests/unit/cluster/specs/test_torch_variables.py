@@ -58,8 +58,8 @@ def test_alone_is_a_cluster_of_one() -> None:
         ({"RANK": None}, "but RANK is not"),
         ({"MASTER_ADDR": None}, "set MASTER_ADDR, or unset RANK and WORLD_SIZE"),
         ({"MASTER_PORT": None}, "but MASTER_PORT is not"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two': it must be a whole number, 1 or more"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: it must be 1 or more"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two': it must be a whole number, from 1 to"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: it must be from 1 to"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
         ({"RANK": "-1"}, "RANK is '-1': it must be a whole number, 0 or more"),
         ({"RANK": "1.0"}, "RANK is '1.0'"),
@@ -92,7 +92,7 @@ def test_nothing_at_all_says_what_to_set() -> None:
         detect({"HOME": "/root"})
 
 
-@given(st.integers(1, 50), st.data())
+@given(st.integers(1, 8), st.data())
 def test_every_rank_of_a_torchrun_sees_the_same_cluster(
     num_hosts: int, data: st.DataObject
 ) -> None:
