@@ -14,6 +14,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
 ├── CoordinatorLost         70   an agent's coordinator has ended without a word
+├── LabError                 1   a lab of hosts that can't be made here, or is gone
 ├── PeerLost                 1   a collective failed because another member went away
 ├── ViewChanging             1   the membership changes: whatever was waited for is void
 ├── MemberFailed             *   a member ended the run; the exit code is the member's own
@@ -33,6 +34,7 @@ __all__ = [
     "DataError",
     "Interrupted",
     "JobError",
+    "LabError",
     "LinkClosed",
     "LinkError",
     "LinkTimeout",
@@ -104,6 +106,10 @@ class BadFrame(LinkError):
 
 class CoordinatorLost(ManyhandsError):
     exit_code = 70
+
+
+class LabError(ManyhandsError):
+    pass
 
 
 class PeerLost(ManyhandsError):
