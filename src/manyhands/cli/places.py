@@ -17,8 +17,9 @@ from manyhands.cluster.key import no_key, read_key
 from manyhands.cluster.launchers import Launcher
 from manyhands.cluster.launchers.agents import AgentLauncher
 from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
-from manyhands.cluster.spec import EVALUATOR, ClusterSpec
+from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import detect
+from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.ps import ParameterServer
@@ -40,6 +41,15 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         help="local (default): processes of this machine; env: torchrun, srun, Kubernetes or a person has "
         "started this command on every host; the first process coordinates, the others serve it",
+    )
+    group.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="a file that names the hosts, instead of the environment; this command runs on each of them",
+    )
+    group.add_argument(
+        "--as", metavar="NAME", help="which host of that file this is (default: by its own name)"
     )
     group.add_argument(
         "--slots",
@@ -96,17 +106,20 @@ class Lead:
 
 def find_cluster(resolved: Resolved) -> Cluster | None:
     """The cluster that this process was started in; None: members are processes of this machine."""
-    place = resolved.get("on", "local")
+    file = resolved.get("cluster", None, Path)
+    name = resolved.get("as", None)
+    place = resolved.get("on", "local" if file is None else "env")
     if place not in PLACES:
         raise UsageError(f"--on {place}: it is one of {', '.join(PLACES)}{closest(place, PLACES)}")
     slots = resolved.get("slots", None, int)
     key_file = resolved.get("key_file", None, Path)
     if place == "local":
-        for flag, value in (("--slots", slots), ("--key-file", key_file)):
+        given = {"--cluster": file, "--as": name, "--slots": slots, "--key-file": key_file}
+        for flag, value in given.items():
             if value is not None:
                 raise UsageError(f"{flag} {value} is for  --on env. Leave it out, or add that.")
         return None
-    spec = with_slots(detect(), slots)
+    spec = with_slots(detect(cluster=file, name=name), slots)
     control = resolved.get("control", None)
     if control is not None and parse_address(control).path:
         raise UsageError(f"--control {control}: with --on env it is tcp://HOST:PORT.")
@@ -122,7 +135,10 @@ def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
         return spec
     if slots < 1:
         raise UsageError(f"--slots {slots}: at least 1.")
-    entries = tuple(replace(entry, slots=slots) for entry in spec.entries)
+    entries = tuple(
+        replace(entry, slots=slots) if entry.role in (COORDINATOR, WORKER) else entry
+        for entry in spec.entries
+    )
     return replace(spec, entries=entries, mine=entries[spec.me.rank])
 
 
