@@ -176,8 +176,8 @@ class AgentPost(Post):
                 message = self.link.recv(timeout_s=limit_s)
             except LinkTimeout:
                 return f"said nothing for {limit_s:.0f} s"
-            except LinkError as error:
-                return f"hung up ({error})"
+            except LinkError:
+                return "closed its link"
             self.heard = time.monotonic()
             handle = self._handles.get(str(message.head.get("name")))
             match message.head:
@@ -197,12 +197,13 @@ class AgentPost(Post):
                         self.leaving = True
                         self._ground.tell(f"{self.host} was asked to end ({name})")
 
-    def give_up(self, why: str) -> None:
+    def give_up(self) -> None:
+        """It is gone, or nobody can tell; either way its members count as dead."""
         self.lost = True
         self.link.close()
         for handle in self._handles.values():
             handle.answered.set()
-            handle.ended(-signal.SIGKILL, f"was on {self.host}, which {why}")
+            handle.ended(-signal.SIGKILL, f"was on {self.host}, which is lost")
 
 
 class AgentLauncher(Launcher):
@@ -308,12 +309,9 @@ class AgentLauncher(Launcher):
             there = post in self._posts
             if there:
                 self._posts.remove(post)
-        post.give_up(why)
+        post.give_up()
         if there and not self._over.is_set():
-            num = len(post.members)
-            self.ground.tell(
-                f"{post.host} is lost: its agent {why}" if num else f"{post.host} is gone"
-            )
+            self.ground.tell(f"{post.host} is lost: its agent {why}")
 
     def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentPost | None:
         """Let an agent in, or tell it why not."""
