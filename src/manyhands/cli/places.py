@@ -19,6 +19,7 @@ from manyhands.cluster.launchers.agents import AgentLauncher
 from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
 from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import detect
+from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.strategies.base import Strategy
@@ -58,6 +59,12 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         help="with --on env: how many members each process may start (default: 1)",
     )
     group.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="with --on env: how long processes wait for each other at the start (default: 300)",
+    )
+    group.add_argument(
         "--key-file",
         type=Path,
         metavar="FILE",
@@ -75,6 +82,7 @@ class Cluster:
     """Of the run's key; None: all are on one host, where the user id says enough."""
     control: str | None
     """The coordinator's address, if a person has given one."""
+    timeouts: Timeouts
 
     @property
     def leads(self) -> bool:
@@ -92,7 +100,8 @@ class Cluster:
 
         keyed = self.authority is not None
         address = dialled_address(self.spec, self.control, keyed=keyed)
-        return Agent(self.spec, address, authority=self.authority).run()
+        agent = Agent(self.spec, address, authority=self.authority, timeouts=self.timeouts)
+        return agent.run()
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Lead:
     control: str
     launcher: Launcher | None = None
     authority: Authority | None = None
+    timeouts: Timeouts | None = None
 
 
 def find_cluster(resolved: Resolved) -> Cluster | None:
@@ -112,9 +122,11 @@ def find_cluster(resolved: Resolved) -> Cluster | None:
     if place not in PLACES:
         raise UsageError(f"--on {place}: it is one of {', '.join(PLACES)}{closest(place, PLACES)}")
     slots = resolved.get("slots", None, int)
+    wait_s = resolved.get("wait", None, float)
     key_file = resolved.get("key_file", None, Path)
     if place == "local":
-        given = {"--cluster": file, "--as": name, "--slots": slots, "--key-file": key_file}
+        given = {"--cluster": file, "--as": name, "--slots": slots, "--wait": wait_s}
+        given["--key-file"] = key_file
         for flag, value in given.items():
             if value is not None:
                 raise UsageError(f"{flag} {value} is for  --on env. Leave it out, or add that.")
@@ -127,7 +139,8 @@ def find_cluster(resolved: Resolved) -> Cluster | None:
     if key is None and (control is not None or not one_host(spec)):
         raise no_key(spec.source)
     authority = Authority.from_secret("manyhands run", key) if key else None
-    return Cluster(spec, authority, control)
+    timeouts = Timeouts() if wait_s is None else Timeouts(gather_s=wait_s)
+    return Cluster(spec, authority, control, timeouts)
 
 
 def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
@@ -165,7 +178,7 @@ def leading(
         return code
 
     try:
-        yield Lead(control, launcher, cluster.authority), done
+        yield Lead(control, launcher, cluster.authority, cluster.timeouts), done
     except ManyhandsError as error:
         done(error.exit_code)
         raise

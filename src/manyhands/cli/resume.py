@@ -70,7 +70,7 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
-    for name in ("chaos", "on", "cluster", "as", "slots", "key_file"):
+    for name in ("chaos", "on", "cluster", "as", "slots", "wait", "key_file"):
         resolved.forget(name)  # asked for anew each time
     if "env" in (resolved.get("on", "local"), config["options"].get("on", {}).get("value")):
         resolved.forget("control")  # an address of hosts that may be others now
@@ -106,6 +106,7 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
                 control=lead.control,
                 launcher=lead.launcher,
                 authority=lead.authority,
+                timeouts=lead.timeouts,
                 on_ready=on_ready,
             )
         )

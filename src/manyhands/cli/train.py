@@ -97,6 +97,7 @@ def _train(arguments: argparse.Namespace, resolved: Resolved, options: Options, 
             control=lead.control,
             launcher=lead.launcher,
             authority=lead.authority,
+            timeouts=lead.timeouts,
         )
     except UsageError:
         folder_run.discard()  # nothing was trained: no folder to wonder about
@@ -112,6 +113,7 @@ def _check(options: Options, lead: Lead) -> int:
             control=lead.control,
             launcher=lead.launcher,
             authority=lead.authority,
+            timeouts=lead.timeouts,
         )
     facts = conductor.crew.facts
     assert conductor.course is not None

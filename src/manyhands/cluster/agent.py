@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 import threading
@@ -51,13 +52,18 @@ LAST_WORDS_S = 2.0
 
 class Agent:
     def __init__(
-        self, spec: ClusterSpec, address: str | None, *, authority: Authority | None
+        self,
+        spec: ClusterSpec,
+        address: str | None,
+        *,
+        authority: Authority | None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         """`address`: of the coordinator; None: the spec's store knows it."""
         self.spec = spec
         self.entry = spec.me
         self.machine = Machine.here()
-        self.timeouts = Timeouts()
+        self.timeouts = timeouts or Timeouts()
         self._address = address
         self._credentials: Credentials | None = None
         if authority is not None:
@@ -132,11 +138,11 @@ class Agent:
         except LinkTimeout:
             raise
         except LinkError as error:
-            cause = error.__cause__
-            reason = getattr(cause, "verify_message", None) or getattr(cause, "reason", None)
+            if not isinstance(error.__cause__, ssl.SSLError):
+                raise
             raise UsageError(
-                f"{self.machine.host} and the coordinator at {address} do not have the same key "
-                f"({reason or error}). Give the same MANYHANDS_KEY, or the same --key-file, to all."
+                f"{self.machine.host} and the coordinator at {address} do not have the same key. Give the "
+                "same MANYHANDS_KEY, or the same --key-file, to all processes."
             ) from None
 
     def _serve(self, link: Link, address: str) -> int | None:

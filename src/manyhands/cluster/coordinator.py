@@ -31,6 +31,8 @@ from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
 from manyhands.wire.address import parse_address
 
+MAX_STRANGERS = 100
+"""Hosts whose refusal is told."""
 MAX_POSTED = 10_000
 """Facts on the board; the oldest is forgotten for the next."""
 
@@ -304,8 +306,8 @@ class Coordinator:
 
     def _on_refused(self, who: str, why: object) -> None:
         """A connection did not pass the handshake. Told once for each host: it may try again and again."""
-        host = who.rpartition(":")[0]
-        if not self._over_network or host in self._strangers or len(self._strangers) > 100:
+        host = who.rpartition(":")[0] or who
+        if host in self._strangers or len(self._strangers) > MAX_STRANGERS:
             return
         self._strangers.add(host)
 

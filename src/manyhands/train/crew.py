@@ -338,7 +338,7 @@ class Crew:
         self._coordinator.form_view(Seat(**self.ready[name]["seat"]) for name in ordered)
 
     def _may_save(self, name: str) -> bool:
-        return self._coordinator.members[name].handle.sees_run and name not in self._new
+        return self._coordinator.members[name].handle.sees_run
 
     def _lives(self, name: str) -> bool:
         return self._coordinator.members[name].alive

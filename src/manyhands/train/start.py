@@ -129,6 +129,7 @@ def rehearse(
     control: str = "unix",
     launcher: Launcher | None = None,
     authority: Authority | None = None,
+    timeouts: Timeouts | None = None,
 ) -> Conductor:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
     run = Run.create("check", path=folder)
@@ -139,6 +140,7 @@ def rehearse(
         control=control,
         keys=keys,
         authority=authority,
+        timeouts=timeouts,
     ) as coordinator:
         on_signals(coordinator)
         conductor = Conductor(

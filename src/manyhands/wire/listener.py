@@ -64,9 +64,10 @@ class Listener:
         limits: Limits = DEFAULT_LIMITS,
         backlog: int = 128,
         insecure: bool = False,
-        on_refused: Callable[[str, object], None] = lambda who, why: None,
+        on_refused: Callable[[str, object], None] | None = None,
     ) -> None:
-        """`on_refused(who, why)` is called in the listener's thread, which must not be held up."""
+        """`on_refused(who, why)` is called instead of a warning in the log, in the listener's thread, which
+        must not be held up."""
         where = parse_address(address)
         check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
         self.refused = 0
@@ -200,8 +201,10 @@ class Listener:
     def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
         sock.close()
         self.refused += 1
-        logger.warning("%s refused a connection from %s: %s", self.address, who, why)
-        self._on_refused(who, why)
+        if self._on_refused is not None:
+            self._on_refused(who, why)
+        else:
+            logger.warning("%s refused a connection from %s: %s", self.address, who, why)
 
     def __enter__(self) -> Listener:
         return self
