@@ -192,6 +192,7 @@ def manner_of(config: Strategy, workers: int) -> Manner:
         parts=config.parts,
         goes_on=config.goes_on,
         may_shrink=config.may_shrink,
+        leaves_out=config.leaves_out,
         servers=config.servers_for(workers),
         needs_keys=config.needs_keys(workers),
     )

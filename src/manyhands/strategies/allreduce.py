@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from manyhands.cluster.group import Group
     from manyhands.cluster.view import Me, View
     from manyhands.strategies.allreduce_tables import TablesTogether
+    from manyhands.strategies.deadline import Deadline
     from manyhands.strategies.reducer import Reducer
     from manyhands.train.feed import Share
     from manyhands.train.step import StepReport
@@ -53,8 +54,21 @@ class AllReduce(Strategy):
     """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
     `shared`, once in the memory of the host, where each worker changes them without waiting."""
 
+    drop: float = 0.0
+    """A worker that has computed for so many times the median's usual time leaves out the rest of its share:
+    the mean is over what was computed, and the rest comes again in a later step. 0: all wait for it."""
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.drop > 0
+
     def check(self, workers: int) -> None:
         super().check(workers)
+        if self.drop != 0 and not self.drop > 1:
+            raise SpecError(
+                f"allreduce(drop={self.drop}): drop is a number above 1, in times the usual time of a "
+                "step, or 0 for no deadline. Write allreduce(drop=1.5)."
+            )
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
 
@@ -68,6 +82,7 @@ class AllReduceLearner(Learner):
         self._group: Group | None = None
         self._reducer: Reducer | None = None
         self._rows: TablesTogether | None = None
+        self._deadline: Deadline | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
@@ -79,6 +94,17 @@ class AllReduceLearner(Learner):
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
         self._buffers = list(trainee.model.buffers())
+        if self._config.drop and trainee.tables is not None:
+            raise SpecError(
+                "allreduce(drop=...): rows of sparse tables can't be left out of a step. Leave drop away, or "
+                "use ps:backup, which leaves out whole pushes."
+            )
+
+    @property
+    def pieces(self) -> int:
+        from manyhands.strategies.deadline import PIECES
+
+        return PIECES if self._config.drop else 1
 
     # Views --------------------------------------------------------------------------------------
 
@@ -105,6 +131,13 @@ class AllReduceLearner(Learner):
         self._rejoin(agree(self.trainee, self, version=version, agreed=agreed, tables=not shared))
         parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
         self._reducer = Reducer(parameters, bucket_bytes=self._config.bucket_mb << 20)
+        if self._config.drop:
+            from manyhands.strategies.deadline import Deadline
+
+            factor, rank = self._config.drop, self.me.rank
+            self._deadline = Deadline(
+                factor, rank=rank, world=view.world, device=self.trainee.device
+            )
         self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
         if self.trainee.tables is not None:
             from manyhands.strategies.allreduce_tables import TablesTogether
@@ -137,7 +170,7 @@ class AllReduceLearner(Learner):
             group.cut()
 
     def close(self) -> None:
-        self._rows = None
+        self._rows = self._deadline = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
@@ -162,12 +195,7 @@ class AllReduceLearner(Learner):
                 computed = time.perf_counter()
             else:
                 self._share_buffers()
-                reducer.begin()
-                report.weight, report.loss = gradients(
-                    self.trainee, share, total=self.add_up, local=reducer.alone
-                )
-                computed = time.perf_counter()
-                reducer.finish()
+                computed = self._share_gradients(share, report, reducer)
                 sent = self._bytes_per_step
             if self._rows is not None:
                 sent += self._rows.step(lr, share.step)
@@ -183,6 +211,37 @@ class AllReduceLearner(Learner):
             report.compute_s = time.perf_counter() - started - report.wait_s
         report.bytes_sent = sent
         return report
+
+    def _share_gradients(self, share: Share, report: StepReport, reducer: Reducer) -> float:
+        """Every gradient is the sum over all workers; when this one was done with its own."""
+        from manyhands.train.step import gradients
+
+        deadline, whole = self._deadline, float(share.total)
+
+        def total(mine: float | Tensor) -> Tensor:
+            nonlocal whole
+            added = self.add_up(mine)
+            whole = float(added) if deadline is not None else whole
+            return added
+
+        options: dict[str, Any] = {}
+        reducer.begin()
+        if deadline is not None:
+            deadline.begin()
+            options = {"enough": deadline.passed}
+        report.weight, report.loss = gradients(
+            self.trainee, share, total=total, local=reducer.alone, **options
+        )
+        if deadline is not None:
+            deadline.end(share)
+        computed = time.perf_counter()
+        reducer.finish()
+        if deadline is not None:
+            left_out, arrived = deadline.exchange(report.weight)
+            if any(left_out):
+                report.left_out = tuple(left_out)
+                reducer.scale(whole / arrived)
+        return computed
 
     def eval_model(self) -> nn.Module:
         """The model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""

@@ -345,6 +345,7 @@ class Conductor:
                     compute_s=step.compute_s,
                     wait_s=step.wait_s,
                     bytes_sent=step.bytes_sent,
+                    left_out=sum(stop - start for start, stop in step.left_out),
                     staleness=None if lockstep else step.mean_staleness,
                 )
             )

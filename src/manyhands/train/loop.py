@@ -58,6 +58,8 @@ class Learner(Protocol):
     def interrupt(self) -> None: ...
     @property
     def looks_ahead(self) -> bool: ...
+    @property
+    def pieces(self) -> int: ...
     def ahead(self, share: Share) -> None: ...
     def step(self, share: Share) -> StepReport: ...
     def drain(self) -> None: ...
@@ -94,7 +96,8 @@ class Worker:
         if self.job.loader_processes:
             loaders = Loaders(task["job"], task["settings"], self.job.loader_processes)
         self.loaders = loaders
-        self.feed = Feed(self.job, self.data, device=self.device, loaders=loaders)
+        pieces = max(self.job.accumulate, learner.pieces)
+        self.feed = Feed(self.job, self.data, device=self.device, pieces=pieces, loaders=loaders)
         seat = Seat(member.name, member.host, device=self.device, device_id=device_id(self.device))
         self.me = member.me(seat)
         self.learner.prepare(trainee, self.me)
@@ -258,7 +261,7 @@ class Worker:
         rows = [
             [
                 *(r.step, weight, loss, r.lr, r.step_s, r.compute_s, r.wait_s, r.bytes_sent),
-                *(r.part, r.staleness, r.dropped),
+                *(r.part, r.staleness, r.dropped, r.left_out),
             ]
             for r, weight, loss in zip(reports, weights, losses, strict=True)
         ]
