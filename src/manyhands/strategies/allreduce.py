@@ -19,17 +19,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from manyhands.errors import SpecError, ViewChanging
+from manyhands.errors import ManyhandsError, SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from torch import Tensor, nn
 
     from manyhands.cluster.group import Group
     from manyhands.cluster.view import Me, View
     from manyhands.strategies.allreduce_tables import TablesTogether
+    from manyhands.strategies.catching_up import CatchingUp, Lender
     from manyhands.strategies.deadline import Deadline
     from manyhands.strategies.reducer import Reducer
     from manyhands.train.feed import Share
@@ -83,6 +84,9 @@ class AllReduceLearner(Learner):
         self._reducer: Reducer | None = None
         self._rows: TablesTogether | None = None
         self._deadline: Deadline | None = None
+        self._catching: CatchingUp | None = None
+        """This worker is new, and its weights are not those of the others yet."""
+        self._lender: Lender | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
@@ -112,7 +116,7 @@ class AllReduceLearner(Learner):
         self.close()
         with self._heeding_views():
             self._meet(view)
-        self._agreed = True
+        self._agreed = self._catching is None
 
     def _meet(self, view: View) -> None:
         shared = self._config.tables == "shared"
@@ -127,10 +131,18 @@ class AllReduceLearner(Learner):
         from manyhands.strategies.reducer import Reducer
 
         self._group = join_group(self.me, view)
-        version, agreed = self._version, self._agreed
-        self._rejoin(agree(self.trainee, self, version=version, agreed=agreed, tables=not shared))
-        parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
-        self._reducer = Reducer(parameters, bucket_bytes=self._config.bucket_mb << 20)
+        known = agree(
+            *(self.trainee, self),
+            version=self._version,
+            agreed=self._agreed,
+            tables=not shared,
+            may_wait=self.me.board is not None and self.trainee.tables is None,
+        )
+        self._rejoin(known.version)
+        if known.new:
+            self._help(known.new, known.source, view)
+        self._parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
+        self._reducer = Reducer(self._parameters, bucket_bytes=self._config.bucket_mb << 20)
         if self._config.drop:
             from manyhands.strategies.deadline import Deadline
 
@@ -143,6 +155,39 @@ class AllReduceLearner(Learner):
             from manyhands.strategies.allreduce_tables import TablesTogether
 
             self._rows = TablesTogether(self.trainee, view, shared=shared)
+
+    def _help(self, new: Collection[int], source: int, view: View) -> None:
+        """Some are new: they catch up while the others go on."""
+        from manyhands.state.saver import gather_state
+        from manyhands.strategies.catching_up import CatchingUp, Lender
+
+        if self.me.rank == source:
+            self._lender = Lender(
+                self.me, view, gather_state(self.trainee, self), newcomers=len(new)
+            )
+        elif self.me.rank in new:
+            self._catching = CatchingUp(self.me, view, self.trainee, self)
+
+    @property
+    def catching_up(self) -> bool:
+        return self._catching is not None
+
+    def _catch_up(self, *, wait_s: float = 0.0) -> None:
+        """Go on with the weights of the others, if all that it takes is here."""
+        assert self._catching is not None
+        try:
+            done = self._catching.caught_up(self._parameters, wait_s=wait_s)
+        except (ManyhandsError, OSError) as error:
+            self.me.wait_for_a_view(error, torn_s=TORN_S)
+            raise ViewChanging(f"the state did not come: {error}") from error
+        if done:
+            self._catching, self._agreed = None, True
+
+    def drain(self) -> None:
+        while self._catching is not None:
+            self._catch_up(wait_s=0.1)
+            if self._catching is not None and self.me.view_changing:
+                raise ViewChanging("the state did not come in time")
 
     def _rejoin(self, version: int) -> None:
         """The weights are of this step. One that this worker had not finished may be in them."""
@@ -171,6 +216,12 @@ class AllReduceLearner(Learner):
 
     def close(self) -> None:
         self._rows = self._deadline = None
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None
+        if self._catching is not None:
+            self._catching.close()
+            self._catching = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
@@ -202,7 +253,12 @@ class AllReduceLearner(Learner):
             elif self.trainee.tables is not None:
                 self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
         summed = time.perf_counter()
-        self.trainee.update()
+        if self._catching is None:
+            self.trainee.update()
+        else:
+            self._catching.keep(self._parameters)
+            self.trainee.optimizer.zero_grad(set_to_none=True)
+            self._catch_up()
         self._version = share.step
         self._applied.append(share.step)
         self._flying = None
@@ -229,9 +285,12 @@ class AllReduceLearner(Learner):
         if deadline is not None:
             deadline.begin()
             options = {"enough": deadline.passed}
-        report.weight, report.loss = gradients(
-            self.trainee, share, total=total, local=reducer.alone, **options
-        )
+        if self._catching is None:
+            report.weight, report.loss = gradients(
+                self.trainee, share, total=total, local=reducer.alone, **options
+            )
+        elif self.trainee.weight is not None:  # it only listens; others add their weights up
+            total(0.0)
         if deadline is not None:
             deadline.end(share)
         computed = time.perf_counter()

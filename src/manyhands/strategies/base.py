@@ -134,6 +134,11 @@ class Learner(ABC):
         """After on_view: the report of a step that a view interrupted, and that is in the weights."""
         return None
 
+    @property
+    def catching_up(self) -> bool:
+        """It takes part, and its weights are not those of the others yet: it can be given no samples."""
+        return False
+
     def placement(self) -> str:
         """One line for people: where the weights lie. Empty where there is nothing to say."""
         return ""

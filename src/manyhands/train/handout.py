@@ -44,6 +44,8 @@ class Handout(ABC):
         self.workers: tuple[str, ...] = ()
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
+        self.listening: set[str] = set()
+        """Workers that are new, and get samples when they have caught up."""
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
         self.pace = Pace()
@@ -187,6 +189,9 @@ class InStep(Handout):
         portions: list[list[Any]] = [[] for _ in self.workers]
         equal = [1.0] * len(self.workers)
         weights = equal if self._equal else self.pace.weights(self.workers)
+        if self.listening:
+            pairs = zip(self.workers, weights, strict=True)
+            weights = [0.0 if name in self.listening else weight for name, weight in pairs]
         for plan in order.plans:
             shares = dict(enumerate(plan.share_out(weights)))
             self.gathering.expect(plan, shares, dict(enumerate(self.workers)))

@@ -55,6 +55,8 @@ class Learner(Protocol):
     def rescued(self) -> StepReport | None: ...
     def settled(self) -> dict[str, Any] | None: ...
     def placement(self) -> str: ...
+    @property
+    def catching_up(self) -> bool: ...
     def interrupt(self) -> None: ...
     @property
     def looks_ahead(self) -> bool: ...
@@ -109,6 +111,7 @@ class Worker:
         self.saver = Saver(Path(task["run"]), member.name)
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
+        self._catching_up = False
         self._joined = 0
         """The number of the view that this worker has joined, and reports of."""
 
@@ -220,7 +223,9 @@ class Worker:
             transport=self.learner.transport(),
             settled=self.learner.settled(),
             placement=self.learner.placement(),
+            catching_up=self.learner.catching_up,
         )
+        self._catching_up = self.learner.catching_up
 
     def _train(self, portions: Sequence[Portion], agenda: deque[dict[str, Any]]) -> None:
         began = time.perf_counter()
@@ -240,11 +245,17 @@ class Worker:
             # so that the times of many steps add up to the truth.
             ended = time.perf_counter()
             report.step_s, began = ended - began, ended
+            self._tell_when_caught_up()
             if time.monotonic() - self._flushed > REPORT_EVERY_S:
                 self._flush()
                 self._mind_the_saver()
             if self.member.heard():
                 self._listen(agenda)
+
+    def _tell_when_caught_up(self) -> None:
+        if self._catching_up and not self.learner.catching_up:
+            self._catching_up = False
+            self._report("caught_up")
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
@@ -270,6 +281,7 @@ class Worker:
     def _drain(self) -> None:
         """Every step so far is in the weights, or left out, and reported."""
         self.learner.drain()
+        self._tell_when_caught_up()
         self._flush()
 
     def _evaluate(self) -> None:
