@@ -234,16 +234,18 @@ class AllReduceLearner(Learner):
     # Steps --------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
-        from manyhands.train.step import StepReport, gradients
+        from manyhands.train.step import DeviceTime, StepReport, gradients
 
         started = time.perf_counter()
         lr, reducer, sent = self.trainee.lr, self._reducer, 0
         report = StepReport(share.step, share.samples, 0.0, 0.0, lr)
+        if self.trainee.device != "cpu":
+            report.compute_s = DeviceTime()
         self._flying = report
         with self._heeding_views():
             if reducer is None:
                 report.weight, report.loss = gradients(self.trainee, share)
-                computed = time.perf_counter()
+                computed = _now(report)
             else:
                 self._share_buffers()
                 computed = self._share_gradients(share, report, reducer)
@@ -293,7 +295,7 @@ class AllReduceLearner(Learner):
             total(0.0)
         if deadline is not None:
             deadline.end(share)
-        computed = time.perf_counter()
+        computed = _now(report)
         reducer.finish()
         if deadline is not None:
             left_out, arrived = deadline.exchange(report.weight)
@@ -352,3 +354,10 @@ class AllReduceLearner(Learner):
                 raise self.me.lost_a_peer(error) from error
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a collective broke: {error}") from error
+
+
+def _now(report: StepReport) -> float:
+    """This worker's own part of a step is computed, or will be when the GPU comes so far."""
+    if report.compute_s is not None:
+        report.compute_s.stop()  # type: ignore[union-attr]
+    return time.perf_counter()

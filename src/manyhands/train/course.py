@@ -69,9 +69,15 @@ class StepPlan:
             rest.remove(piece)
         return dataclasses.replace(self, ranges=tuple(rest.to_list()))
 
-    def share_out(self, weights: Sequence[float]) -> list[list[Range]]:
-        """The ranges of each worker, in rank order, in proportion to the weights."""
-        return split(self.ranges, shares(self.samples, weights))
+    def share_out(self, weights: Sequence[float], *, least: int = 0) -> list[list[Range]]:
+        """The ranges of each worker, in rank order, in proportion to the weights; `least` samples for each
+        that has a weight, if there are as many."""
+        counts = shares(self.samples, weights)
+        for rank, weight in enumerate(weights):
+            largest = counts.index(max(counts))
+            if weight and counts[rank] < least < counts[largest]:
+                counts[rank], counts[largest] = least, counts[largest] + counts[rank] - least
+        return split(self.ranges, counts)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
 from manyhands.train.reports import Committed, Gathering, PartKey, Row
 from manyhands.train.shelf import Shelf
 
+PROBE_EVERY = 50
+"""In so many steps, a worker that is too slow for a share gets one sample: it may have become faster."""
+
 Tell = Callable[[str, dict[str, Any]], None]
 """An order, for the member of that name."""
 
@@ -193,7 +196,8 @@ class InStep(Handout):
             pairs = zip(self.workers, weights, strict=True)
             weights = [0.0 if name in self.listening else weight for name, weight in pairs]
         for plan in order.plans:
-            shares = dict(enumerate(plan.share_out(weights)))
+            probe = plan.step % PROBE_EVERY == 0
+            shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
             self.gathering.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
                 portions[rank].append([plan.step, plan.epoch, plan.samples, ranges, rank])

@@ -39,7 +39,7 @@ from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
 from manyhands.train.seeds import seed_compute, seed_loading
-from manyhands.train.step import StepReport, rehearse
+from manyhands.train.step import DeviceTime, StepReport, rehearse
 from manyhands.train.trainee import Trainee
 
 REPORT_EVERY_S = 0.1
@@ -271,7 +271,7 @@ class Worker:
         weights = read_all([report.weight for report in reports])
         rows = [
             [
-                *(r.step, weight, loss, r.lr, r.step_s, r.compute_s, r.wait_s, r.bytes_sent),
+                *(r.step, weight, loss, r.lr, r.step_s, _seconds(r), r.wait_s, r.bytes_sent),
                 *(r.part, r.staleness, r.dropped, r.left_out),
             ]
             for r, weight, loss in zip(reports, weights, losses, strict=True)
@@ -362,6 +362,11 @@ class Worker:
         self._mind_the_saver()
         # Not before all are done: another may still need what this one holds, to save it.
         self._report("stopped")
+
+
+def _seconds(report: StepReport) -> float | None:
+    spent = report.compute_s
+    return spent.seconds() if isinstance(spent, DeviceTime) else spent
 
 
 def _portion(row: Sequence[Any]) -> Portion:

@@ -20,6 +20,22 @@ from manyhands.train.seeds import derive
 from manyhands.train.trainee import Trainee, checked_weight
 
 
+class DeviceTime:
+    """How long a GPU computed, by its own clock: the host is through with a step before the GPU is."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._began.record()
+
+    def stop(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        """Waits until the GPU has come so far."""
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
+
 @dataclass(slots=True)
 class StepReport:
     """What a learner says of one step."""
@@ -33,7 +49,7 @@ class StepReport:
     lr: float
     step_s: float = 0.0
     """From the end of the step before, its data included, where the loop gets the data."""
-    compute_s: float | None = None
+    compute_s: float | DeviceTime | None = None
     wait_s: float | None = None
     """Time waited for other members; None where the host's clock can't tell (on a GPU)."""
     bytes_sent: int = 0
