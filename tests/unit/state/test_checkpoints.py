@@ -79,7 +79,7 @@ DAMAGES = [
     (lambda path: rewrite(path, course=None), r"manifest\.json is not a manifest: .*'course'"),
     (lambda path: rewrite(path, files=[1]), r"manifest\.json is not a manifest"),
     (lambda path: rewrite(path, files={"a.distcp": {}}), r"manifest\.json is not a manifest"),
-    (lambda path: rewrite(path, format=99), r"by a newer manyhands \(format 99, .* up to 1\)"),
+    (lambda path: rewrite(path, format=99), r"by a newer manyhands \(format 99, .* up to 2\)"),
 ]
 
 
