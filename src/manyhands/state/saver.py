@@ -180,6 +180,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not there on {socket.gethostname()}. Every host reads the checkpoint when a run "
+            "is resumed: keep runs on a file system that all share."
+        )
     try:
         # Reads all there is, without a template: a parameter that never had a gradient has no
         # optimizer state, which a template could not know.

@@ -203,7 +203,7 @@ class Conductor:
             self._notice(asked + (f", and refused: {why}" if why else ""))
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
         ending = handout.finishing is not None or self._signal is not None
-        waited_for = bool(crew.newcomers or crew.surplus) and not ending
+        waited_for = bool(crew.newcomers or crew.surplus or crew.misplaced) and not ending
         if not ending:
             crew.fill()
         handout.more(hold=waited_for)

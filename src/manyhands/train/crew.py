@@ -256,6 +256,12 @@ class Crew:
         ]
 
     @property
+    def misplaced(self) -> bool:
+        """The first worker, which saves, does not see the run folder, and another does."""
+        workers = [seat.name for seat in self.view.workers]
+        return not self._may_save(workers[0]) and any(map(self._may_save, workers))
+
+    @property
     def expects_somebody(self) -> bool:
         """Somebody is on the way who is to take another's place."""
         return bool(self._new or self._owed)
@@ -341,14 +347,16 @@ class Crew:
     def _form(self, names: Iterable[str]) -> None:
         self.joined = {}
         self._joining, self._formed = True, time.monotonic()
-        # Workers first, and of these one that sees the run folder, if any: the first saves. Else as they are.
+        # Workers first, and of these one that sees the run folder: the first one saves. Else as they are.
         ordered = sorted(
             names, key=lambda name: (not self.is_worker(name), not self._may_save(name))
         )
         self._coordinator.form_view(Seat(**self.ready[name]["seat"]) for name in ordered)
 
     def _may_save(self, name: str) -> bool:
-        return self._coordinator.members[name].handle.sees_run
+        """It sees the run folder, and has the weights."""
+        sees_run = self._coordinator.members[name].handle.sees_run
+        return sees_run and name not in self.listening | self._new
 
     def _lives(self, name: str) -> bool:
         return self._coordinator.members[name].alive
