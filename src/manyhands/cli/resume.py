@@ -14,7 +14,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.places import Cluster, find_cluster, leading
+from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
 from manyhands.errors import CheckpointError, RunFolderError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         folder.unlock()
 
 
-def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> int:
+def _resume(
+    folder: Run, arguments: argparse.Namespace, cluster: Cluster | RayCluster | None
+) -> int:
     if _is_done(folder, arguments):
         print(
             f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
@@ -70,9 +72,10 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
-    for name in ("chaos", "on", "cluster", "as", "slots", "wait", "key_file"):
+    for name in ("chaos", "on", *MEANT_FOR):
         resolved.forget(name)  # asked for anew each time
-    if "env" in (resolved.get("on", "local"), config["options"].get("on", {}).get("value")):
+    before = config["options"].get("on", {}).get("value", "local")
+    if (resolved.get("on", "local"), before) != ("local", "local"):
         resolved.forget("control")  # an address of hosts that may be others now
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
@@ -82,6 +85,7 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
         job=f"{path}:{name}" if name else str(path),
         settings={**config["settings"], **changed},
         cluster=cluster.spec if cluster else None,
+        elsewhere=cluster is not None,
     )
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
     for note in _notes(config, path, changed, checkpoint, complaints):

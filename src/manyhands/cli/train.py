@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from manyhands.cli.lead import Lead
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
@@ -16,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.places import Lead, find_cluster, leading
+from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
 from manyhands.errors import JobError, UsageError
 from manyhands.state.runs import Run
@@ -34,6 +35,7 @@ examples:
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --check        job, strategy and cluster, without training
   torchrun --nnodes 2 ... --no-python manyhands train job.py --on env   see docs/guides/many-machines.md
+  manyhands train job.py --on ray --workers 4           see docs/guides/ray.md
   manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
 
 """
@@ -61,8 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
         hint = "" if path.suffix == ".py" else " A job is a Python file: path.py or path.py:Name."
         raise JobError(f"There is no file {path}.{hint}")
     settings = parse_set(arguments.set)
-    spec = cluster.spec if cluster else None
-    options = resolve_options(resolved, job=arguments.job, settings=settings, cluster=spec)
+    options = resolve_options(
+        resolved,
+        job=arguments.job,
+        settings=settings,
+        cluster=cluster.spec if cluster else None,
+        elsewhere=cluster is not None,
+    )
     with leading(cluster, resolved, options) as (lead, done):
         if arguments.check:
             return done(_check(options, lead))

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -210,6 +210,8 @@ class AgentLauncher(Launcher):
     """Members where a ClusterSpec says: on this host, and by agents on the others."""
 
     kind = "env"
+    ask_every_s = 10.0
+    """How often it is said who is waited for."""
 
     def __init__(
         self, spec: ClusterSpec, *, least: int | None = None, shares_memory: bool = False
@@ -255,28 +257,41 @@ class AgentLauncher(Launcher):
             return True
         if self._refused:
             raise UsageError(self._refused)
-        waited, timeouts = time.monotonic() - self._began, self.ground.timeouts
+        waited = time.monotonic() - self._began
         missing = self._missing
-        enough = self._least is not None and self.slots(WORKER) >= self._least
-        if not missing or (enough and waited > timeouts.grace_s):
+        if not missing or (self._enough(missing) and waited > self._grace_s):
             self._complete = True
             self.spans_hosts = len({post.host for post in self._posts}) > 1
             if self.spans_hosts:
                 self.ground.tell(self._introduction())
             return True
-        names = ", ".join(
-            entry.name + (f" ({entry.host})" if entry.host else "") for entry in missing
-        )
-        if waited > timeouts.gather_s:
-            raise UsageError(
-                f"Not all came within {timeouts.gather_s:.0f} s: {names} of {self.spec.size} processes "
-                f"did not connect to {self.ground.address}. Were they started, with the same command? Can "
-                "they reach that address? Give another with  --control tcp://HOST:PORT."
-            )
-        if time.monotonic() - self._asked > 10:
+        if waited > self.ground.timeouts.gather_s:
+            raise UsageError(self._too_late(missing))
+        if time.monotonic() - self._asked > self.ask_every_s:
             self._asked = time.monotonic()
-            self.ground.tell(f"waiting at {self.ground.address} for {names}")
+            self.ground.tell(self._waiting(missing))
         return False
+
+    def _enough(self, missing: Sequence[Entry]) -> bool:
+        """Whether training may begin without these."""
+        if self._least is None or any(entry.role == SERVER for entry in missing):
+            return False
+        return self.slots(WORKER) >= self._least
+
+    @property
+    def _grace_s(self) -> float:
+        """How long to wait for the rest when there are enough."""
+        return self.ground.timeouts.grace_s
+
+    def _too_late(self, missing: Sequence[Entry]) -> str:
+        return (
+            f"Not all came within {self.ground.timeouts.gather_s:.0f} s: {_names(missing)} of "
+            f"{self.spec.size} processes did not connect to {self.ground.address}. Were they started, with "
+            "the same command? Can they reach that address? Give another with  --control tcp://HOST:PORT."
+        )
+
+    def _waiting(self, missing: Sequence[Entry]) -> str:
+        return f"waiting at {self.ground.address} for {_names(missing)}"
 
     @property
     def _missing(self) -> list[Entry]:
@@ -311,7 +326,10 @@ class AgentLauncher(Launcher):
                 self._posts.remove(post)
         post.give_up()
         if there and not self._over.is_set():
-            self.ground.tell(f"{post.host} is lost: its agent {why}")
+            self._on_lost(post, why)
+
+    def _on_lost(self, post: AgentPost, why: str) -> None:
+        self.ground.tell(f"{post.host} is lost: its agent {why}")
 
     def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentPost | None:
         """Let an agent in, or tell it why not."""
@@ -361,9 +379,12 @@ class AgentLauncher(Launcher):
         with self._lock:
             self._posts.append(post)
             self._posts.sort(key=lambda post: post.entry.rank)
-        if self._complete:
-            self._ground.tell(f"{host} has come, with {machine}")
+        self._on_come(post)
         return post
+
+    def _on_come(self, post: AgentPost) -> None:
+        if self._complete:
+            self.ground.tell(f"{post.host} has come, with {post.machine}")
 
     def _turn_away(self, link: Link, text: str) -> None:
         with suppress(LinkError):
@@ -458,3 +479,7 @@ class AgentLauncher(Launcher):
     def _remote(self) -> list[AgentPost]:
         with self._lock:
             return [post for post in self._posts if isinstance(post, AgentPost)]
+
+
+def _names(entries: Sequence[Entry]) -> str:
+    return ", ".join(entry.name + (f" ({entry.host})" if entry.host else "") for entry in entries)
