@@ -57,7 +57,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         help="local (default): processes of this machine; env: torchrun, srun, Kubernetes or a person has "
         "started this command on every host; the first process coordinates, the others serve it; ray: a "
         "Ray cluster, that of this machine or of RAY_ADDRESS, or ray=HOST:PORT, or ray=local for one that "
-        "is started for the run",
+        "is started for the run; ray://HOST:10001: the same, from outside of the cluster",
     )
     group.add_argument(
         "--cluster",
@@ -132,7 +132,7 @@ class Cluster:
         return Lead(control, launcher, self.authority, self.timeouts)
 
 
-def find_cluster(resolved: Resolved) -> Cluster | RayCluster | None:
+def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | RayCluster | None:
     """The cluster that this process was started in; None: members are processes of this machine."""
     file = resolved.get("cluster", None, Path)
     name = resolved.get("as", None)
@@ -156,7 +156,7 @@ def find_cluster(resolved: Resolved) -> Cluster | RayCluster | None:
     if kind == "local":
         return None
     if address is not None:
-        return find_ray(resolved, address)
+        return find_ray(resolved, address, job=job)
     spec = with_slots(detect(cluster=file, name=name), slots)
     control = resolved.get("control", None)
     if control is not None and parse_address(control).path:

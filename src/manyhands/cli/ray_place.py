@@ -1,8 +1,9 @@
-"""`--on ray`: members on a Ray cluster, led from a node of it."""
+"""`--on ray`: members on a Ray cluster, led from this machine or, with `ray://`, from the cluster itself."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from manyhands.cli.lead import Lead
 from manyhands.cluster.key import fresh_key
 from manyhands.cluster.launchers.ray import RayLauncher
+from manyhands.cluster.on_ray.far import command_there, run_there
 from manyhands.cluster.on_ray.line import Line, check_installed
 from manyhands.cluster.on_ray.wish import CLIENT, PLACEMENTS, check_possible, in_order, slots_for
 from manyhands.cluster.timeouts import Timeouts
@@ -47,6 +49,9 @@ class RayCluster:
     ship: Path | None
     control: str | None
     wait_s: float | None
+    job: str | None
+    """As it was given; None: that of a run that goes on."""
+    run_dir: Path | None
     spec: None = None
     """It is not described: it is asked."""
 
@@ -56,10 +61,9 @@ class RayCluster:
         return not self.address.startswith(CLIENT)
 
     def serve(self) -> int:
-        raise UsageError(
-            f"--on {self.address}: from outside of a cluster it can't be reached by its nodes. Type the "
-            "command on a node of it, with  --on ray."
-        )
+        """Have the same command run on the cluster; its exit code."""
+        command = command_there(sys.argv[1:], job=self.job, ship=self.ship, run_dir=self.run_dir)
+        return run_there(self.address, command, ship=self.ship)
 
     def lead(self, options: Options, *, is_range: bool) -> Lead:
         """Connect. Whoever gets this ends the launcher, which gives back what was taken."""
@@ -111,7 +115,7 @@ class RayCluster:
             ) from None
 
 
-def find_ray(resolved: Resolved, address: str) -> RayCluster:
+def find_ray(resolved: Resolved, address: str, *, job: str | None) -> RayCluster:
     check_installed()
     placement = resolved.get("ray_placement", "spread")
     if placement not in PLACEMENTS:
@@ -126,5 +130,12 @@ def find_ray(resolved: Resolved, address: str) -> RayCluster:
         raise UsageError(
             f"--control {control}: with --on ray it is tcp://HOST:PORT, which nodes can reach."
         )
-    wait_s = resolved.get("wait", None, float)
-    return RayCluster(address, placement, ship, control, wait_s)
+    return RayCluster(
+        address,
+        placement,
+        ship,
+        control,
+        wait_s=resolved.get("wait", None, float),
+        job=job,
+        run_dir=resolved.get("run_dir", None, Path),
+    )

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     resolved = Resolved(arguments)
-    cluster = find_cluster(resolved)
+    cluster = find_cluster(resolved, job=arguments.job)
     if cluster is not None and not cluster.leads:
         return cluster.serve()
     path = job_file(arguments.job)

@@ -103,7 +103,7 @@ class Broker:
     def _read(self) -> None:
         for line in sys.stdin:
             self._inbox.put(json.loads(line))
-        self._inbox.put({"kind": "end"})
+        self._inbox.put({"kind": "gone"})
         time.sleep(STUCK_S)
         os._exit(1)
 
@@ -131,6 +131,9 @@ class Broker:
             case {"kind": "lost", "rank": int(rank)} if rank in self._berths:
                 self._dismiss(self._berths[rank])
             case {"kind": "end"}:
+                self._await_agents()
+                return False
+            case {"kind": "gone"}:
                 return False
         return True
 
@@ -153,7 +156,7 @@ class Broker:
                 f"RAY_ADDRESS is {address}, which is for clients. Say it as  --on {address}."
             )
         if address not in ("auto", LOCAL):
-            _dial(address)
+            dial(address)
         common: dict[str, Any] = {
             "log_to_driver": False,
             "logging_level": logging.ERROR,
@@ -168,11 +171,11 @@ class Broker:
                 ray.init(address=address, **common)
         except ConnectionError as error:
             if address != "auto":
-                raise UsageError(_trouble(address, error)) from None
+                raise UsageError(trouble(address, error)) from None
             address = LOCAL
             self._start_here(asked, common)
         except (RuntimeError, ValueError, OSError) as error:
-            raise UsageError(_trouble(address, error)) from None
+            raise UsageError(trouble(address, error)) from None
         self._tell(
             "connected",
             started=address == LOCAL,
@@ -288,14 +291,19 @@ class Broker:
             self._groups.remove(berth.group)
             remove_placement_group(berth.group)
 
+    def _await_agents(self) -> None:
+        """The coordinator has told them that it ends."""
+        import ray
+
+        results = [berth.result for berth in self._berths.values() if berth.there and berth.result]
+        if results:
+            ray.wait(results, num_returns=len(results), timeout=END_S)
+
     def _end(self) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        results = [berth.result for berth in self._berths.values() if berth.there and berth.result]
         with suppress(ray.exceptions.RayError):
-            if results:
-                ray.wait(results, num_returns=len(results), timeout=END_S)
             for berth in self._berths.values():
                 if berth.actor is not None:
                     ray.kill(berth.actor)
@@ -306,16 +314,16 @@ class Broker:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _dial(address: str) -> None:
+def dial(address: str) -> None:
     """Whether anybody listens there, which Ray itself asks for minutes."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=DIAL_S).close()
     except (OSError, ValueError) as error:
-        raise UsageError(_trouble(address, error)) from None
+        raise UsageError(trouble(address, error)) from None
 
 
-def _trouble(address: str, error: Exception) -> str:
+def trouble(address: str, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
     if "resolve node to connect to" in reason:
         return (
