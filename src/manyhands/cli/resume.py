@@ -11,6 +11,7 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     file_digest,
+    job_file,
     parse_set,
     resolve_options,
 )
@@ -63,6 +64,9 @@ def _resume(
         return 0
     config = folder.config
     path = Path(config["job"]["file"])
+    reference = job_file(config["job"]["reference"])
+    if not path.is_file() and reference.is_file():
+        path = reference.resolve()  # as it was given, from here
     if not path.is_file():
         raise RunFolderError(f"The job file of {folder.path} is gone: {path}. Put it back there.")
     _, _, name = config["job"]["reference"].partition(":")

@@ -416,6 +416,10 @@ class AgentLauncher(Launcher):
                 posts = [post for post in self._posts if isinstance(post, AgentPost)]
             for post in posts:
                 post.say("beat")
+            self._on_beat()
+
+    def _on_beat(self) -> None:
+        """About once a second."""
 
     # Members ----------------------------------------------------------------------------------
 

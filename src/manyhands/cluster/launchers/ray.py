@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from manyhands.cluster.launchers.base import Ground
 from manyhands.cluster.on_ray.line import Line
 from manyhands.cluster.on_ray.wish import Slot, describe, in_order, waits
 from manyhands.cluster.spec import COORDINATOR, ClusterSpec, Entry
+from manyhands.cluster.view import WORKER
 
 HANDED_ON = ("MANYHANDS_DATA",)
 """Variables of the coordinator that members have, too, where a node does not say otherwise."""
@@ -57,6 +60,10 @@ class RayLauncher(AgentLauncher):
         self._num_together = len(first)
         self._free: dict[str, float] = {}
         self._told: set[str] = set()
+        self._slots_lock = threading.Lock()
+        self._surplus = 0
+        """How many slots are to be given back."""
+        self._next_rank = 1 + max(slot.rank for slot in slots)
         self._terms = {
             "key": key,
             "placement": placement,
@@ -80,6 +87,30 @@ class RayLauncher(AgentLauncher):
             together=self._num_together,
             terms={**self._terms, **told},
         )
+
+    def want(self, workers: int) -> None:
+        """Ask Ray for more; what is too much is given back when nobody is in it."""
+        with self._slots_lock:
+            here = [slot for slot in self._slots if slot.role == WORKER]
+            self._surplus = max(0, len(here) - workers)
+            for number in range(len(here), workers):
+                model = here[number % len(here)]  # as devices take turns
+                slot = replace(model, rank=self._next_rank)
+                self._next_rank += 1
+                self._slots.append(slot)
+                self._line.say("more", slots=[dataclasses.astuple(slot)])
+
+    def _on_beat(self) -> None:
+        with self._slots_lock:
+            posts = {post.entry.rank: post for post in self._remote}
+            for slot in [slot for slot in reversed(self._slots) if slot.role == WORKER]:
+                post = posts.get(slot.rank)
+                if self._surplus and (post is None or not post.here):
+                    self._surplus -= 1
+                    self._slots.remove(slot)
+                    if post is not None:
+                        post.leaving = True
+                    self._line.say("fewer", rank=slot.rank)
 
     # What the broker says ---------------------------------------------------------------------
 
@@ -137,8 +168,9 @@ class RayLauncher(AgentLauncher):
             self.ground.tell(f"Ray has given {post.entry.name}, on {post.host}")
 
     def _on_lost(self, post: AgentPost, why: str) -> None:
-        self.ground.tell(f"{post.entry.name} on {post.host} is lost: its agent {why}")
-        self._line.say("lost", rank=post.entry.rank)
+        if any(slot.rank == post.entry.rank for slot in self._slots):  # else it was given back
+            self.ground.tell(f"{post.entry.name} on {post.host} is lost: its agent {why}")
+            self._line.say("lost", rank=post.entry.rank)
 
     def end(self, code: int) -> None:
         super().end(code)

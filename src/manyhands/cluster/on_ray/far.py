@@ -6,7 +6,7 @@ head node, beside an actor that this side holds through Ray's client:
     this side   sends the command line, prints what comes back, hands on signals, ends with its exit code
     there       the run folder, the coordinator, its broker; and the members, as with  --on ray
 
-When this side is gone for good, Ray ends the actor (after half a minute), and the kernel sends SIGTERM to the
+When this side is gone, Ray waits for half a minute and ends the actor, and the kernel sends SIGTERM to the
 coordinator, which saves and stops.
 """
 
@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from manyhands.cluster.key import VARIABLE
 from manyhands.cluster.member import die_with
@@ -33,6 +32,8 @@ from manyhands.errors import ManyhandsError, UsageError
 COMMAND = "manyhands.cli.main"
 PROGRAM = "manyhands.cluster.on_ray.far"
 POLL_S = 0.2
+MAX_BYTES = 1 << 20
+"""Of what was printed, in one message."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOT_THEIRS = ("RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT")
 """Variables of an actor that a command beside it does not get: it is a driver of its own."""
@@ -119,9 +120,10 @@ def _follow(ray: Any, told: Mapping[str, Any]) -> int:
         while heard:
             ray.get(actor.signal.remote(heard.pop(0)))
         said = ray.get(actor.read.remote())
-        for name, line in said["lines"]:
-            print(line, end="", file=sys.stdout if name == "out" else sys.stderr, flush=True)
-        if said["code"] is not None:
+        for text, stream in ((said["out"], sys.stdout), (said["err"], sys.stderr)):
+            stream.write(text)
+            stream.flush()
+        if said["code"] is not None and not said["out"] and not said["err"]:
             ray.kill(actor)
             return int(said["code"])
 
@@ -171,52 +173,53 @@ class Command:
         ]
         context = ray.get_runtime_context()
         theirs = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
-        self._said: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        # Files, not pipes: it goes on for a while when nobody reads any more.
         self._process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            stdout=self._out,
+            stderr=self._err,
             process_group=0,
             cwd=here,
             env={**theirs, **told["variables"], "RAY_ADDRESS": context.gcs_address},
         )
-        pipes = {"out": self._process.stdout, "err": self._process.stderr}
-        self._readers = [
-            threading.Thread(target=self._read, args=(name, pipe), daemon=True)
-            for name, pipe in pipes.items()
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, name: str, pipe: TextIO) -> None:
-        for line in pipe:
-            self._said.put((name, line))
+        self._read_bytes: dict[IO[bytes], int] = {self._out: 0, self._err: 0}
 
     def read(self) -> dict[str, Any]:
         """What it has printed since, and its exit code when it has ended."""
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(POLL_S)
-            for reader in self._readers:
-                reader.join()
-        lines = []
-        while not self._said.empty():
-            lines.append(self._said.get())
-        return {"lines": lines, "code": code}
+        return {"out": self._fresh(self._out), "err": self._fresh(self._err), "code": code}
+
+    def _fresh(self, file: IO[bytes]) -> str:
+        data = os.pread(file.fileno(), MAX_BYTES, self._read_bytes[file])
+        data = data[: data.rfind(b"\n") + 1] or data  # whole lines
+        self._read_bytes[file] += len(data)
+        return data.decode(errors="replace")
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
 
-def main() -> None:
-    """Become the command, which is asked to end when the actor has ended."""
+def main() -> int:
+    """Between the actor and the command: Ray kills an actor's children with it, and the command is asked."""
     parent, *words = sys.argv[1:]
-    die_with(int(parent), signal.SIGTERM)  # exec does not change that
-    os.execv(sys.executable, [sys.executable, "-m", COMMAND, *words])
+    die_with(int(parent))
+    # The command gets these, too, being in the same group. Ray has blocked SIGINT in what it starts.
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    own = os.getpid()
+    process = subprocess.Popen(
+        [sys.executable, "-m", COMMAND, *words],
+        preexec_fn=lambda: die_with(own, signal.SIGTERM),  # there is no other thread here
+    )
+    code = process.wait()
+    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
