@@ -44,7 +44,7 @@ LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
 DIAL_S = 5.0
 """Of one attempt; in between it says that it waits."""
 SAY_EVERY_S = 10.0
-GONE_S = 8.0
+GONE_S = 4.0
 """Whose port is closed for so long, and was open before, has ended."""
 LAST_WORDS_S = 2.0
 """What a member has printed before its end has been read and sent."""
@@ -102,7 +102,8 @@ class Agent:
                     address = reader.wait(DIAL_S if address is None else 0, other_than=None)
                 if address is not None:
                     try:
-                        return address, self._connect(address)
+                        left_s = began + limit_s - time.monotonic()
+                        return address, self._connect(address, max(0.1, min(DIAL_S, left_s)))
                     except LinkTimeout as error:
                         cause = error.__cause__
                         trouble = str(getattr(cause, "strerror", None) or cause or error)
@@ -126,12 +127,12 @@ class Agent:
                     said = now
                     self._say(f"waits for the coordinator at {where} ({trouble})")
 
-    def _connect(self, address: str) -> Link:
+    def _connect(self, address: str, timeout_s: float) -> Link:
         try:
             return connect(
                 address,
                 credentials=self._credentials,
-                timeout_s=DIAL_S,
+                timeout_s=timeout_s,
                 peer="the coordinator",
                 limits=LIMITS,
             )
