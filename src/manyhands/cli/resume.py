@@ -70,8 +70,8 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
-    for name in ("chaos", "on", "cluster", "as", "slots", "wait", "key_file"):
-        resolved.forget(name)  # asked for anew each time
+    for flag in ("chaos", "on", "cluster", "as", "slots", "wait", "key_file"):
+        resolved.forget(flag)  # asked for anew each time
     if "env" in (resolved.get("on", "local"), config["options"].get("on", {}).get("value")):
         resolved.forget("control")  # an address of hosts that may be others now
     if arguments.strategy is not None:
