@@ -45,9 +45,7 @@ def test_training_goes_on(
 ) -> None:
     case = case_of(mode, transport, placement)
     coordinator = mode == "ps:sync"  # the others as `make chaos` runs them
-    ordeal = suffer(
-        case, tmp_path / "run", seed=7, kills=2, epochs=EPOCHS, coordinator=coordinator
-    )
+    ordeal = suffer(case, tmp_path / "run", seed=7, kills=2, epochs=EPOCHS, coordinator=coordinator)
     assert ordeal.victims, "the run was to last longer"
     audit(ordeal, epochs=EPOCHS, alone=alone.losses)
 
