@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import doctor, list_runs, resume, scale, train, words
+from manyhands.cli import doctor, lab, list_runs, resume, scale, train, words
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, scale, list_runs, words, doctor)
+VERBS = (train, resume, scale, list_runs, words, doctor, lab)
 
 EXAMPLES = """\
 examples:
