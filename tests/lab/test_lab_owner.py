@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from hosts import left_over
+from hosts import left_over, until
 
-from manyhands.cluster.lab.records import Owner, records, this_process
+from manyhands.cluster.lab.records import Owner, records
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab
 
 OWNER = """
-import json, sys, time
+import json, time
 from manyhands.testing.lab import Lab
 with Lab(hosts=2) as lab, Lab(hosts=1) as other:
     host = lab.hosts[0]
@@ -110,13 +108,10 @@ def test_down_all_spares_the_labs_of_living_programs() -> None:
 
 
 def test_an_owner_is_a_process_and_when_it_began() -> None:
-    me = this_process()
-    assert me.lives
-    assert not Owner(me.pid, me.started + 1).lives  # another one that got the same number
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    time.sleep(0.05)  # a zombie has the number still
-    zombie = Owner(child, me.started)
-    assert not zombie.lives
-    os.waitpid(child, 0)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        owner = Owner.of(process.pid)
+        assert owner.lives
+        assert not Owner(owner.pid, owner.started + 1).lives  # another that got the same number
+        process.kill()
+        until(lambda: not owner.lives)  # though its number is not free before it is waited for
+        assert process.returncode is None

@@ -18,7 +18,7 @@ from manyhands.cluster.lab import Host, Lab
 from manyhands.cluster.lab.everywhere import everywhere
 from manyhands.cluster.lab.lab import remove_all
 from manyhands.cluster.lab.layout import bandwidth_text
-from manyhands.cluster.lab.records import Record, records
+from manyhands.cluster.lab.records import records
 from manyhands.errors import Interrupted, UsageError
 from manyhands.watch.units import duration, plural, size
 
@@ -192,14 +192,14 @@ def _down(arguments: argparse.Namespace) -> int:
         for record in removed:
             print(f"lab {record.layout.number} is gone")
         for record in kept:
-            print(f"lab {record.layout.number} stays: {_whose(record)}")
+            print(f"lab {record.layout.number} stays: {record.whose}")
         if not removed and not kept:
             print("There is no lab.")
         return 0
     lab = Lab.open(arguments.lab)
     number, owner = lab.number, lab.record.owner
     if owner is not None:
-        raise UsageError(f"Lab {number} is {_whose(lab.record)}: it goes when that process ends.")
+        raise UsageError(f"Lab {number} is {lab.record.whose}: it goes when that process ends.")
     lab.down()
     print(f"lab {number} is gone")
     return 0
@@ -259,7 +259,7 @@ def _show(lab: Lab) -> None:
     record = lab.record
     print(
         f"lab {lab.number}: {plural(len(lab.hosts), 'host')}, {bandwidth_text(record.bits)}, "
-        f"up for {duration(time.time() - record.made)}, {_whose(record)}"
+        f"up for {duration(time.time() - record.made)}, {record.whose}"
     )
     cells = max(len(host.name) for host in lab.hosts)
     for host in lab.hosts:
@@ -277,10 +277,6 @@ def _cuts(lab: Lab) -> str:
 def _bytes(host: Host) -> str:
     traffic = host.traffic()
     return f"sent {size(traffic.sent_bytes):>9}  received {size(traffic.received_bytes):>9}"
-
-
-def _whose(record: Record) -> str:
-    return f"of process {record.owner.pid}" if record.owner else "kept until taken down"
 
 
 def _which(lab: Lab) -> str:
