@@ -13,6 +13,7 @@ import time
 import pytest
 from hosts import Talk, left_over, listen, python, reach, until
 
+from manyhands.cluster.lab.records import Record
 from manyhands.errors import LabError, UsageError
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab, Traffic
@@ -211,33 +212,33 @@ def test_two_labs_at_once_do_not_meet(lab: Lab) -> None:
         other.cut("host-0")
         assert lab.cuts() == []
         process = lab.hosts[0].start(["sleep", "1000"])
-        number = other.number
-    assert left_over(number) == []
+        record = other.record
+    assert left_over(record) == []
     assert process.poll() is None
     assert lab.hosts[1].run(["hostname"]).stdout == "host-1\n"
 
 
 def test_nothing_is_left_over_when_an_exception_leaves_the_lab() -> None:
-    used: list[Lab] = []
-    number, pids = 0, [0]
+    lab = Lab(hosts=2, bandwidth="1gbit")
+    used: list[Record] = []
+    pids: list[int] = []
 
     def use() -> None:
-        nonlocal number, pids
-        with Lab(hosts=2, bandwidth="1gbit") as lab:
-            used.append(lab)
+        with lab:
             lab.hosts[0].start(["sh", "-c", "setsid sleep 1000 & sleep 1000"])
             until(lambda: len(lab.hosts[0].processes()) == 3)
             lab.cut("host-0")
-            number, pids = lab.number, lab.hosts[0].processes()
-            assert left_over(number)
+            used.append(lab.record)
+            pids.extend(lab.hosts[0].processes())
+            assert left_over(lab.record)
             _ = 1 / 0
 
     with pytest.raises(ZeroDivisionError):
         use()
-    assert left_over(number) == []
+    assert left_over(used[0]) == []
     assert harness.gone(pids, within_s=0)
     with pytest.raises(LabError, match="not there"):
-        _ = used[0].hosts
+        _ = lab.hosts
 
 
 def test_a_lab_is_made_again_after_it_was_left() -> None:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from hosts import left_over, until
+from hosts import left_over, record_of, until
 
-from manyhands.cluster.lab.records import Owner, records
+from manyhands.cluster.lab.records import Owner, Record, records
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab
 
@@ -35,7 +35,7 @@ class Program:
     """One that has two labs, and waits for a process on a host."""
 
     process: subprocess.Popen[str]
-    labs: tuple[int, int]
+    labs: tuple[Record, Record]
     started: int
     pids: list[int]
 
@@ -48,7 +48,7 @@ def program() -> Iterator[Program]:
         try:
             assert process.stdout is not None
             first, second, started, pids = json.loads(process.stdout.readline())
-            yield Program(process, (first, second), started, pids)
+            yield Program(process, (record_of(first), record_of(second)), started, pids)
         finally:
             process.kill()
 
@@ -75,30 +75,29 @@ def test_the_next_lab_removes_what_a_killed_program_left_over() -> None:
         assert harness.gone([owner.started])  # the kernel saw to that
         assert all(left_over(lab) for lab in owner.labs)
         assert not harness.gone(owner.pids, within_s=0)
-        with Lab(hosts=1) as lab:
-            for number in set(owner.labs) - {lab.number}:
-                assert left_over(number) == []
-        assert [left_over(number) for number in owner.labs] == [[], []]
-        assert harness.gone(owner.pids, within_s=0)
+        with Lab(hosts=1):
+            assert harness.gone(owner.pids, within_s=0)
+        assert [left_over(lab) for lab in owner.labs] == [[], []]
 
 
 def test_down_all_spares_the_labs_of_living_programs() -> None:
     if theirs := [record.layout.number for record in records() if record.owner is None]:
         pytest.skip(f"labs {theirs} are somebody's, and would go, too")
     with program() as dead, program() as living:
-        kept = Lab(hosts=1).up().number
+        kept = Lab(hosts=1).up().record
         dead.process.kill()
         dead.process.wait(20)
         done = say("down", "--all")
         assert done.returncode == 0, done.stderr
-        for number in (*dead.labs, kept):
-            assert f"lab {number} is gone\n" in done.stdout
-            assert left_over(number) == []
+        for lab in (*dead.labs, kept):
+            assert left_over(lab) == []
+        assert f"lab {kept.layout.number} is gone\n" in done.stdout
         assert harness.gone(dead.pids, within_s=0)
-        for number in living.labs:
+        for lab in living.labs:
+            number = lab.layout.number
             assert f"lab {number} stays: of process {living.process.pid}" in done.stdout
-            assert left_over(number)
-        refused = say("down", "--lab", str(living.labs[0]))
+            assert left_over(lab)
+        refused = say("down", "--lab", str(living.labs[0].layout.number))
         assert refused.returncode == 2
         assert f"of process {living.process.pid}" in refused.stderr
         assert living.process.poll() is None
