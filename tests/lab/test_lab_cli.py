@@ -122,6 +122,7 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--loss", "1%"], "--loss: a lab can't delay or lose single packets"),
         (["up", "--bandwidth", "100mbps"], "such as 100mbit"),
         (["run", "--hosts", "2"], "manyhands lab run -- hostname"),
+        (["exec", "host-0", "--lab", "255", "--", "true"], "--lab would be the command"),
         (["run", "--", "nonesuch"], "no program 'nonesuch'"),
         (["exec", "--lab", "255", "host-0", "--", "true"], "There is no lab"),
     ],

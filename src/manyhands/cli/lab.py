@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from manyhands.cluster.lab import Host, Lab
 from manyhands.cluster.lab.everywhere import everywhere
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     lab = _new(arguments).up()
     _show(lab)
-    print(f"\nA shell on a host:  manyhands lab exec host-0{_which(lab)} -- bash")
+    print(f"\nA shell on a host:  manyhands lab exec{_which(lab)} host-0 -- bash")
     print(f"Take it down:       manyhands lab down{_which(lab)}")
     return 0
 
@@ -165,11 +165,9 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _exec(arguments: argparse.Namespace) -> int:
-    lab = Lab.open(arguments.lab)
+def _exec(arguments: argparse.Namespace) -> NoReturn:
     command = _command(arguments, f"exec {arguments.host}")
-    lab.host(arguments.host).become(command)
-    raise AssertionError("this process is the command now")
+    Lab.open(arguments.lab).host(arguments.host).become(command)
 
 
 def _cut(arguments: argparse.Namespace) -> int:
@@ -249,6 +247,11 @@ def _new(arguments: argparse.Namespace) -> Lab:
 
 def _command(arguments: argparse.Namespace, verb: str) -> Sequence[str]:
     words: list[str] = arguments.command
+    if words and words[0].startswith("-") and words[0] != "--":
+        raise UsageError(
+            f"{words[0]} would be the command: write options first, then what is run, such as  "
+            f"manyhands lab {verb} -- hostname"
+        )
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         raise UsageError(f"What shall be run? Write it after --:  manyhands lab {verb} -- hostname")

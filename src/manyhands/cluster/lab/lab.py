@@ -136,7 +136,7 @@ class Lab:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        assert self.record
+        _ = self.record  # there is one, or that is told
         return self._hosts
 
     def host(self, name: str) -> Host:
