@@ -49,6 +49,8 @@ class Job:
     or "error" or "perplexity" in them, higher for all others."""
     patience: int | None = None
     """Stop after so many evaluations without a better `monitor`, or None for never."""
+    plateau: str | None = None
+    """When to lower the learning rate of all workers, as "factor=0.5; patience=3", or None for never."""
     loader_processes: int = 0
     """Processes a worker that load samples ahead (as DataLoader's num_workers); 0 loads in the worker."""
 
@@ -63,7 +65,8 @@ class Job:
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
         """A torch learning-rate scheduler, stepped once per global step; or None.
 
-        `num_steps` is the number of steps of the whole training.
+        `num_steps` is the number of steps of the whole training. With --scale-batch both are told in
+        steps of `batch_size` samples, however large a batch is.
         """
         return None
 
@@ -284,6 +287,8 @@ def check_fields(job: Job) -> None:
         _refuse(job, "clip_norm", "a number above 0, or None")
     if not isinstance(job.monitor, str):
         _refuse(job, "monitor", "the name of a metric")
+    if not isinstance(job.plateau, str | None):
+        _refuse(job, "plateau", 'a text such as "factor=0.5; patience=3", or None')
 
 
 def _whole(value: Any, least: float = float("-inf")) -> bool:
