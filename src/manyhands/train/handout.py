@@ -268,6 +268,8 @@ class InParts(Handout):
         again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
         if any(step != again for step in lost):
             self.course.owe_checkpoint()
+            if isinstance(self._barrier, Stop):
+                self._lift()  # it comes again, behind the checkpoint
         self._given = False
         self._resting.clear()
         self._seat(view)

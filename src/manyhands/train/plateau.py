@@ -74,9 +74,11 @@ def parse_plateau(text: str) -> Plateau:
     given: dict[str, Any] = {}
     for option in filter(str.strip, text.split(";")):
         name, equals, value = (part.strip() for part in option.partition("="))
-        if not equals or name not in known:
-            near = closest(name, known) if equals else "."
-            raise _wrong(option, f"an option is NAME=VALUE{near} There are: {', '.join(known)}.")
+        if not equals:
+            raise _wrong(option, "an option is NAME=VALUE.")
+        if name not in known:
+            there = ", ".join(known)
+            raise _wrong(option, f"there is no {name!r}{closest(name, known)} There are: {there}.")
         if name in given:
             raise _wrong(option, f"{name} is given twice.")
         given[name] = _value(option, name, value)

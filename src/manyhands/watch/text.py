@@ -250,7 +250,7 @@ def rate_line(event: RateChanged, picture: Picture) -> str:
     plan = picture.plan
     scaled = plan is not None and plan.batch_size != event.batch_size
     batch = f", batches of {plural(event.batch_size, 'sample')}" if scaled else ""
-    head = f"step {count(event.step)}: learning rate x {figure(event.factor)}{over}{batch}"
+    head = f"step {count(event.step)}: learning rate x {event.factor:.4g}{over}{batch}"
     return clean(f"{head} ({event.reason})")
 
 
