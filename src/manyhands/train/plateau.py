@@ -52,12 +52,12 @@ class Plateau:
     def counts_losses(self) -> bool:
         return self.watch == TRAIN_LOSS
 
-    @property
-    def unit(self) -> str:
-        """What patience is counted in."""
-        if not self.counts_losses:
-            return "evaluations"
-        return f"means over {self.every} steps" if self.every else "epochs"
+    def told(self, number: int) -> str:
+        """So many of what patience is counted in."""
+        what = "epoch" if self.counts_losses else "evaluation"
+        what = "mean" if self.every else what
+        over = f" over {self.every} steps" if self.every else ""
+        return f"{number} {what}{'' if number == 1 else 's'}{over}"
 
     def better(self, value: float, best: float | None) -> bool:
         if not math.isfinite(value):
@@ -188,7 +188,7 @@ class Watch:
         if self.waited < rule.patience or lower >= self.factor:
             return ""
         than = "a number" if self.best is None else f"better than {self.best:.4g}"
-        why = f"{rule.watch} has not been {than} for {self.waited} {rule.unit}"
+        why = f"{rule.watch} has not been {than} for {rule.told(self.waited)}"
         self.factor, self.waited, self.cooling = lower, 0, rule.cooldown
         return why
 

@@ -298,7 +298,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
         course.evaluated({"loss": value})
     assert seen == [(1, 2.0), (2, 2.0), (3, 1.0)]
     told = [(change.step, change.factor, change.reason) for change in course.take_changes()]
-    why = "loss has not been better than 1 for 1 evaluations"
+    why = "loss has not been better than 1 for 1 evaluation"
     assert told == [(1, 2.0, "2 workers"), (3, 1.0, why), (4, 0.5, why)]
     state = through_json(course.state())
     again = Course(syllabus, state)

@@ -132,7 +132,7 @@ def test_says_why() -> None:
     said = [watch.judge(value) for value in (0.5, 0.6, 0.7)]
     assert said == ["", "", "loss has not been better than 0.5 for 2 evaluations"]
     watch = Watch(Plateau(watch="train_loss", patience=1, every=20))
-    assert watch.judge(math.nan) == ("train_loss has not been a number for 1 means over 20 steps")
+    assert watch.judge(math.nan) == ("train_loss has not been a number for 1 mean over 20 steps")
 
 
 def test_a_mean_is_over_samples() -> None:
