@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Job:
     """What is trained. Subclass it as a dataclass, give `model`, `optimizer`, `data` and `loss`.
 
-    `batch_size` is the GLOBAL batch: the number of workers never changes the mathematics.
+    `batch_size` is the GLOBAL batch: the number of workers never changes the mathematics (unless it is
+    asked to, by --scale-batch).
     """
 
     batch_size: int = 32

@@ -112,7 +112,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--scale-reference",
         type=int,
         metavar="N",
-        help="with --scale-batch: batch_size and learning rate are for N workers instead; 1: of one",
+        help="with --scale-batch: batch_size and learning rate are for N workers instead; 1: for each",
     )
     group.add_argument(
         "--scale-warmup",

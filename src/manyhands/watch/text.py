@@ -57,6 +57,8 @@ class Picture:
     evaluation: Evaluated | None = None
     rate: RateChanged | None = None
     """The last one: what the batch and the learning rate are now."""
+    scaled: bool = False
+    """The batch is not, or was not, the job's own."""
     saved_step: int | None = None
     failure: MemberFailed | None = None
     """The first one."""
@@ -90,6 +92,7 @@ class Picture:
                 self.evaluation = event
             case RateChanged():
                 self.rate = event
+                self.scaled |= self.plan is not None and self.plan.batch_size != event.batch_size
             case CheckpointSaved():
                 self.saved_step = event.step
             case MemberFailed():
@@ -247,9 +250,7 @@ def evaluation_line(event: Evaluated, picture: Picture) -> str:
 
 def rate_line(event: RateChanged, picture: Picture) -> str:
     over = f" over {plural(event.over, 'step')}" if event.over else ""
-    plan = picture.plan
-    scaled = plan is not None and plan.batch_size != event.batch_size
-    batch = f", batches of {plural(event.batch_size, 'sample')}" if scaled else ""
+    batch = f", batches of {plural(event.batch_size, 'sample')}" if picture.scaled else ""
     head = f"step {count(event.step)}: learning rate x {event.factor:.4g}{over}{batch}"
     return clean(f"{head} ({event.reason})")
 

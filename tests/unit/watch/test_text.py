@@ -200,3 +200,7 @@ def test_another_batch_makes_another_number_of_steps(
     assert text.progress_line(picture).startswith("epoch 1/2  step 5/20  25%")
     picture.fold(grown)
     assert text.progress_line(picture).startswith("epoch 1/2  step 5/10  50%")
+    back = ev.RateChanged(step=8, factor=1.0, over=0, batch_size=32, steps=16, reason="2 workers")
+    picture.fold(back)
+    said = text.rate_line(back, picture)
+    assert said == "step 8: learning rate x 1, batches of 32 samples (2 workers)"
