@@ -20,6 +20,7 @@ examples:
   manyhands resume runs/digits-20260101-120000           go on where it stopped
   manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it goes on
   manyhands doctor                                       what works on this machine
+  manyhands lab run --hosts 3 -- python train.py         three hosts on this machine
 
 exit codes: 0 done, 2 wrong use, 75 preempted and saved, 130/143 stopped by Ctrl-C/SIGTERM,
 otherwise that of the first member that failed.
