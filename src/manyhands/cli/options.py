@@ -69,7 +69,11 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="how many workers (default: 2, or 1 for single); MIN:MAX begins with MAX, and ends with a "
         "failure when fewer than MIN are left and none can take their place",
     )
-    group.add_argument("--device", metavar="D", help="auto (default), cpu, cuda or cuda:N")
+    group.add_argument(
+        "--device",
+        metavar="D",
+        help="auto (default), cpu, cuda or cuda:N; or several, one a worker in turn, as cuda,cpu",
+    )
     group.add_argument(
         "--threads",
         type=int,
@@ -192,6 +196,7 @@ def manner_of(config: Strategy, workers: int) -> Manner:
         parts=config.parts,
         goes_on=config.goes_on,
         may_shrink=config.may_shrink,
+        leaves_out=config.leaves_out,
         servers=config.servers_for(workers),
         needs_keys=config.needs_keys(workers),
     )

@@ -9,9 +9,16 @@ from manyhands.errors import UsageError
 
 
 def pick_device(wish: str, local_rank: int) -> str:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as the device of the member with this rank on its host."""
+    """`auto`, `cpu`, `cuda` or `cuda:N` as the device of the member with this rank on its host; of several
+    with commas between, each member has one, in turn."""
     import torch
 
+    wishes = [part.strip() for part in wish.split(",")]
+    if len(wishes) > 1:
+        turn, place = divmod(local_rank, len(wishes))
+        wish = wishes[place]
+        # Among those who asked for any GPU, the how manieth this one is.
+        local_rank = turn * wishes.count(wish) + wishes[:place].count(wish)
     gpus = torch.cuda.device_count() if wish != "cpu" else 0
     if wish == "auto":
         wish = "cuda" if gpus else "cpu"
@@ -19,7 +26,10 @@ def pick_device(wish: str, local_rank: int) -> str:
         return "cpu"
     kind, _, number = wish.partition(":")
     if kind != "cuda" or (number and not number.isdecimal()):
-        raise UsageError(f"--device {wish}: allowed are auto, cpu, cuda and cuda:N.")
+        raise UsageError(
+            f"--device {wish}: allowed are auto, cpu, cuda and cuda:N, or several of them, one a worker: "
+            "cuda,cpu"
+        )
     if gpus == 0:
         raise UsageError(f"--device {wish}: torch sees no GPU here. Use --device cpu or auto.")
     if number and int(number) >= gpus:

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from manyhands.errors import CheckpointError
 from manyhands.state.files import exchange, sync_folder, write_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -112,9 +113,9 @@ def verify(path: Path) -> Manifest:
                 raise CheckpointError(
                     f"{path / name} has {size:,} bytes and should have {facts['bytes']:,}."
                 )
-            if digest(path / name) != facts["sha256"]:
+            if not _sound(path / name, facts):
                 raise CheckpointError(
-                    f"{path / name} is damaged: its SHA-256 is not the one written."
+                    f"{path / name} is damaged: its checksum is not the one written."
                 )
         return Manifest(
             path, manifest["step"], manifest["course"], manifest["strategy"], manifest["workers"]
@@ -165,6 +166,22 @@ def clear_partials(run: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def facts_of(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "crc32": checksum(path)}
+
+
+def checksum(path: Path) -> str:
+    """CRC-32, against disks and networks: a third of the time that SHA-256 takes, on cores that train."""
+    value, block = 0, memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            value = zlib.crc32(block[:size], value)
+    return f"{value:08x}"
+
+
+def _sound(path: Path, facts: Mapping[str, Any]) -> bool:
+    if "crc32" in facts:
+        return bool(checksum(path) == facts["crc32"])
+    with open(path, "rb") as file:  # as checkpoints of the first format have it
+        return bool(hashlib.file_digest(file, "sha256").hexdigest() == facts["sha256"])

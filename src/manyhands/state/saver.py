@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.errors import CheckpointError
 from manyhands.state import table_files
-from manyhands.state.checkpoints import digest, partial
+from manyhands.state.checkpoints import facts_of, partial
 from manyhands.state.table_files import INDEX, Chain, Part, Tables
 
 SPARE_BYTES = 1 << 20
@@ -102,7 +102,7 @@ class Saver:
                 self._chain = rows.write(folder)
                 self._chain.step = step
                 files |= self._chain.facts
-                files |= facts_of(folder, INDEX)
+                files[INDEX] = facts_of(folder / INDEX)
             self._outcome = {
                 "step": step,
                 "files": files,
@@ -156,17 +156,15 @@ def write_state(
     if free < needed:
         raise OSError(f"no space left on the disk: {needed:,} bytes are needed and {free:,} free")
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    sums = torch.serialization.get_crc32_options()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it saves from a single process; it should
-        dcp.save(pack(state), storage_writer=writer, no_dist=True)
-    return facts_of(folder, *sorted(path.name for path in folder.iterdir()))
-
-
-def facts_of(folder: Path, *names: str) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
-        for name in names
-    }
+        torch.serialization.set_crc32_options(False)  # the file as a whole gets one
+        try:
+            dcp.save(pack(state), storage_writer=writer, no_dist=True)
+        finally:
+            torch.serialization.set_crc32_options(sums)
+    return {name: facts_of(folder / name) for name in sorted(os.listdir(folder))}
 
 
 def read_state(folder: Path) -> dict[str, Any]:

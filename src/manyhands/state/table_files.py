@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.state.checkpoints import digest, final
+from manyhands.state.checkpoints import facts_of, final
 
 INDEX = "tables.json"
 
@@ -78,7 +78,7 @@ class Part:
                 file.flush()
                 os.fsync(file.fileno())
             files[table].append(name)
-            facts[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
+            facts[name] = facts_of(folder / name)
         (folder / INDEX).write_text(json.dumps(files, indent=1))
         self.discard()
         return Chain(-1, files, facts)

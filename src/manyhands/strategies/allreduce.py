@@ -19,17 +19,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from manyhands.errors import SpecError, ViewChanging
+from manyhands.errors import ManyhandsError, SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from torch import Tensor, nn
 
     from manyhands.cluster.group import Group
     from manyhands.cluster.view import Me, View
     from manyhands.strategies.allreduce_tables import TablesTogether
+    from manyhands.strategies.catching_up import CatchingUp, Lender
+    from manyhands.strategies.deadline import Deadline
     from manyhands.strategies.reducer import Reducer
     from manyhands.train.feed import Share
     from manyhands.train.step import StepReport
@@ -53,8 +55,21 @@ class AllReduce(Strategy):
     """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
     `shared`, once in the memory of the host, where each worker changes them without waiting."""
 
+    drop: float = 0.0
+    """A worker that has computed for so many times the median's usual time leaves out the rest of its share:
+    the mean is over what was computed, and the rest comes again in a later step. 0: all wait for it."""
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.drop > 0
+
     def check(self, workers: int) -> None:
         super().check(workers)
+        if self.drop != 0 and not self.drop > 1:
+            raise SpecError(
+                f"allreduce(drop={self.drop}): drop is a number above 1, in times the usual time of a "
+                "step, or 0 for no deadline. Write allreduce(drop=1.5)."
+            )
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
 
@@ -68,6 +83,10 @@ class AllReduceLearner(Learner):
         self._group: Group | None = None
         self._reducer: Reducer | None = None
         self._rows: TablesTogether | None = None
+        self._deadline: Deadline | None = None
+        self._catching: CatchingUp | None = None
+        """This worker is new, and its weights are not those of the others yet."""
+        self._lender: Lender | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
@@ -79,6 +98,17 @@ class AllReduceLearner(Learner):
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
         self._buffers = list(trainee.model.buffers())
+        if self._config.drop and trainee.tables is not None:
+            raise SpecError(
+                "allreduce(drop=...): rows of sparse tables can't be left out of a step. Leave drop away, or "
+                "use ps:backup, which leaves out whole pushes."
+            )
+
+    @property
+    def pieces(self) -> int:
+        from manyhands.strategies.deadline import PIECES
+
+        return PIECES if self._config.drop else 1
 
     # Views --------------------------------------------------------------------------------------
 
@@ -86,7 +116,7 @@ class AllReduceLearner(Learner):
         self.close()
         with self._heeding_views():
             self._meet(view)
-        self._agreed = True
+        self._agreed = self._catching is None
 
     def _meet(self, view: View) -> None:
         shared = self._config.tables == "shared"
@@ -101,15 +131,63 @@ class AllReduceLearner(Learner):
         from manyhands.strategies.reducer import Reducer
 
         self._group = join_group(self.me, view)
-        version, agreed = self._version, self._agreed
-        self._rejoin(agree(self.trainee, self, version=version, agreed=agreed, tables=not shared))
-        parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
-        self._reducer = Reducer(parameters, bucket_bytes=self._config.bucket_mb << 20)
+        known = agree(
+            *(self.trainee, self),
+            version=self._version,
+            agreed=self._agreed,
+            tables=not shared,
+            may_wait=self.me.board is not None and self.trainee.tables is None,
+        )
+        self._rejoin(known.version)
+        if known.new:
+            self._help(known.new, known.source, view)
+        self._parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
+        self._reducer = Reducer(self._parameters, bucket_bytes=self._config.bucket_mb << 20)
+        if self._config.drop:
+            from manyhands.strategies.deadline import Deadline
+
+            factor, rank = self._config.drop, self.me.rank
+            self._deadline = Deadline(
+                factor, rank=rank, world=view.world, device=self.trainee.device
+            )
         self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
         if self.trainee.tables is not None:
             from manyhands.strategies.allreduce_tables import TablesTogether
 
             self._rows = TablesTogether(self.trainee, view, shared=shared)
+
+    def _help(self, new: Collection[int], source: int, view: View) -> None:
+        """Some are new: they catch up while the others go on."""
+        from manyhands.state.saver import gather_state
+        from manyhands.strategies.catching_up import CatchingUp, Lender
+
+        if self.me.rank == source:
+            self._lender = Lender(
+                self.me, view, gather_state(self.trainee, self), newcomers=len(new)
+            )
+        elif self.me.rank in new:
+            self._catching = CatchingUp(self.me, view, self.trainee, self)
+
+    @property
+    def catching_up(self) -> bool:
+        return self._catching is not None
+
+    def _catch_up(self, *, wait_s: float = 0.0) -> None:
+        """Go on with the weights of the others, if all that it takes is here."""
+        assert self._catching is not None
+        try:
+            done = self._catching.caught_up(self._parameters, wait_s=wait_s)
+        except (ManyhandsError, OSError) as error:
+            self.me.wait_for_a_view(error, torn_s=TORN_S)
+            raise ViewChanging(f"the state did not come: {error}") from error
+        if done:
+            self._catching, self._agreed = None, True
+
+    def drain(self) -> None:
+        while self._catching is not None:
+            self._catch_up(wait_s=0.1)
+            if self._catching is not None and self.me.view_changing:
+                raise ViewChanging("the state did not come in time")
 
     def _rejoin(self, version: int) -> None:
         """The weights are of this step. One that this worker had not finished may be in them."""
@@ -137,7 +215,13 @@ class AllReduceLearner(Learner):
             group.cut()
 
     def close(self) -> None:
-        self._rows = None
+        self._rows = self._deadline = None
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None
+        if self._catching is not None:
+            self._catching.close()
+            self._catching = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
@@ -150,31 +234,33 @@ class AllReduceLearner(Learner):
     # Steps --------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
-        from manyhands.train.step import StepReport, gradients
+        from manyhands.train.step import DeviceTime, StepReport, gradients
 
         started = time.perf_counter()
         lr, reducer, sent = self.trainee.lr, self._reducer, 0
         report = StepReport(share.step, share.samples, 0.0, 0.0, lr)
+        if self.trainee.device != "cpu":
+            report.compute_s = DeviceTime()
         self._flying = report
         with self._heeding_views():
             if reducer is None:
                 report.weight, report.loss = gradients(self.trainee, share)
-                computed = time.perf_counter()
+                computed = _now(report)
             else:
                 self._share_buffers()
-                reducer.begin()
-                report.weight, report.loss = gradients(
-                    self.trainee, share, total=self.add_up, local=reducer.alone
-                )
-                computed = time.perf_counter()
-                reducer.finish()
+                computed = self._share_gradients(share, report, reducer)
                 sent = self._bytes_per_step
             if self._rows is not None:
                 sent += self._rows.step(lr, share.step)
             elif self.trainee.tables is not None:
                 self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
         summed = time.perf_counter()
-        self.trainee.update()
+        if self._catching is None:
+            self.trainee.update()
+        else:
+            self._catching.keep(self._parameters)
+            self.trainee.optimizer.zero_grad(set_to_none=True)
+            self._catch_up()
         self._version = share.step
         self._applied.append(share.step)
         self._flying = None
@@ -183,6 +269,40 @@ class AllReduceLearner(Learner):
             report.compute_s = time.perf_counter() - started - report.wait_s
         report.bytes_sent = sent
         return report
+
+    def _share_gradients(self, share: Share, report: StepReport, reducer: Reducer) -> float:
+        """Every gradient is the sum over all workers; when this one was done with its own."""
+        from manyhands.train.step import gradients
+
+        deadline, whole = self._deadline, float(share.total)
+
+        def total(mine: float | Tensor) -> Tensor:
+            nonlocal whole
+            added = self.add_up(mine)
+            whole = float(added) if deadline is not None else whole
+            return added
+
+        options: dict[str, Any] = {}
+        reducer.begin()
+        if deadline is not None:
+            deadline.begin()
+            options = {"enough": deadline.passed}
+        if self._catching is None:
+            report.weight, report.loss = gradients(
+                self.trainee, share, total=total, local=reducer.alone, **options
+            )
+        elif self.trainee.weight is not None:  # it only listens; others add their weights up
+            total(0.0)
+        if deadline is not None:
+            deadline.end(share)
+        computed = _now(report)
+        reducer.finish()
+        if deadline is not None:
+            left_out, arrived = deadline.exchange(report.weight)
+            if any(left_out):
+                report.left_out = tuple(left_out)
+                reducer.scale(whole / arrived)
+        return computed
 
     def eval_model(self) -> nn.Module:
         """The model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
@@ -234,3 +354,10 @@ class AllReduceLearner(Learner):
                 raise self.me.lost_a_peer(error) from error
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a collective broke: {error}") from error
+
+
+def _now(report: StepReport) -> float:
+    """This worker's own part of a step is computed, or will be when the GPU comes so far."""
+    if report.compute_s is not None:
+        report.compute_s.stop()  # type: ignore[union-attr]
+    return time.perf_counter()

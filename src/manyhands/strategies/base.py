@@ -61,6 +61,11 @@ class Strategy(ABC):
     """Training goes on in place when a member dies."""
 
     @property
+    def leaves_out(self) -> bool:
+        """A step may be made without a part of its samples, which come back."""
+        return False
+
+    @property
     def may_shrink(self) -> bool:
         """A worker can be done without: nothing is at it alone."""
         return True
@@ -116,6 +121,11 @@ class Learner(ABC):
         """Whether it makes use of the data of the step after the next."""
         return False
 
+    @property
+    def pieces(self) -> int:
+        """Into how many micro-batches a share is cut, at least."""
+        return 1
+
     def ahead(self, share: Share) -> None:
         """This share will be trained on after the next one."""
         return
@@ -123,6 +133,11 @@ class Learner(ABC):
     def rescued(self) -> StepReport | None:
         """After on_view: the report of a step that a view interrupted, and that is in the weights."""
         return None
+
+    @property
+    def catching_up(self) -> bool:
+        """It takes part, and its weights are not those of the others yet: it can be given no samples."""
+        return False
 
     def placement(self) -> str:
         """One line for people: where the weights lie. Empty where there is nothing to say."""

@@ -2,12 +2,14 @@
 
 Each tells which step is the last in its weights, and whether it has been in a view before. A worker is at
 most one step behind another, as no update is made before everybody's gradients are there; a new one has
-nothing. If all are equal and old, nothing is sent.
+nothing. If all are equal and old, nothing is sent. If only new ones lack anything, they may get it while
+the others go on (catching_up.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +24,27 @@ BATCH_BYTES = 64 << 20
 """So much of a state is sent at once."""
 
 
-def agree(trainee: Trainee, learner: Stateful, *, version: int, agreed: bool, tables: bool) -> int:
-    """Bring all to the state of the furthest; the last step that is in it. `tables`: they are a part of
-    it, and not in memory that all share."""
+@dataclass(frozen=True)
+class Agreed:
+    version: int
+    """The last step that is in the weights."""
+    new: tuple[int, ...] = ()
+    """The ranks of those who lack all of it still."""
+    source: int = 0
+    """Who has it."""
+
+
+def agree(
+    trainee: Trainee,
+    learner: Stateful,
+    *,
+    version: int,
+    agreed: bool,
+    tables: bool,
+    may_wait: bool = False,
+) -> Agreed:
+    """Bring all to the state of the furthest. `tables`: they are a part of it, and not in memory that all
+    share. `may_wait`: where only new ones lack it, leave that to be done beside the training."""
     mine = torch.tensor([int(agreed), version], device=trainee.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
@@ -37,6 +57,9 @@ def agree(trainee: Trainee, learner: Stateful, *, version: int, agreed: bool, ta
         state = _send(model.state_dict(), trainee, source)
         if dist.get_rank() != source:
             model.load_state_dict(state)
+    elif may_wait and all(each == best for each in ranks if each[0]):
+        new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
+        return Agreed(int(best[1]), new, source)
     elif any(each != best for each in ranks):
         state = {}
         if dist.get_rank() == source:
@@ -46,7 +69,7 @@ def agree(trainee: Trainee, learner: Stateful, *, version: int, agreed: bool, ta
         state = _send(state, trainee, source)
         if dist.get_rank() != source:
             put_state(state, trainee, learner, tables=tables)
-    return int(best[1])
+    return Agreed(int(best[1]))
 
 
 def _send(state: Any, trainee: Trainee, source: int) -> Any:
@@ -74,18 +97,23 @@ def _send_bytes(given: Tensor | None, trainee: Trainee, source: int) -> Tensor:
 
 def _send_all(tensors: Sequence[Tensor], trainee: Trainee, source: int) -> None:
     """The numbers of all tensors, into them on all but the source."""
-    for batch in _batches(tensors):
+    for batch in batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
         there = flat.to(trainee.device)
         dist.broadcast(there, src=source)
         if dist.get_rank() != source:
-            flat = there.cpu()
-            sizes = [tensor.numel() * tensor.element_size() for tensor in batch]
-            for tensor, part in zip(batch, flat.split(sizes), strict=True):
-                tensor.view(-1).view(torch.uint8).copy_(part)
+            pour(there.cpu(), batch)
 
 
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def pour(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The bytes of all tensors into them."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        tensor.view(-1).view(torch.uint8).copy_(part)
+
+
+def batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that have numbers, as many together as are sent at once."""
     batch: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -87,6 +87,11 @@ class Reducer:
             for number in unused:
                 self._parameters[number].grad = self._views[number] if counts[number] else None
 
+    def scale(self, factor: float) -> None:
+        """Every gradient times this."""
+        for bucket in self.buckets:
+            bucket.flat.mul_(factor)
+
     def _arrived(self, number: int, parameter: Tensor) -> None:
         view, grad = self._views[number], parameter.grad
         assert grad is not None

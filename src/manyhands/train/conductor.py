@@ -33,7 +33,14 @@ from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.train.course import Course
 from manyhands.train.crew import Crew
-from manyhands.train.facts import Facts, check_job, check_same, ready_event, syllabus_of
+from manyhands.train.facts import (
+    Facts,
+    check_job,
+    check_same,
+    committed_event,
+    ready_event,
+    syllabus_of,
+)
 from manyhands.train.failures import Failure, FirstFailure, Grade
 from manyhands.train.handout import Handout, make_handout
 from manyhands.train.injector import Injector
@@ -213,6 +220,7 @@ class Conductor:
         handout.settle(crew.applied())
         self._commit_steps()
         redone = handout.restart(crew.view)
+        handout.listening = crew.listening
         self._view = crew.view.number
         self._evaluation, self._stopped = {}, set()
         self._progress = time.monotonic()
@@ -297,6 +305,8 @@ class Conductor:
         match report:
             case {"what": "joined"}:
                 self.crew.join(member, report)
+            case {"what": "caught_up"} if current:
+                self.crew.listening.discard(member)
             case {"what": "rehearsed"}:
                 self._rehearsed.add(member)
             case {"what": "steps", "rows": list(rows)} if current:
@@ -332,22 +342,7 @@ class Conductor:
                     f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
                     "rate, warm-up or clip_norm may help; training goes on"
                 )
-            lockstep = self.options.manner.lockstep
-            self.stream.emit(
-                events.StepCommitted(
-                    step=step.plan.step,
-                    epoch=step.plan.epoch,
-                    samples=step.plan.samples,
-                    shares=step.shares,
-                    loss=step.loss,
-                    lr=step.lr,
-                    step_s=step.step_s,
-                    compute_s=step.compute_s,
-                    wait_s=step.wait_s,
-                    bytes_sent=step.bytes_sent,
-                    staleness=None if lockstep else step.mean_staleness,
-                )
-            )
+            self.stream.emit(committed_event(step, lockstep=self.options.manner.lockstep))
         self.shelf.settle(self.course)
         for worker, times in self.handout.pace.news(self.handout.workers):
             self._notice(f"{worker} computes {times:.1f} times slower than the median")

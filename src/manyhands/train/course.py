@@ -63,9 +63,21 @@ class StepPlan:
     def samples(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
-    def share_out(self, weights: Sequence[float]) -> list[list[Range]]:
-        """The ranges of each worker, in rank order, in proportion to the weights."""
-        return split(self.ranges, shares(self.samples, weights))
+    def without(self, left_out: Ranges) -> StepPlan:
+        rest = Ranges(self.ranges)
+        for piece in left_out.to_list():
+            rest.remove(piece)
+        return dataclasses.replace(self, ranges=tuple(rest.to_list()))
+
+    def share_out(self, weights: Sequence[float], *, least: int = 0) -> list[list[Range]]:
+        """The ranges of each worker, in rank order, in proportion to the weights; `least` samples for each
+        that has a weight, if there are as many."""
+        counts = shares(self.samples, weights)
+        for rank, weight in enumerate(weights):
+            largest = counts.index(max(counts))
+            if weight and counts[rank] < least < counts[largest]:
+                counts[rank], counts[largest] = least, counts[largest] + counts[rank] - least
+        return split(self.ranges, counts)
 
 
 @dataclass(frozen=True)
@@ -136,10 +148,9 @@ class Course:
         if self._stop is not None:
             return self._checkpoint() if self._due_at_the_end() else Stop(self._stop)
         if not self._leases.exhausted:
-            every = self.syllabus.checkpoint_every
-            if every and self.step and self.step % every == 0 and self._saved != self.step:
+            if self._checkpoint_due:
                 return self._checkpoint()
-            if every:
+            if every := self.syllabus.checkpoint_every:
                 max_steps = min(max_steps, every - self.step % every)
             return self._steps(max_steps)
         if not self._evaluated and self._evaluation_due():
@@ -150,11 +161,14 @@ class Course:
             return self._checkpoint()
         return self.next(max_steps)
 
-    def commit(self, step: int) -> StepPlan:
-        """An open step is in the weights."""
+    def commit(self, step: int, left_out: Sequence[Range] = ()) -> StepPlan:
+        """An open step is in the weights, but for what was left out, which is given out again."""
         assert step in self._open, f"step {step} is committed and not open"
         plan = self._open.pop(step)
+        assert not left_out or plan.epoch == self.epoch, "its epoch is over"
         if plan.epoch == self.epoch:
+            self._leases.give_back(left_out)
+            plan = plan.without(Ranges(left_out)) if left_out else plan
             self._leases.commit(plan.ranges)
         return plan
 
@@ -246,6 +260,17 @@ class Course:
             "best": dataclasses.asdict(self.best),
             "last_metrics": self.last_metrics,
         }
+
+    @property
+    def trains_next(self) -> bool:
+        """The next order is steps, as far as is known now."""
+        stands = self._awaiting or self._owed or self._stop is not None
+        return not (stands or self._leases.exhausted or self._checkpoint_due)
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        every = self.syllabus.checkpoint_every
+        return bool(every and self.step and self.step % every == 0 and self._saved != self.step)
 
     def _steps(self, max_steps: int) -> Steps:
         plans: list[StepPlan] = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from manyhands.cluster.coordinator import Coordinator
@@ -44,6 +44,8 @@ class Crew:
         """What each member said when it was ready, also of those that are gone."""
         self.joined: dict[str, Mapping[str, Any]] = {}
         """The reports of those that have joined the newest view."""
+        self.listening: set[str] = set()
+        """Workers that take part, and have not got the weights of the others yet."""
         self.num_lost = 0
         self.num_replaced = 0
         self._coordinator = coordinator
@@ -111,6 +113,7 @@ class Crew:
     def join(self, member: str, report: Mapping[str, Any]) -> None:
         if report["view"] == self.view.number:  # else there is a newer one already
             self.joined[member] = report
+            (self.listening.add if report.get("catching_up") else self.listening.discard)(member)
 
     def count_view(self) -> float | None:
         """All have joined: from now on the view counts. Seconds since a death, if that was why."""
@@ -157,7 +160,7 @@ class Crew:
         left = [name for name in self.view.names if name != member and self._lives(name)]
         workers = [name for name in left if self.is_worker(name)]
         enough = len(workers) >= self._options.min_workers or self._may_replace
-        if not workers or not enough:
+        if not workers or not enough or not self._know(left):
             return False
         if self._death_seen is None:
             self._death_seen = time.monotonic()
@@ -291,6 +294,13 @@ class Crew:
             return
         self._restarts += 1
         self._add(self._roles[member], self._places[member])
+
+    def _know(self, names: Collection[str]) -> bool:
+        """Somebody of these has the weights: servers, if there are any, or a worker that is not new."""
+        keepers = [name for name in names if not self.is_worker(name)]
+        if not self._options.manner.servers:
+            keepers = [name for name in names if name not in self.listening | self._new]
+        return bool(keepers)
 
     @property
     def _enough(self) -> bool:

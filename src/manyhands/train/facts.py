@@ -1,4 +1,5 @@
-"""What workers find when they have built the job: whether it fits, and the syllabus that follows. Pure."""
+"""What workers find when they have built the job: whether it fits, the syllabus that follows, and what people
+are told of it. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from manyhands.errors import JobError, UsageError
 from manyhands.train.course import Syllabus
+from manyhands.train.reports import Committed
 from manyhands.watch import events
 
 Facts = Mapping[str, Any]
@@ -74,4 +76,21 @@ def ready_event(member: str, facts: Facts, syllabus: Syllabus) -> events.MemberR
         unit=facts["unit"][0],
         units_per_sample=facts["unit"][1],
         tables=facts["tables"],
+    )
+
+
+def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
+    return events.StepCommitted(
+        step=step.plan.step,
+        epoch=step.plan.epoch,
+        samples=step.plan.samples,
+        shares=step.shares,
+        loss=step.loss,
+        lr=step.lr,
+        step_s=step.step_s,
+        compute_s=step.compute_s,
+        wait_s=step.wait_s,
+        bytes_sent=step.bytes_sent,
+        left_out=sum(stop - start for start, stop in step.left_out),
+        staleness=None if lockstep else step.mean_staleness,
     )

@@ -25,6 +25,9 @@ from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
 from manyhands.train.reports import Committed, Gathering, PartKey, Row
 from manyhands.train.shelf import Shelf
 
+PROBE_EVERY = 50
+"""In so many steps, a worker that is too slow for a share gets one sample: it may have become faster."""
+
 Tell = Callable[[str, dict[str, Any]], None]
 """An order, for the member of that name."""
 
@@ -33,7 +36,7 @@ def make_handout(
     manner: Manner, course: Course, shelf: Shelf, tell: Tell, *, equal: bool = False
 ) -> Handout:
     if manner.lockstep:
-        return InStep(course, shelf, tell, equal=equal)
+        return InStep(course, shelf, tell, equal=equal, leaves_out=manner.leaves_out)
     return InParts(course, shelf, tell, parts=manner.parts)
 
 
@@ -44,6 +47,8 @@ class Handout(ABC):
         self.workers: tuple[str, ...] = ()
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
+        self.listening: set[str] = set()
+        """Workers that are new, and get samples when they have caught up."""
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
         self.pace = Pace()
@@ -74,7 +79,7 @@ class Handout(ABC):
     def committed(self) -> Iterator[Committed]:
         """The steps that are complete now."""
         for step in self.gathering.committed():
-            self.course.commit(step.plan.step)
+            self.course.commit(step.plan.step, step.left_out)
             yield step
 
     def saving(self, member: str, step: int) -> None:
@@ -99,7 +104,9 @@ class Handout(ABC):
 
     def _time(self, member: str, row: Row) -> None:
         if row.compute_s is not None:
-            self.pace.note(member, self.gathering.samples((row.step, row.part)), row.compute_s)
+            left_out = row.left_out[row.part] if row.left_out else 0
+            samples = self.gathering.samples((row.step, row.part)) - left_out
+            self.pace.note(member, samples, row.compute_s)
 
     def _seat(self, view: View) -> None:
         self.members = view.names
@@ -120,10 +127,19 @@ class Handout(ABC):
 class InStep(Handout):
     """Every worker does every step."""
 
-    def __init__(self, course: Course, shelf: Shelf, tell: Tell, *, equal: bool = False) -> None:
-        """`equal`: shares are, also where workers are not."""
+    def __init__(
+        self,
+        course: Course,
+        shelf: Shelf,
+        tell: Tell,
+        *,
+        equal: bool = False,
+        leaves_out: bool = False,
+    ) -> None:
+        """`equal`: shares are, also where workers are not. `leaves_out`: samples of a step may come back."""
         super().__init__(course, shelf, tell)
         self._equal = equal
+        self._leaves_out = leaves_out
         self._step_s = 0.0
 
     def more(self, *, hold: bool = False) -> None:
@@ -131,6 +147,8 @@ class InStep(Handout):
             ahead = len(self.gathering)
             if ahead >= 2 and ahead * self._step_s >= AHEAD_S:
                 return
+            if self._leaves_out and ahead and not self.course.trains_next:
+                return  # what comes back has to be done before
             room = int(AHEAD_S / self._step_s) if self._step_s else 1
             order = self.course.next(max(1, min(room, MAX_LEASE)))
             if order is None:
@@ -174,8 +192,12 @@ class InStep(Handout):
         portions: list[list[Any]] = [[] for _ in self.workers]
         equal = [1.0] * len(self.workers)
         weights = equal if self._equal else self.pace.weights(self.workers)
+        if self.listening:
+            pairs = zip(self.workers, weights, strict=True)
+            weights = [0.0 if name in self.listening else weight for name, weight in pairs]
         for plan in order.plans:
-            shares = dict(enumerate(plan.share_out(weights)))
+            probe = plan.step % PROBE_EVERY == 0
+            shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
             self.gathering.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
                 portions[rank].append([plan.step, plan.epoch, plan.samples, ranges, rank])

@@ -39,7 +39,7 @@ from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
 from manyhands.train.seeds import seed_compute, seed_loading
-from manyhands.train.step import StepReport, rehearse
+from manyhands.train.step import DeviceTime, StepReport, rehearse
 from manyhands.train.trainee import Trainee
 
 REPORT_EVERY_S = 0.1
@@ -55,9 +55,13 @@ class Learner(Protocol):
     def rescued(self) -> StepReport | None: ...
     def settled(self) -> dict[str, Any] | None: ...
     def placement(self) -> str: ...
+    @property
+    def catching_up(self) -> bool: ...
     def interrupt(self) -> None: ...
     @property
     def looks_ahead(self) -> bool: ...
+    @property
+    def pieces(self) -> int: ...
     def ahead(self, share: Share) -> None: ...
     def step(self, share: Share) -> StepReport: ...
     def drain(self) -> None: ...
@@ -94,7 +98,8 @@ class Worker:
         if self.job.loader_processes:
             loaders = Loaders(task["job"], task["settings"], self.job.loader_processes)
         self.loaders = loaders
-        self.feed = Feed(self.job, self.data, device=self.device, loaders=loaders)
+        pieces = max(self.job.accumulate, learner.pieces)
+        self.feed = Feed(self.job, self.data, device=self.device, pieces=pieces, loaders=loaders)
         seat = Seat(member.name, member.host, device=self.device, device_id=device_id(self.device))
         self.me = member.me(seat)
         self.learner.prepare(trainee, self.me)
@@ -106,6 +111,7 @@ class Worker:
         self.saver = Saver(Path(task["run"]), member.name)
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
+        self._catching_up = False
         self._joined = 0
         """The number of the view that this worker has joined, and reports of."""
 
@@ -217,7 +223,9 @@ class Worker:
             transport=self.learner.transport(),
             settled=self.learner.settled(),
             placement=self.learner.placement(),
+            catching_up=self.learner.catching_up,
         )
+        self._catching_up = self.learner.catching_up
 
     def _train(self, portions: Sequence[Portion], agenda: deque[dict[str, Any]]) -> None:
         began = time.perf_counter()
@@ -237,11 +245,17 @@ class Worker:
             # so that the times of many steps add up to the truth.
             ended = time.perf_counter()
             report.step_s, began = ended - began, ended
+            self._tell_when_caught_up()
             if time.monotonic() - self._flushed > REPORT_EVERY_S:
                 self._flush()
                 self._mind_the_saver()
             if self.member.heard():
                 self._listen(agenda)
+
+    def _tell_when_caught_up(self) -> None:
+        if self._catching_up and not self.learner.catching_up:
+            self._catching_up = False
+            self._report("caught_up")
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
@@ -257,8 +271,8 @@ class Worker:
         weights = read_all([report.weight for report in reports])
         rows = [
             [
-                *(r.step, weight, loss, r.lr, r.step_s, r.compute_s, r.wait_s, r.bytes_sent),
-                *(r.part, r.staleness, r.dropped),
+                *(r.step, weight, loss, r.lr, r.step_s, _seconds(r), r.wait_s, r.bytes_sent),
+                *(r.part, r.staleness, r.dropped, r.left_out),
             ]
             for r, weight, loss in zip(reports, weights, losses, strict=True)
         ]
@@ -267,6 +281,7 @@ class Worker:
     def _drain(self) -> None:
         """Every step so far is in the weights, or left out, and reported."""
         self.learner.drain()
+        self._tell_when_caught_up()
         self._flush()
 
     def _evaluate(self) -> None:
@@ -347,6 +362,11 @@ class Worker:
         self._mind_the_saver()
         # Not before all are done: another may still need what this one holds, to save it.
         self._report("stopped")
+
+
+def _seconds(report: StepReport) -> float | None:
+    spent = report.compute_s
+    return spent.seconds() if isinstance(spent, DeviceTime) else spent
 
 
 def _portion(row: Sequence[Any]) -> Portion:

@@ -20,6 +20,8 @@ class Manner:
     """Training goes on in place when a member dies."""
     may_shrink: bool = True
     """A worker can be done without: nothing is at it alone."""
+    leaves_out: bool = False
+    """Samples of a step may be left out, and come back."""
     servers: int = 0
     """Members beside the workers that only serve."""
     needs_keys: bool = False

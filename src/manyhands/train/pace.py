@@ -20,8 +20,9 @@ WORTH = 1.15
 """A step has to become so many times shorter for parts to change."""
 SLOW = 1.5
 """A worker that takes so many times as long as the median for a sample is told of."""
-LEAST = 0.02
-"""Of the fastest's part: a worker that has nothing to do would never be known to be fast again."""
+LEAST = 1e-4
+"""Of the fastest's part. In whole samples it may be none, but now and then (see handout.py): a worker that
+has nothing to do would never be known to be fast again."""
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Pace:
         if as_is < WORTH * best:
             return now
         fastest = max(speeds)
-        rounded = [max(LEAST, round(speed / fastest, 3)) for speed in speeds]
+        rounded = [max(LEAST, round(speed / fastest, 4)) for speed in speeds]
         self.parts = dict(zip(workers, rounded, strict=True))
         return rounded
 

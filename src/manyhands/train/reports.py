@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.train.course import StepPlan
-from manyhands.train.leases import Range, Ranges
+from manyhands.train.leases import Range, Ranges, split
 
 PartKey = tuple[int, int]
 """(step, part)"""
@@ -36,6 +36,8 @@ class Row:
     staleness: int = 0
     dropped: bool = False
     """Left out of the weights."""
+    left_out: Sequence[int] = ()
+    """Of every part of the step, the samples at its end that are not in the weights; empty: all are."""
 
 
 @dataclass
@@ -73,6 +75,7 @@ class OpenStep:
 @dataclass(frozen=True)
 class Committed:
     plan: StepPlan
+    """Without what was left out."""
     shares: Mapping[str, tuple[Range, ...]]
     loss: float
     lr: float
@@ -81,6 +84,8 @@ class Committed:
     wait_s: float | None
     bytes_sent: int
     num_parts: int = 0
+    left_out: tuple[Range, ...] = ()
+    """Samples of the plan that are not in the weights."""
     staleness: tuple[int, ...] = ()
     """Of each part that was reported."""
 
@@ -189,18 +194,24 @@ class Gathering:
         # equal.
         parts = [step.parts[n] for n in sorted(step.parts)]
         rows = [part.row for part in parts if part.row is not None]
+        # What one worker knows of a step all do: it may be told by others than who left something out.
+        counts = next((row.left_out for row in rows if row.left_out), [0] * len(parts))
         held: dict[str, Ranges] = {}
-        for part in parts:
+        left_out = Ranges()
+        for part, count in zip(parts, counts, strict=True):
+            used, rest = _cut_off(part.ranges, count)
+            for piece in rest:
+                left_out.add(piece)
             if part.holder is not None:
                 ranges = held.setdefault(part.holder, Ranges())
-                for piece in part.ranges:
+                for piece in used:
                     ranges.add(piece)
         weight, last = sum(row.weight for row in rows), self._last
         loss = sum(row.loss_sum for row in rows) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # of its parts nothing is known but that they count
         return Committed(
-            plan=step.plan,
+            plan=step.plan.without(left_out) if len(left_out) else step.plan,
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
             loss=loss,
             lr=rows[0].lr if rows else last.lr if last else math.nan,
@@ -209,6 +220,7 @@ class Gathering:
             wait_s=_mean([row.wait_s for row in rows]),
             bytes_sent=sum(row.bytes_sent for row in rows) + sum(p.wasted_bytes for p in parts),
             num_parts=len(parts),
+            left_out=tuple(left_out.to_list()),
             staleness=tuple(row.staleness for row in rows),
         )
 
@@ -216,6 +228,12 @@ class Gathering:
         if self.width is None:
             return max(row.step_s for row in rows)
         return sum(row.step_s for row in rows) / self.width
+
+
+def _cut_off(ranges: Sequence[Range], count: int) -> list[list[Range]]:
+    """The ranges without the last `count` samples, and those."""
+    total = sum(stop - start for start, stop in ranges)
+    return split(ranges, [total - count, count])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -20,6 +20,22 @@ from manyhands.train.seeds import derive
 from manyhands.train.trainee import Trainee, checked_weight
 
 
+class DeviceTime:
+    """How long a GPU computed, by its own clock: the host is through with a step before the GPU is."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._began.record()
+
+    def stop(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        """Waits until the GPU has come so far."""
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
+
 @dataclass(slots=True)
 class StepReport:
     """What a learner says of one step."""
@@ -33,7 +49,7 @@ class StepReport:
     lr: float
     step_s: float = 0.0
     """From the end of the step before, its data included, where the loop gets the data."""
-    compute_s: float | None = None
+    compute_s: float | DeviceTime | None = None
     wait_s: float | None = None
     """Time waited for other members; None where the host's clock can't tell (on a GPU)."""
     bytes_sent: int = 0
@@ -43,6 +59,8 @@ class StepReport:
     """Steps of others between reading the weights and changing them."""
     dropped: bool = False
     """Left out of the weights: the part is to be computed again."""
+    left_out: tuple[int, ...] = ()
+    """In lockstep: how many samples at the end of its share each worker left out, by rank; empty: none."""
     resolved: bool = True
     """False until it is known whether the part is in the weights; a learner may set it from any thread,
     as the last thing it sets."""
@@ -63,11 +81,13 @@ def gradients(
     *,
     total: Sum | None = None,
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
+    enough: Callable[[int], bool] = lambda index: False,
 ) -> tuple[float | Tensor, float | Tensor]:
     """Put this share's gradients in place; its weight, and the weighted sum of its losses.
 
     `total` adds a weight up over workers where the job gives its own; `local` opens a context in which
-    a backward is not yet shared.
+    a backward is not yet shared; `enough` says, before each micro-batch but the first, that the rest is
+    left out.
     """
     if trainee.tables is not None:
         trainee.tables.now = share.step
@@ -82,6 +102,9 @@ def gradients(
     losses: float | Tensor = 0.0
     last = len(share.batches) - 1
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
+        if index and enough(index):
+            weights = weights[:index]
+            break
         with local() if index < last else nullcontext():
             if weight == 0:
                 _take_part(trainee)

@@ -104,9 +104,15 @@ class Trainee:
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not _ended(self.scheduler):
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _ended(scheduler: LRScheduler) -> bool:
+    """A schedule of a fixed length is over; steps that make up for samples left out come after it."""
+    total = getattr(scheduler, "total_steps", None)
+    return total is not None and scheduler.last_epoch >= total
 
 
 ANCHOR = "manyhands_anchor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from manyhands.errors import CheckpointError
 from manyhands.state import checkpoints
-from manyhands.state.checkpoints import MANIFEST, digest, final, newest, partial, steps, verify
+from manyhands.state.checkpoints import MANIFEST, facts_of, final, newest, partial, steps, verify
 
 COURSE = {"epoch": 1, "step": 3, "committed": [[0, 4]]}
 
@@ -24,7 +25,7 @@ def save(run: Path, step: int, text: str = "weights") -> Path:
     folder.mkdir(parents=True)
     (folder / "a.distcp").write_text(f"{text} of {step}" * 100)
     (folder / ".metadata").write_text("meta")
-    facts = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in folder.iterdir()}
+    facts = {p.name: facts_of(p) for p in folder.iterdir()}
     return checkpoints.commit(
         run, step, files=facts, course=COURSE, strategy="allreduce", workers=2
     )
@@ -65,7 +66,7 @@ def garble(path: Path) -> None:
 
 DAMAGES = [
     (truncate, r"a\.distcp has 1,299 bytes and should have 1,300"),
-    (flip, r"a\.distcp is damaged: its SHA-256"),
+    (flip, r"a\.distcp is damaged: its checksum"),
     (lambda path: (path / "a.distcp").unlink(), r"not a whole checkpoint: .*a\.distcp"),
     (lambda path: (path / ".metadata").unlink(), r"not a whole checkpoint: .*\.metadata"),
     (lambda path: (path / MANIFEST).unlink(), r"not a whole checkpoint: .*manifest\.json"),
@@ -78,7 +79,7 @@ DAMAGES = [
     (lambda path: rewrite(path, course=None), r"manifest\.json is not a manifest: .*'course'"),
     (lambda path: rewrite(path, files=[1]), r"manifest\.json is not a manifest"),
     (lambda path: rewrite(path, files={"a.distcp": {}}), r"manifest\.json is not a manifest"),
-    (lambda path: rewrite(path, format=99), r"by a newer manyhands \(format 99, .* up to 1\)"),
+    (lambda path: rewrite(path, format=99), r"by a newer manyhands \(format 99, .* up to 2\)"),
 ]
 
 
@@ -248,3 +249,17 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 8, "it was to be killed while it saves"
+
+
+def test_a_checkpoint_of_the_first_format_is_sound(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["format"] = 1
+    for name, facts in manifest["files"].items():
+        del facts["crc32"]
+        facts["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert verify(folder).step == 3
+    flip(folder)
+    with pytest.raises(CheckpointError, match="damaged"):
+        verify(folder)

@@ -24,7 +24,7 @@ from manyhands.strategies.single import Single
         ("allreduce(bucket=3)", "no option 'bucket'; did you mean 'bucket_mb'"),
         ("allreduce(bucketmb=3)", "did you mean 'bucket_mb'"),
         ("allreduce(table=shared)", "did you mean 'tables'"),
-        ("allreduce(q=3)", r"no option 'q'\. Its options: bucket_mb, tables"),
+        ("allreduce(q=3)", r"no option 'q'\. Its options: bucket_mb, drop, tables"),
         ("single(workers=2)", "single has no option 'workers'. It has none"),
         ("allreduce(bucket_mb=big)", "bucket_mb must be a whole number, and is 'big'"),
         ("allreduce(bucket_mb=2.5)", "bucket_mb must be a whole number, and is 2.5"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.train.course import StepPlan
 from manyhands.train.leases import shares
 from manyhands.train.pace import KNOWN_AFTER_S, LEAST, WORTH, Pace
 
@@ -79,3 +80,11 @@ def test_a_pause_that_no_share_makes_shorter() -> None:
         pace.note("a", counts[0], 0.001 * counts[0])
         pace.note("b", counts[1], 0.2)
     assert counts[1] <= 5
+
+
+def test_who_is_too_slow_for_a_share_gets_a_sample_now_and_then() -> None:
+    plan = StepPlan(1, 0, ((0, 10),))
+    assert plan.share_out([1.0, 1e-4, 0.0]) == [[(0, 10)], [], []]
+    assert plan.share_out([1.0, 1e-4, 0.0], least=1) == [[(0, 9)], [(9, 10)], []]
+    assert plan.share_out([1.0, 1.0], least=1) == plan.share_out([1.0, 1.0])
+    assert StepPlan(1, 0, ((0, 1),)).share_out([1.0, 1e-4], least=1) == [[(0, 1)], []]

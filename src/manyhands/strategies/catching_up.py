@@ -1,0 +1,181 @@
+"""How a new worker gets the state while the others go on computing.
+
+It takes part in every step from the first on, with no samples: it hears the sum of the gradients, as all
+do, and keeps it. Meanwhile a copy of the state, as it was when the newcomer came, travels to it beside the
+training (`Lender`, on the worker that has it; `CatchingUp`, on the new one). When that is here, the newcomer
+makes all the updates that it has kept, in order, and has the weights of the others, bit for bit: they
+came from the same state by the same sums. From then on it gets samples.
+
+Cost: for the others the copy of the state in memory, once, as for a checkpoint. For the newcomer memory for
+the gradients of as many steps as the state takes to travel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.cluster.view import Me, View
+from manyhands.errors import LinkError, ManyhandsError
+from manyhands.state.flat import blanks, flatten, rebuild
+from manyhands.state.saver import Stateful, put_state
+from manyhands.strategies.peers import batches, pour
+from manyhands.train.trainee import Trainee
+from manyhands.wire import Limits, Link, Listener, connect
+
+RETRY_S = 0.5
+"""How long one attempt to find the lender may take."""
+LIMITS = Limits(head_bytes=64 << 20, payload_bytes=1 << 40)
+
+
+class Lender:
+    """Sends a state to newcomers, in threads beside the training."""
+
+    def __init__(self, me: Me, view: View, state: dict[str, Any], *, newcomers: int) -> None:
+        assert me.board is not None
+        self._text, self._tensors = flatten(state)
+        self._waited_for = newcomers
+        self._listener = _listen(me, view)
+        self._links: list[Link] = []
+        self._closed = False
+        me.board.post(_key(view), self._listener.address)
+        threading.Thread(target=self._accept, name="lender", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._listener.close()
+        for link in list(self._links):
+            link.close()
+        self._tensors = []
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link = self._listener.accept()
+            except LinkError:
+                return
+            self._links.append(link)
+            if self._closed:
+                link.close()
+                return
+            threading.Thread(target=self._send, args=(link,), name="lends", daemon=True).start()
+
+    def _send(self, link: Link) -> None:
+        with suppress(LinkError):  # whoever it was for is gone, or the view is over
+            link.send({"k": "state", "text": self._text})
+            for batch in batches(self._tensors):
+                flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch])
+                link.send({"k": "numbers"}, flat.numpy().data)
+            with suppress(LinkError):
+                link.recv()  # it closes, and so has read everything
+            self._waited_for -= 1
+            if not self._waited_for:
+                self.close()
+
+
+class CatchingUp:
+    """On its way to the state of the others."""
+
+    def __init__(self, me: Me, view: View, trainee: Trainee, learner: Stateful) -> None:
+        self._me, self._view = me, view
+        self._trainee, self._learner = trainee, learner
+        self._kept: list[list[Tensor | None]] = []
+        self._link: Link | None = None
+        self._closed = False
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._fetch, name="catching-up", daemon=True).start()
+
+    def keep(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters have the gradients of a step, summed up over all."""
+        self._kept.append([None if p.grad is None else p.grad.clone() for p in parameters])
+
+    def caught_up(self, parameters: Sequence[Tensor], *, wait_s: float = 0.0) -> bool:
+        """Make the updates that were kept, if the state that they begin from is here. Raises what went wrong
+        with it."""
+        if not self._over.wait(wait_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        for gradients in self._kept:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._trainee.update()
+        self._kept = []
+        return True
+
+    def close(self) -> None:
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+        self._over.wait()  # else it might still change the weights
+
+    def _fetch(self) -> None:
+        try:
+            self._load(self._receive())
+        except (ManyhandsError, RuntimeError, ValueError, KeyError) as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _receive(self) -> Any:
+        with self._find() as link:
+            text = str(link.recv().head["text"])
+            tensors = blanks(text)
+            for batch in batches(tensors):
+                size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
+                flat = torch.empty(size, dtype=torch.uint8)
+                room = flat.numpy().data
+                link.recv(place=lambda head, nbytes, room=room: room)  # type: ignore[misc]
+                pour(flat, batch)
+        return rebuild(text, tensors)
+
+    def _find(self) -> Link:
+        """A link to whoever lends the state; tried until it answers, or nobody wants it any more."""
+        me = self._me
+        assert me.board is not None
+        deadline = time.monotonic() + me.timeouts.view_s
+        while True:
+            try:
+                address = me.board.fetch(_key(self._view), timeout_s=RETRY_S)
+                self._link = _dial(me, address)
+                if not self._closed:
+                    return self._link
+            except LinkError:
+                if time.monotonic() > deadline:
+                    raise
+            if self._closed or me.view_changing:
+                raise LinkError("The view is over.")
+
+    def _load(self, state: Any) -> None:
+        # Nobody else looks at the weights of a worker that is on its way.
+        if not self._closed:
+            put_state(state, self._trainee, self._learner, tables=False)
+
+
+def _key(view: View) -> str:
+    return f"state/{view.number}"
+
+
+def _listen(me: Me, view: View) -> Listener:
+    if view.one_host:
+        return Listener(f"unix:{me.scratch}/state-{me.name}-{view.number}", limits=LIMITS)
+    address = f"tcp://{me.host}:0"
+    if me.credentials is None or me.trust_network:
+        return Listener(address, secret=me.secret, limits=LIMITS)
+    return Listener(address, credentials=me.credentials, limits=LIMITS)
+
+
+def _dial(me: Me, address: str) -> Link:
+    how: dict[str, Any] = {"timeout_s": RETRY_S, "limits": LIMITS}
+    if address.startswith("unix:"):
+        return connect(address, **how)
+    if me.credentials is None or me.trust_network:
+        return connect(address, secret=me.secret, name=me.name, **how)
+    return connect(address, credentials=me.credentials, **how)
