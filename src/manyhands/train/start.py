@@ -64,6 +64,7 @@ def train(
                 control=control,
                 keys=options.manner.needs_keys and not options.trust_network,
             ) as coordinator:
+                run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
                 conductor = Conductor(
                     coordinator,
