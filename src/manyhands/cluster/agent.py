@@ -20,7 +20,6 @@ import secrets
 import shutil
 import signal
 import ssl
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.interfaces import reach
-from manyhands.cluster.launchers.base import Start
+from manyhands.cluster.launchers.base import AGENT, Start
 from manyhands.cluster.launchers.local import LocalHandle, LocalLauncher
 from manyhands.cluster.log_stream import CHUNK_BYTES, LogStream
 from manyhands.cluster.machine import Machine
@@ -67,7 +66,7 @@ class Agent:
         self._address = address
         self._credentials: Credentials | None = None
         if authority is not None:
-            self._credentials = authority.issue(f"agent-{self.machine.host}"[:64])
+            self._credentials = authority.issue(f"{AGENT}{self.machine.host}"[:64])
         self._process = secrets.token_hex(8)
         self._engaged = False
         self._signals: list[str] = []
@@ -179,7 +178,8 @@ class Agent:
         answer = link.recv(timeout_s=self.timeouts.host_s).head
         match answer:
             case {"kind": "engaged"}:
-                engagement = Engagement(link, address, answer, self._signals)
+                terms = {**answer, "identity": self.machine.identity}
+                engagement = Engagement(link, address, terms, self._signals)
                 if not self._engaged:
                     slots = self.entry.slots
                     self._say(
@@ -212,9 +212,9 @@ class Agent:
         return code
 
     def _say(self, text: str) -> None:
-        # One write: lines of several processes on one terminal stay whole.
-        sys.stdout.write(f"{self.machine.host} {text}\n")
-        sys.stdout.flush()
+        # One write, also from a signal's handler: lines of several processes on one terminal stay whole.
+        with suppress(OSError):
+            os.write(1, f"{self.machine.host} {text}\n".encode())
 
 
 class Engagement:
@@ -320,8 +320,9 @@ class Scratch:
         if terms["scratch"] is not None:  # the coordinator is on this host, and it is its
             self.path = Path(terms["scratch"])
             return
-        folder = Path(tempfile.gettempdir())
-        self.path = folder / f"manyhands-{os.getuid()}-{terms['token']}-{terms['host']}"
+        # Short: the path of a unix socket has about a hundred bytes.
+        name = f"manyhands-{terms['token']}-{terms['identity'][:8]}"
+        self.path = Path(tempfile.gettempdir()) / name
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
         if self.path.stat(follow_symlinks=False).st_uid != os.getuid():

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -50,6 +50,8 @@ class Post(ABC):
         self.host = host
         """The name that no other machine has here."""
         self.sees_run = True
+        self.settled = True
+        """It can start members."""
         self.lost = False
         self.leaving = False
         """Its process was asked to end: nobody else is started there."""
@@ -62,7 +64,8 @@ class Post(ABC):
 
     @property
     def free(self) -> int:
-        return 0 if self.lost or self.leaving else self.entry.slots - len(self.here)
+        usable = self.settled and not self.lost and not self.leaving
+        return self.entry.slots - len(self.here) if usable else 0
 
     def takes(self, role: str, *, any_role: bool) -> bool:
         """`any_role`: nobody has said where servers go."""
@@ -140,6 +143,7 @@ class AgentPost(Post):
         self.process = process
         """The same when this agent dials again, and no other's."""
         self.link = link
+        self.settled = False
         self.heard = time.monotonic()
         self._ground = ground
         self._handles: dict[str, RemoteHandle] = {}
@@ -168,7 +172,7 @@ class AgentPost(Post):
             raise ManyhandsError(f"{start.name} can't be started: {reason}")
         return handle
 
-    def listen(self) -> str:
+    def listen(self, on_settled: Callable[[AgentPost], None]) -> str:
         """Take what the agent says, until it says no more; why."""
         limit_s = self._ground.timeouts.host_s
         while True:
@@ -181,6 +185,9 @@ class AgentPost(Post):
             self.heard = time.monotonic()
             handle = self._handles.get(str(message.head.get("name")))
             match message.head:
+                case {"kind": "settled", "sees_run": bool(sees_run)}:
+                    self.sees_run, self.settled = sees_run, True
+                    on_settled(self)
                 case {"kind": "started", "pid": int(pid)} if handle is not None:
                     handle.pid = pid
                     handle.answered.set()
@@ -260,7 +267,7 @@ class AgentLauncher(Launcher):
         enough = self._least is not None and self.slots(WORKER) >= self._least
         if not missing or (enough and waited > timeouts.grace_s):
             self._complete = True
-            self.spans_hosts = len({post.host for post in self._posts}) > 1
+            self.spans_hosts = len({post.host for post in self._all}) > 1
             if self.spans_hosts:
                 self.ground.tell(self._introduction())
             return True
@@ -280,15 +287,16 @@ class AgentLauncher(Launcher):
 
     @property
     def _missing(self) -> list[Entry]:
-        there = {post.entry.rank for post in self._posts if not post.lost}
+        there = {post.entry.rank for post in self._all if post.settled and not post.lost}
         wanted = (entry for entry in self.spec.entries if entry.role != EVALUATOR)
         return [entry for entry in wanted if entry.rank not in there]
 
     def _introduction(self) -> str:
         """Who takes part, and over which interface, said once."""
         told = []
-        for host in dict.fromkeys(post.host for post in self._posts):
-            posts = [post for post in self._posts if post.host == host]
+        everywhere = self._all
+        for host in dict.fromkeys(post.host for post in everywhere):
+            posts = [post for post in everywhere if post.host == host]
             num_slots = sum(post.entry.slots for post in posts)
             told.append(f"{host} ({posts[0].machine}, {num_slots} slot{'s' * (num_slots != 1)})")
         return f"hosts: {', '.join(told)}; reached over {self._own.reach}"
@@ -296,15 +304,12 @@ class AgentLauncher(Launcher):
     def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
         try:
             post = self._engage(link, hello)
-        except (KeyError, TypeError, ValueError):
-            link.close()  # not one of ours
-            return
-        except LinkError:
-            link.close()
+        except (LinkError, KeyError, TypeError, ValueError, AttributeError):
+            link.close()  # it is gone, or not one of ours
             return
         if post is None:
             return
-        why = post.listen()
+        why = post.listen(self._on_settled)
         with self._lock:
             there = post in self._posts
             if there:
@@ -312,6 +317,13 @@ class AgentLauncher(Launcher):
         post.give_up()
         if there and not self._over.is_set():
             self.ground.tell(f"{post.host} is lost: its agent {why}")
+
+    def _on_settled(self, post: AgentPost) -> None:
+        """It can start members now."""
+        if not is_loopback(post.link.own_host or "127.0.0.1") and not self._complete:
+            self._own.reach = reach(post.link.own_host)  # where it has found us, others will
+        if self._complete:
+            self.ground.tell(f"{post.host} has come, with {post.machine}")
 
     def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentPost | None:
         """Let an agent in, or tell it why not."""
@@ -330,18 +342,21 @@ class AgentLauncher(Launcher):
             self._turn_away(link, text)
             return None
         with self._lock:
-            old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
-            if isinstance(old, AgentPost) and old.process == hello["process"]:
-                old.link.close()  # it has given up that link itself
-            elif old is not None:
-                link.send({"kind": "taken", "by": old.host})
-                link.close()
-                return None
             if self._ground is None or self._over.is_set():
                 link.close()
                 return None
             host = self._name_of(machine)
             post = AgentPost(entry, machine, host, link, self._ground, process=hello["process"])
+            old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
+            if isinstance(old, AgentPost) and old.process == post.process:
+                self._posts.remove(old)  # it has given up that link itself
+                old.give_up()
+            elif old is not None:
+                link.send({"kind": "taken", "by": old.host})
+                link.close()
+                return None
+            self._posts.append(post)
+            self._posts.sort(key=lambda post: post.entry.rank)
         link.send(
             {
                 "kind": "engaged",
@@ -354,15 +369,6 @@ class AgentLauncher(Launcher):
                 "host_s": self._ground.timeouts.host_s,
             }
         )
-        settled = link.recv(timeout_s=self._ground.timeouts.host_s).head
-        post.sees_run = bool(settled["sees_run"])
-        if not is_loopback(link.own_host or "127.0.0.1") and self._own.reach.interface == "lo":
-            self._own.reach = reach(link.own_host)  # where it has found us, others will
-        with self._lock:
-            self._posts.append(post)
-            self._posts.sort(key=lambda post: post.entry.rank)
-        if self._complete:
-            self._ground.tell(f"{host} has come, with {machine}")
         return post
 
     def _turn_away(self, link: Link, text: str) -> None:
@@ -391,10 +397,9 @@ class AgentLauncher(Launcher):
 
     def _beat(self) -> None:
         while not self._over.wait(self.ground.timeouts.beat_s):
-            with self._lock:
-                posts = [post for post in self._posts if isinstance(post, AgentPost)]
-            for post in posts:
-                post.say("beat")
+            for post in self._remote:
+                if post.settled:  # else it waits for another word
+                    post.say("beat")
 
     # Members ----------------------------------------------------------------------------------
 
@@ -412,21 +417,20 @@ class AgentLauncher(Launcher):
                 raise ManyhandsError(trouble)
             post = min(free, key=lambda post: self._num_on(post.host, start.role))
             tried.add(id(post))
-            num_slots = sum(p.entry.slots for p in self._posts if p.host == post.host)
+            num_slots = sum(p.entry.slots for p in self._all if p.host == post.host)
             try:
                 return post.place(start, threads=max(1, post.machine.cores // max(1, num_slots)))
             except ManyhandsError as error:
                 trouble = str(error)
 
     def _fitting(self, role: str) -> list[Post]:
-        with self._lock:
-            any_role = not self.spec.servers
-            return [post for post in self._posts if post.takes(role, any_role=any_role)]
+        any_role = not self.spec.servers
+        return [post for post in self._all if post.takes(role, any_role=any_role)]
 
     def _num_on(self, host: str, role: str) -> int:
         return sum(
             post.members[name][2] == role
-            for post in self._posts
+            for post in self._all
             if post.host == host
             for name in post.here
         )
@@ -455,6 +459,10 @@ class AgentLauncher(Launcher):
             post.link.close()
 
     @property
-    def _remote(self) -> list[AgentPost]:
+    def _all(self) -> list[Post]:
         with self._lock:
-            return [post for post in self._posts if isinstance(post, AgentPost)]
+            return list(self._posts)
+
+    @property
+    def _remote(self) -> list[AgentPost]:
+        return [post for post in self._all if isinstance(post, AgentPost)]
