@@ -14,8 +14,16 @@ from manyhands.testing.lab import Host
 WITHIN_S = 20.0
 
 
-def left_over(number: int) -> list[str]:
-    """Whatever is there of a lab."""
+def record_of(number: int) -> records.Record:
+    """Of a lab that is there."""
+    return next(r for r in records.records() if r.layout.number == number)
+
+
+def left_over(record: records.Record) -> list[str]:
+    """Whatever is there of a lab. Where another program has its number by now, that is nothing."""
+    number = record.layout.number
+    if any(r.layout.number == number and r != record for r in records.records()):
+        return []
     prefix = f"manyhands-{number}-"
     namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     files = list(network.FILES.glob(f"{prefix}*"))

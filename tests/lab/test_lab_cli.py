@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import left_over, python, until
 
+from hosts import left_over, python, record_of, until
 from manyhands.cli.main import main
-from manyhands.cluster.lab.records import records
 
 ALL_REDUCE = """
 import socket
@@ -56,7 +55,6 @@ def test_an_all_reduce_over_three_hosts(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path: Path) -> None:
-    number = lowest_free()
     command = f"""
         cd {tmp_path}; echo "rank $RANK of $WORLD_SIZE"; touch $RANK
         while [ $RANK = 1 ]; do [ -e 0 ] && [ -e 2 ] && exit 3; sleep 0.01; done
@@ -69,23 +67,22 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path: Path) 
         assert f"host-{rank} | rank {rank} of 3\n" in done.stdout
     codes = {name: int(code) for name, code, _, _ in LINE.findall(done.stdout)}
     assert codes == {"host-0": 128 + 15, "host-1": 3, "host-2": 128 + 15}
-    assert left_over(number) == []
 
 
 def test_sigterm_asks_the_hosts_to_end() -> None:
-    number = lowest_free()
-    save = 'trap "echo saved; exit 0" TERM; echo ready; sleep 1000 & wait'
+    save = 'trap "echo saved; exit 0" TERM; echo $TORCHELASTIC_RUN_ID; sleep 1000 & wait'
     with start("run", "--hosts", "2", "--", "sh", "-c", save) as process:
         assert process.stdout is not None
-        assert {process.stdout.readline() for _ in range(2)} == {
-            "host-0 | ready\n",
-            "host-1 | ready\n",
-        }
+        first, second = sorted(process.stdout.readline() for _ in range(2))
+        number = int(first.removeprefix("host-0 | lab-"))
+        assert second == f"host-1 | lab-{number}\n"
+        record = record_of(number)
+        assert left_over(record)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     assert sorted(out.splitlines()) == ["host-0 | saved", "host-1 | saved"]
-    assert left_over(number) == []
+    assert left_over(record) == []
 
 
 def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +94,7 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.match(r"lab (\d+): 3 hosts, 100mbit, .*kept until taken down", up)
     assert found
     this = ("--lab", found[1])
+    record = record_of(int(found[1]))
     named = say("exec", *this, "host-2", "--", "sh", "-c", "hostname; exit 7")
     assert (named.stdout, named.returncode) == ("host-2\n", 7)
     send = "import socket; socket.socket(type=2).sendto(bytes(958), ('host-2', 9))"
@@ -114,7 +112,7 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
         until(lambda: "1 running" in told("status", *this))
         assert told("down", *this) == f"lab {found[1]} is gone\n"
         assert sleeper.wait(10) == -signal.SIGKILL
-    assert left_over(int(found[1])) == []
+    assert left_over(record) == []
 
 
 @pytest.mark.parametrize(
@@ -124,6 +122,7 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--loss", "1%"], "--loss: a lab can't delay or lose single packets"),
         (["up", "--bandwidth", "100mbps"], "such as 100mbit"),
         (["run", "--hosts", "2"], "manyhands lab run -- hostname"),
+        (["exec", "host-0", "--lab", "255", "--", "true"], "--lab would be the command"),
         (["run", "--", "nonesuch"], "no program 'nonesuch'"),
         (["exec", "--lab", "255", "host-0", "--", "true"], "There is no lab"),
     ],
@@ -135,9 +134,3 @@ def test_what_cant_be_is_refused(
     said = capsys.readouterr()
     assert told in said.err
     assert said.out == ""
-
-
-def lowest_free() -> int:
-    """The number that the next lab gets, if no other program makes one meanwhile."""
-    taken = {record.layout.number for record in records()}
-    return min(set(range(256)) - taken)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from hosts import left_over
 
-from manyhands.cluster.lab.records import Owner, records, this_process
+from hosts import left_over, record_of, until
+from manyhands.cluster.lab.records import Owner, Record, records
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab
 
 OWNER = """
-import json, sys, time
+import json, time
 from manyhands.testing.lab import Lab
 with Lab(hosts=2) as lab, Lab(hosts=1) as other:
     host = lab.hosts[0]
@@ -37,7 +35,7 @@ class Program:
     """One that has two labs, and waits for a process on a host."""
 
     process: subprocess.Popen[str]
-    labs: tuple[int, int]
+    labs: tuple[Record, Record]
     started: int
     pids: list[int]
 
@@ -50,7 +48,7 @@ def program() -> Iterator[Program]:
         try:
             assert process.stdout is not None
             first, second, started, pids = json.loads(process.stdout.readline())
-            yield Program(process, (first, second), started, pids)
+            yield Program(process, (record_of(first), record_of(second)), started, pids)
         finally:
             process.kill()
 
@@ -77,30 +75,29 @@ def test_the_next_lab_removes_what_a_killed_program_left_over() -> None:
         assert harness.gone([owner.started])  # the kernel saw to that
         assert all(left_over(lab) for lab in owner.labs)
         assert not harness.gone(owner.pids, within_s=0)
-        with Lab(hosts=1) as lab:
-            for number in set(owner.labs) - {lab.number}:
-                assert left_over(number) == []
-        assert [left_over(number) for number in owner.labs] == [[], []]
-        assert harness.gone(owner.pids, within_s=0)
+        with Lab(hosts=1):
+            assert harness.gone(owner.pids, within_s=0)
+        assert [left_over(lab) for lab in owner.labs] == [[], []]
 
 
 def test_down_all_spares_the_labs_of_living_programs() -> None:
     if theirs := [record.layout.number for record in records() if record.owner is None]:
         pytest.skip(f"labs {theirs} are somebody's, and would go, too")
     with program() as dead, program() as living:
-        kept = Lab(hosts=1).up().number
+        kept = Lab(hosts=1).up().record
         dead.process.kill()
         dead.process.wait(20)
         done = say("down", "--all")
         assert done.returncode == 0, done.stderr
-        for number in (*dead.labs, kept):
-            assert f"lab {number} is gone\n" in done.stdout
-            assert left_over(number) == []
+        for lab in (*dead.labs, kept):
+            assert left_over(lab) == []
+        assert f"lab {kept.layout.number} is gone\n" in done.stdout
         assert harness.gone(dead.pids, within_s=0)
-        for number in living.labs:
+        for lab in living.labs:
+            number = lab.layout.number
             assert f"lab {number} stays: of process {living.process.pid}" in done.stdout
-            assert left_over(number)
-        refused = say("down", "--lab", str(living.labs[0]))
+            assert left_over(lab)
+        refused = say("down", "--lab", str(living.labs[0].layout.number))
         assert refused.returncode == 2
         assert f"of process {living.process.pid}" in refused.stderr
         assert living.process.poll() is None
@@ -110,13 +107,10 @@ def test_down_all_spares_the_labs_of_living_programs() -> None:
 
 
 def test_an_owner_is_a_process_and_when_it_began() -> None:
-    me = this_process()
-    assert me.lives
-    assert not Owner(me.pid, me.started + 1).lives  # another one that got the same number
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    time.sleep(0.05)  # a zombie has the number still
-    zombie = Owner(child, me.started)
-    assert not zombie.lives
-    os.waitpid(child, 0)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        owner = Owner.of(process.pid)
+        assert owner.lives
+        assert not Owner(owner.pid, owner.started + 1).lives  # another that got the same number
+        process.kill()
+        until(lambda: not owner.lives)  # though its number is not free before it is waited for
+        assert process.returncode is None

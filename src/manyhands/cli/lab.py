@@ -12,13 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from manyhands.cluster.lab import Host, Lab
 from manyhands.cluster.lab.everywhere import everywhere
 from manyhands.cluster.lab.lab import remove_all
 from manyhands.cluster.lab.layout import bandwidth_text
-from manyhands.cluster.lab.records import Record, records
+from manyhands.cluster.lab.records import records
 from manyhands.errors import Interrupted, UsageError
 from manyhands.watch.units import duration, plural, size
 
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     lab = _new(arguments).up()
     _show(lab)
-    print(f"\nA shell on a host:  manyhands lab exec host-0{_which(lab)} -- bash")
+    print(f"\nA shell on a host:  manyhands lab exec{_which(lab)} host-0 -- bash")
     print(f"Take it down:       manyhands lab down{_which(lab)}")
     return 0
 
@@ -165,11 +165,9 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _exec(arguments: argparse.Namespace) -> int:
-    lab = Lab.open(arguments.lab)
+def _exec(arguments: argparse.Namespace) -> NoReturn:
     command = _command(arguments, f"exec {arguments.host}")
-    lab.host(arguments.host).become(command)
-    raise AssertionError("this process is the command now")
+    Lab.open(arguments.lab).host(arguments.host).become(command)
 
 
 def _cut(arguments: argparse.Namespace) -> int:
@@ -192,14 +190,14 @@ def _down(arguments: argparse.Namespace) -> int:
         for record in removed:
             print(f"lab {record.layout.number} is gone")
         for record in kept:
-            print(f"lab {record.layout.number} stays: {_whose(record)}")
+            print(f"lab {record.layout.number} stays: {record.whose}")
         if not removed and not kept:
             print("There is no lab.")
         return 0
     lab = Lab.open(arguments.lab)
     number, owner = lab.number, lab.record.owner
     if owner is not None:
-        raise UsageError(f"Lab {number} is {_whose(lab.record)}: it goes when that process ends.")
+        raise UsageError(f"Lab {number} is {lab.record.whose}: it goes when that process ends.")
     lab.down()
     print(f"lab {number} is gone")
     return 0
@@ -249,6 +247,11 @@ def _new(arguments: argparse.Namespace) -> Lab:
 
 def _command(arguments: argparse.Namespace, verb: str) -> Sequence[str]:
     words: list[str] = arguments.command
+    if words and words[0].startswith("-") and words[0] != "--":
+        raise UsageError(
+            f"{words[0]} would be the command: write options first, then what is run, such as  "
+            f"manyhands lab {verb} -- hostname"
+        )
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         raise UsageError(f"What shall be run? Write it after --:  manyhands lab {verb} -- hostname")
@@ -259,7 +262,7 @@ def _show(lab: Lab) -> None:
     record = lab.record
     print(
         f"lab {lab.number}: {plural(len(lab.hosts), 'host')}, {bandwidth_text(record.bits)}, "
-        f"up for {duration(time.time() - record.made)}, {_whose(record)}"
+        f"up for {duration(time.time() - record.made)}, {record.whose}"
     )
     cells = max(len(host.name) for host in lab.hosts)
     for host in lab.hosts:
@@ -277,10 +280,6 @@ def _cuts(lab: Lab) -> str:
 def _bytes(host: Host) -> str:
     traffic = host.traffic()
     return f"sent {size(traffic.sent_bytes):>9}  received {size(traffic.received_bytes):>9}"
-
-
-def _whose(record: Record) -> str:
-    return f"of process {record.owner.pid}" if record.owner else "kept until taken down"
 
 
 def _which(lab: Lab) -> str:

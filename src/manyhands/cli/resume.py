@@ -76,8 +76,8 @@ def _resume(
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
-    for name in ("chaos", "on", *MEANT_FOR):
-        resolved.forget(name)  # asked for anew each time
+    for flag in ("chaos", "on", *MEANT_FOR):
+        resolved.forget(flag)  # asked for anew each time
     before = config["options"].get("on", {}).get("value", "local")
     if (resolved.get("on", "local"), before) != ("local", "local"):
         resolved.forget("control")  # an address of hosts that may be others now

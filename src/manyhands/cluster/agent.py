@@ -20,7 +20,6 @@ import secrets
 import shutil
 import signal
 import ssl
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.interfaces import reach
-from manyhands.cluster.launchers.base import Start
+from manyhands.cluster.launchers.base import AGENT, Start
 from manyhands.cluster.launchers.local import LocalHandle, LocalLauncher
 from manyhands.cluster.log_stream import CHUNK_BYTES, LogStream
 from manyhands.cluster.machine import Machine
@@ -44,7 +43,7 @@ LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
 DIAL_S = 5.0
 """Of one attempt; in between it says that it waits."""
 SAY_EVERY_S = 10.0
-GONE_S = 8.0
+GONE_S = 4.0
 """Whose port is closed for so long, and was open before, has ended."""
 LAST_WORDS_S = 2.0
 """What a member has printed before its end has been read and sent."""
@@ -67,7 +66,7 @@ class Agent:
         self._address = address
         self._credentials: Credentials | None = None
         if authority is not None:
-            self._credentials = authority.issue(f"agent-{self.machine.host}"[:64])
+            self._credentials = authority.issue(f"{AGENT}{self.machine.host}"[:64])
         self._process = secrets.token_hex(8)
         self._engaged = False
         self._signals: list[str] = []
@@ -102,7 +101,8 @@ class Agent:
                     address = reader.wait(DIAL_S if address is None else 0, other_than=None)
                 if address is not None:
                     try:
-                        return address, self._connect(address)
+                        left_s = began + limit_s - time.monotonic()
+                        return address, self._connect(address, max(0.1, min(DIAL_S, left_s)))
                     except LinkTimeout as error:
                         cause = error.__cause__
                         trouble = str(getattr(cause, "strerror", None) or cause or error)
@@ -126,12 +126,12 @@ class Agent:
                     said = now
                     self._say(f"waits for the coordinator at {where} ({trouble})")
 
-    def _connect(self, address: str) -> Link:
+    def _connect(self, address: str, timeout_s: float) -> Link:
         try:
             return connect(
                 address,
                 credentials=self._credentials,
-                timeout_s=DIAL_S,
+                timeout_s=timeout_s,
                 peer="the coordinator",
                 limits=LIMITS,
             )
@@ -178,7 +178,8 @@ class Agent:
         answer = link.recv(timeout_s=self.timeouts.host_s).head
         match answer:
             case {"kind": "engaged"}:
-                engagement = Engagement(link, address, answer, self._signals)
+                terms = {**answer, "identity": self.machine.identity}
+                engagement = Engagement(link, address, terms, self._signals)
                 if not self._engaged:
                     slots = self.entry.slots
                     self._say(
@@ -211,9 +212,9 @@ class Agent:
         return code
 
     def _say(self, text: str) -> None:
-        # One write: lines of several processes on one terminal stay whole.
-        sys.stdout.write(f"{self.machine.host} {text}\n")
-        sys.stdout.flush()
+        # One write, also from a signal's handler: lines of several processes on one terminal stay whole.
+        with suppress(OSError):
+            os.write(1, f"{self.machine.host} {text}\n".encode())
 
 
 class Engagement:
@@ -319,8 +320,9 @@ class Scratch:
         if terms["scratch"] is not None:  # the coordinator is on this host, and it is its
             self.path = Path(terms["scratch"])
             return
-        folder = Path(tempfile.gettempdir())
-        self.path = folder / f"manyhands-{os.getuid()}-{terms['token']}-{terms['host']}"
+        # Short: the path of a unix socket has about a hundred bytes.
+        name = f"manyhands-{terms['token']}-{terms['identity'][:8]}"
+        self.path = Path(tempfile.gettempdir()) / name
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
         if self.path.stat(follow_symlinks=False).st_uid != os.getuid():

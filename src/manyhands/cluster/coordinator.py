@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.interfaces import is_any
-from manyhands.cluster.launchers import Ground, Handle, Launcher, Start
+from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.log_stream import CHUNK_BYTES
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
@@ -335,7 +335,10 @@ class Coordinator:
         try:
             hello = link.recv(timeout_s=self.timeouts.hello_s).head
             if hello.get("kind") == "agent":
-                self.launcher.welcome(link, hello)
+                if self._over_network and not link.peer.startswith(AGENT):
+                    link.close()  # a member's certificate is none of an agent's
+                else:
+                    self.launcher.welcome(link, hello)
                 return
             with self._starting:
                 member = self.members.get(str(hello.get("member")))

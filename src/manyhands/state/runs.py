@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,25 @@ class Run:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            holder = file.read().strip()
+            holder = (file.read().splitlines() or ["?"])[0]
             file.close()
             raise RunFolderError(
                 f"{self.path} is being trained right now, by process {holder}."
             ) from None
+        file.seek(0)
+        _, *scratch = file.read().splitlines() or [""]
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
+        for folder in scratch:
+            _forget_scratch(Path(folder))
+
+    def note_scratch(self, folder: Path) -> None:
+        """Where the coordinator has its sockets: if it is killed, the next one clears them away."""
+        assert self._lock is not None
+        self._lock.write(f"{folder}\n")
+        self._lock.flush()
 
     @property
     def locked(self) -> bool:
@@ -188,3 +199,11 @@ def _fresh(root: Path, job_name: str) -> Path:
             continue
         return path
     raise RunFolderError(f"{root} has a thousand runs of this second already.")
+
+
+def _forget_scratch(folder: Path) -> None:
+    """What a coordinator that was killed has left."""
+    with suppress(OSError):
+        ours = folder.name.startswith("manyhands-") and not folder.is_symlink()
+        if ours and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -72,7 +72,7 @@ class Saver:
         state = gather_state(trained, learner, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
-        if trained.tables is not None and self._run.is_dir():
+        if trained.tables is not None and self._run.exists():
             folder = partial(self._run, step, self._writer)
             rows = table_files.begin(folder, self._run, trained.tables, self._chain)
         stall_s = time.perf_counter() - started
@@ -98,7 +98,7 @@ class Saver:
         started = time.perf_counter()
         folder = partial(self._run, step, self._writer)
         try:
-            if not self._run.is_dir():  # on another host's disk nobody would find it
+            if not self._run.exists():  # on another host's disk nobody would find it
                 raise OSError(
                     f"{self._writer} runs on {socket.gethostname()}, where there is no folder {self._run}; "
                     "keep runs on a file system that all hosts share"

@@ -60,6 +60,9 @@ class Strategy(ABC):
     goes_on: ClassVar[bool] = False
     """Training goes on in place when a member dies."""
 
+    one_batch: ClassVar[bool] = True
+    """An update is a whole global batch, so that a larger one makes fewer of them."""
+
     @property
     def shares_memory(self) -> bool:
         """Where it begins inside one host, it stays there: its members share that host's memory."""

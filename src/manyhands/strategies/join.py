@@ -147,13 +147,13 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
     """Join the workers that torchrun, srun or another has started, or be the only one."""
     cluster = look() or alone()
     place, world = cluster.me, cluster.size
-    config = make_strategy(strategy)
-    config.check(world)
     if cluster.servers or place.role == EVALUATOR or any(e.slots != 1 for e in cluster.entries):
         raise ClusterError(
             f"{cluster.source} speaks of more than workers of one process each, and join() is for those "
             "alone: who serves, evaluates or starts several is for  manyhands train JOB."
         )
+    config = make_strategy(strategy)
+    config.check(world)
     if config.needs_coordinator:
         raise SpecError(
             f"{config.name} needs a coordinator, which `manyhands train` is and join() has not. "

@@ -1,10 +1,13 @@
 """Deaths on purpose: SIGKILL of random members of real runs at random moments, and an audit of the outcome.
 
     python -m manyhands.testing.chaos --kills 4 --seeds 1
+    python -m manyhands.testing.chaos --only allreduce --kills 100 --epochs 1500     a hundred in a row
 
-An ordeal is one run with several kills. A member may die whenever the others hold all that it held: not
-before the last death is recovered from, for a block is in two places and no more. It may well die while
-another one takes somebody's place. Everything is seeded but the clock.
+An ordeal is one run with several kills, now and then a member that stands still for a moment (SIGSTOP,
+SIGCONT), and in the middle, if asked, a death of the coordinator, after which the run is resumed. A member
+may die whenever the others hold all that it held: not before the last death is recovered from, for a block
+is in two places and no more. It may well die while another one takes somebody's place. Everything is seeded
+but the clock.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -35,8 +38,14 @@ PLACEMENTS = ("colocated", "dedicated")
 KINDS = [("allreduce", "", ""), *itertools.product(MODES, TRANSPORTS, PLACEMENTS)]
 SPARE_HANDLES = 6
 """So many more files or threads than at first may be open at a moment: a connection that is being made."""
-RECOVERED_WITHIN_S = 60.0
-"""A limit for hangs, not a promise."""
+RECOVERED_WITHIN_S, DONE_WITHIN_S = 60.0, 600.0
+"""Limits for hangs, no promises."""
+PAUSES = 0.3
+"""How often a kill has a pause before it."""
+EVERY = ("--checkpoint-every", "20")
+"""Something to resume from."""
+LIKE_ALONE, NEAR_ALONE = 1e-4, 0.25
+"""How far a loss may be from that of one worker alone."""
 
 
 def case_of(mode: str, transport: str, placement: str) -> Case:
@@ -48,7 +57,7 @@ def case_of(mode: str, transport: str, placement: str) -> Case:
         spec,
         workers=2 if dedicated else 3,
         equals_single=mode in ("allreduce", "ps:sync"),
-        flags=("--max-restarts", "50"),
+        flags=("--max-restarts", "1000"),
         # Steps of unequal workers must stay small: what is computed on old weights may not blow up.
         fields={"width": 20_000, "lr": 1e-4, "pause_s": 0.03},
     )
@@ -61,6 +70,12 @@ class Ordeal:
     case: Case
     run: Path
     victims: list[str] = field(default_factory=list)
+    num_paused: int = 0
+    """Members that stood still for a moment."""
+    num_resumed: int = 0
+    """Deaths of the coordinator."""
+    num_before: int = 0
+    """Victims before the last of these: a resumed run begins with the same names."""
     pauses_s: list[float] = field(default_factory=list)
     """From each kill to the next committed step."""
     pids: set[int] = field(default_factory=set)
@@ -79,20 +94,29 @@ def suffer(
     epochs: int,
     role: str = "",
     job: str = "Regression",
+    coordinator: bool = False,
 ) -> Ordeal:
-    """Train with so many kills, of members of that role or of any."""
+    """Train with so many kills, of members of that role or of any, and of the coordinator if asked."""
     rng = random.Random(f"{seed} {case.strategy}")
     ordeal = Ordeal(case, run)
     with temporary_folder() as scratch:
-        arguments = case.arguments(job, run, epochs=epochs)
+        arguments = case.arguments(job, run, *EVERY, epochs=epochs)
         environ = {"TMPDIR": str(scratch)}
-        with harness.command(*arguments, run=run, environ=environ) as running:
+        with ExitStack() as stack:
+            running = stack.enter_context(harness.command(*arguments, run=run, environ=environ))
             running.wait_for_step(2)
-            for _ in range(kills):
+            for number in range(kills):
                 time.sleep(rng.uniform(0.0, 1.5))
+                if rng.random() < PAUSES:
+                    _pause(running, ordeal, rng)
                 if not _kill(running, ordeal, rng, role):
                     break
-            ordeal.done = running.wait()
+                if coordinator and number == kills // 2:
+                    _kill_coordinator(running, ordeal)
+                    again = harness.command("resume", str(run), run=run, environ=environ)
+                    running = stack.enter_context(again)
+                    running.wait_for(lambda events: events[-1]["event"] == "StepCommitted")
+            ordeal.done = running.wait(timeout_s=DONE_WITHIN_S)
             ordeal.pids |= {*running.pids().values(), running.process.pid}
         if not harness.gone(list(ordeal.pids)):
             ordeal.left_over.append("processes")
@@ -101,8 +125,9 @@ def suffer(
     return ordeal
 
 
-def audit(ordeal: Ordeal, *, epochs: int) -> None:
-    """It finished by itself, every sample counts once, and so does every push; nothing is left over."""
+def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = ()) -> None:
+    """It finished by itself, every sample counts once, and so does every push; nothing is left over; and
+    the losses are those of one worker `alone`, or near them where the strategy is not synchronous."""
     done, logs = ordeal.done, _logs(ordeal.run)
     assert done is not None
     assert done.code == 0, f"{done.out}\n{done.err}\n{logs}"
@@ -110,14 +135,39 @@ def audit(ordeal: Ordeal, *, epochs: int) -> None:
     lost = [e["member"] for e in done.of("MemberLost")]
     assert lost == ordeal.victims, f"{ordeal.victims} were killed, {lost} are said to be lost"
     summary = json.loads((ordeal.run / "summary.json").read_text())
-    assert summary["lost"] == len(ordeal.victims)
     pushes = summary["pushes"]
-    if pushes is not None:
+    if not ordeal.num_resumed:  # else both count from there
+        assert summary["lost"] == len(ordeal.victims)
+    if pushes is not None and not ordeal.num_resumed:
         assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
     for pid, readings in ordeal.handles.items():
         for first, last in zip(readings[0], readings[-1], strict=True):
             assert last <= first + SPARE_HANDLES, f"process {pid} leaks: files, threads {readings}"
     assert not ordeal.left_over, f"left over: {ordeal.left_over}"
+    if alone:
+        most = LIKE_ALONE if ordeal.case.equals_single else NEAR_ALONE
+        far = [abs(ours / theirs - 1) for ours, theirs in zip(done.losses, alone, strict=True)]
+        assert max(far) < most, f"step {far.index(max(far)) + 1} differs by {max(far):.2g}"
+
+
+def _pause(running: harness.Command, ordeal: Ordeal, rng: random.Random) -> None:
+    """Somebody stands still for a moment: too short to be taken for dead."""
+    member = rng.choice(list(_view(running)["members"]))
+    with suppress(ProcessLookupError):
+        running.kill(member, signal.SIGSTOP)
+        time.sleep(rng.uniform(0.1, 1.0))
+        running.kill(member, signal.SIGCONT)
+        ordeal.num_paused += 1
+
+
+def _kill_coordinator(running: harness.Command, ordeal: Ordeal) -> None:
+    """And with it all members, by themselves."""
+    ordeal.pids |= {*running.pids().values(), running.process.pid}
+    running.process.kill()
+    running.process.wait()
+    assert harness.gone(list(ordeal.pids)), "members have outlived their coordinator"
+    ordeal.num_resumed += 1
+    ordeal.num_before = len(ordeal.victims)
 
 
 def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> bool:
@@ -170,7 +220,7 @@ def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: 
             for group in spare
             for name in group
             if name.startswith(role)
-            if name not in ordeal.victims
+            if name not in ordeal.victims[ordeal.num_before :]
         ]
         if candidates:
             ordeal.pids |= set(running.pids().values())
@@ -227,19 +277,31 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=40, help="of each run (default: 40)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (default: 1)")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="strategies that begin so")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pauses: dict[str, list[float]] = {}
-    num_bad = 0
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    for seed, (mode, transport, placement) in itertools.product(seeds, KINDS):
+    kinds = [kind for kind in KINDS if kind[0].startswith(asked.only)]
+    num_bad = 0
+    with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
+        fields = {**case_of("allreduce", "", "").fields, "pause_s": 0}
+        undisturbed = harness.train(
+            "Regression", Path(folder) / "run", epochs=asked.epochs, **fields
+        )
+        alone = undisturbed.losses
+    for seed, (mode, transport, placement) in itertools.product(seeds, kinds):
         case = case_of(mode, transport, placement)
         with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
             try:
                 ordeal = suffer(
-                    case, Path(folder) / "run", seed=seed, kills=asked.kills, epochs=asked.epochs
+                    *(case, Path(folder) / "run"),
+                    seed=seed,
+                    kills=asked.kills,
+                    epochs=asked.epochs,
+                    coordinator=True,
                 )
-                audit(ordeal, epochs=asked.epochs)
+                audit(ordeal, epochs=asked.epochs, alone=alone)
             except AssertionError as error:
                 num_bad += 1
                 print(f"{case.strategy}, seed {seed}: FAILED\n{error}", flush=True)
@@ -250,7 +312,8 @@ def main() -> int:
             f"{name} {pause:.2f} s"
             for name, pause in itertools.zip_longest(ordeal.victims, ordeal.pauses_s, fillvalue=0.0)
         )
-        print(f"{case.strategy}, seed {seed}: {told}", flush=True)
+        more = f"; {ordeal.num_paused} stood still, {ordeal.num_resumed} resumed"
+        print(f"{case.strategy}, seed {seed}: {told}{more}", flush=True)
     print_pauses(pauses)
     return 1 if num_bad else 0
 

@@ -39,6 +39,7 @@ from manyhands.train.facts import (
     check_job,
     check_same,
     committed_event,
+    rate_event,
     ready_event,
     syllabus_of,
 )
@@ -157,17 +158,20 @@ class Conductor:
         first = self.crew.facts
         for other in facts.values():
             check_same(first, other)
-        syllabus = syllabus_of(first, checkpoint_every=self.options.checkpoint_every)
+        options = self.options
+        syllabus = syllabus_of(
+            first, checkpoint_every=options.checkpoint_every, scaling=options.scaling
+        )
         for name, told in facts.items():
             self.stream.emit(ready_event(name, told, syllabus))
             self.tally.unit = tuple(told["unit"])
         self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
         self._handout = make_handout(
-            self.options.manner,
+            options.manner,
             self.course,
             self.shelf,
             self._tell,
-            equal=self.options.equal_shares,
+            equal=options.equal_shares,
         )
         return self._handout
 
@@ -207,6 +211,8 @@ class Conductor:
         if not ending:
             crew.fill()
         handout.more(hold=waited_for)
+        for change in handout.course.take_changes():
+            self.stream.emit(rate_event(change, handout.course))
         if waited_for and handout.quiet:
             crew.admit()
 
@@ -291,7 +297,7 @@ class Conductor:
         crew = self.crew
         if crew.is_worker(member) and not crew.is_new(member):
             # At the first: others may take their time.
-            check_job(facts, workers=self.options.workers)
+            check_job(facts, workers=self.options.workers, scaling=self.options.scaling)
         elif crew.is_worker(member):
             assert self.course is not None
             try:
@@ -416,8 +422,7 @@ class Conductor:
 
     def _on_death(self, member: str, code: int) -> None:
         """A process has ended without a goodbye."""
-        crew, how = self.crew, self.coordinator.members[member].handle.why or signal_name(code)
-        reason = crew.reason(member, how)
+        crew, reason = self.crew, self.crew.reason(member, signal_name(code))
         failure = Failure(member, reason, exit_code=exit_status(code) or 1)
         if not self._goes_on:
             self._failures.add(failure, time.monotonic())

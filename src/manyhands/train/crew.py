@@ -160,7 +160,8 @@ class Crew:
 
     def reason(self, member: str, otherwise: str) -> str:
         """Why it ended, if anything is known but how its process did."""
-        return self._reasons.get(member, otherwise)
+        why = self._coordinator.members[member].handle.why
+        return self._reasons.get(member, why or otherwise)
 
     def lose(self, member: str, reason: str) -> bool:
         """A member has died: form the next view at once. False if no worker is left to go on."""
@@ -225,8 +226,11 @@ class Crew:
             return f"{self._options.strategy} has as many workers as it began with"
         if workers < self.view.world and not manner.may_shrink:
             return f"with {self._options.strategy} each has something that no other has"
-        if workers > fields["batch_size"]:
-            return f"they would share a global batch of {fields['batch_size']}"
+        batch = self._options.scaling.batch(fields["batch_size"], workers)
+        if workers > batch:
+            return f"they would share a global batch of {batch}"
+        if batch > self.facts["train_samples"]:
+            return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
         self._wanted = workers
         self._coordinator.launcher.want(workers)
         self._owed = [owed for owed in self._owed if owed[0] != WORKER]

@@ -65,6 +65,7 @@ def train(
                 keys=options.manner.needs_keys and not options.trust_network,
                 authority=authority,
             ) as coordinator:
+                run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
                 conductor = Conductor(
                     coordinator,

@@ -1,10 +1,13 @@
-"""Names, addresses and bandwidths of a lab: no two are the same, and mistakes are told."""
+"""What of a lab is known before there is one: names, addresses, bandwidths, and whether it can be."""
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
+import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +21,7 @@ from manyhands.cluster.lab.layout import (
     parse_bandwidth,
     shaping,
 )
-from manyhands.errors import UsageError
+from manyhands.errors import LabError, UsageError
 from manyhands.testing.lab import Lab
 
 
@@ -81,3 +84,17 @@ def test_a_host_is_found_by_its_name_or_the_closest_is_told() -> None:
 def test_a_lab_has_hosts(hosts: int) -> None:
     with pytest.raises(UsageError, match=f"1 to {MAX_HOSTS}"):
         check_hosts(hosts)
+
+
+def test_where_labs_cant_be_made_it_is_said_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in str(Lab.unavailable())
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert re.search(r"A lab needs .*nsenter.*: install .*util-linux", str(Lab.unavailable()))
+    with pytest.raises(LabError, match="util-linux"):
+        Lab(hosts=1).up()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "only Linux" in str(Lab.unavailable())

@@ -123,13 +123,15 @@ class _Run:
         selector.register(self._output, selectors.EVENT_READ, self._read)
         selector.register(self._exit, selectors.EVENT_READ, self._note_end)
 
-    def terminate(self) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """To the command and what it started, if it still runs."""
         if not self.ended:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
+                os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        """Say what is left to be said."""
+        """Wait for its end, and say what is left to be said."""
+        self._process.wait()
         while data := self._output.read(READ_BYTES):
             self._take(data)
         if self._rest:
@@ -179,9 +181,9 @@ def _listen(
 def _end(selector: selectors.BaseSelector, runs: list[_Run]) -> None:
     """Whoever still runs is asked to end, then made to; what was printed is said."""
     for run in runs:
-        run.terminate()
+        run.signal(signal.SIGTERM)
     _listen(selector, lambda: all(run.ended for run in runs), GRACE_S)
     for run in runs:
-        run.host.kill_all()
+        run.signal(signal.SIGKILL)
     for run in runs:
         run.close()

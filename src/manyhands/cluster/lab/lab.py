@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from manyhands.cluster.lab import network, processes, tools
 from manyhands.cluster.lab.layout import check_hosts, parse_bandwidth
 from manyhands.cluster.lab.network import Traffic
-from manyhands.cluster.lab.records import Owner, Record, claim, locked, records, this_process
+from manyhands.cluster.lab.records import Owner, Record, claim, locked, records
 from manyhands.cluster.lab.signals import LastWords, undisturbed
 from manyhands.errors import LabError, UsageError
 
@@ -55,13 +55,12 @@ class Lab:
         there = {record.layout.number: record for record in records() if not record.dead}
         if not there:
             raise UsageError("There is no lab. Make one:  manyhands lab up --hosts 3")
+        known = ", ".join(f"lab {n} ({record.whose})" for n, record in there.items())
         if number is None and len(there) > 1:
-            numbers = ", ".join(str(n) for n in there)
-            raise UsageError(f"There are labs {numbers}. Say which:  --lab {max(there)}")
+            raise UsageError(f"There are {known}. Say which:  --lab {max(there)}")
         chosen = there.get(min(there) if number is None else number)
         if chosen is None:
-            numbers = ", ".join(str(n) for n in there)
-            raise UsageError(f"There is no lab {number}. There is: {numbers}.")
+            raise UsageError(f"There is no lab {number}. There is {known}.")
         return cls._of(chosen)
 
     @classmethod
@@ -77,7 +76,7 @@ class Lab:
         self._last_words.listen()
         try:
             with undisturbed():
-                self._make(this_process())
+                self._make(Owner.of(os.getpid()))
                 # Its thread comes and goes with the lab, and not with the first process.
                 self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
                 self._starter.submit(int).result()
@@ -107,18 +106,22 @@ class Lab:
 
     def down(self) -> None:
         """Remove everything of it: processes, namespaces, files. Nothing if it is not there."""
-        with undisturbed():
-            if self._record is not None:
-                remove(self._record)
+        try:
+            with undisturbed():
+                for host in self._hosts:
+                    host._kill_started()
+                if self._record is not None:
+                    _take_down(self._record)
+                for host in self._hosts:
+                    host._close_pipes()
+                self._record, self._hosts = None, ()
+        finally:
             if self._starter is not None:
                 self._starter.shutdown()
                 self._starter = None
-            for host in self._hosts:
-                host._reap()
-            self._record, self._hosts = None, ()
-        if self._last_words is not None:
-            self._last_words.stop()
-            self._last_words = None
+            if self._last_words is not None:
+                self._last_words.stop()
+                self._last_words = None
 
     @property
     def record(self) -> Record:
@@ -133,7 +136,7 @@ class Lab:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        assert self.record
+        _ = self.record  # there is one, or that is told
         return self._hosts
 
     def host(self, name: str) -> Host:
@@ -296,24 +299,26 @@ class Host:
 
     def kill_all(self) -> None:
         """Kill every process here, as a power cut would; the network stays."""
-        for process in self._started:  # one may still be on its way in
-            process.kill()
-            process.wait()
+        self._kill_started()
         processes.kill_inside([self._namespace])
 
     @property
     def _namespace(self) -> str:
         return self._lab.record.layout.namespaces[self.index]
 
-    def _reap(self) -> None:
-        """Leave neither a zombie nor an open pipe of those that are dead now."""
+    def _kill_started(self) -> None:
+        """One may still be on its way into the namespace, where it would not be found."""
         for process in self._started:
+            process.kill()
             process.wait()
+
+    def _close_pipes(self) -> None:
+        """When all is dead: before, a reader in another thread might wait for what is left."""
+        for process in self._started:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 with suppress(OSError):
                     if pipe is not None:
                         pipe.close()
-        self._started.clear()
 
 
 def _popen(command: Sequence[str], options: Mapping[str, Any]) -> subprocess.Popen[Any]:
@@ -332,6 +337,16 @@ def remove(record: Record) -> None:
     """A lab's processes, then its network, then its record."""
     processes.kill_inside([*record.layout.namespaces, record.layout.switch])
     network.remove(record)
+
+
+def _take_down(record: Record) -> None:
+    """Where several may do so, once: the number may be another lab's by now."""
+    if record.owner is not None:
+        remove(record)
+        return
+    with locked():
+        if record in records():
+            remove(record)
 
 
 def remove_dead() -> list[Record]:

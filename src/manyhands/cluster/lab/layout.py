@@ -79,7 +79,10 @@ class Layout:
     def hosts_file(self) -> str:
         """What /etc/hosts is on each host."""
         lines = ["127.0.0.1 localhost"]
-        lines += [f"{self.address(index)} {name}" for index, name in enumerate(self.names)]
+        for index, name in enumerate(self.names):
+            lines.append(f"{self.address(index)} {name}")
+            # How a socket of IPv6 sees the same host, for who asks for its name, as torch does.
+            lines.append(f"::ffff:{self.address(index)} {name}.lab")
         return "\n".join(lines) + "\n"
 
 

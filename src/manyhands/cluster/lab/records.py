@@ -35,6 +35,12 @@ class Owner:
     started: int
     """In the kernel's ticks since boot."""
 
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        started = _started(pid)
+        assert started is not None
+        return cls(pid, started)
+
     @property
     def lives(self) -> bool:
         return _started(self.pid) == self.started
@@ -55,6 +61,10 @@ class Record:
         """Provably: the owner, or the kernel that the lab was in, is no more."""
         return self.boot != _boot() or (self.owner is not None and not self.owner.lives)
 
+    @property
+    def whose(self) -> str:
+        return f"of process {self.owner.pid}" if self.owner else "kept until taken down"
+
     def name_file(self, index: int) -> Path:
         return self.folder / self.layout.names[index]
 
@@ -69,12 +79,6 @@ class Record:
     def forget(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.path.unlink(missing_ok=True)
-
-
-def this_process() -> Owner:
-    started = _started(os.getpid())
-    assert started is not None
-    return Owner(os.getpid(), started)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Members on many hosts: each host has an agent, which starts and ends members for the coordinator.
 
-A *post* is a place where members can be started: the coordinator's own host, or that of an agent
+A *post* (posts.py) is a place where members can be started: the coordinator's own host, or that of an agent
 (cluster/agent.py), known by its link. What is said on that link, as the `kind` of each message:
 
     agent:        agent, settled, started, unstarted, exited, log (its payload), leaving, beat
@@ -14,196 +14,25 @@ Cost: one thread and one small message a second for each agent; a start is a rou
 
 from __future__ import annotations
 
-import json
 import secrets
-import signal
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from manyhands.cluster.interfaces import Reach, is_any, is_loopback, reach, way_out
 from manyhands.cluster.launchers.base import Ground, Handle, Launcher, Start
-from manyhands.cluster.launchers.local import LocalLauncher
+from manyhands.cluster.launchers.posts import AgentPost, OwnPost, Post
 from manyhands.cluster.machine import Machine, unfit
 from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.view import SERVER, WORKER
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Link, parse_address
 
-START_S = 20.0
-"""An agent has answered that it has started a member."""
 END_S = 3.0
 """Agents that were told of the end have hung up."""
-
-
-class Post(ABC):
-    """A place for some members, as the coordinator sees it."""
-
-    def __init__(self, entry: Entry, machine: Machine, host: str) -> None:
-        self.entry = entry
-        self.machine = machine
-        self.host = host
-        """The name that no other machine has here."""
-        self.sees_run = True
-        self.lost = False
-        self.leaving = False
-        """Its process was asked to end: nobody else is started there."""
-        self.members: dict[str, tuple[Handle, int, str]] = {}
-        """Handle, slot and role of each that was started here."""
-
-    @property
-    def here(self) -> list[str]:
-        return [name for name, (handle, _, _) in self.members.items() if not handle.gone]
-
-    @property
-    def free(self) -> int:
-        return 0 if self.lost or self.leaving else self.entry.slots - len(self.here)
-
-    def takes(self, role: str, *, any_role: bool) -> bool:
-        """`any_role`: nobody has said where servers go."""
-        return any_role or (self.entry.role == SERVER) == (role == SERVER)
-
-    def place(self, start: Start, *, threads: int) -> Handle:
-        used = {self.members[name][1] for name in self.here}
-        slot = min(set(range(self.entry.slots)) - used)
-        local_rank = (self.entry.local_rank or 0) * self.entry.slots + slot
-        told = {**start.invitation, "host": self.host, "local_rank": local_rank}
-        if self.entry.devices:
-            device = self.entry.devices[slot % len(self.entry.devices)]
-            told["assignment"] = {**told["assignment"], "device": device}
-        start = replace(start, invitation=told, threads=start.threads or threads)
-        handle = self.start(start)
-        handle.sees_run = self.sees_run
-        self.members[start.name] = handle, slot, start.role
-        return handle
-
-    @abstractmethod
-    def start(self, start: Start) -> Handle: ...
-
-
-class OwnPost(Post):
-    """The coordinator's own host."""
-
-    def __init__(self, entry: Entry, machine: Machine) -> None:
-        super().__init__(entry, machine, machine.host)
-        self.launcher = LocalLauncher()
-        self.reach = Reach("lo", "127.0.0.1")
-
-    def start(self, start: Start) -> Handle:
-        self.launcher.interface = self.reach.interface
-        told = {**start.invitation, "reach": self.reach.address}
-        return self.launcher.start(replace(start, invitation=told))
-
-
-class RemoteHandle(Handle):
-    """A member that an agent has started."""
-
-    def __init__(self, name: str, post: AgentPost) -> None:
-        self.name = name
-        self.pid = 0
-        self.host = post.host
-        self.answered = threading.Event()
-        self.refusal = ""
-        self._post = post
-        self._over = threading.Event()
-        self._code = 0
-
-    def wait(self) -> int:
-        self._over.wait()
-        return self._code
-
-    def terminate(self) -> None:
-        self._post.say("terminate", name=self.name)
-
-    def kill(self) -> None:
-        self._post.say("kill", name=self.name)
-
-    def ended(self, code: int, why: str = "") -> None:
-        if not self._over.is_set():
-            self._code, self.why, self.gone = code, why, True
-            self._over.set()
-            self.answered.set()
-
-
-class AgentPost(Post):
-    """An agent, at the other end of its link."""
-
-    def __init__(
-        self, entry: Entry, machine: Machine, host: str, link: Link, ground: Ground, *, process: str
-    ) -> None:
-        super().__init__(entry, machine, host)
-        self.process = process
-        """The same when this agent dials again, and no other's."""
-        self.link = link
-        self.heard = time.monotonic()
-        self._ground = ground
-        self._handles: dict[str, RemoteHandle] = {}
-
-    def say(self, kind: str, **fields: Any) -> None:
-        with suppress(LinkError):  # its reader sees the same
-            self.link.send({"kind": kind, **fields})
-
-    def start(self, start: Start) -> Handle:
-        assert start.log is not None
-        start.log.touch()  # also one who says nothing has a log
-        handle = self._handles[start.name] = RemoteHandle(start.name, self)
-        self.say(
-            "start",
-            name=start.name,
-            entry=start.entry,
-            threads=start.threads,
-            invitation=json.loads(json.dumps(dict(start.invitation))),
-        )
-        if not handle.answered.wait(START_S):
-            self.link.close()
-            handle.refusal = f"{self.host} did not answer within {START_S:.0f} s"
-        if self.lost or handle.refusal:
-            reason = handle.refusal or f"{self.host} was lost"
-            handle.ended(-signal.SIGKILL, reason)
-            raise ManyhandsError(f"{start.name} can't be started: {reason}")
-        return handle
-
-    def listen(self) -> str:
-        """Take what the agent says, until it says no more; why."""
-        limit_s = self._ground.timeouts.host_s
-        while True:
-            try:
-                message = self.link.recv(timeout_s=limit_s)
-            except LinkTimeout:
-                return f"said nothing for {limit_s:.0f} s"
-            except LinkError:
-                return "closed its link"
-            self.heard = time.monotonic()
-            handle = self._handles.get(str(message.head.get("name")))
-            match message.head:
-                case {"kind": "started", "pid": int(pid)} if handle is not None:
-                    handle.pid = pid
-                    handle.answered.set()
-                case {"kind": "unstarted", "reason": str(reason)} if handle is not None:
-                    handle.refusal = reason
-                    handle.answered.set()
-                case {"kind": "exited", "code": int(code)} if handle is not None:
-                    handle.ended(code)
-                case {"kind": "log"} if handle is not None and message.payload is not None:
-                    with open(self._ground.logs / f"{handle.name}.log", "ab") as log:
-                        log.write(message.payload)
-                case {"kind": "leaving", "signal": str(name)}:
-                    if not self.leaving:
-                        self.leaving = True
-                        self._ground.tell(f"{self.host} was asked to end ({name})")
-
-    def give_up(self) -> None:
-        """It is gone, or nobody can tell; either way its members count as dead."""
-        self.lost = True
-        self.link.close()
-        for handle in self._handles.values():
-            handle.answered.set()
-            handle.ended(-signal.SIGKILL, f"was on {self.host}, which is lost")
 
 
 class AgentLauncher(Launcher):
@@ -261,7 +90,7 @@ class AgentLauncher(Launcher):
         missing = self._missing
         if not missing or (self._enough(missing) and waited > self._grace_s):
             self._complete = True
-            self.spans_hosts = len({post.host for post in self._posts}) > 1
+            self.spans_hosts = len({post.host for post in self._all}) > 1
             if self.spans_hosts:
                 self.ground.tell(self._introduction())
             return True
@@ -295,15 +124,16 @@ class AgentLauncher(Launcher):
 
     @property
     def _missing(self) -> list[Entry]:
-        there = {post.entry.rank for post in self._posts if not post.lost}
+        there = {post.entry.rank for post in self._all if post.settled and not post.lost}
         wanted = (entry for entry in self.spec.entries if entry.role != EVALUATOR)
         return [entry for entry in wanted if entry.rank not in there]
 
     def _introduction(self) -> str:
         """Who takes part, and over which interface, said once."""
         told = []
-        for host in dict.fromkeys(post.host for post in self._posts):
-            posts = [post for post in self._posts if post.host == host]
+        everywhere = self._all
+        for host in dict.fromkeys(post.host for post in everywhere):
+            posts = [post for post in everywhere if post.host == host]
             num_slots = sum(post.entry.slots for post in posts)
             told.append(f"{host} ({posts[0].machine}, {num_slots} slot{'s' * (num_slots != 1)})")
         return f"hosts: {', '.join(told)}; reached over {self._own.reach}"
@@ -311,15 +141,12 @@ class AgentLauncher(Launcher):
     def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
         try:
             post = self._engage(link, hello)
-        except (KeyError, TypeError, ValueError):
-            link.close()  # not one of ours
-            return
-        except LinkError:
-            link.close()
+        except (LinkError, KeyError, TypeError, ValueError, AttributeError):
+            link.close()  # it is gone, or not one of ours
             return
         if post is None:
             return
-        why = post.listen()
+        why = post.listen(self._on_settled)
         with self._lock:
             there = post in self._posts
             if there:
@@ -330,6 +157,16 @@ class AgentLauncher(Launcher):
 
     def _on_lost(self, post: AgentPost, why: str) -> None:
         self.ground.tell(f"{post.host} is lost: its agent {why}")
+
+    def _on_settled(self, post: AgentPost) -> None:
+        """It can start members now."""
+        if not is_loopback(post.link.own_host or "127.0.0.1") and not self._complete:
+            self._own.reach = reach(post.link.own_host)  # where it has found us, others will
+        self._on_come(post)
+
+    def _on_come(self, post: AgentPost) -> None:
+        if self._complete:
+            self.ground.tell(f"{post.host} has come, with {post.machine}")
 
     def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentPost | None:
         """Let an agent in, or tell it why not."""
@@ -348,18 +185,21 @@ class AgentLauncher(Launcher):
             self._turn_away(link, text)
             return None
         with self._lock:
-            old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
-            if isinstance(old, AgentPost) and old.process == hello["process"]:
-                old.link.close()  # it has given up that link itself
-            elif old is not None:
-                link.send({"kind": "taken", "by": old.host})
-                link.close()
-                return None
             if self._ground is None or self._over.is_set():
                 link.close()
                 return None
             host = self._name_of(machine)
             post = AgentPost(entry, machine, host, link, self._ground, process=hello["process"])
+            old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
+            if isinstance(old, AgentPost) and old.process == post.process:
+                self._posts.remove(old)  # it has given up that link itself
+                old.give_up()
+            elif old is not None:
+                link.send({"kind": "taken", "by": old.host})
+                link.close()
+                return None
+            self._posts.append(post)
+            self._posts.sort(key=lambda post: post.entry.rank)
         link.send(
             {
                 "kind": "engaged",
@@ -372,19 +212,7 @@ class AgentLauncher(Launcher):
                 "host_s": self._ground.timeouts.host_s,
             }
         )
-        settled = link.recv(timeout_s=self._ground.timeouts.host_s).head
-        post.sees_run = bool(settled["sees_run"])
-        if not is_loopback(link.own_host or "127.0.0.1") and self._own.reach.interface == "lo":
-            self._own.reach = reach(link.own_host)  # where it has found us, others will
-        with self._lock:
-            self._posts.append(post)
-            self._posts.sort(key=lambda post: post.entry.rank)
-        self._on_come(post)
         return post
-
-    def _on_come(self, post: AgentPost) -> None:
-        if self._complete:
-            self.ground.tell(f"{post.host} has come, with {post.machine}")
 
     def _turn_away(self, link: Link, text: str) -> None:
         with suppress(LinkError):
@@ -412,10 +240,9 @@ class AgentLauncher(Launcher):
 
     def _beat(self) -> None:
         while not self._over.wait(self.ground.timeouts.beat_s):
-            with self._lock:
-                posts = [post for post in self._posts if isinstance(post, AgentPost)]
-            for post in posts:
-                post.say("beat")
+            for post in self._remote:
+                if post.settled:  # else it waits for another word
+                    post.say("beat")
             self._on_beat()
 
     def _on_beat(self) -> None:
@@ -437,21 +264,20 @@ class AgentLauncher(Launcher):
                 raise ManyhandsError(trouble)
             post = min(free, key=lambda post: self._num_on(post.host, start.role))
             tried.add(id(post))
-            num_slots = sum(p.entry.slots for p in self._posts if p.host == post.host)
+            num_slots = sum(p.entry.slots for p in self._all if p.host == post.host)
             try:
                 return post.place(start, threads=max(1, post.machine.cores // max(1, num_slots)))
             except ManyhandsError as error:
                 trouble = str(error)
 
     def _fitting(self, role: str) -> list[Post]:
-        with self._lock:
-            any_role = not self.spec.servers
-            return [post for post in self._posts if post.takes(role, any_role=any_role)]
+        any_role = not self.spec.servers
+        return [post for post in self._all if post.takes(role, any_role=any_role)]
 
     def _num_on(self, host: str, role: str) -> int:
         return sum(
             post.members[name][2] == role
-            for post in self._posts
+            for post in self._all
             if post.host == host
             for name in post.here
         )
@@ -480,9 +306,13 @@ class AgentLauncher(Launcher):
             post.link.close()
 
     @property
-    def _remote(self) -> list[AgentPost]:
+    def _all(self) -> list[Post]:
         with self._lock:
-            return [post for post in self._posts if isinstance(post, AgentPost)]
+            return list(self._posts)
+
+    @property
+    def _remote(self) -> list[AgentPost]:
+        return [post for post in self._all if isinstance(post, AgentPost)]
 
 
 def _names(entries: Sequence[Entry]) -> str:

@@ -18,6 +18,9 @@ from typing import Any
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.wire import Link
 
+AGENT = "agent-"
+"""How the names in certificates of agents begin."""
+
 
 @dataclass(frozen=True)
 class Ground:

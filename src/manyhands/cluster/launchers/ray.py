@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.launchers.agents import AgentLauncher, AgentPost
+from manyhands.cluster.launchers.agents import AgentLauncher
 from manyhands.cluster.launchers.base import Ground
+from manyhands.cluster.launchers.posts import AgentPost
 from manyhands.cluster.on_ray.line import Line
 from manyhands.cluster.on_ray.wish import Slot, describe, in_order, waits
 from manyhands.cluster.spec import COORDINATOR, ClusterSpec, Entry
