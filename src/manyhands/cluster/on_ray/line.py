@@ -24,7 +24,8 @@ END_S = 12.0
 
 
 def check_installed() -> None:
-    if importlib.util.find_spec("ray") is None:
+    found = importlib.util.find_spec("ray")
+    if found is None or found.origin is None:  # a mere folder of that name is no package
         raise UsageError(
             "--on ray needs Ray, which is not installed here. Type:  pip install 'manyhands[ray]'  "
             "(on every node of the cluster)."

@@ -140,7 +140,7 @@ def check_possible(slots: Sequence[Slot], nodes: Sequence[Node]) -> None:
         return
     there = "\n    ".join(str(node) for node in nodes) or "no node at all"
     fewer = (
-        f"Ask for {number} ({number} fit), or for fewer --threads"
+        f"Ask for {number}, which {'fits' if number == 1 else 'fit'}, or for fewer --threads"
         if number
         else "Ask for fewer --threads, or another --device"
     )
