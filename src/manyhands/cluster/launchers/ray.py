@@ -30,6 +30,9 @@ HANDED_ON = ("MANYHANDS_DATA",)
 ROOM_S = 6.0
 """Where fewer are enough to begin with, and nothing is free for the rest: how long to wait for them."""
 
+MAX_DEATHS = 5
+"""Of actors, before training has begun."""
+
 
 class RayLauncher(AgentLauncher):
     kind = "ray"
@@ -61,6 +64,7 @@ class RayLauncher(AgentLauncher):
         self._num_together = len(first)
         self._free: dict[str, float] = {}
         self._told: set[str] = set()
+        self._num_deaths = 0
         self._slots_lock = threading.Lock()
         self._surplus = 0
         """How many slots are to be given back."""
@@ -142,8 +146,15 @@ class RayLauncher(AgentLauncher):
         for post in self._remote:
             if post.entry.rank == rank:
                 post.link.close()
-        if not self._complete:
-            self.ground.tell(f"the actor of ray-{rank} has ended ({why}); Ray is asked for another")
+        if self._complete:
+            return
+        self.ground.tell(f"the actor of ray-{rank} has ended ({why}); Ray is asked for another")
+        self._num_deaths += 1
+        if self._num_deaths >= MAX_DEATHS:
+            self._refused = self._refused or (
+                f"Ray has given slots, and {self._num_deaths} actors in them have ended before they had "
+                f"begun: {why} Ray's own logs on the nodes say more (/tmp/ray/session_latest/logs)."
+            )
 
     # Who is there -----------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.wire import Authority
 
-NOT_THEIRS = ("PYTHONBREAKPOINT",)
-"""What Ray sets in its workers, and members should not have."""
+NOT_THEIRS = ("PYTHONBREAKPOINT", "RAY_AUTH_TOKEN")
+"""What Ray's workers have, and members should not."""
 
 
 def actor_class() -> type:
@@ -32,7 +32,7 @@ def actor_class() -> type:
                 import sys
 
                 return {
-                    "refused": f"the node {platform.node()} can't load manyhands ({error}; Python is "
+                    "refused": f"The node {platform.node()} can't load manyhands ({error}; Python is "
                     f"{sys.executable}). Install it there: pip install 'manyhands[ray]'"
                 }
             return serve(told)

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import queue
+import secrets
 import shutil
 import socket
 import sys
@@ -188,6 +189,8 @@ class Broker:
         """A cluster of this machine alone, whose CPUs are as many as are asked for."""
         import ray
 
+        # Its own, in this process and its children alone: Ray would leave one in the person's home.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         self._folder = Path(tempfile.mkdtemp(prefix="mh-ray-"))
         ray.init(
             address=LOCAL,
@@ -219,9 +222,9 @@ class Broker:
 
     def _ask(self) -> None:
         """An actor for each slot that should have one. Ray makes it as soon as the slot is reserved."""
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        import ray
         from manyhands.cluster.on_ray.berth import actor_class
 
         self._actor = self._actor or ray.remote(actor_class())
@@ -300,8 +303,9 @@ class Broker:
             ray.wait(results, num_returns=len(results), timeout=END_S)
 
     def _end(self) -> None:
-        import ray
         from ray.util.placement_group import remove_placement_group
+
+        import ray
 
         with suppress(ray.exceptions.RayError):
             for berth in self._berths.values():
@@ -323,14 +327,24 @@ def dial(address: str) -> None:
         raise UsageError(trouble(address, error)) from None
 
 
-def trouble(address: str, error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
-    if "resolve node to connect to" in reason:
+def trouble(address: str, error: BaseException) -> str:
+    """What to say of a cluster that can't be connected to, and what to type."""
+    told = [error]
+    while (cause := told[-1].__cause__ or told[-1].__context__) is not None:
+        told.append(cause)
+    text = "\n".join(f"{type(each).__name__}: {each}" for each in told)
+    where = "" if address in ("auto", LOCAL) else f" at {address}"
+    if "resolve node to connect to" in text:
         return (
-            f"The Ray cluster at {address} is there, and this machine is no node of it. Make it one:  "
+            f"The Ray cluster{where} is there, and this machine is no node of it. Make it one:  "
             f"ray start --address={address}  or train from outside with  --on ray://HEAD:10001."
         )
-    where = "" if address in ("auto", LOCAL) else f" at {address}"
+    if "AuthenticationError" in text or "UNAUTHENTICATED" in text:
+        return (
+            f"The Ray cluster{where} wants its token, and has not got it. Set RAY_AUTH_MODE=token, and keep "
+            "the token of that cluster where Ray looks for it: RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
+        )
+    reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
     return (
         f"There is no Ray cluster{where} to connect to ({reason}). Start one with  ray start --head, give "
         "the address of another in RAY_ADDRESS or as  --on ray=HOST:PORT, or use  --on ray=local  for one of "
