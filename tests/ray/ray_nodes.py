@@ -1,7 +1,7 @@
 """A real Ray cluster of several nodes on this machine, in a process of its own.
 
-The process reads one command a line (`add CPUS`, `remove`, which takes away the node that was added last, as
-if its power was cut, `left`) and answers each with a line. It ends, with all nodes, when its input does.
+The process reads one command a line and answers each with a line. `remove` takes away the node that was added
+last, as if its power was cut. It ends with its input, and so do all nodes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from pathlib import Path
 import pytest
 
 STORE_BYTES = 80 << 20
-QUICK = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
-"""Ray looks after its nodes every half second, and misses one after three times."""
+QUICK = {
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+    "gcs_rpc_server_reconnect_timeout_s": 3,
+}
+"""Ray misses a node after a second and a half, and its head after three."""
 
 
 class Nodes:
@@ -62,6 +66,10 @@ class Nodes:
         while (left := self.do("left")) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
+
+    def used(self) -> int:
+        """On how many nodes slots are reserved."""
+        return int(self.do("used"))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -110,8 +118,12 @@ def main(folder: str, *cpus: str) -> None:
                 nodes.append(cluster.add_node(num_cpus=int(number), **common))
             case ["remove"]:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
+            case ["behead"]:
+                cluster.head_node.kill_gcs_server()
             case ["left"]:
                 answer = held()
+            case ["used"]:
+                answer = str(num_used())
         print(f"> {answer}", flush=True)
     ray.shutdown()
     cluster.shutdown()
@@ -126,6 +138,14 @@ def held() -> str:
     held = [f"a group that is {group['state']}" for group in groups if group["state"] != "REMOVED"]
     living = [actor for actor in actors().values() if actor["State"] != "DEAD"]
     return ", ".join(held + [f"an actor that is {actor['State']}" for actor in living])
+
+
+def num_used() -> int:
+    import ray
+
+    groups = ray.util.placement_group_table().values()
+    used = [group["bundles_to_node_id"] for group in groups if group["state"] == "CREATED"]
+    return len({node for bundles in used for node in bundles.values()})
 
 
 if __name__ == "__main__":

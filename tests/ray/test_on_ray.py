@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import Nodes, need_ray
+from ray_nodes import Nodes, need_ray, ray_nodes
 
-from manyhands.testing.harness import Command, Finished, command, gone, train, train_arguments
+from manyhands.testing.harness import (
+    Command,
+    Finished,
+    command,
+    gone,
+    resume,
+    train,
+    train_arguments,
+)
 
 WIDE = 20_000
 """Several blocks, so that parameter servers have something to share out."""
@@ -120,6 +128,20 @@ def test_other_strategies_finish(nodes: Nodes, tmp_path: Path, strategy: str) ->
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("placement", "wanted"), [("spread", 2), ("pack", 1)])
+def test_as_many_nodes_as_possible_or_as_few(
+    nodes: Nodes, tmp_path: Path, placement: str, wanted: int
+) -> None:
+    slow = {"epochs": 5000, "pause_s": 0.02}
+    with started(nodes, tmp_path / "run", "--ray-placement", placement, **slow) as running:
+        running.wait_for_step(1)
+        assert nodes.used() == wanted
+        running.signal(signal.SIGINT)
+        assert running.wait().code == 130
+    assert nodes.left() == ""
+
+
+@pytest.mark.long
 def test_it_waits_for_what_somebody_else_has(nodes: Nodes, tmp_path: Path) -> None:
     """And a range begins with what there is, and takes what comes."""
     slow = {"epochs": 5000, "pause_s": 0.02}
@@ -199,6 +221,22 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert any("one of this machine alone was started" in text for text in notices(done))
     assert set(Path("/tmp").glob("mh-ray-*")) == before
+
+
+@pytest.mark.long
+def test_the_head_is_lost(tmp_path: Path) -> None:
+    """Then Ray ends on all nodes, and so does the run; it can be resumed elsewhere."""
+    with ray_nodes(2) as nodes:
+        slow = {"epochs": 5000, "pause_s": 0.02}
+        with started(nodes, tmp_path / "run", "--checkpoint-every", "5", **slow) as running:
+            running.wait_for_step(10)
+            nodes.do("behead")
+            done = running.wait()
+        assert done.code not in (0, 2)
+        assert any("the Ray cluster at" in text and "is lost" in text for text in notices(done))
+        assert gone([event["pid"] for event in done.of("MemberStarted")])
+        more = resume(running.run, "--set", "epochs=1", "--max-restarts", "0")
+        assert more.code == 0, more.err
 
 
 @pytest.mark.long

@@ -7,11 +7,14 @@ manyhands can say so, where Ray would only say that the actor has died.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.agent import Agent
+from manyhands.cluster.member import ORPHANED
 from manyhands.cluster.spec import COORDINATOR, ClusterSpec, Entry
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
@@ -20,6 +23,8 @@ from manyhands.wire import Authority
 
 NOT_THEIRS = ("PYTHONBREAKPOINT", "RAY_AUTH_TOKEN")
 """What Ray's workers have, and members should not."""
+
+WATCH_S = 0.5
 
 
 def actor_class() -> type:
@@ -42,6 +47,7 @@ def actor_class() -> type:
 
 def serve(told: Mapping[str, Any]) -> dict[str, Any]:
     """Be an agent until the coordinator ends; how it ended."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="raylet", daemon=True).start()
     try:
         _settle_in(told)
         authority = Authority.from_secret("manyhands run", told["key"])
@@ -70,6 +76,13 @@ def _settle_in(told: Mapping[str, Any]) -> None:
             f"The node {os.uname().nodename} does not see the job file {told['job']}. Put it where all nodes "
             "see it, or send its folder to them: --ray-ship FOLDER."
         )
+
+
+def _end_with(raylet: int) -> None:
+    """End when Ray has ended on this node: an actor that is busy may go on without it."""
+    while os.getppid() == raylet:
+        time.sleep(WATCH_S)
+    os._exit(ORPHANED)  # the kernel ends the members
 
 
 def _spec(told: Mapping[str, Any]) -> ClusterSpec:

@@ -130,7 +130,8 @@ class Broker:
                 self._berths[rank].there = True
                 self._berths[rank].patience_s = PATIENCE_S
             case {"kind": "lost", "rank": int(rank)} if rank in self._berths:
-                self._dismiss(self._berths[rank])
+                if self._berths[rank].there:  # else Ray has told it before, and there is another
+                    self._dismiss(self._berths[rank])
             case {"kind": "end"}:
                 self._await_agents()
                 return False

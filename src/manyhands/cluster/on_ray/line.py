@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -101,9 +102,11 @@ class Line:
             self._hear(None)
 
     def last_words(self) -> str:
+        """What the broker or Ray in it has said last, without the time and place that Ray puts before it."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "its process ended without a word"
+        last = lines[-1] if lines else "its process ended without a word"
+        return re.sub(r"^\[[^]]*\] \S+:\d+: ", "", last).partition(". ")[0]
 
     def close(self) -> None:
         self._closing = True
