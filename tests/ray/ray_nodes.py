@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,7 @@ def main(folder: str, *cpus: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})
     nodes = [cluster.add_node(num_cpus=int(number), **common) for number in cpus[1:]]
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    helpers: list[int] = []
     print(f"> {cluster.address} {port}", flush=True)
     for line in sys.stdin:
         answer = "done"
@@ -119,14 +122,31 @@ def main(folder: str, *cpus: str) -> None:
             case ["remove"]:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
             case ["behead"]:
+                ray.shutdown()  # Ray ends whoever is connected
+                helpers = children(cluster.head_node)
                 cluster.head_node.kill_gcs_server()
             case ["left"]:
                 answer = held()
             case ["used"]:
                 answer = str(num_used())
         print(f"> {answer}", flush=True)
-    ray.shutdown()
-    cluster.shutdown()
+    if not helpers:
+        ray.shutdown()
+        cluster.shutdown()
+        return
+    # Without its head Ray can't be shut down, and leaves some of its own processes.
+    for node in cluster.list_all_nodes():
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+    for pid in helpers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children(node: Any) -> list[int]:
+    """The processes that a node's raylet has started."""
+    (raylet,) = node.all_processes["raylet"]
+    threads = Path(f"/proc/{raylet.process.pid}/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
 
 def held() -> str:
