@@ -13,6 +13,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkClosed           1   the other side is gone
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
+├── LabError                 1   a lab of hosts that can't be made here, or is gone
 ├── PeerLost                 1   a collective failed because another member went away
 ├── ViewChanging             1   the membership changes: whatever was waited for is void
 ├── MemberFailed             *   a member ended the run; the exit code is the member's own
@@ -31,6 +32,7 @@ __all__ = [
     "DataError",
     "Interrupted",
     "JobError",
+    "LabError",
     "LinkClosed",
     "LinkError",
     "LinkTimeout",
@@ -97,6 +99,10 @@ class LinkTimeout(LinkError):
 
 
 class BadFrame(LinkError):
+    pass
+
+
+class LabError(ManyhandsError):
     pass
 
 

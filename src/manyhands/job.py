@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Job:
     """What is trained. Subclass it as a dataclass, give `model`, `optimizer`, `data` and `loss`.
 
-    `batch_size` is the GLOBAL batch: the number of workers never changes the mathematics.
+    `batch_size` is the GLOBAL batch: the number of workers never changes the mathematics (unless it is
+    asked to, by --scale-batch).
     """
 
     batch_size: int = 32
@@ -49,6 +50,8 @@ class Job:
     or "error" or "perplexity" in them, higher for all others."""
     patience: int | None = None
     """Stop after so many evaluations without a better `monitor`, or None for never."""
+    plateau: str | None = None
+    """When to lower the learning rate of all workers, as "factor=0.5; patience=3", or None for never."""
     loader_processes: int = 0
     """Processes a worker that load samples ahead (as DataLoader's num_workers); 0 loads in the worker."""
 
@@ -63,7 +66,8 @@ class Job:
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
         """A torch learning-rate scheduler, stepped once per global step; or None.
 
-        `num_steps` is the number of steps of the whole training.
+        `num_steps` is the number of steps of the whole training. With --scale-batch both are told in
+        steps of `batch_size` samples, however large a batch is.
         """
         return None
 
@@ -284,6 +288,8 @@ def check_fields(job: Job) -> None:
         _refuse(job, "clip_norm", "a number above 0, or None")
     if not isinstance(job.monitor, str):
         _refuse(job, "monitor", "the name of a metric")
+    if not isinstance(job.plateau, str | None):
+        _refuse(job, "plateau", 'a text such as "factor=0.5; patience=3", or None')
 
 
 def _whole(value: Any, least: float = float("-inf")) -> bool:

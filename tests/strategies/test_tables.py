@@ -54,6 +54,22 @@ def test_synchronous_strategies_equal_one_worker(case: Case, folder: Path, tmp_p
     assert_close(done.state()["tables"], reference.state()["tables"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync", "ps:sync(transport=tcp)"])
+def test_rows_follow_the_factor_of_the_learning_rate(strategy: str, tmp_path: Path) -> None:
+    """Half of the batch and of the rate, on one worker where two are meant and on two of four."""
+    fields = {"batch_size": 32, "table_optim": "momentum"}
+    scaled = ("--scale-batch", "linear", "--scale-reference")
+    one = Case("single", workers=1, flags=(*scaled, "2"))
+    two = Case(strategy, workers=2, flags=(*scaled, "4"))
+    reference = one.train("Sparse", tmp_path / "one", **fields)
+    done = two.train("Sparse", tmp_path / "two", **fields)
+    assert {e["samples"] for e in done.steps} == {16, 2}
+    assert done.steps[0]["lr"] == 0.05 / 2
+    assert done.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert_close(done.state()["tables"], reference.state()["tables"])
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import doctor, launch, list_runs, resume, scale, train, words
+from manyhands.cli import doctor, lab, launch, list_runs, resume, scale, train, words
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, scale, list_runs, words, launch, doctor)
+VERBS = (train, resume, scale, list_runs, words, launch, doctor, lab)
 
 EXAMPLES = """\
 examples:
@@ -22,6 +22,7 @@ examples:
   manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it goes on
   manyhands launch slurm job.py --nodes 4 --gpus 8       the file that starts it on a cluster
   manyhands doctor                                       what works on this machine
+  manyhands lab run --hosts 3 -- python train.py         three hosts on this machine
 
 exit codes: 0 done, 2 wrong use, 75 preempted and saved, 130/143 stopped by Ctrl-C/SIGTERM,
 otherwise that of the first member that failed.

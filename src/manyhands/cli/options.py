@@ -10,11 +10,12 @@ from typing import Any
 
 from manyhands.cluster.environment import PREFIX, option
 from manyhands.cluster.launchers import cores
-from manyhands.errors import UsageError
+from manyhands.errors import UsageError, closest
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.chaos import EXAMPLE, Chaos, check, parse_chaos
 from manyhands.train.options import Manner, Options
+from manyhands.train.scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
 
 
 class Resolved:
@@ -101,6 +102,26 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="every worker has as much of a batch, also where one computes faster than another",
     )
     group.add_argument(
+        "--scale-batch",
+        metavar="RULE",
+        help="let the global batch follow the number of workers, and the learning rate with it: linear, "
+        "sqrt (by the square root), or none (default: the batch is as it is, and so is the "
+        "mathematics). batch_size and learning rate are for as many workers as the run is started with",
+    )
+    group.add_argument(
+        "--scale-reference",
+        type=int,
+        metavar="N",
+        help="with --scale-batch: batch_size and learning rate are for N workers instead; 1: for each",
+    )
+    group.add_argument(
+        "--scale-warmup",
+        type=int,
+        metavar="STEPS",
+        help="with --scale-batch: a learning rate that grows does so over so many steps "
+        f"(default: {WARMUP}); one that falls does so at once",
+    )
+    group.add_argument(
         "--chaos",
         metavar="FAULTS",
         help=f'break things while it trains, as "{EXAMPLE}"; see the end of  manyhands train --help',
@@ -174,10 +195,42 @@ def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -
         min_workers=fewest,
         max_restarts=restarts,
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
+        scaling=_scaling(resolved, config, count),
         trust_network=resolved.get("trust_network", False, _yes_or_no),
         manner=manner_of(config, count),
         chaos=_chaos(resolved.get("chaos", None), config, count),
     )
+
+
+def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
+    rule = resolved.get("scale_batch", NONE)
+    reference = resolved.get("scale_reference", workers, int)
+    warmup = resolved.get("scale_warmup", WARMUP, int)
+    told = resolved.sources
+    if rule not in RULES:
+        raise UsageError(
+            f"--scale-batch {rule}: there is no such rule{closest(rule, RULES)} "
+            f"There are: {', '.join(RULES)}."
+        )
+    for name, value, least in (("scale-reference", reference, 1), ("scale-warmup", warmup, 0)):
+        if value < least:
+            raise UsageError(f"--{name} {value}: it must be at least {least}.")
+        if rule == NONE and told[name.replace("-", "_")]["from"] == f"--{name}":
+            raise UsageError(
+                f"--{name} {value}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
+                f"--scale-batch {SQRT}."
+            )
+    if rule != NONE and not config.one_batch:
+        raise UsageError(
+            f"--scale-batch {rule}: with {config.name} each push is one worker's batch, and an update of "
+            "its own, already: more workers make more updates, not larger ones. Set what a worker pushes "
+            "by  --set batch_size=...  (all workers' pushes together) and the learning rate with it, or "
+            f"use a synchronous strategy:  --strategy ps:sync --scale-batch {rule}"
+        )
+    if told["scale_reference"]["from"] == "default":
+        # A resumed run may have others: what batch_size is for stays as it was at first.
+        told["scale_reference"]["from"] = "the first start"
+    return Scaling(rule, reference, warmup)
 
 
 def _chaos(text: str | None, config: Strategy, workers: int) -> Chaos | None:

@@ -31,6 +31,10 @@ examples:
   manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --check        job, strategy and cluster, without training
+  manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
+                                        four times the batch and the learning rate of one worker
+  manyhands train job.py --set plateau="factor=0.5; patience=3"
+                                        halve the learning rate when the evaluation gets no better
   manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
 
 """

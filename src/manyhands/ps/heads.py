@@ -30,6 +30,8 @@ SPARSE_BYTES = 256 << 20
 """At most, of ids or gradients of rows in one message."""
 _MANY = 16
 """More slots than any policy has."""
+_TICKS = 1 << 16
+"""More steps of a schedule than any batch is."""
 
 
 class Nonsense(LinkError):
@@ -55,6 +57,10 @@ def _positive(value: Any) -> bool:
 
 def _factor(value: Any) -> bool:
     return _amount(value) and value <= 1
+
+
+def _ticks(value: Any) -> bool:
+    return _whole(value) and value <= _TICKS
 
 
 def _fraction(value: Any) -> bool:
@@ -101,6 +107,8 @@ _GIVEN: Mapping[str, Check] = {
     "share": _fraction,
     "staleness": _nothing,  # the lead's to say
     "scale": _factor,
+    "lr_factor": _positive,
+    "ticks": _ticks,
 }
 """A push is a list of these: a Given, in the order of its fields."""
 
@@ -163,10 +171,10 @@ def check_said(line: str, who: str, head: Mapping[str, Any], *, payload: bool) -
 
 def given_of(record: Any) -> Given:
     """A push as its worker says it."""
-    worker, seq, slot, step, part, samples, total, share, staleness, scale = record
+    worker, seq, slot, step, part, samples, total, share, staleness, scale, factor, ticks = record
     return Given(
         *(worker, seq, slot, step, part, float(samples), float(total), (share[0], share[1])),
-        *(staleness, float(scale)),
+        *(staleness, float(scale), float(factor), ticks),
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from manyhands.ps.ledger import Decision, Given, Ledger, progress_after
+from manyhands.ps.ledger import Decision, Given, Ledger, lr_factor, progress_after
 from manyhands.ps.policies import Policy, Update, Verdict
 from manyhands.ps.staleness import Rule, lr_scale
 
@@ -115,10 +115,10 @@ class Lead:
                 for c in update.contributions
             )
             self._progress = progress_after(self._progress, given)
-            rate = 1.0
+            rate = lr_factor(given)
             if self._by_part:
                 (only,) = given
-                rate = only.share[0] / only.share[1] * lr_scale(self._lr_rule, only.staleness)
+                rate *= only.share[0] / only.share[1] * lr_scale(self._lr_rule, only.staleness)
             made.append(
                 Decision(
                     update.version,

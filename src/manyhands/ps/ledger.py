@@ -13,7 +13,7 @@ data they were: the learning rate's schedule goes by batches, not by updates.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -44,6 +44,10 @@ class Given:
     staleness: int = 0
     scale: float = 1.0
     """What its policy, or its own clipping, wants it multiplied by."""
+    lr_factor: float = 1.0
+    """What the learning rate of its step is multiplied by."""
+    ticks: int = 1
+    """How many steps of the schedule its whole batch is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,13 @@ class Decision:
     """In rank order: the order in which they are added."""
     lr_scale: float = 1.0
     progress: tuple[int, int] = (0, 1)
-    """Batches in the weights after it, since training began, as a fraction."""
+    """Steps of the schedule after it, since training began, as a fraction: mostly one a batch."""
     factor: float = 1.0
     """What clipping multiplied the sum by; known once it is applied."""
 
     @property
     def ticks(self) -> int:
-        """Whole batches in the weights after it: steps of the schedule."""
+        """Whole steps of the schedule after it."""
         return self.progress[0] // self.progress[1]
 
     def coefficients(self) -> list[float]:
@@ -81,8 +85,8 @@ class Decision:
     def from_dict(cls, record: Mapping[str, Any]) -> Decision:
         given = tuple(
             Given(str(w), int(q), int(slot), int(step), int(part), float(n), float(t), _pair(share),
-                  int(stale), float(scale))
-            for w, q, slot, step, part, n, t, share, stale, scale in record["given"]
+                  int(stale), float(scale), float(factor), int(ticks))
+            for w, q, slot, step, part, n, t, share, stale, scale, factor, ticks in record["given"]
         )  # fmt: skip
         return cls(
             int(record["v"]),
@@ -153,7 +157,16 @@ class Ledger:
 
 
 def progress_after(before: Fraction, given: Iterable[Given]) -> Fraction:
-    return before + sum((Fraction(*g.share) for g in given), Fraction())
+    return before + sum((Fraction(*g.share) * g.ticks for g in given), Fraction())
+
+
+def lr_factor(given: Sequence[Given]) -> float:
+    """Of an update that is made of these: what all say, or their mean where they are of several steps."""
+    first = given[0].lr_factor
+    if all(g.lr_factor == first for g in given):
+        return first
+    whole = sum(g.samples for g in given)
+    return sum(g.lr_factor * g.samples for g in given) / whole if whole else first
 
 
 def _pair(value: Any) -> tuple[int, int]:

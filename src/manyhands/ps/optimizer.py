@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.train.trainee import multiplied_lr
+
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -70,15 +72,10 @@ class BlockOptimizer:
         """Update the blocks that have a gradient, and no others."""
         for number, gradient in gradients.items():
             self._parameters[number].grad = gradient
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if lr_scale != 1.0:
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * lr_scale
         try:
-            self.optimizer.step()
+            with multiplied_lr(self.optimizer, lr_scale):
+                self.optimizer.step()
         finally:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
             for number in gradients:
                 self._parameters[number].grad = None
 

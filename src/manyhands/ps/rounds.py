@@ -30,7 +30,7 @@ from typing import Any
 from manyhands.errors import LinkTimeout
 from manyhands.ps.estate import Estate
 from manyhands.ps.holding import squared_norm
-from manyhands.ps.ledger import Decision, Given, progress_after
+from manyhands.ps.ledger import Decision, Given, lr_factor, progress_after
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import step_of
 from manyhands.wire.shm import Segment
@@ -38,7 +38,9 @@ from manyhands.wire.shm import Segment
 LOOK_S = 0.2
 """How often a waiting member looks whether there is anything to wait for."""
 SHORT_S = 0.001
-_WORKER = ("pushed", "step", "part", "share", "of")
+_WORKER = ("pushed", "step", "part", "share", "of", "advance")
+_WEIGHTS = ("samples", "total", "lr_factor")
+"""Of each worker, too: numbers that are not whole."""
 _SERVER = ("summed", "applied", "taken", "measured")
 
 
@@ -50,17 +52,17 @@ class Table:
         self.address = segment.address
         self._fence = threading.Lock()
         counts = [len(workers)] * len(_WORKER) + [len(servers)] * len(_SERVER) + [1]
-        floats = [len(workers)] * 2 + [len(servers)]
+        floats = [len(workers)] * len(_WEIGHTS) + [len(servers)]
         memory: Any = segment.memory
         offset = 0
         columns: list[Any] = []
         for count, kind in [(c, "q") for c in counts] + [(c, "d") for c in floats]:
             columns.append(memory[offset : offset + 8 * count].cast(kind))
             offset += 8 * count
-        self.pushed, self.step, self.part, self.share, self.of = columns[:5]
-        self.summed, self.applied, self.taken, self.measured = columns[5:9]
-        self.ticks = columns[9]
-        self.samples, self.total, self.norm = columns[10:]
+        self.pushed, self.step, self.part, self.share, self.of, self.advance = columns[:6]
+        self.summed, self.applied, self.taken, self.measured = columns[6:10]
+        self.ticks = columns[10]
+        self.samples, self.total, self.lr_factor, self.norm = columns[11:]
 
     @classmethod
     def create(cls, workers: Sequence[str], servers: Sequence[str]) -> Table:
@@ -74,7 +76,8 @@ class Table:
 
     @staticmethod
     def _size(workers: Sequence[str], servers: Sequence[str]) -> int:
-        return 8 * (len(workers) * (len(_WORKER) + 2) + len(servers) * (len(_SERVER) + 1) + 1)
+        a_worker, a_server = len(_WORKER) + len(_WEIGHTS), len(_SERVER) + 1
+        return 8 * (len(workers) * a_worker + len(servers) * a_server + 1)
 
     def reached(self, column: memoryview, number: int) -> bool:
         """Everybody has, in this column. After a write of one's own: see `fence`."""
@@ -245,12 +248,17 @@ class Serving:
                 samples=table.samples[i],
                 total=table.total[i],
                 share=(table.share[i], table.of[i]),
+                lr_factor=table.lr_factor[i],
+                ticks=table.advance[i],
             )
             for i, worker in enumerate(table.workers)
         )
         progress = progress_after(self._estate.ledger.progress, given)
         return Decision(
-            self._base + number, given, progress=(progress.numerator, progress.denominator)
+            self._base + number,
+            given,
+            lr_scale=lr_factor(given),
+            progress=(progress.numerator, progress.denominator),
         )
 
 
@@ -282,13 +290,22 @@ class Turns:
         return int(self._table.ticks[0])
 
     def push(
-        self, *, step: int, part: int, samples: float, total: float, share: tuple[int, int]
+        self,
+        *,
+        step: int,
+        part: int,
+        samples: float,
+        total: float,
+        share: tuple[int, int],
+        lr_factor: float = 1.0,
+        ticks: int = 1,
     ) -> None:
         """The gradient of the next round is in its place."""
         table, me = self._table, self._me
         table.step[me], table.part[me] = step, part
         table.share[me], table.of[me] = share
         table.samples[me], table.total[me] = samples, total
+        table.lr_factor[me], table.advance[me] = lr_factor, ticks
         self.seq += 1
         table.pushed[me] = self.seq
         table.fence()

@@ -60,6 +60,9 @@ class Strategy(ABC):
     goes_on: ClassVar[bool] = False
     """Training goes on in place when a member dies."""
 
+    one_batch: ClassVar[bool] = True
+    """An update is a whole global batch, so that a larger one makes fewer of them."""
+
     @property
     def leaves_out(self) -> bool:
         """A step may be made without a part of its samples, which come back."""

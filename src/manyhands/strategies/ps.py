@@ -106,6 +106,7 @@ class PsAsync(ParameterServer):
     name: ClassVar[str] = "ps:async"
     summary: ClassVar[str] = "parameter servers, each push is applied on arrival; nobody waits"
     lockstep: ClassVar[bool] = False
+    one_batch: ClassVar[bool] = False
 
     lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
     """Learning rate over staleness: divided by 1 + staleness, or by its square root; none: as it is."""

@@ -302,7 +302,13 @@ class PsLearner(Learner):
         parts = (share.samples, share.total)
         if self._turns is not None:
             self._turns.push(
-                step=share.step, part=share.part, samples=samples, total=total, share=parts
+                step=share.step,
+                part=share.part,
+                samples=samples,
+                total=total,
+                share=parts,
+                lr_factor=self.trainee.lr_factor,
+                ticks=self.trainee.ticks,
             )
             return
         scale = 1.0
@@ -313,7 +319,7 @@ class PsLearner(Learner):
             report.resolved = False
             self._reports[seq] = report
         push = [self.me.name, seq, slot, share.step, share.part, samples, total,
-                parts, 0, scale]  # fmt: skip
+                parts, 0, scale, self.trainee.lr_factor, self.trainee.ticks]  # fmt: skip
         client.push(seq, slot, push, began=version, baskets=self._packed)
 
     def _resolve(self, seq: int, left_out: bool, staleness: int) -> None:

@@ -38,6 +38,7 @@ from manyhands.train.facts import (
     check_job,
     check_same,
     committed_event,
+    rate_event,
     ready_event,
     syllabus_of,
 )
@@ -155,17 +156,20 @@ class Conductor:
         first = self.crew.facts
         for other in facts.values():
             check_same(first, other)
-        syllabus = syllabus_of(first, checkpoint_every=self.options.checkpoint_every)
+        options = self.options
+        syllabus = syllabus_of(
+            first, checkpoint_every=options.checkpoint_every, scaling=options.scaling
+        )
         for name, told in facts.items():
             self.stream.emit(ready_event(name, told, syllabus))
             self.tally.unit = tuple(told["unit"])
         self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
         self._handout = make_handout(
-            self.options.manner,
+            options.manner,
             self.course,
             self.shelf,
             self._tell,
-            equal=self.options.equal_shares,
+            equal=options.equal_shares,
         )
         return self._handout
 
@@ -203,6 +207,8 @@ class Conductor:
         ending = handout.finishing is not None or self._signal is not None
         waited_for = bool(crew.newcomers or crew.surplus) and not ending
         handout.more(hold=waited_for)
+        for change in handout.course.take_changes():
+            self.stream.emit(rate_event(change, handout.course))
         if waited_for and handout.quiet:
             crew.admit()
 
@@ -286,9 +292,8 @@ class Conductor:
     def _on_member_ready(self, member: str, facts: Facts) -> None:
         crew = self.crew
         if crew.is_worker(member) and not crew.is_new(member):
-            check_job(
-                facts, workers=self.options.workers
-            )  # at the first: others may take their time
+            # At the first: others may take their time.
+            check_job(facts, workers=self.options.workers, scaling=self.options.scaling)
         elif crew.is_worker(member):
             assert self.course is not None
             try:

@@ -3,12 +3,15 @@
     for each epoch:
         Steps*            until every sample of the epoch is given out
         Checkpoint?       every so many steps, if asked
+        Wait?             where losses decide what comes next: until what was given out is committed
         Evaluate?         every `eval_every` epochs and after the last; the course waits for its result
         Checkpoint        after each epoch, so that the best model is always one of them
     Stop                  when the epochs are over, the patience is, or somebody asked
 
 Steps may be committed in any order. Samples are counted, not steps: the state of a course is the
-epoch, what is committed of it, and the step number, so it can go on with any number of workers.
+epoch, what is committed of it, and the step number, so it can go on with any number of workers. So
+the batch may change in the middle of an epoch, too (rates.py). The job's schedule then goes by samples:
+it is stepped as often as it would have been for the reference number of workers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from typing import Any
 
 from manyhands.errors import CheckpointError
 from manyhands.train.leases import Leases, Range, Ranges, shares, split
+from manyhands.train.plateau import Plateau, lower_is_better
+from manyhands.train.rates import Change, Rates
+from manyhands.train.scaling import FIXED, Scaling
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,13 @@ class Syllabus:
     checkpoints: bool = True
     monitor: str = "loss"
     patience: int | None = None
+    scaling: Scaling = FIXED
+    """How the batch and the learning rate follow the number of workers."""
+    plateau: Plateau | None = None
 
     @property
     def steps_per_epoch(self) -> int:
+        """Of batches of the job's own size."""
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
@@ -48,7 +58,7 @@ class Syllabus:
 
     @property
     def lower_is_better(self) -> bool:
-        return any(word in self.monitor.lower() for word in ("loss", "error", "perplexity"))
+        return lower_is_better(self.monitor)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ class StepPlan:
     step: int
     epoch: int
     ranges: tuple[Range, ...]
+    lr_factor: float = 1.0
+    """What the learning rate is multiplied by."""
+    ticks: int = 1
+    """How often the job's schedule is stepped after it."""
 
     @property
     def samples(self) -> int:
@@ -99,11 +113,18 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Nothing more before every step so far is committed."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Stop:
     reason: str
 
 
-Order = Steps | Evaluate | Checkpoint | Stop
+Order = Steps | Evaluate | Checkpoint | Wait | Stop
 
 
 @dataclass
@@ -130,6 +151,10 @@ class Course:
         self._leases = Leases(
             syllabus.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
         )
+        rates = state.get("rates", {})
+        self._rates = Rates(syllabus.batch_size, syllabus.scaling, syllabus.plateau, rates)
+        self._ticks = self._ticks_due + rates.get("ticks_ahead", 0)
+        """Steps of the job's schedule that were given out, where it does not go by steps."""
         self._open: dict[int, StepPlan] = {}
         self._evaluated: bool = state.get("evaluated", False)
         self._awaiting = False
@@ -147,12 +172,18 @@ class Course:
             return self._checkpoint()
         if self._stop is not None:
             return self._checkpoint() if self._due_at_the_end() else Stop(self._stop)
+        if self._mean_due:
+            if self._open:
+                return Wait(self.step)
+            self._rates.close_mean(step=self.step)
         if not self._leases.exhausted:
             if self._checkpoint_due:
                 return self._checkpoint()
             if every := self.syllabus.checkpoint_every:
                 max_steps = min(max_steps, every - self.step % every)
             return self._steps(max_steps)
+        if self._open and self._rates.counts_losses:
+            return Wait(self.step)
         if not self._evaluated and self._evaluation_due():
             self._awaiting = True
             return Evaluate(self.step, self.epoch)
@@ -161,7 +192,13 @@ class Course:
             return self._checkpoint()
         return self.next(max_steps)
 
-    def commit(self, step: int, left_out: Sequence[Range] = ()) -> StepPlan:
+    def seat(self, world: int) -> None:
+        """There are so many workers from now on."""
+        self._rates.seat(world, step=self.step)
+
+    def commit(
+        self, step: int, left_out: Sequence[Range] = (), *, loss: float = math.nan
+    ) -> StepPlan:
         """An open step is in the weights, but for what was left out, which is given out again."""
         assert step in self._open, f"step {step} is committed and not open"
         plan = self._open.pop(step)
@@ -170,10 +207,12 @@ class Course:
             self._leases.give_back(left_out)
             plan = plan.without(Ranges(left_out)) if left_out else plan
             self._leases.commit(plan.ranges)
+        self._rates.committed(loss, plan.samples)
         return plan
 
     def take_back(self) -> None:
-        """What is open is void: it is ordered again, step for step and sample for sample.
+        """What is open is void: it is ordered again, step for step and sample for sample (if the batch
+        stays as it is).
 
         For steps that are committed in order. An awaited evaluation is ordered again, too.
         """
@@ -196,6 +235,7 @@ class Course:
             if self._stop == "finished":
                 self._stop = None
         self._open.clear()
+        self._ticks -= sum(plan.ticks for plan in plans)
         self.step = first.step - 1
         self._evaluated = False
         if self._saved > self.step:
@@ -210,6 +250,7 @@ class Course:
         assert self._awaiting
         self._awaiting, self._evaluated = False, True
         self.last_metrics = dict(metrics)
+        self._rates.evaluated(metrics, step=self.step)
         value = metrics[self.syllabus.monitor]
         if not self._better(value):
             self.best.waited += 1
@@ -229,6 +270,24 @@ class Course:
     def awaiting(self) -> bool:
         """An evaluation was ordered, and the course waits for its result."""
         return self._awaiting
+
+    @property
+    def batch_size(self) -> int:
+        """Of the next step, unless it is the last of an epoch."""
+        return self._rates.batch_size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole training, if the batch stays as it is."""
+        epochs, batch = self.syllabus.epochs - self.epoch, self.batch_size
+        if epochs <= 0:
+            return self.step
+        left = math.ceil(len(self._leases.free) / batch)
+        return self.step + left + (epochs - 1) * math.ceil(self.syllabus.num_samples / batch)
+
+    def take_changes(self) -> list[Change]:
+        """Of the learning rate and the batch; each told once."""
+        return self._rates.take_news()
 
     @property
     def samples_used(self) -> int:
@@ -251,6 +310,9 @@ class Course:
         done = Leases(self.syllabus.num_samples, self._leases.committed.to_list())
         for piece in self._leases.leased.to_list():
             done.committed.add(piece)
+        rates = self._rates.state()
+        if self.syllabus.scaling.on:
+            rates["ticks_ahead"] = self._ticks - self._ticks_due
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -259,12 +321,13 @@ class Course:
             "evaluated": self._evaluated,
             "best": dataclasses.asdict(self.best),
             "last_metrics": self.last_metrics,
+            **({"rates": rates} if rates else {}),
         }
 
     @property
     def trains_next(self) -> bool:
         """The next order is steps, as far as is known now."""
-        stands = self._awaiting or self._owed or self._stop is not None
+        stands = self._awaiting or self._owed or self._mean_due or self._stop is not None
         return not (stands or self._leases.exhausted or self._checkpoint_due)
 
     @property
@@ -272,14 +335,38 @@ class Course:
         every = self.syllabus.checkpoint_every
         return bool(every and self.step and self.step % every == 0 and self._saved != self.step)
 
+    @property
+    def _mean_due(self) -> bool:
+        """A mean of losses is to be judged before anything else."""
+        over = self._leases.exhausted
+        return self._rates.mean_due(num_open=len(self._open), epoch_over=over)
+
     def _steps(self, max_steps: int) -> Steps:
         plans: list[StepPlan] = []
-        while len(plans) < max_steps and not self._leases.exhausted:
+        room = self._rates.room(num_open=len(self._open))
+        most = max_steps if room is None else min(max_steps, room)
+        while len(plans) < most and not self._leases.exhausted:
             self.step += 1
-            ranges = tuple(self._leases.take(self.syllabus.batch_size))
-            plans.append(StepPlan(self.step, self.epoch, ranges))
+            ranges = tuple(self._leases.take(self.batch_size))
+            factor = self._rates.factor(self.step)
+            plans.append(StepPlan(self.step, self.epoch, ranges, factor, self._tick()))
         self._open.update((plan.step, plan) for plan in plans)
         return Steps(tuple(plans))
+
+    def _tick(self) -> int:
+        """How often the schedule is stepped after the step that was just given out."""
+        if not self.syllabus.scaling.on:
+            return 1
+        ticks = max(0, self._ticks_due - self._ticks)
+        self._ticks += ticks
+        return ticks
+
+    @property
+    def _ticks_due(self) -> int:
+        """Steps of the schedule for what was given out: whole batches of the job's own size."""
+        syllabus, left = self.syllabus, len(self._leases.free)
+        whole = (syllabus.num_samples - left) // syllabus.batch_size
+        return self.epoch * syllabus.steps_per_epoch + (whole if left else syllabus.steps_per_epoch)
 
     def _evaluation_due(self) -> bool:
         if not self.syllabus.has_eval:
@@ -297,7 +384,9 @@ class Course:
     def _due_at_the_end(self) -> bool:
         return self.syllabus.checkpoints and self._saved != self.step
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> Checkpoint | Wait:
+        if self._open and self._rates.counts_losses:
+            return Wait(self.step)  # else it would not know the losses of what is open
         self._saved, self._owed = self.step, False
         return Checkpoint(self.step, self.state())
 

@@ -218,8 +218,11 @@ class Crew:
             return f"{self._options.strategy} has as many workers as it began with"
         if workers < self.view.world and not manner.may_shrink:
             return f"with {self._options.strategy} each has something that no other has"
-        if workers > fields["batch_size"]:
-            return f"they would share a global batch of {fields['batch_size']}"
+        batch = self._options.scaling.batch(fields["batch_size"], workers)
+        if workers > batch:
+            return f"they would share a global batch of {batch}"
+        if batch > self.facts["train_samples"]:
+            return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
         self._wanted = workers
         here = [name for name in self.view.names if self.is_worker(name) and self._lives(name)]
         coming = [name for name in self._roles if name in self._new and self.is_worker(name)]

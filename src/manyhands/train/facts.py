@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.errors import JobError, UsageError
-from manyhands.train.course import Syllabus
+from manyhands.train.course import Course, Syllabus
+from manyhands.train.plateau import Plateau, parse_plateau, resolve
+from manyhands.train.rates import Change
 from manyhands.train.reports import Committed
+from manyhands.train.scaling import FIXED, Scaling
 from manyhands.watch import events
 
 Facts = Mapping[str, Any]
 """What a worker says when it is ready."""
 
 
-def check_job(facts: Facts, *, workers: int) -> None:
+def check_job(facts: Facts, *, workers: int, scaling: Scaling = FIXED) -> None:
     """What only shows when the job is loaded."""
     fields, samples = facts["fields"], facts["train_samples"]
     batch, monitor, metrics = fields["batch_size"], fields["monitor"], facts["metrics"]
@@ -24,7 +27,9 @@ def check_job(facts: Facts, *, workers: int) -> None:
             f"The data set has {samples} samples, and the global batch_size is {batch}. "
             f"Use  --set batch_size={samples}  or fewer."
         )
-    if workers > batch:
+    if scaling.on:
+        _check_scaling(scaling, batch, workers=workers, samples=samples)
+    elif workers > batch:
         raise UsageError(
             f"{workers} workers share a global batch of {batch}: every worker needs "
             "at least one sample. Use fewer workers, or a larger batch: "
@@ -37,6 +42,23 @@ def check_job(facts: Facts, *, workers: int) -> None:
         )
     if not metrics and fields["patience"] is not None:
         raise JobError("patience needs something to watch: eval_data() must return a data set.")
+    plateau_of(facts)
+
+
+def _check_scaling(scaling: Scaling, batch: int, *, workers: int, samples: int) -> None:
+    flag, reference = f"--scale-batch {scaling.rule}", scaling.reference
+    if reference > batch:
+        raise UsageError(
+            f"{flag}: a batch_size of {batch} is for {reference} workers, and every worker needs at "
+            f"least one sample. Use a larger batch:  --set batch_size={reference}"
+        )
+    whole = scaling.batch(batch, workers)
+    if whole > samples:
+        raise UsageError(
+            f"{flag}: a batch_size of {batch} for {reference} makes a global batch of {whole} for "
+            f"{workers} workers, and the data set has {samples} samples. Use fewer workers, or a "
+            f"smaller batch:  --set batch_size={max(1, samples * reference // workers)}"
+        )
 
 
 def check_same(first: Facts, other: Facts) -> None:
@@ -49,7 +71,16 @@ def check_same(first: Facts, other: Facts) -> None:
             )
 
 
-def syllabus_of(facts: Facts, *, checkpoint_every: int) -> Syllabus:
+def plateau_of(facts: Facts) -> Plateau | None:
+    """The job's plateau rule, if it has one, with the name of what it watches."""
+    fields = facts["fields"]
+    if not fields.get("plateau"):
+        return None
+    rule = parse_plateau(fields["plateau"])
+    return resolve(rule, monitor=fields["monitor"], metrics=facts["metrics"])
+
+
+def syllabus_of(facts: Facts, *, checkpoint_every: int, scaling: Scaling = FIXED) -> Syllabus:
     fields = facts["fields"]
     return Syllabus(
         num_samples=facts["train_samples"],
@@ -60,6 +91,8 @@ def syllabus_of(facts: Facts, *, checkpoint_every: int) -> Syllabus:
         checkpoint_every=checkpoint_every,
         monitor=fields["monitor"],
         patience=fields["patience"],
+        scaling=scaling,
+        plateau=plateau_of(facts),
     )
 
 
@@ -93,4 +126,15 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
         bytes_sent=step.bytes_sent,
         left_out=sum(stop - start for start, stop in step.left_out),
         staleness=None if lockstep else step.mean_staleness,
+    )
+
+
+def rate_event(change: Change, course: Course) -> events.RateChanged:
+    return events.RateChanged(
+        step=change.step,
+        factor=change.factor,
+        over=change.over,
+        batch_size=course.batch_size,
+        steps=course.num_steps,
+        reason=change.reason,
     )

@@ -39,6 +39,10 @@ class Portion:
     """This worker's."""
     part: int = 0
     """Which part of the step this is; in lockstep, this worker's rank."""
+    lr_factor: float = 1.0
+    """What the learning rate is multiplied by."""
+    ticks: int = 1
+    """How often the schedule is stepped after the whole step."""
 
     @property
     def samples(self) -> int:

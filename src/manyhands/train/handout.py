@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from manyhands.cluster.view import View
-from manyhands.train.course import Checkpoint, Course, Evaluate, Order, Steps, Stop
+from manyhands.train.course import Checkpoint, Course, Evaluate, Order, StepPlan, Steps, Stop, Wait
+from manyhands.train.leases import Range
 from manyhands.train.options import Manner
 from manyhands.train.pace import Pace
 from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
@@ -79,7 +80,7 @@ class Handout(ABC):
     def committed(self) -> Iterator[Committed]:
         """The steps that are complete now."""
         for step in self.gathering.committed():
-            self.course.commit(step.plan.step, step.left_out)
+            self.course.commit(step.plan.step, step.left_out, loss=step.loss)
             yield step
 
     def saving(self, member: str, step: int) -> None:
@@ -112,6 +113,7 @@ class Handout(ABC):
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
         self.finishing = None
+        self.course.seat(view.world)
 
     def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
@@ -151,7 +153,7 @@ class InStep(Handout):
                 return  # what comes back has to be done before
             room = int(AHEAD_S / self._step_s) if self._step_s else 1
             order = self.course.next(max(1, min(room, MAX_LEASE)))
-            if order is None:
+            if order is None or isinstance(order, Wait):
                 return
             if not isinstance(order, Steps):
                 self._give_barrier(order)
@@ -200,7 +202,7 @@ class InStep(Handout):
             shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
             self.gathering.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
-                portions[rank].append([plan.step, plan.epoch, plan.samples, ranges, rank])
+                portions[rank].append(_portion(plan, ranges, rank))
         for name, mine in zip(self.workers, portions, strict=True):
             self._tell(name, {"order": "steps", "portions": mine})
 
@@ -214,7 +216,7 @@ class InParts(Handout):
         super().__init__(course, shelf, tell)
         self._parts = parts
         self._queue = PartQueue()
-        self._barrier: Evaluate | Checkpoint | Stop | None = None
+        self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None
         self._given = False
         """The barrier was, and is not done yet."""
         self._resting: set[str] = set()
@@ -227,6 +229,10 @@ class InParts(Handout):
         if hold or (self._barrier is not None and not len(self._queue)):
             self._rest()
         if self._barrier is not None and not self._given and not hold and not len(self.gathering):
+            if isinstance(self._barrier, Wait):
+                self._lift()
+                self.more()
+                return
             self._given = True
             self._give_barrier(self._barrier)
 
@@ -262,6 +268,8 @@ class InParts(Handout):
         again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
         if any(step != again for step in lost):
             self.course.owe_checkpoint()
+            if isinstance(self._barrier, Stop):
+                self._lift()  # it comes again, behind the checkpoint
         self._given = False
         self._resting.clear()
         self._seat(view)
@@ -278,9 +286,7 @@ class InParts(Handout):
         for name, part in self._queue.deal():
             plan = part.plan
             self.gathering.give(part.key, name)
-            portions.setdefault(name, []).append(
-                [plan.step, plan.epoch, plan.samples, part.ranges, part.number]
-            )
+            portions.setdefault(name, []).append(_portion(plan, part.ranges, part.number))
         for name, mine in portions.items():
             self._resting.discard(name)
             self._tell(name, {"order": "steps", "portions": mine})
@@ -306,3 +312,10 @@ class InParts(Handout):
 
     def _lift(self) -> None:
         self._barrier, self._given = None, False
+
+
+def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> list[Any]:
+    """As it travels; of the learning rate and its schedule only what is not as usual."""
+    portion = [plan.step, plan.epoch, plan.samples, ranges, part]
+    unusual = plan.lr_factor != 1.0 or plan.ticks != 1
+    return [*portion, plan.lr_factor, plan.ticks] if unusual else portion

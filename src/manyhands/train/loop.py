@@ -237,6 +237,7 @@ class Worker:
                 coming = self.feed.share(following)
                 self.learner.ahead(coming)
             seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
+            self.trainee.lr_factor, self.trainee.ticks = portion.lr_factor, portion.ticks
             report = self.learner.step(share)
             report.part = portion.part
             self._reports.append(report)
@@ -370,8 +371,9 @@ def _seconds(report: StepReport) -> float | None:
 
 
 def _portion(row: Sequence[Any]) -> Portion:
-    step, epoch, total, ranges, part = row
-    return Portion(step, epoch, total, tuple((start, stop) for start, stop in ranges), part)
+    step, epoch, total, ranges, part, *unusual = row
+    pieces = tuple((start, stop) for start, stop in ranges)
+    return Portion(step, epoch, total, pieces, part, *unusual)
 
 
 def read_all(values: Sequence[float | torch.Tensor]) -> list[float]:

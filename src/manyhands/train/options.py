@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from manyhands.train.chaos import Chaos
+from manyhands.train.scaling import FIXED, Scaling
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Options:
     """How many members that died are replaced, where training goes on without them."""
     equal_shares: bool = False
     """Every worker has as much of a batch, also where one computes faster than another."""
+    scaling: Scaling = FIXED
+    """How the batch and the learning rate follow the number of workers."""
     trust_network: bool = False
     """Authenticate, but don't encrypt bulk data."""
     manner: Manner = field(default_factory=Manner)

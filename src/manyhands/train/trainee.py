@@ -42,6 +42,10 @@ class Trainee:
     """The same schedule for another optimizer, which has the same parameter groups."""
     tables: Tables | None = None
     """The sparse side of the model, if it has one."""
+    lr_factor: float = 1.0
+    """What the learning rate of the next step is multiplied by; the coordinator says it with each."""
+    ticks: int = 1
+    """How often the schedule is stepped after it, likewise."""
 
     @classmethod
     def of(cls, job: Job, *, device: str, num_steps: int) -> Trainee:
@@ -60,9 +64,13 @@ class Trainee:
         if not isinstance(optimizer, Optimizer):
             raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
         scheduler = job.schedule(optimizer, num_steps)
-        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(
-            scheduler, LRScheduler | None
-        ):
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise JobError(
+                f"{type(job).__name__}.schedule() returned ReduceLROnPlateau, which one worker would step "
+                "by what it sees alone. Let the job watch all of them: give it the field  "
+                'plateau: str = "factor=0.1; patience=10".'
+            )
+        if not isinstance(scheduler, LRScheduler | None):
             raise wrong(
                 job, "schedule", "a torch scheduler that steps once a step, or None", scheduler
             )
@@ -80,7 +88,8 @@ class Trainee:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The one that the next step is made with."""
+        return float(self.optimizer.param_groups[0]["lr"]) * self.lr_factor
 
     @property
     def base_lr(self) -> float:
@@ -103,10 +112,26 @@ class Trainee:
         """Gradients are complete: clip, step, schedule, forget."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.optimizer.step()
-        if self.scheduler is not None and not _ended(self.scheduler):
-            self.scheduler.step()
+        with multiplied_lr(self.optimizer, self.lr_factor):
+            self.optimizer.step()
+        for _ in range(self.ticks):
+            if self.scheduler is not None and not _ended(self.scheduler):
+                self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """For one step. A schedule may make its next learning rate of this one, so it finds it as it was."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _ended(scheduler: LRScheduler) -> bool:

@@ -27,6 +27,7 @@ from manyhands.watch.events import (
     MemberReady,
     MemberStarted,
     Noticed,
+    RateChanged,
     Recovered,
     Resumed,
     RunFinished,
@@ -92,6 +93,8 @@ class Console(Sink):
             case Evaluated():
                 best = ("  best", GOOD) if event.best else ""
                 self.line(text.evaluation_line(event, self.picture), best)
+            case RateChanged():
+                self.line((text.rate_line(event, self.picture), WARN))
             case Noticed():
                 self.line(("note", WARN), f": {text.clean(event.message)}")
             case Stopping():

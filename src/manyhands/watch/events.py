@@ -8,6 +8,7 @@
         repeat:
             StepCommitted*                  which samples, by whom, the loss
             Evaluated?                      on all workers, after an epoch
+            RateChanged?                    the learning rate has another factor, the batch another size
             CheckpointSaved?
             Noticed*                        anything a person should know but need not act on
             Injected*                       with --chaos: a fault on purpose
@@ -139,6 +140,24 @@ class Evaluated(Event):
     best: bool
     """Better than every evaluation before, by the job's `monitor`."""
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateChanged(Event):
+    """What the learning rate of all workers is multiplied by, besides its schedule, is another now."""
+
+    step: int
+    """The first one that it holds for."""
+    factor: float
+    """In the end; the schedule's learning rate is multiplied by it."""
+    over: int
+    """Steps until then, in equal parts; 0: at once."""
+    batch_size: int
+    """The global batch from that step on."""
+    steps: int
+    """Global steps of the whole training, if nothing changes any more."""
+    reason: str
+    """"4 workers", or what the plateau rule has seen."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 Tags: train/loss, train/lr, train/samples_per_s, time/step_s, time/compute_s, time/wait_s,
 comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" that says what was started; without
-lockstep also train/staleness, and at the end a text "staleness" that says how often there was how much.
+lockstep also train/staleness, and at the end a text "staleness" that says how often there was how much;
+train/lr_factor and train/batch_size at the steps from which on they are others.
 
 Each process that trains writes a file of its own into the folder; TensorBoard reads them as one. A
 `Resumed` event is written as a SessionLog START at the next step, which makes TensorBoard forget
@@ -22,6 +23,7 @@ from manyhands.watch.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    RateChanged,
     Resumed,
     RunFinished,
     RunStarted,
@@ -63,6 +65,9 @@ class TensorBoardSink(Sink):
             case Evaluated():
                 metrics = {f"eval/{name}": value for name, value in event.metrics.items()}
                 self._write(event, event.step, metrics)
+            case RateChanged():
+                scaled = {"train/lr_factor": event.factor, "train/batch_size": event.batch_size}
+                self._write(event, event.step, scaled)
             case CheckpointSaved():
                 self._write(event, event.step, {"checkpoint/stall_s": event.stall_s})
             case RunFinished() if event.summary.get("staleness"):

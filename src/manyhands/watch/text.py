@@ -22,6 +22,7 @@ from manyhands.watch.events import (
     MemberFailed,
     MemberLost,
     MemberReady,
+    RateChanged,
     Recovered,
     Resumed,
     RunFinished,
@@ -54,6 +55,10 @@ class Picture:
     epoch: int = 0
     loss: float | None = None
     evaluation: Evaluated | None = None
+    rate: RateChanged | None = None
+    """The last one: what the batch and the learning rate are now."""
+    scaled: bool = False
+    """The batch is not, or was not, the job's own."""
     saved_step: int | None = None
     failure: MemberFailed | None = None
     """The first one."""
@@ -85,6 +90,9 @@ class Picture:
                 self.recent.append(event)
             case Evaluated():
                 self.evaluation = event
+            case RateChanged():
+                self.rate = event
+                self.scaled |= self.plan is not None and self.plan.batch_size != event.batch_size
             case CheckpointSaved():
                 self.saved_step = event.step
             case MemberFailed():
@@ -97,6 +105,8 @@ class Picture:
 
     @property
     def num_steps(self) -> int:
+        if self.rate is not None:
+            return self.rate.steps
         return self.plan.steps if self.plan else 0
 
     @property
@@ -204,7 +214,7 @@ class Progress:
 def progress(picture: Picture) -> Progress:
     plan, recent = picture.plan, picture.recent
     epochs = f"/{plan.epochs}" if plan else ""
-    total = f"/{count(plan.steps)}" if plan else ""
+    total = f"/{count(picture.num_steps)}" if plan else ""
     figures = [] if picture.loss is None else [f"loss {figure(picture.loss)}"]
     seconds = sum(step.step_s for step in recent)
     if seconds > 0:
@@ -236,6 +246,13 @@ def evaluation_line(event: Evaluated, picture: Picture) -> str:
     epochs = f"/{picture.plan.epochs}" if picture.plan else ""
     head = f"epoch {event.epoch + 1}{epochs}  step {count(event.step)}  eval "
     return clean(f"{head}{_figures(event.metrics)}")
+
+
+def rate_line(event: RateChanged, picture: Picture) -> str:
+    over = f" over {plural(event.over, 'step')}" if event.over else ""
+    batch = f", batches of {plural(event.batch_size, 'sample')}" if picture.scaled else ""
+    head = f"step {count(event.step)}: learning rate x {event.factor:.4g}{over}{batch}"
+    return clean(f"{head} ({event.reason})")
 
 
 # end

@@ -12,6 +12,7 @@ from manyhands.errors import UsageError
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.single import Single
 from manyhands.train.options import Options
+from manyhands.train.scaling import Scaling
 
 
 class Restless(Single):
@@ -88,3 +89,31 @@ def test_workers_are_a_number_or_a_range() -> None:
     assert (given.workers, given.min_workers) == (4, 2)
     again = options(before=resolved.sources)[0]
     assert (again.workers, again.min_workers) == (4, 2)
+
+
+def test_the_batch_is_scaled_by_a_rule_and_from_the_workers_of_the_first_start() -> None:
+    assert options()[0].scaling == Scaling("none", 2)
+    given, resolved = options("--scale-batch", "linear", "--workers", "3")
+    assert given.scaling == Scaling("linear", reference=3, warmup=100)
+    again, _ = options("--workers", "5", before=resolved.sources)
+    assert (again.workers, again.scaling.reference) == (5, 3)
+    later, _ = options("--workers", "5", "--scale-batch", "sqrt", before=options()[1].sources)
+    assert later.scaling == Scaling("sqrt", reference=2)
+    one, _ = options("--scale-batch", "sqrt", "--scale-reference", "1", "--scale-warmup", "0")
+    assert one.scaling == Scaling("sqrt", reference=1, warmup=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--scale-batch", "liner"], "did you mean 'linear'. There are: none, linear, sqrt"),
+        (["--scale-batch", "sqrt", "--scale-warmup", "-1"], "--scale-warmup -1: it must be at le"),
+        (["--scale-batch", "sqrt", "--scale-reference", "0"], "--scale-reference 0: it must be a"),
+        (["--scale-warmup", "5"], "--scale-warmup 5: nothing is scaled. Add  --scale-batch linear"),
+        (["--scale-batch", "linear", "--strategy", "ps:async"], "ps:async each push is one worker"),
+        (["--scale-batch", "linear", "--strategy", "ps:ssp"], "--strategy ps:sync --scale-batch l"),
+    ],
+)
+def test_a_batch_that_can_not_be_scaled_so(flags: list[str], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        options(*flags)

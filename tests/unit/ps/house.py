@@ -176,11 +176,14 @@ def house(kind: str, folder: Path, *, rounds: bool = False) -> Iterator[House]:
         server.freeze()
 
 
-GIVEN = ["worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"]
+GIVEN = [
+    *("worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"),
+    *("lr_factor", "ticks"),
+]
 
 
 def push_of(worker: str, seq: int, slot: int) -> list[Any]:
-    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0]
+    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0, 1.0, 1]
 
 
 ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
@@ -225,15 +228,17 @@ def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
     yield push[:-1]
     yield [*push, 0]
     for position, name in enumerate(GIVEN):
-        is_amount = name in ("samples", "total", "scale")
+        is_amount = name in ("samples", "total", "scale", "lr_factor")
         for wrong in NEVER if is_amount else NEVER_A_COUNT:
             yield [*push[:position], wrong, *push[position + 1 :]]
     for share in ([1, 0], [3, 2], [-1, 2], [1, 2, 3], ["1", 2], [1, math.nan], [1 << 60, 1 << 60]):
         yield [*push[:7], share, *push[8:]]
     yield [GOOD, *push[1:]]
     yield [*push[:6], 0.0, *push[7:]]
-    yield [*push[:8], 1, push[9]]
-    yield [*push[:9], 1.5]
+    yield [*push[:8], 1, *push[9:]]
+    yield [*push[:9], 1.5, *push[10:]]
+    yield [*push[:10], 0.0, push[11]]
+    yield [*push[:11], 1 << 20]
 
 
 @contextlib.contextmanager

@@ -73,6 +73,18 @@ def test_the_learning_rate_of_a_part_is_its_share_and_falls_with_staleness() -> 
     assert [d.lr_scale for d in lead.decisions()] == [0.25, 0.75 / 2]
 
 
+def test_the_factor_of_a_step_is_in_its_decision() -> None:
+    lead = Lead(Sync(["w0", "w1"]), Ledger(), servers=["s0"])
+    for worker in ("w0", "w1"):
+        told = replace(push(worker, 1), lr_factor=1.5, ticks=3)
+        lead.had("s0", told, began=0, after=0)
+    (decision,) = lead.decisions()
+    assert (decision.lr_scale, decision.ticks) == (1.5, 3)
+    lead = Lead(Async(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    lead.had("s0", replace(push("w0", 1, share=(1, 4)), lr_factor=0.5), began=0, after=0)
+    assert [d.lr_scale for d in lead.decisions()] == [0.125]
+
+
 def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
     lead = Lead(Sync(["w0", "w1", "w2"]), Ledger(), servers=["s0"])
     lead.rest("w0")

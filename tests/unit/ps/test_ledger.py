@@ -16,6 +16,7 @@ from manyhands.ps.ledger import (
     Decision,
     Given,
     Ledger,
+    lr_factor,
     progress_after,
 )
 
@@ -25,7 +26,7 @@ numbers = st.floats(0, 1e9)
 pushes = st.builds(
     Given, names, st.integers(1, 99), st.integers(0, 1), st.integers(1, 99), st.integers(0, 7),
     samples=numbers, total=numbers, share=fractions, staleness=st.integers(0, 9),
-    scale=st.floats(0, 1),
+    scale=st.floats(0, 1), lr_factor=st.floats(0.1, 9), ticks=st.integers(0, 3),
 )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def test_a_ledger_survives_the_wire_and_counts_every_push(updates: list[list[Giv
     flat = [push for made in updates for push in made]
     assert ledger.version == len(updates)
     assert ledger.counts == {w: sum(p.worker == w for p in flat) for w in {p.worker for p in flat}}
-    assert ledger.progress == sum((Fraction(*push.share) for push in flat), Fraction())
+    assert ledger.progress == sum((Fraction(*p.share) * p.ticks for p in flat), Fraction())
     assert ledger.ticks == int(ledger.progress)
     assert list(ledger.parts) == [(push.step, push.part) for push in flat]
     again = Ledger.from_dict(on_the_wire(ledger.to_dict()))
@@ -164,3 +165,15 @@ def test_the_schedule_goes_by_whole_batches_whatever_they_are_cut_into(
     assert done == epochs, "no rounding"
     ends = [i for i, (a, b) in enumerate(zip([0, *ticks], ticks, strict=False)) if b > a]
     assert ends == [len(parts) * (epoch + 1) - 1 for epoch in range(epochs)]
+
+
+@given(factor=st.floats(1e-3, 1e3), workers=st.integers(1, 5))
+def test_the_factor_of_a_step_is_that_of_its_pushes(factor: float, workers: int) -> None:
+    assert lr_factor([pushed("a", lr_factor=factor)] * workers) == factor
+
+
+def test_an_update_of_several_steps_has_their_mean_factor() -> None:
+    few, many = pushed("a", samples=1, lr_factor=1.0), pushed("b", samples=3, lr_factor=2.0)
+    assert lr_factor([few, many]) == 1.75
+    nothing = [pushed("a", samples=0, lr_factor=f) for f in (1.0, 2.0)]
+    assert lr_factor(nothing) == 1.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +39,19 @@ def drive(
     cut_after: int | None = None,
     in_order: bool = True,
     back_after: Collection[int] = (),
+    worlds: Mapping[int, int] | None = None,
+    loss: Callable[[int], float] = lambda step: math.nan,
 ) -> Life:
     """Play conductor and workers: orders ahead, commits behind, by chance; stop or cut by count.
 
-    At the moments `back_after`, what is open is void, and so is a checkpoint that does not count yet.
+    At the moments `back_after`, what is open is void, and so is a checkpoint that does not count yet. At
+    those of `worlds` so, too, and from then on there are so many workers.
     """
+    worlds = worlds or {}
+
+    def commit(step: int) -> None:
+        life.committed.append(course.commit(step, loss=loss(step)))
+
     life = Life()
     written: list[Checkpoint] = []
     for moment in range(100_000):
@@ -50,13 +59,15 @@ def drive(
             return life
         if moment == stop_after:
             course.stop("interrupted")
-        if moment in back_after:
+        if moment in back_after or moment in worlds:
             course.take_back()
+            if moment in worlds:
+                course.seat(worlds[moment])
             lost = [c for c in written if c.step > course.committed_step]
             written = [c for c in written if c not in lost]
         if course.open_steps and chance.random() < 0.5:
             which = 0 if in_order else chance.randrange(len(course.open_steps))
-            life.committed.append(course.commit(course.open_steps[which].step))
+            commit(course.open_steps[which].step)
         elif (order := course.next(chance.randint(1, max_lease))) is None:
             if not course.open_steps:
                 life.results.append((course.step, course.epoch))
@@ -70,7 +81,7 @@ def drive(
                 written.append(order)
             elif isinstance(order, Stop):
                 while course.open_steps:
-                    life.committed.append(course.commit(course.open_steps[0].step))
+                    commit(course.open_steps[0].step)
                 life.checkpoints += written
                 life.stop = order.reason
                 return life

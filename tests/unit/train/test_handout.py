@@ -19,6 +19,8 @@ from manyhands.state.runs import Run
 from manyhands.train.course import Course, Syllabus
 from manyhands.train.handout import Handout, make_handout
 from manyhands.train.options import Manner, Options
+from manyhands.train.plateau import Plateau
+from manyhands.train.scaling import FIXED, Scaling
 from manyhands.train.shelf import Shelf
 from manyhands.watch.sinks import Stream
 
@@ -56,8 +58,45 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
     stop_at: int | None,
     seed: int,
 ) -> None:
+    play(syllabus, manner, workers, random.Random(seed), deaths, arrivals, stop_at)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    syllabus=st.builds(
+        Syllabus,
+        num_samples=st.integers(1, 30),
+        batch_size=st.integers(2, 9),
+        epochs=st.integers(1, 2),
+        has_eval=st.booleans(),
+        checkpoint_every=st.sampled_from([0, 3]),
+        scaling=st.sampled_from([FIXED, Scaling("linear", 2, 3), Scaling("sqrt", 3, 0)]),
+        plateau=st.builds(
+            Plateau, patience=st.just(1), watch=st.just("train_loss"), every=st.integers(0, 4)
+        ),
+    ),
+    manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    deaths=st.integers(0, 2),
+    arrivals=st.integers(0, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_also_where_the_batch_follows_the_workers_and_the_rate_the_losses(
+    syllabus: Syllabus, manner: Manner, deaths: int, arrivals: int, seed: int
+) -> None:
+    play(syllabus, manner, 3, random.Random(seed), deaths, arrivals, None)
+
+
+def play(
+    syllabus: Syllabus,
+    manner: Manner,
+    workers: int,
+    chance: random.Random,
+    deaths: int,
+    arrivals: int,
+    stop_at: int | None,
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        troupe = Troupe(Path(folder), syllabus, manner, workers, random.Random(seed))
+        troupe = Troupe(Path(folder), syllabus, manner, workers, chance)
         troupe.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
         course = troupe.course
         steps = sorted(c.plan.step for c in troupe.committed)
@@ -244,6 +283,26 @@ def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
         assert again == (not started or victim == "worker-0")
 
 
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+def test_the_last_checkpoint_is_owed_though_the_stop_was_ordered(
+    tmp_path: Path, manner: Manner
+) -> None:
+    """Whoever was writing it died when all had been told to stop."""
+    stage = Stage(tmp_path, manner, 2, num_samples=4, has_eval=False)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.more()
+    stage.handout.saving("worker-0", 1)
+    stage.more()
+    assert stage.handout.finishing == "finished"
+    stage.seat("worker-1")
+    assert ("worker-1", "checkpoint") in stage.more()
+    stage.handout.saving("worker-1", 1)
+    stage.more()
+    assert stage.handout.finishing == "finished"
+
+
 def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=4, has_eval=False)
     stage.seat("worker-0", servers=2)
@@ -310,3 +369,35 @@ def test_in_lockstep_it_is_not_quiet_before_the_evaluation_and_the_copy(tmp_path
     assert not stage.handout.quiet
     stage.handout.saving("worker-0", 1)
     assert stage.handout.quiet
+
+
+def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path: Path) -> None:
+    scaling = Scaling("linear", reference=1, warmup=0)
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
+    stage.more()
+    assert stage.told[0][1]["portions"] == [[1, 0, 4, [(0, 4)], 0]], "nothing is: nothing is sent"
+    stage.seat("worker-0", "worker-1")
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[1, 0, 8, [(0, 4)], 0, 2.0, 2]]
+    assert second["portions"] == [[1, 0, 8, [(4, 8)], 1, 2.0, 2]]
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+def test_where_losses_decide_nothing_is_given_before_they_are_known(
+    tmp_path: Path, manner: Manner
+) -> None:
+    rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=1)
+    stage = Stage(tmp_path, manner, 2, num_samples=40, plateau=rule)
+    for step, factor in enumerate([None, None, 0.5, 0.25], start=1):
+        stage.more()
+        given = [(name, order["portions"]) for name, order in stage.told if "portions" in order]
+        assert [(name, [p[0] for p in portions]) for name, portions in given] == [
+            ("worker-0", [step]),
+            ("worker-1", [step]),
+        ]
+        assert [p[5:6] for _, portions in given for p in portions] == [[factor] * bool(factor)] * 2
+        stage.done("worker-0", step, 0)
+        assert not any("portions" in order for _, order in stage.told[2:])
+        assert all(what == "rest" for _, what in stage.more())
+        stage.done("worker-1", step, 1)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
+from course_driver import drive
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
 from manyhands.errors import JobError
+from manyhands.train.course import Course, Syllabus
+from manyhands.train.scaling import Scaling
 from manyhands.train.trainee import Trainee, call, evaluating, job_loss, to_device
 
 BATCH = (torch.ones(3, 4), torch.ones(3, 2))
@@ -45,7 +51,7 @@ def test_a_frozen_model_has_nothing_to_train(make_job: Any) -> None:
 
 def test_a_plateau_schedule_is_refused_for_it_wants_a_metric(make_job: Any) -> None:
     job = make_job(schedule=lambda self, optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
-    with pytest.raises(JobError, match=r"schedule\(\) .* once a step, .* ReduceLROnPlateau"):
+    with pytest.raises(JobError, match=r'ReduceLROnPlateau, .* plateau: str = "factor=0.1'):
         trainee(job)
 
 
@@ -106,6 +112,55 @@ def test_update_clips_steps_schedules_and_forgets(make_job: Any) -> None:
     assert torch.cat([m.flatten() for m in moved]).norm().item() == pytest.approx(0.1, rel=1e-4)
     assert built.lr == pytest.approx(0.05)
     assert all(p.grad is None for p in built.model.parameters())
+
+
+@pytest.mark.parametrize("anneal", [lr_scheduler.StepLR, lr_scheduler.ExponentialLR])
+def test_a_factor_holds_for_one_step_and_leaves_the_schedule_alone(
+    make_job: Any, anneal: Any
+) -> None:
+    """Also of one that makes the next learning rate out of the last."""
+
+    def schedule(self: Any, optimizer: Any, num_steps: int) -> Any:
+        how = {"step_size": 1} if anneal is lr_scheduler.StepLR else {}
+        return anneal(optimizer, gamma=0.5, **how)
+
+    built = trainee(make_job(schedule=schedule))
+    for factor, ticks, lr in [(1.0, 1, 0.1), (3.0, 1, 0.15), (2.0, 0, 0.05), (1.0, 2, 0.025)]:
+        built.lr_factor, built.ticks = factor, ticks
+        assert built.lr == pytest.approx(lr)
+        assert built.base_lr == 0.1
+        before = [p.detach().clone() for p in built.model.parameters()]
+        for p in built.model.parameters():
+            p.grad = torch.ones_like(p)
+        built.update()
+        for b, p in zip(before, built.model.parameters(), strict=True):
+            torch.testing.assert_close(b - p, torch.full_like(p, lr))
+    assert built.scheduler is not None
+    assert built.scheduler.get_last_lr() == [pytest.approx(0.1 * 0.5**4)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    worlds=st.dictionaries(st.integers(0, 30), st.integers(1, 5), max_size=4),
+    rule=st.sampled_from(["linear", "sqrt"]),
+    reference=st.integers(1, 3),
+)
+def test_one_cycle_is_over_when_the_training_is_whatever_the_batches(
+    worlds: dict[int, int], rule: str, reference: int
+) -> None:
+    syllabus = Syllabus(23, 3, 2, has_eval=False, scaling=Scaling(rule, reference))
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    total = syllabus.num_steps
+    one_cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total)
+    built = Trainee(nn.Linear(1, 1), optimizer, lambda model, batch: batch, scheduler=one_cycle)
+    life = drive(Course(syllabus), chance=random.Random(1), worlds=worlds)
+    for plan in life.committed:
+        built.lr_factor, built.ticks = plan.lr_factor, plan.ticks
+        weight.grad = torch.ones(1)
+        built.update()
+        assert one_cycle.last_epoch <= total
+    assert one_cycle.last_epoch == total
 
 
 def test_a_model_is_called_as_its_inputs_say() -> None:

@@ -25,7 +25,7 @@ from manyhands.watch.sinks import Stream
 Sample = tuple[int, int]
 """(epoch, position)"""
 Portion = list[Any]
-"""step, epoch, samples, ranges, part"""
+"""step, epoch, samples, ranges, part; what is unusual"""
 
 
 class Troupe:
@@ -164,7 +164,7 @@ class Troupe:
         return True
 
     def _apply(self, portion: Portion) -> None:
-        step, epoch, _, ranges, part = portion
+        step, epoch, _, ranges, part, *_ = portion
         self.weights.append(
             ((step, part), [(epoch, i) for lo, hi in ranges for i in range(lo, hi)])
         )

@@ -35,7 +35,10 @@ def test_tags_and_values_read_back(
         step=10, path="checkpoints/step-10", bytes=5, stall_s=0.125, write_s=1.0
     )
     steps = [step(number, loss=1 / number) for number in range(1, 11)]
-    for event in [*start, *steps, evaluated, saved]:
+    lower = ev.RateChanged(
+        step=7, factor=0.5, over=0, batch_size=64, steps=20, reason="it gets no better"
+    )
+    for event in [*start, *steps, evaluated, lower, saved]:
         sink.handle(event)
     sink.close()
     sink.close()
@@ -51,7 +54,11 @@ def test_tags_and_values_read_back(
         "eval/loss",
         "eval/accuracy",
         "checkpoint/stall_s",
+        "train/lr_factor",
+        "train/batch_size",
     }
+    assert [(p.step, p.value) for p in board.Scalars("train/lr_factor")] == [(7, 0.5)]
+    assert [(p.step, p.value) for p in board.Scalars("train/batch_size")] == [(7, 64.0)]
     loss = board.Scalars("train/loss")
     assert [(point.step, point.wall_time) for point in loss] == [
         (number, 1_000.0 + number) for number in range(1, 11)

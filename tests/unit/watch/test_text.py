@@ -169,3 +169,38 @@ def test_the_end_tells_of_losses_and_staleness() -> None:
     nothing = {"lost": 0, "replaced": 0, "staleness": None}
     quiet = ev.RunFinished(outcome="finished", summary=nothing, resume_command=None)
     assert text.summary_rows(quiet, None) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"factor": 2.0, "over": 100, "batch_size": 64, "reason": "4 workers"},
+            "step 1,021: learning rate x 2 over 100 steps, batches of 64 samples (4 workers)",
+        ),
+        (
+            {"factor": 0.05, "reason": "loss has not been better than 0.1 for 3 evaluations"},
+            "step 1,021: learning rate x 0.05 (loss has not been better than 0.1 for 3 "
+            "evaluations)",
+        ),
+    ],
+)
+def test_another_learning_rate(start: list[ev.Event], changes: dict[str, float], said: str) -> None:
+    told = {"step": 1021, "over": 0, "batch_size": 32, "steps": 15, **changes}
+    event = ev.RateChanged(**told)  # type: ignore[arg-type]
+    picture = fold([*start, event])
+    assert text.rate_line(event, picture) == said
+
+
+def test_another_batch_makes_another_number_of_steps(
+    start: list[ev.Event], step: Callable[..., ev.StepCommitted]
+) -> None:
+    grown = ev.RateChanged(step=6, factor=2.0, over=0, batch_size=64, steps=10, reason="4 workers")
+    picture = fold([*start, *(step(number) for number in range(1, 6))])
+    assert text.progress_line(picture).startswith("epoch 1/2  step 5/20  25%")
+    picture.fold(grown)
+    assert text.progress_line(picture).startswith("epoch 1/2  step 5/10  50%")
+    back = ev.RateChanged(step=8, factor=1.0, over=0, batch_size=32, steps=16, reason="2 workers")
+    picture.fold(back)
+    said = text.rate_line(back, picture)
+    assert said == "step 8: learning rate x 1, batches of 32 samples (2 workers)"

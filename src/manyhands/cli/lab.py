@@ -1,0 +1,287 @@
+"""Several hosts on this machine, to see a job on a slow or broken network before a cluster is rented.
+
+Each host is a network namespace with a host name of its own, and a cable to one switch. Links have
+a bandwidth, can be cut without either end being told, and count their bytes. Hosts see each other
+and nothing else. Needs Linux and root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from manyhands.cluster.lab import Host, Lab
+from manyhands.cluster.lab.everywhere import everywhere
+from manyhands.cluster.lab.lab import remove_all
+from manyhands.cluster.lab.layout import bandwidth_text
+from manyhands.cluster.lab.records import records
+from manyhands.errors import Interrupted, UsageError
+from manyhands.watch.units import duration, plural, size
+
+NAME = "lab"
+HELP = "several hosts on this machine, with links to slow down and to cut"
+EXAMPLES = """\
+examples:
+  manyhands lab run --hosts 3 --bandwidth 100mbit -- python train.py
+                                               once on every host, as torchrun would; then all is gone
+  manyhands lab up --hosts 3 --bandwidth 1gbit a lab that stays
+  manyhands lab exec host-0 -- bash            a shell on a host
+  manyhands lab cut host-1                     pull its cable: packets vanish, nobody is told
+  manyhands lab cut host-0 host-2              only between these two
+  manyhands lab heal                           all cuts
+  manyhands lab status                         hosts, addresses, bytes, cuts
+  manyhands lab down                           take it down, with all processes on its hosts
+
+Each of these has its own --help:  manyhands lab run --help
+"""
+Action = Callable[[argparse.Namespace], int]
+IMPOSSIBLE = ("latency", "delay", "jitter", "loss")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    def action(name: str, act: Action, help: str, examples: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.",
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(action=act)
+        return sub
+
+    up = action("up", _up, "make a lab that stays until it is taken down", UP)
+    _add_size(up)
+    status = action("status", _status, "hosts, addresses, bytes, cuts of the labs here", STATUS)
+    _add_lab(status)
+    execute = action("exec", _exec, "run a command on one host, here in the terminal", EXEC)
+    _add_lab(execute)
+    execute.add_argument("host", metavar="HOST", help="such as host-0")
+    _add_command(execute)
+    cut = action("cut", _cut, "let all packets of a host vanish, or those between two", CUT)
+    _add_lab(cut)
+    cut.add_argument("host", metavar="A", help="such as host-0")
+    cut.add_argument("other", metavar="B", nargs="?", help="only between A and B")
+    heal = action("heal", _heal, "undo a cut, or all of them", HEAL)
+    _add_lab(heal)
+    heal.add_argument("host", metavar="A", nargs="?", help="the link of this host")
+    heal.add_argument("other", metavar="B", nargs="?", help="the way between A and B")
+    down = action("down", _down, "take a lab down, with all processes on its hosts", DOWN)
+    _add_lab(down)
+    down.add_argument(
+        "--all", action="store_true", help="every lab, also what is left over of killed programs"
+    )
+    run = action("run", _run, "run a command once on every host of a new lab", RUN)
+    _add_size(run)
+    _add_command(run)
+
+
+UP = """\
+  manyhands lab up --hosts 3
+  manyhands lab up --hosts 8 --bandwidth 25gbit
+"""
+STATUS = """\
+  manyhands lab status
+"""
+EXEC = """\
+  manyhands lab exec host-0 -- bash
+  manyhands lab exec host-1 -- python -m http.server 8000
+"""
+CUT = """\
+  manyhands lab cut host-1           from everybody
+  manyhands lab cut host-0 host-2    from each other; both still reach the rest
+"""
+HEAL = """\
+  manyhands lab heal                 everything
+  manyhands lab heal host-1          its link; what is cut between two hosts stays cut
+  manyhands lab heal host-0 host-2
+"""
+DOWN = """\
+  manyhands lab down
+  manyhands lab down --lab 1
+  manyhands lab down --all
+"""
+RUN = """\
+  manyhands lab run --hosts 3 -- hostname
+  manyhands lab run --hosts 2 --bandwidth 100mbit -- python train.py --epochs 3
+
+The command finds what torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the
+rest; host-0 is the master. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the lab's interface.
+
+exit code: 0, or that of the first host that failed; the others are ended then.
+"""
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many; default: 2")
+    parser.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        help="of each host's link, in each direction, such as 100mbit or 1gbit; default: unlimited",
+    )
+    for wish in IMPOSSIBLE:
+        parser.add_argument(f"--{wish}", help=argparse.SUPPRESS)
+
+
+def _add_lab(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lab", type=int, metavar="NUMBER", help="which, if there are several")
+
+
+def _add_command(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="and its arguments"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return int(arguments.action(arguments))
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    lab = _new(arguments).up()
+    _show(lab)
+    print(f"\nA shell on a host:  manyhands lab exec{_which(lab)} host-0 -- bash")
+    print(f"Take it down:       manyhands lab down{_which(lab)}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    there = [record for record in records() if not record.dead]
+    if arguments.lab is None and not there:
+        print("There is no lab. Make one:  manyhands lab up --hosts 3")
+    numbers = (
+        [record.layout.number for record in there] if arguments.lab is None else [arguments.lab]
+    )
+    for place, number in enumerate(numbers):
+        if place:
+            print()
+        _show(Lab.open(number))
+    return 0
+
+
+def _exec(arguments: argparse.Namespace) -> NoReturn:
+    command = _command(arguments, f"exec {arguments.host}")
+    Lab.open(arguments.lab).host(arguments.host).become(command)
+
+
+def _cut(arguments: argparse.Namespace) -> int:
+    lab = Lab.open(arguments.lab)
+    lab.cut(arguments.host, arguments.other)
+    print(_cuts(lab))
+    return 0
+
+
+def _heal(arguments: argparse.Namespace) -> int:
+    lab = Lab.open(arguments.lab)
+    lab.heal(arguments.host, arguments.other)
+    print(_cuts(lab))
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    if arguments.all:
+        removed, kept = remove_all()
+        for record in removed:
+            print(f"lab {record.layout.number} is gone")
+        for record in kept:
+            print(f"lab {record.layout.number} stays: {record.whose}")
+        if not removed and not kept:
+            print("There is no lab.")
+        return 0
+    lab = Lab.open(arguments.lab)
+    number, owner = lab.number, lab.record.owner
+    if owner is not None:
+        raise UsageError(f"Lab {number} is {lab.record.whose}: it goes when that process ends.")
+    lab.down()
+    print(f"lab {number} is gone")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    command = _command(arguments, "run")
+    # By an exception, so that the commands on the hosts are asked to end before they are killed.
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with _new(arguments) as lab:
+            cells = max(len(host.name) for host in lab.hosts)
+
+            def say(name: str, line: str) -> None:
+                print(f"{name:{cells}} | {line}", flush=True)
+
+            outcome = everywhere(lab, command, say=say)
+            print()
+            for host in lab.hosts:
+                ended = f"exit {outcome.codes[host.name]}"
+                print(f"{host.name:{cells}}  {ended:8}  {_bytes(host)}")
+            if outcome.failed:
+                print(
+                    f"error: {outcome.failed} failed first, with exit code {outcome.code}; the "
+                    "others were ended",
+                    file=sys.stderr,
+                )
+            return outcome.code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, _: Any) -> None:
+    raise Interrupted("stopped by SIGTERM", exit_code=128 + number)
+
+
+def _new(arguments: argparse.Namespace) -> Lab:
+    for wish in IMPOSSIBLE:
+        if getattr(arguments, wish) is not None:
+            raise UsageError(
+                f"--{wish}: a lab can't delay or lose single packets. That takes netem, which many "
+                "kernels are built without, so what it would do here could not be relied on. What "
+                "a lab has: --bandwidth 100mbit, and  manyhands lab cut host-0."
+            )
+    return Lab(arguments.hosts, bandwidth=arguments.bandwidth)
+
+
+def _command(arguments: argparse.Namespace, verb: str) -> Sequence[str]:
+    words: list[str] = arguments.command
+    if words and words[0].startswith("-") and words[0] != "--":
+        raise UsageError(
+            f"{words[0]} would be the command: write options first, then what is run, such as  "
+            f"manyhands lab {verb} -- hostname"
+        )
+    words = words[1:] if words[:1] == ["--"] else words
+    if not words:
+        raise UsageError(f"What shall be run? Write it after --:  manyhands lab {verb} -- hostname")
+    return words
+
+
+def _show(lab: Lab) -> None:
+    record = lab.record
+    print(
+        f"lab {lab.number}: {plural(len(lab.hosts), 'host')}, {bandwidth_text(record.bits)}, "
+        f"up for {duration(time.time() - record.made)}, {record.whose}"
+    )
+    cells = max(len(host.name) for host in lab.hosts)
+    for host in lab.hosts:
+        print(
+            f"  {host.name:{cells}}  {host.address:14}  {_bytes(host)}  {len(host.processes())} running"
+        )
+    print(f"  {_cuts(lab)}")
+
+
+def _cuts(lab: Lab) -> str:
+    cuts = lab.cuts()
+    return "cut: " + "; ".join(" - ".join(cut) for cut in cuts) if cuts else "nothing is cut"
+
+
+def _bytes(host: Host) -> str:
+    traffic = host.traffic()
+    return f"sent {size(traffic.sent_bytes):>9}  received {size(traffic.received_bytes):>9}"
+
+
+def _which(lab: Lab) -> str:
+    """The flag that says which lab, where it is needed."""
+    return f" --lab {lab.number}" if len(records()) > 1 else ""

@@ -1,0 +1,189 @@
+"""One command on every host of a lab, with the variables that torchrun sets.
+
+One thread waits for all of it: lines that a host prints, processes that end. The first one that
+fails ends the others, which get SIGTERM and some seconds before they are killed.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from manyhands.cluster.lab.lab import Host, Lab
+from manyhands.cluster.lab.layout import INTERFACE
+from manyhands.watch.units import clean
+
+MASTER_PORT = 29500
+"""Free on every host: nobody else is there."""
+GRACE_S = 5.0
+READ_BYTES = 65_536
+
+
+def variables(lab: Lab, host: Host) -> dict[str, str]:
+    """What torchrun would set for the only process of a host, and which interface to use."""
+    rank, world = str(host.index), str(len(lab.hosts))
+    threads = max(1, len(os.sched_getaffinity(0)) // len(lab.hosts))
+    return {
+        # The hosts share the cores of one machine.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "PYTHONUNBUFFERED": "1",
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": rank,
+        "GROUP_WORLD_SIZE": world,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": lab.hosts[0].name,
+        "MASTER_PORT": str(MASTER_PORT),
+        "TORCHELASTIC_RUN_ID": f"lab-{lab.number}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "NCCL_SOCKET_IFNAME": INTERFACE,
+    }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    codes: dict[str, int]
+    """The exit code of every host's command; 128 + N for signal N."""
+    failed: str | None
+    """The first host whose command failed."""
+
+    @property
+    def code(self) -> int:
+        return self.codes[self.failed] if self.failed else 0
+
+
+def everywhere(
+    lab: Lab,
+    command: Sequence[str],
+    *,
+    say: Callable[[str, str], None],
+    env: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run a command on every host to its end. `say` gets the name of a host and a line."""
+    runs: list[_Run] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            for host in lab.hosts:
+                runs.append(_Run(host, command, {**variables(lab, host), **(env or {})}, say))
+                runs[-1].register(selector)
+            _listen(selector, lambda: all(run.ended for run in runs) or bool(_failed(runs)))
+            first = _failed(runs)
+        finally:
+            _end(selector, runs)
+    return Outcome({run.host.name: run.code for run in runs}, first[0].host.name if first else None)
+
+
+class _Run:
+    """The command on one host."""
+
+    def __init__(
+        self,
+        host: Host,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        say: Callable[[str, str], None],
+    ) -> None:
+        self.host = host
+        self.ended = False
+        self._say = say
+        self._rest = b""
+        self._process = host.start(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # in one pipe they keep their order
+            bufsize=0,
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._exit = os.pidfd_open(self._process.pid)
+
+    @property
+    def code(self) -> int:
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Each comes with what to do then, which says whether to go on listening."""
+        selector.register(self._output, selectors.EVENT_READ, self._read)
+        selector.register(self._exit, selectors.EVENT_READ, self._note_end)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the command and what it started, if it still runs."""
+        if not self.ended:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """Wait for its end, and say what is left to be said."""
+        self._process.wait()
+        while data := self._output.read(READ_BYTES):
+            self._take(data)
+        if self._rest:
+            self._tell(self._rest)
+        os.close(self._exit)
+        self._output.close()
+
+    def _note_end(self) -> bool:
+        self.ended = True
+        return False
+
+    def _read(self) -> bool:
+        data = self._output.read(READ_BYTES)
+        self._take(data or b"")
+        return data != b""  # None: nothing there now
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._tell(line)
+
+    def _tell(self, line: bytes) -> None:
+        # Of a progress bar that draws over itself, what would be seen.
+        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+        self._say(self.host.name, clean(text))
+
+
+def _failed(runs: list[_Run]) -> list[_Run]:
+    return [run for run in runs if run.ended and run.code != 0]
+
+
+def _listen(
+    selector: selectors.BaseSelector, enough: Callable[[], bool], within_s: float | None = None
+) -> None:
+    deadline = None if within_s is None else time.monotonic() + within_s
+    while not enough():
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return
+        for key, _ in selector.select(left_s):
+            if not key.data():
+                selector.unregister(key.fileobj)
+            if enough():
+                return  # two that end at once fail one after the other
+
+
+def _end(selector: selectors.BaseSelector, runs: list[_Run]) -> None:
+    """Whoever still runs is asked to end, then made to; what was printed is said."""
+    for run in runs:
+        run.signal(signal.SIGTERM)
+    _listen(selector, lambda: all(run.ended for run in runs), GRACE_S)
+    for run in runs:
+        run.signal(signal.SIGKILL)
+    for run in runs:
+        run.close()

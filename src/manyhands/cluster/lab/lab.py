@@ -1,0 +1,368 @@
+"""A lab and its hosts, as a program uses them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+from manyhands.cluster.lab import network, processes, tools
+from manyhands.cluster.lab.layout import check_hosts, parse_bandwidth
+from manyhands.cluster.lab.network import Traffic
+from manyhands.cluster.lab.records import Owner, Record, claim, locked, records
+from manyhands.cluster.lab.signals import LastWords, undisturbed
+from manyhands.errors import LabError, UsageError
+
+RUN_WITHIN_S = 60.0
+
+
+class Lab:
+    """Hosts of its own on this machine.
+
+        with Lab(hosts=3, bandwidth="100mbit") as lab:
+            server = lab.hosts[0].start(["python", "server.py"])
+            lab.cut("host-0", "host-2")
+
+    Leaving the block removes everything, also by an exception, Ctrl-C or SIGTERM. What a killed
+    program leaves over is removed when the next lab is made. `up()` and `down()` are for a lab that
+    outlives the program.
+    """
+
+    def __init__(self, hosts: int = 2, *, bandwidth: str | None = None) -> None:
+        self._num_hosts = check_hosts(hosts)
+        self._bits = parse_bandwidth(bandwidth) if bandwidth is not None else None
+        self._record: Record | None = None
+        self._hosts: tuple[Host, ...] = ()
+        self._starter: ThreadPoolExecutor | None = None
+        self._last_words: LastWords | None = None
+
+    @staticmethod
+    def unavailable() -> str | None:
+        """Why labs can't be made here, in a sentence; None if they can."""
+        return tools.unavailable()
+
+    @classmethod
+    def open(cls, number: int | None = None) -> Lab:
+        """A lab that is there already: by its number, or the only one."""
+        if reason := tools.unavailable():
+            raise LabError(reason)
+        there = {record.layout.number: record for record in records() if not record.dead}
+        if not there:
+            raise UsageError("There is no lab. Make one:  manyhands lab up --hosts 3")
+        known = ", ".join(f"lab {n} ({record.whose})" for n, record in there.items())
+        if number is None and len(there) > 1:
+            raise UsageError(f"There are {known}. Say which:  --lab {max(there)}")
+        chosen = there.get(min(there) if number is None else number)
+        if chosen is None:
+            raise UsageError(f"There is no lab {number}. There is {known}.")
+        return cls._of(chosen)
+
+    @classmethod
+    def _of(cls, record: Record) -> Lab:
+        lab = cls(record.layout.num_hosts)
+        lab._bits = record.bits
+        lab._settle(record)
+        return lab
+
+    def __enter__(self) -> Lab:
+        self._check_absent()
+        self._last_words = LastWords(self._remove_quietly)
+        self._last_words.listen()
+        try:
+            with undisturbed():
+                self._make(Owner.of(os.getpid()))
+                # Its thread comes and goes with the lab, and not with the first process.
+                self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
+                self._starter.submit(int).result()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    def up(self) -> Lab:
+        """Make it, to be kept until somebody takes it down."""
+        self._check_absent()
+        try:
+            with undisturbed():
+                self._make(None)
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def down(self) -> None:
+        """Remove everything of it: processes, namespaces, files. Nothing if it is not there."""
+        try:
+            with undisturbed():
+                for host in self._hosts:
+                    host._kill_started()
+                if self._record is not None:
+                    _take_down(self._record)
+                for host in self._hosts:
+                    host._close_pipes()
+                self._record, self._hosts = None, ()
+        finally:
+            if self._starter is not None:
+                self._starter.shutdown()
+                self._starter = None
+            if self._last_words is not None:
+                self._last_words.stop()
+                self._last_words = None
+
+    @property
+    def record(self) -> Record:
+        if self._record is None:
+            raise LabError("This lab is not there: use it inside  with Lab(...) as lab:")
+        return self._record
+
+    @property
+    def number(self) -> int:
+        """Among the labs of this machine."""
+        return self.record.layout.number
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        _ = self.record  # there is one, or that is told
+        return self._hosts
+
+    def host(self, name: str) -> Host:
+        return self.hosts[self.record.layout.index(name)]
+
+    def cut(self, first: Host | str, second: Host | str | None = None) -> None:
+        """Let packets vanish: all of one host, or those between two. Neither end is told."""
+        if second is None:
+            network.unplug(self.record.layout, self._index(first))
+        else:
+            network.divide(self.record.layout, *self._pair(first, second))
+
+    def heal(self, first: Host | str | None = None, second: Host | str | None = None) -> None:
+        """Undo the same cut; without arguments, all of them."""
+        layout = self.record.layout
+        if first is None and second is not None:
+            raise UsageError("Healing the way between two hosts takes the names of both.")
+        if first is not None and second is not None:
+            network.join(layout, *self._pair(first, second))
+        elif first is not None:
+            network.plug(layout, self._index(first))
+        else:
+            for index in network.unplugged(layout):
+                network.plug(layout, index)
+            for pair in network.divided(layout):
+                network.join(layout, *pair)
+
+    def cuts(self) -> list[tuple[str, ...]]:
+        """What is cut now: ("host-1",) or ("host-0", "host-2")."""
+        layout = self.record.layout
+        alone = [(layout.names[index],) for index in sorted(network.unplugged(layout))]
+        pairs = sorted(network.divided(layout))
+        return [*alone, *((layout.names[a], layout.names[b]) for a, b in pairs)]
+
+    def _index(self, host: Host | str) -> int:
+        return self.record.layout.index(host if isinstance(host, str) else host.name)
+
+    def _pair(self, first: Host | str, second: Host | str) -> tuple[int, int]:
+        here, there = self._index(first), self._index(second)
+        if here == there:
+            raise UsageError(
+                f"{self.record.layout.names[here]} twice: the way is cut between two hosts, or all "
+                "around one, which is named once."
+            )
+        return here, there
+
+    def _check_absent(self) -> None:
+        if self._record is not None:
+            raise LabError(f"This lab is there already: it is lab {self.number}.")
+
+    def _make(self, owner: Owner | None) -> None:
+        if reason := tools.unavailable():
+            raise LabError(reason)
+        with locked():
+            with suppress(LabError):  # its number stays taken, then
+                remove_dead()
+            record = claim(self._num_hosts, bits=self._bits, owner=owner)
+        self._settle(record)
+        network.build(record)
+
+    def _settle(self, record: Record) -> None:
+        self._record = record
+        self._hosts = tuple(Host(self, index) for index in range(record.layout.num_hosts))
+
+    def _remove_quietly(self) -> None:
+        """Before a signal ends this process: what was interrupted may hold any lock of ours."""
+        if self._record is not None:
+            remove(self._record)
+
+    def _start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        # The kernel kills a child when the thread that started it ends, so it must be one that
+        # lives as long as the lab.
+        if self._starter is None:
+            self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
+        return self._starter.submit(_popen, command, options).result()
+
+
+class Host:
+    """One host of a lab: a network, a host name and processes of its own."""
+
+    def __init__(self, lab: Lab, index: int) -> None:
+        layout = lab.record.layout
+        self.name = layout.names[index]
+        self.address = layout.address(index)
+        self.index = index
+        self._lab = lab
+        self._started: list[subprocess.Popen[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.address}>"
+
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a process here. `env` is added to the environment; options are those of Popen.
+
+        It dies with this program, and leads a process group of its own, so Ctrl-C does not reach it.
+        """
+        environ = {**os.environ, **(env or {})}
+        check_command(command, environ)
+        process = self._lab._start(
+            [*processes.entrance(self._lab.record, self.index, dies_with_parent=True), *command],
+            env=environ,
+            **{"process_group": 0, **options},
+        )
+        self._started.append(process)
+        return process
+
+    def become(self, command: Sequence[str]) -> NoReturn:
+        """Replace this process by a command here, which so has its terminal and its exit code."""
+        check_command(command, os.environ)
+        words = [
+            *processes.entrance(self._lab.record, self.index, dies_with_parent=False),
+            *command,
+        ]
+        os.execv(words[0], words)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        input: str | None = None,
+        timeout_s: float = RUN_WITHIN_S,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command here to its end; its output comes as text.
+
+        A failure raises CalledProcessError, or is returned if `check` is False; one that takes too
+        long is killed and raises TimeoutExpired.
+        """
+        pipe = subprocess.PIPE
+        with self.start(
+            command,
+            env=env,
+            stdin=pipe if input is not None else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        ) as process:
+            try:
+                out, err = process.communicate(input, timeout=timeout_s)
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        self._started.remove(process)
+        done = subprocess.CompletedProcess(list(command), process.returncode, out, err)
+        if check:
+            done.check_returncode()
+        return done
+
+    def traffic(self) -> Traffic:
+        """What went over its interface since the lab was made."""
+        return network.traffic(self._lab.record.layout, self.index)
+
+    def processes(self) -> list[int]:
+        """The ids of those that run here, whoever started them."""
+        return processes.inside([self._namespace])
+
+    def kill_all(self) -> None:
+        """Kill every process here, as a power cut would; the network stays."""
+        self._kill_started()
+        processes.kill_inside([self._namespace])
+
+    @property
+    def _namespace(self) -> str:
+        return self._lab.record.layout.namespaces[self.index]
+
+    def _kill_started(self) -> None:
+        """One may still be on its way into the namespace, where it would not be found."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+    def _close_pipes(self) -> None:
+        """When all is dead: before, a reader in another thread might wait for what is left."""
+        for process in self._started:
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                with suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+
+
+def _popen(command: Sequence[str], options: Mapping[str, Any]) -> subprocess.Popen[Any]:
+    return subprocess.Popen(command, **options)
+
+
+def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Before the host's own programs say the same in words that nobody understands."""
+    if isinstance(command, str) or not command:
+        raise UsageError(f"A command is a list of words, such as ['python', 'a.py']: {command!r}.")
+    if shutil.which(command[0], path=environ.get("PATH")) is None and "/" not in command[0]:
+        raise UsageError(f"There is no program {command[0]!r} to run on a lab's host.")
+
+
+def remove(record: Record) -> None:
+    """A lab's processes, then its network, then its record."""
+    processes.kill_inside([*record.layout.namespaces, record.layout.switch])
+    network.remove(record)
+
+
+def _take_down(record: Record) -> None:
+    """Where several may do so, once: the number may be another lab's by now."""
+    if record.owner is not None:
+        remove(record)
+        return
+    with locked():
+        if record in records():
+            remove(record)
+
+
+def remove_dead() -> list[Record]:
+    """What is left over of labs whose owner is gone. Only while `locked()`."""
+    dead = [record for record in records() if record.dead]
+    for record in dead:
+        remove(record)
+    return dead
+
+
+def remove_all() -> tuple[list[Record], list[Record]]:
+    """Every lab but those whose owner lives: which are gone, and which are kept."""
+    with locked():
+        removed = remove_dead()
+        for record in records():
+            if record.owner is None:
+                remove(record)
+                removed.append(record)
+        return removed, records()

@@ -1,0 +1,178 @@
+"""A lab's network, by way of the kernel, which also is the only one that knows its state.
+
+Each host is a network namespace with a virtual cable to a switch, a bridge in a namespace of its
+own. Nothing of it is in the machine's own network. Who has which Ethernet address is told to hosts
+and switch beforehand: nobody asks around, so the counters show what processes sent and nothing else.
+
+Cuts are silent, as neither end may learn of them:
+
+    a host           its cable is pulled out of the switch; the host's own end stays up
+    between two      each is told an Ethernet address for the other that nobody has
+
+Cost: about 0.1 s for three hosts, then nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.lab.layout import INTERFACE, NOWHERE, SWITCH, Layout, shaping
+from manyhands.cluster.lab.records import Record
+from manyhands.cluster.lab.tools import batch, call
+from manyhands.errors import LabError
+
+NAMESPACES = Path("/run/netns")
+FILES = Path("/etc/netns")
+"""What `ip netns exec` lays over /etc, a folder for each namespace."""
+WITHOUT_IPV6 = """
+cd /proc/sys/net/ipv6/conf/default 2> /dev/null || exit 0
+echo 1 > disable_ipv6
+"""
+"""For interfaces that come later. Those with an address of IPv6 talk even when no process does."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of a host's interface, headers included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+def build(record: Record) -> None:
+    layout = record.layout
+    hosts = range(layout.num_hosts)
+    for namespace in (layout.switch, *layout.namespaces):
+        call("ip", "netns", "add", namespace)
+        call("ip", "netns", "exec", namespace, "sh", "-c", WITHOUT_IPV6)
+    batch("ip", layout.switch, _switch(layout))
+    for index in hosts:
+        plug(layout, index)
+        batch("ip", layout.namespaces[index], _host(layout, index))
+        _write_files(layout, index)
+        _name(record, index)
+    if record.bits is not None:
+        rule = f"root {shaping(record.bits)}"
+        batch("tc", layout.switch, [f"qdisc add dev {layout.port(i)} {rule}" for i in hosts])
+        for index in hosts:
+            batch("tc", layout.namespaces[index], [f"qdisc add dev {INTERFACE} {rule}"])
+
+
+def remove(record: Record) -> None:
+    """Whatever is there of it. Processes are gone by now."""
+    layout = record.layout
+    for index in range(layout.num_hosts):
+        if os.path.ismount(record.name_file(index)):  # pathlib's is for folders only
+            call("umount", str(record.name_file(index)))
+    for namespace in (*layout.namespaces, layout.switch):
+        shutil.rmtree(FILES / namespace, ignore_errors=True)
+        if (NAMESPACES / namespace).exists():
+            call("ip", "netns", "delete", namespace)
+    record.forget()
+
+
+def plug(layout: Layout, index: int) -> None:
+    """Put a host's cable into the switch."""
+    port = layout.port(index)
+    batch(
+        "ip",
+        layout.switch,
+        [
+            f"link set {port} master {SWITCH}",
+            f"link set {port} type bridge_slave flood off learning off",
+        ],
+    )
+    known = f"fdb replace {layout.hardware_address(index)} dev {port} master static"
+    batch("bridge", layout.switch, [known])
+
+
+def unplug(layout: Layout, index: int) -> None:
+    batch("ip", layout.switch, [f"link set {layout.port(index)} nomaster"])
+
+
+def join(layout: Layout, first: int, second: int) -> None:
+    """Let two hosts find each other."""
+    batch("ip", layout.namespaces[first], [_neighbour(layout, second)])
+    batch("ip", layout.namespaces[second], [_neighbour(layout, first)])
+
+
+def divide(layout: Layout, first: int, second: int) -> None:
+    for here, there in ((first, second), (second, first)):
+        batch("ip", layout.namespaces[here], [_neighbour(layout, there, NOWHERE)])
+
+
+def unplugged(layout: Layout) -> set[int]:
+    """The hosts that are cut off from all."""
+    links = {link["ifname"]: link for link in _ask(layout.switch, "link", "show")}
+    return {index for index in range(layout.num_hosts) if "master" not in links[layout.port(index)]}
+
+
+def divided(layout: Layout) -> set[tuple[int, int]]:
+    """The pairs between which the way is cut, the lower number first."""
+    indices = {layout.address(index): index for index in range(layout.num_hosts)}
+    found = set()
+    for here, namespace in enumerate(layout.namespaces):
+        for entry in _ask(namespace, "neighbour", "show", "nud", "permanent"):
+            if entry.get("lladdr") == NOWHERE and entry["dst"] in indices:
+                there = indices[entry["dst"]]
+                found.add((min(here, there), max(here, there)))
+    return found
+
+
+def traffic(layout: Layout, index: int) -> Traffic:
+    (link,) = _ask(layout.namespaces[index], "-statistics", "link", "show", INTERFACE)
+    counts = link["stats64"]
+    return Traffic(counts["tx"]["bytes"], counts["rx"]["bytes"])
+
+
+def _ask(namespace: str, *words: str) -> list[dict[str, Any]]:
+    if not (NAMESPACES / namespace).exists():
+        raise LabError(f"{namespace} is gone: its lab was taken down.")
+    found: list[dict[str, Any]] = json.loads(call("ip", "-n", namespace, "-json", *words) or "[]")
+    return found
+
+
+def _switch(layout: Layout) -> list[str]:
+    # One that snoops on multicasts would send some itself.
+    lines = [f"link add {SWITCH} type bridge mcast_snooping 0", f"link set {SWITCH} up"]
+    for index, namespace in enumerate(layout.namespaces):
+        far = f"name {INTERFACE} address {layout.hardware_address(index)} netns {namespace}"
+        lines.append(f"link add {layout.port(index)} type veth peer {far}")
+        lines.append(f"link set {layout.port(index)} up")
+    return lines
+
+
+def _host(layout: Layout, index: int) -> list[str]:
+    return [
+        "link set lo up",
+        f"address add {layout.address(index)}/24 dev {INTERFACE}",
+        f"link set {INTERFACE} up",
+        *(_neighbour(layout, other) for other in range(layout.num_hosts) if other != index),
+    ]
+
+
+def _neighbour(layout: Layout, index: int, hardware_address: str = "") -> str:
+    where = hardware_address or layout.hardware_address(index)
+    return f"neighbour replace {layout.address(index)} lladdr {where} dev {INTERFACE} nud permanent"
+
+
+def _write_files(layout: Layout, index: int) -> None:
+    folder = FILES / layout.namespaces[index]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hosts").write_text(layout.hosts_file())
+    if Path("/etc/resolv.conf").exists():
+        # A server of names could not be reached; not to have one fails at once.
+        (folder / "resolv.conf").write_text("# There is no name server in a lab.\n")
+
+
+def _name(record: Record, index: int) -> None:
+    """Give a host its own name, held by a file as long as the lab is there."""
+    held = record.name_file(index)
+    held.touch()
+    write = 'echo "$0" > /proc/sys/kernel/hostname'
+    call("unshare", f"--uts={held}", "sh", "-c", write, record.layout.names[index])

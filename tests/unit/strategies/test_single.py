@@ -1,0 +1,51 @@
+"""One worker: what its step makes of the order's factor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.strategies.single import SingleLearner
+from manyhands.testing.jobs import Sparse
+from manyhands.train.feed import Feed, Portion
+from manyhands.train.trainee import Trainee
+
+
+def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tensor]]:
+    """The learning rate of a first step, and by how much it moved rows and parameters."""
+    job = Sparse(optim="sgd", table_optim="sgd", clip_norm=None, anneal=False)
+    trainee = Trainee.of(job, device="cpu", num_steps=10)
+    assert trainee.tables is not None
+    learner = SingleLearner()
+    learner.trainee = trainee
+    share = Feed(job, job.data(), device="cpu").share(Portion(1, 0, 16, ((0, 16),)))
+    ids = np.unique(share.batches[0][0][2].numpy())
+    stores = {name: trainee.tables.store(name) for name in trainee.tables.specs}
+
+    def rows() -> dict[str, np.ndarray]:
+        return {name: store.read(ids).copy() for name, store in stores.items()}
+
+    for store in stores.values():
+        store.find(ids, create=True)
+    before, weights = rows(), [p.detach().clone() for p in trainee.model.parameters()]
+    trainee.lr_factor = factor
+    report = learner.step(share)
+    after = rows()
+    return (
+        report.lr,
+        {name: after[name] - before[name] for name in stores},
+        [p.detach() - w for p, w in zip(trainee.model.parameters(), weights, strict=True)],
+    )
+
+
+def test_the_factor_moves_parameters_and_rows_as_much_further() -> None:
+    lr, rows, weights = moved(1.0)
+    faster, further, heavier = moved(3.0)
+    assert faster == pytest.approx(3 * lr)
+    assert set(rows) == {"rows", "bags"}, "one with a learning rate of its own, one without"
+    for name, by in rows.items():
+        assert np.abs(by).max() > 0
+        np.testing.assert_allclose(further[name], 3 * by, rtol=1e-4, atol=1e-6)
+    for by, more in zip(weights, heavier, strict=True):
+        torch.testing.assert_close(more, 3 * by, rtol=1e-4, atol=1e-6)
