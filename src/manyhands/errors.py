@@ -4,6 +4,7 @@ ManyhandsError               1   anything that manyhands itself reports
 ├── UsageError               2   something given can't be: says what, what is allowed, what to type
 │   ├── JobError             2   the job file: missing, without a Job, a method that returns the wrong thing
 │   ├── SpecError            2   a strategy spec that does not parse or does not fit
+│   ├── ClusterError         2   what says who takes part: absent, malformed, or contradicting itself
 │   ├── RunFolderError       2   a run folder that can't be made, read or resumed
 │   └── DataError            2   a data set that is absent, truncated or not what it says
 ├── RecordError              1   events.jsonl can't be written any more: the disk is full, or gone
@@ -27,6 +28,7 @@ from collections.abc import Iterable
 __all__ = [
     "BadFrame",
     "CheckpointError",
+    "ClusterError",
     "DataError",
     "Interrupted",
     "JobError",
@@ -61,6 +63,10 @@ class JobError(UsageError):
 
 
 class SpecError(UsageError):
+    pass
+
+
+class ClusterError(UsageError):
     pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,11 +76,54 @@ def test_two_workers_under_torchrun_equal_one(tmp_path: Path, batches: str) -> N
     assert both[0]["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.long
+def test_two_workers_under_srun_equal_one(tmp_path: Path) -> None:
+    """With the variables that srun sets; what it would start is started here."""
+    (alone,) = run(tmp_path, "single", "given", world=1)
+    folder = tmp_path / "srun"
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
+    step |= {"SLURM_JOB_NODELIST": "here", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "loop.py"), "allreduce", "given", str(folder)],
+            env=os.environ
+            | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            | step
+            | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [task.wait(timeout=120) for task in tasks] == [0, 0]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    both = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert both[0] == both[1]
+    assert both[0]["world"] == 2
+    assert both[0]["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
+
+
 def test_a_strategy_that_needs_a_coordinator_is_refused() -> None:
     from manyhands.errors import SpecError
     from manyhands.strategies.join import join
 
     with pytest.raises(SpecError, match="write a Job"), join("ps:sync", device="cpu"):
+        raise AssertionError("it should not have joined")
+
+
+def test_servers_are_not_for_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.errors import ClusterError
+    from manyhands.strategies.join import join
+
+    cluster = {"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(ClusterError, match="manyhands train JOB"), join("single", device="cpu"):
         raise AssertionError("it should not have joined")
 
 

@@ -7,6 +7,7 @@ all-reduce. Takes some seconds; changes nothing. Exit code 0 when there is nothi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from manyhands.cluster.checkup import Check, Finding, checks, wants_colour
+from manyhands.cluster.specs import describe, detect
 from manyhands.watch.units import clean
 
 NAME = "doctor"
@@ -23,6 +25,8 @@ examples:
   manyhands doctor
   manyhands doctor /scratch/runs      where the run folders shall go, if not to runs/
   manyhands doctor --json             for programs: name, ok (true, false, null), detail, remedy
+  manyhands doctor --cluster env      which cluster this process is told to be a part of
+  manyhands doctor --cluster cluster.toml --as gpu-a
 """
 
 MARKS = {True: "ok", False: "fix", None: "note"}
@@ -37,9 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="the findings as a JSON list, at the end"
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|env",
+        help="show only who takes part, as a cluster file says, or as the environment does: torchrun, "
+        "srun, Kubernetes, TF_CONFIG, or RANK and WORLD_SIZE; exit code 2 if that is wrong",
+    )
+    parser.add_argument(
+        "--as", dest="entry", metavar="NAME", help="which entry of the cluster file this host is"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.cluster or arguments.entry:
+        return _show_cluster(arguments)
     todo = checks(arguments.folder)
     if arguments.json:
         findings = [check.run() for check in todo]
@@ -48,6 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         findings = list(_told(todo, sys.stdout))
         print(_verdict(findings))
     return int(any(finding.ok is False for finding in findings))
+
+
+def _show_cluster(arguments: argparse.Namespace) -> int:
+    """What was understood; whether it works between the hosts is another question."""
+    file = None if arguments.cluster in (None, "env") else Path(arguments.cluster)
+    spec = detect(cluster=file, name=arguments.entry)
+    print(json.dumps(dataclasses.asdict(spec), indent=2) if arguments.json else describe(spec))
+    return 0
 
 
 def _told(todo: list[Check], out: TextIO) -> Iterator[Finding]:

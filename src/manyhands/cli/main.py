@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import doctor, lab, list_runs, resume, scale, train, words
+from manyhands.cli import doctor, lab, launch, list_runs, resume, scale, train, words
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, scale, list_runs, words, doctor, lab)
+VERBS = (train, resume, scale, list_runs, words, launch, doctor, lab)
 
 EXAMPLES = """\
 examples:
@@ -19,6 +20,7 @@ examples:
   manyhands train job.py:Name --workers 4 --set lr=0.05  another job of the file, a hyperparameter
   manyhands resume runs/digits-20260101-120000           go on where it stopped
   manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it goes on
+  manyhands launch slurm job.py --nodes 4 --gpus 8       the file that starts it on a cluster
   manyhands doctor                                       what works on this machine
   manyhands lab run --hosts 3 -- python train.py         three hosts on this machine
 
@@ -30,10 +32,13 @@ otherwise that of the first member that failed.
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """argparse says what is wrong; we add the closest verb and where help is."""
-        verbs = [verb.NAME for verb in VERBS]
-        if "invalid choice" in message and message.startswith("argument VERB"):
-            given = message.split("'")[1]
-            message = f"there is no verb {given!r}{closest(given, verbs)}"
+        wrong = re.fullmatch(
+            r"argument ([A-Z]+): invalid choice: '(.*)' \(choose from (.*)\)", message
+        )
+        if wrong:
+            noun, given, allowed = wrong.groups()
+            hint = closest(given, re.findall(r"[\w-]+", allowed))
+            message = f"there is no {noun.lower()} {given!r}{hint}"
         print(f"error: {message}\nSee: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 

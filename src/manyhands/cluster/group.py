@@ -174,6 +174,6 @@ def _given_store(me: Me, view: View, limit: timedelta) -> dist.Store:
     """The store at the address that every worker was given; who opens it is for torch to know."""
     from torch.distributed.rendezvous import rendezvous
 
-    address = f"env://?rank={me.rank}&world_size={view.world}"
+    address = f"tcp://{me.rendezvous}?rank={me.rank}&world_size={view.world}"
     store, _, _ = next(iter(rendezvous(address, timeout=limit)))
     return store

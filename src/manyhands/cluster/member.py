@@ -93,8 +93,9 @@ class Member:
         """The member that this process was started to be."""
         invitation = json.load(sys.stdin)
         die_with(invitation.get("parent"))
-        # Ctrl-C and SIGTERM are the coordinator's to handle; it says what to do.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C and a scheduler's warning are the coordinator's to handle; it says what to do.
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         return cls(invitation)
 
     def me(self, seat: Seat) -> Me:

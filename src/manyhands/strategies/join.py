@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.cluster import environment
 from manyhands.cluster.devices import device_id, pick_device
+from manyhands.cluster.spec import EVALUATOR
+from manyhands.cluster.specs import alone, look
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import SpecError, UsageError
+from manyhands.errors import ClusterError, SpecError, UsageError
 from manyhands.job import Job
 from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
@@ -143,16 +144,22 @@ class Hands:
 
 @contextmanager
 def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) -> Iterator[Hands]:
-    """Join the workers that torchrun has started, or be the only one."""
-    place = environment.torchrun() or environment.alone()
+    """Join the workers that torchrun, srun or another has started, or be the only one."""
+    cluster = look() or alone()
+    place, world = cluster.me, cluster.size
+    if cluster.servers or place.role == EVALUATOR or any(e.slots != 1 for e in cluster.entries):
+        raise ClusterError(
+            f"{cluster.source} speaks of more than workers of one process each, and join() is for those "
+            "alone: who serves, evaluates or starts several is for  manyhands train JOB."
+        )
     config = make_strategy(strategy)
-    config.check(place.world)
+    config.check(world)
     if config.needs_coordinator:
         raise SpecError(
             f"{config.name} needs a coordinator, which `manyhands train` is and join() has not. "
             'Use  mh.join("allreduce")  or write a Job.'
         )
-    mine = pick_device(device, place.local_rank)
+    mine = pick_device(device, place.local_rank or 0)
     seats = tuple(
         # Of the others it is known that they were started alike.
         Seat(
@@ -161,7 +168,7 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             device=mine,
             device_id=device_id(mine) if rank == place.rank else f"of rank {rank}",
         )
-        for rank in range(place.world)
+        for rank in range(world)
     )
     with tempfile.TemporaryDirectory(prefix="manyhands-") as scratch:
         me = Me(
@@ -170,7 +177,7 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             device=mine,
             scratch=Path(scratch),
             view=View(1, seats),
-            rendezvous=place.store,
+            rendezvous=cluster.meeting,
         )
         hands = Hands(config.build(), me, seed=seed)
         yield hands

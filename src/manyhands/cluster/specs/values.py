@@ -1,0 +1,75 @@
+"""What the readers of cluster descriptions share: numbers, addresses, and how wrong ones are told. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.errors import ClusterError
+
+MAX_PORT = 65535
+MAX_ENTRIES = 100_000
+"""More than any cluster has: a wrong number is an error, not a list that fills the memory."""
+_HOST = re.compile(r"[^\s\[\]/,:]+")
+
+
+def number(
+    environ: Mapping[str, str], name: str, *, least: int = 0, most: int | None = None
+) -> int:
+    """A variable that has to be a whole number."""
+    text = environ[name].strip()
+    allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ClusterError(f"{name} is {environ[name]!r}: it must be a whole number, {allowed}.")
+    value = int(text)
+    if value < least or (most is not None and value > most):
+        raise ClusterError(f"{name} is {value}: it must be {allowed}.")
+    return value
+
+
+def port(environ: Mapping[str, str], name: str) -> int:
+    return number(environ, name, least=1, most=MAX_PORT)
+
+
+def host(environ: Mapping[str, str], name: str) -> str:
+    """A variable that has to be the name or the address of a host."""
+    text = environ[name].strip()
+    if not is_host(text):
+        raise ClusterError(
+            f"{name} is {environ[name]!r}: it must be the name or the address of a host, without a port."
+        )
+    return text.strip("[]")
+
+
+def is_host(text: str) -> bool:
+    """Whether this can be a name or an address: IPv6 with or without brackets."""
+    if text.startswith("["):
+        return bool(re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", text))
+    return bool(_HOST.fullmatch(text)) or bool(
+        re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*:\S*", text)
+    )
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads, which would silently take the last of two equal keys."""
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f"{key!r} is there {times} times in one object")
+    return dict(pairs)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[host]:port`; the error is a ValueError that says what is wrong."""
+    match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/\s]+))(?::([^:/]*))?", text)
+    if match is None:
+        raise ValueError("it must be HOST:PORT, with an IPv6 host in brackets: [fd00::1]:2222")
+    where, digits = match[1] or match[2], match[3]
+    if digits is None:
+        raise ValueError(f"it has no port: write {text}:2222, or another port that is free there")
+    if not re.fullmatch(r"[0-9]+", digits):
+        raise ValueError(f"its port {digits!r} is not a number")
+    if not 1 <= int(digits) <= MAX_PORT:
+        raise ValueError(f"its port is {digits}, and ports go from 1 to {MAX_PORT}")
+    return where, int(digits)
