@@ -45,7 +45,7 @@ PAUSES = 0.3
 EVERY = ("--checkpoint-every", "20")
 """Something to resume from."""
 LIKE_ALONE, NEAR_ALONE = 1e-4, 0.25
-"""How far a loss may be from that of one worker alone; where workers don't wait, the mean of the last ones."""
+"""How far a loss may be from that of one worker alone; where workers don't wait, the mean of the last."""
 
 
 def case_of(mode: str, transport: str, placement: str) -> Case:
