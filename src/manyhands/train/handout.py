@@ -113,7 +113,10 @@ class Handout(ABC):
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
         self.finishing = None
-        self.course.seat(view.world)
+
+    def _count(self) -> None:
+        """As many workers as get samples decide how large a batch is, where it follows them."""
+        self.course.seat(max(1, sum(name not in self.listening for name in self.workers)))
 
     def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
@@ -145,6 +148,8 @@ class InStep(Handout):
         self._step_s = 0.0
 
     def more(self, *, hold: bool = False) -> None:
+        if self.finishing is None and not hold:
+            self._count()
         while self.finishing is None and not hold:
             ahead = len(self.gathering)
             if ahead >= 2 and ahead * self._step_s >= AHEAD_S:
@@ -225,6 +230,7 @@ class InParts(Handout):
         if self.finishing is not None:
             return
         if not hold:
+            self._count()
             self._deal()
         if hold or (self._barrier is not None and not len(self._queue)):
             self._rest()

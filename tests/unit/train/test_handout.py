@@ -401,3 +401,22 @@ def test_where_losses_decide_nothing_is_given_before_they_are_known(
         assert not any("portions" in order for _, order in stage.told[2:])
         assert all(what == "rest" for _, what in stage.more())
         stage.done("worker-1", step, 1)
+
+
+def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> None:
+    scaling = Scaling("linear", reference=1, warmup=0)
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
+    stage.seat("worker-0", "worker-1")
+    stage.handout.listening = {"worker-1"}
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[1, 0, 4, [(0, 4)], 0]]
+    assert second["portions"] == [[1, 0, 4, [], 1]]
+    for step in (1, 2):
+        stage.done("worker-0", step, 0)
+        stage.done("worker-1", step, 1)
+    stage.handout.listening.clear()
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[3, 0, 8, [(8, 12)], 0, 2.0, 2]]
+    assert second["portions"] == [[3, 0, 8, [(12, 16)], 1, 2.0, 2]]
