@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from manyhands.errors import ManyhandsError, SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
+from manyhands.train.reports import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 TORN_S = 1.0
 """So long after a collective broke, both ends live: it was the connection."""
-LATEST = 10_000
-"""Steps that are remembered to be in the weights: more than pass between two reports."""
+LATEST = 2_000
+"""Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class AllReduceLearner(Learner):
         """The last step that is in the weights."""
         self._agreed = False
         """The weights are those of a view, and not just this worker's own beginning."""
-        self._applied: deque[int] = deque(maxlen=LATEST)
+        self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
+        """Steps, and weight and loss of each, summed up over all workers: reports of the dead are lost."""
         self._flying: StepReport | None = None
         self._rescued: StepReport | None = None
 
@@ -198,7 +200,7 @@ class AllReduceLearner(Learner):
         flying, self._flying = self._flying, None
         self._rescued = None
         if version > self._version:
-            self._applied.append(version)
+            self._applied.append((version, None))
             if flying is not None and flying.step == version:
                 self._rescued = flying
         self._version = version
@@ -211,7 +213,11 @@ class AllReduceLearner(Learner):
         return rescued
 
     def settled(self) -> dict[str, Any]:
-        return {"version": self._version, "applied": [[step, 0] for step in self._applied]}
+        known = [(step, sums) for step, sums in self._applied if sums is not None]
+        rows = read_rows([sums for _, sums in known])
+        applied: list[list[Any]] = [[step, 0] for step, _ in self._applied]
+        applied += [[step, WHOLE, *row] for (step, _), row in zip(known, rows, strict=True)]
+        return {"version": self._version, "applied": applied}
 
     def interrupt(self) -> None:
         group = self._group
@@ -266,7 +272,7 @@ class AllReduceLearner(Learner):
             self.trainee.optimizer.zero_grad(set_to_none=True)
             self._catch_up()
         self._version = share.step
-        self._applied.append(share.step)
+        self._applied.append((share.step, None if reducer is None else reducer.notes.clone()))
         self._flying = None
         if self.trainee.device == "cpu":
             report.wait_s = summed - computed
@@ -286,11 +292,11 @@ class AllReduceLearner(Learner):
             whole = float(added) if deadline is not None else whole
             return added
 
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"ahead": reducer.note}
         reducer.begin()
         if deadline is not None:
             deadline.begin()
-            options = {"enough": deadline.passed}
+            options["enough"] = deadline.passed
         if self._catching is None:
             report.weight, report.loss = gradients(
                 self.trainee, share, total=total, local=reducer.alone, **options
@@ -299,6 +305,8 @@ class AllReduceLearner(Learner):
             total(0.0)
         if deadline is not None:
             deadline.end(share)
+            if deadline.stopped:  # before the last backward, which would have
+                reducer.note(report.weight, report.loss)
         computed = _now(report)
         reducer.finish()
         if deadline is not None:
@@ -358,6 +366,14 @@ class AllReduceLearner(Learner):
                 raise self.me.lost_a_peer(error) from error
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a collective broke: {error}") from error
+
+
+def read_rows(rows: Sequence[Tensor]) -> list[list[float]]:
+    """Small tensors of one size, read from their device at once."""
+    import torch
+
+    read: list[list[float]] = torch.stack(list(rows)).tolist() if rows else []
+    return read
 
 
 def _now(report: StepReport) -> float:

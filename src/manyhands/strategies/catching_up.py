@@ -85,7 +85,8 @@ class CatchingUp:
     def __init__(self, me: Me, view: View, trainee: Trainee, learner: Stateful) -> None:
         self._me, self._view = me, view
         self._trainee, self._learner = trainee, learner
-        self._kept: list[list[Tensor | None]] = []
+        self._kept: list[tuple[list[Tensor | None], float, int]] = []
+        """Of each step the gradients, and what its order said of the learning rate and the schedule."""
         self._link: Link | None = None
         self._closed = False
         self._over = threading.Event()
@@ -94,7 +95,8 @@ class CatchingUp:
 
     def keep(self, parameters: Sequence[Tensor]) -> None:
         """Parameters have the gradients of a step, summed up over all."""
-        self._kept.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        self._kept.append((gradients, self._trainee.lr_factor, self._trainee.ticks))
 
     def caught_up(self, parameters: Sequence[Tensor], *, wait_s: float = 0.0) -> bool:
         """Make the updates that were kept, if the state that they begin from is here. Raises what went wrong
@@ -103,7 +105,8 @@ class CatchingUp:
             return False
         if self._error is not None:
             raise self._error
-        for gradients in self._kept:
+        for gradients, lr_factor, ticks in self._kept:
+            self._trainee.lr_factor, self._trainee.ticks = lr_factor, ticks
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._trainee.update()

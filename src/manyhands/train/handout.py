@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.cluster.view import View
@@ -23,7 +23,7 @@ from manyhands.train.leases import Range
 from manyhands.train.options import Manner
 from manyhands.train.pace import Pace
 from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
-from manyhands.train.reports import Committed, Gathering, PartKey, Row
+from manyhands.train.reports import Committed, Gathering, PartKey, Row, Sums
 from manyhands.train.shelf import Shelf
 
 PROBE_EVERY = 50
@@ -70,7 +70,7 @@ class Handout(ABC):
         """One part of a step, as a worker reports it."""
 
     @abstractmethod
-    def settle(self, applied: Collection[PartKey]) -> None:
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
         """These parts are in the weights, and no others that nobody has reported."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class InStep(Handout):
             self._step_s = 0.9 * self._step_s + 0.1 * seconds if self._step_s else seconds
             yield step
 
-    def settle(self, applied: Collection[PartKey]) -> None:
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
         self.gathering.settle(applied, whole=True)
 
     def restart(self, view: View) -> int:
@@ -257,7 +257,7 @@ class InParts(Handout):
         if isinstance(self._barrier, Evaluate):
             self._lift()
 
-    def settle(self, applied: Collection[PartKey]) -> None:
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
         self.gathering.settle(applied, whole=False)
 
     def restart(self, view: View) -> int:

@@ -180,7 +180,7 @@ def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_pa
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.handout.settle({(1, 0), (1, 1)})
+    stage.handout.settle(dict.fromkeys([(1, 0), (1, 1)]))
     assert list(stage.handout.committed()) == []
     assert stage.seat("worker-0") == 1
     assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
@@ -314,7 +314,7 @@ def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
 def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
-    stage.handout.settle({(1, 1)})
+    stage.handout.settle({(1, 1): None})
     assert stage.seat("worker-1") == 1
     assert stage.more() == [("worker-1", [(1, 0)])]
     stage.done("worker-1", 1, 0)
