@@ -13,6 +13,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkClosed           1   the other side is gone
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
+├── CoordinatorLost         70   an agent's coordinator has ended without a word
 ├── LabError                 1   a lab of hosts that can't be made here, or is gone
 ├── PeerLost                 1   a collective failed because another member went away
 ├── ViewChanging             1   the membership changes: whatever was waited for is void
@@ -29,6 +30,7 @@ __all__ = [
     "BadFrame",
     "CheckpointError",
     "ClusterError",
+    "CoordinatorLost",
     "DataError",
     "Interrupted",
     "JobError",
@@ -100,6 +102,10 @@ class LinkTimeout(LinkError):
 
 class BadFrame(LinkError):
     pass
+
+
+class CoordinatorLost(ManyhandsError):
+    exit_code = 70
 
 
 class LabError(ManyhandsError):

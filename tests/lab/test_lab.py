@@ -10,8 +10,8 @@ import subprocess
 import threading
 
 import pytest
-from hosts import Talk, left_over, listen, python, reach, until
 
+from hosts import Talk, left_over, listen, python, reach, until
 from manyhands.cluster.lab.records import Record
 from manyhands.errors import LabError, UsageError
 from manyhands.testing import harness

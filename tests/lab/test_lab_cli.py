@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import left_over, python, record_of, until
 
+from hosts import left_over, python, record_of, until
 from manyhands.cli.main import main
 
 ALL_REDUCE = """

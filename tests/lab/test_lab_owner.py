@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from hosts import left_over, record_of, until
 
+from hosts import left_over, record_of, until
 from manyhands.cluster.lab.records import Owner, Record, records
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab

@@ -8,10 +8,20 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import doctor, lab, launch, list_runs, resume, scale, train, words
+from manyhands.cli import (
+    doctor,
+    key,
+    lab,
+    launch,
+    list_runs,
+    resume,
+    scale,
+    train,
+    words,
+)
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, scale, list_runs, words, launch, doctor, lab)
+VERBS = (train, resume, scale, list_runs, words, launch, key, doctor, lab)
 
 EXAMPLES = """\
 examples:

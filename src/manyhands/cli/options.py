@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands.cli.places import add_place_flags, check_room, default_workers, fit_strategy
 from manyhands.cluster.environment import PREFIX, option
 from manyhands.cluster.launchers import cores
+from manyhands.cluster.spec import ClusterSpec
 from manyhands.errors import UsageError, closest
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.registry import make_strategy
@@ -126,6 +128,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FAULTS",
         help=f'break things while it trains, as "{EXAMPLE}"; see the end of  manyhands train --help',
     )
+    add_place_flags(parser)
     group = parser.add_argument_group("saving and seeing")
     group.add_argument(
         "--checkpoint-every",
@@ -144,7 +147,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--control",
         metavar="HOW",
         help="how members talk to the coordinator: unix (default), tcp, or tcp://HOST:PORT; "
-        "tcp is TLS 1.3 with mutual certificates",
+        "tcp is TLS 1.3 with mutual certificates; with --on env, where the coordinator is to be found",
     )
     group.add_argument(
         "--trust-network",
@@ -154,23 +157,38 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve_options(resolved: Resolved, *, job: str, settings: dict[str, str]) -> Options:
-    """All options, checked."""
-    spec = resolved.get("strategy", "allreduce")
+def resolve_options(
+    resolved: Resolved,
+    *,
+    job: str,
+    settings: dict[str, str],
+    cluster: ClusterSpec | None = None,
+) -> Options:
+    """All options, checked. `cluster`: where members run, if not all on this machine."""
+    spec = resolved.get("strategy", "ps:async" if cluster and cluster.servers else "allreduce")
+    if cluster is not None:
+        spec = fit_strategy(spec, cluster)
+        resolved.sources["strategy"]["value"] = spec
     config = make_strategy(spec)
-    fewest, count = parse_workers(resolved.get("workers", config.default_workers, number_or_range))
+    default = config.default_workers if cluster is None else default_workers(config, cluster)
+    asked = resolved.get("workers", default, number_or_range)
+    fewest, count = parse_workers(asked)
     config.check(count)
-    if count > max(64, 8 * cores()):
+    if cluster is not None:
+        check_room(config, cluster, count, is_range=":" in str(asked))
+    elif count > max(64, 8 * cores()):
         raise UsageError(
             f"--workers {count}: this machine has {cores()} cores; more than {max(64, 8 * cores())} "
             "workers would only wait for each other."
         )
-    threads = resolved.get("threads", max(1, cores() // count), int)
+    # On many hosts each has its own number of cores: 0 leaves it to them.
+    share = max(1, cores() // count) if cluster is None else 0
+    threads = resolved.get("threads", share, int)
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)
     restarts = resolved.get("max_restarts", 3 if config.goes_on else 0, int)
     for flag, value, least in (
-        ("threads", threads, 1),
+        ("threads", threads, min(1, share)),
         ("keep", keep, 1),
         ("checkpoint-every", every, 0),
         ("max-restarts", restarts, 0),

@@ -14,6 +14,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
+from manyhands.cli.places import Cluster, find_cluster, leading
 from manyhands.errors import CheckpointError, RunFolderError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
@@ -40,15 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    cluster = find_cluster(Resolved(arguments))
+    if cluster is not None and not cluster.leads:
+        return cluster.serve()
     folder = Run.open(arguments.run_folder)
     folder.lock()  # before anything is touched: somebody may be training in it
     try:
-        return _resume(folder, arguments)
+        return _resume(folder, arguments, cluster)
     finally:
         folder.unlock()
 
 
-def _resume(folder: Run, arguments: argparse.Namespace) -> int:
+def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> int:
     if _is_done(folder, arguments):
         print(
             f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
@@ -66,7 +70,10 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
-    resolved.forget("chaos")  # asked for anew each time
+    for flag in ("chaos", "on", "cluster", "as", "slots", "wait", "key_file"):
+        resolved.forget(flag)  # asked for anew each time
+    if "env" in (resolved.get("on", "local"), config["options"].get("on", {}).get("value")):
+        resolved.forget("control")  # an address of hosts that may be others now
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
         resolved.forget("max_restarts")
@@ -74,8 +81,8 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
         resolved,
         job=f"{path}:{name}" if name else str(path),
         settings={**config["settings"], **changed},
+        cluster=cluster.spec if cluster else None,
     )
-    control = resolved.get("control", "unix")
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
     for note in _notes(config, path, changed, checkpoint, complaints):
         print(f"note: {note}")
@@ -89,9 +96,20 @@ def _resume(folder: Run, arguments: argparse.Namespace) -> int:
         folder.write_config({**config, "settings": dict(options.settings), "options": sources})
 
     console = make_console(quiet=arguments.quiet)
-    return train(
-        options, folder, console=console, checkpoint=checkpoint, control=control, on_ready=on_ready
-    )
+    with leading(cluster, resolved, options) as (lead, done):
+        return done(
+            train(
+                options,
+                folder,
+                console=console,
+                checkpoint=checkpoint,
+                control=lead.control,
+                launcher=lead.launcher,
+                authority=lead.authority,
+                timeouts=lead.timeouts,
+                on_ready=on_ready,
+            )
+        )
 
 
 def _notes(

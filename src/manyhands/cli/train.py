@@ -16,11 +16,13 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
+from manyhands.cli.places import Lead, find_cluster, leading
+from manyhands.cluster.machine import versions
 from manyhands.errors import JobError, UsageError
 from manyhands.state.runs import Run
 from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
-from manyhands.train.start import rehearse, train, versions
+from manyhands.train.start import rehearse, train
 from manyhands.watch import make_console
 
 NAME = "train"
@@ -35,6 +37,7 @@ examples:
                                         four times the batch and the learning rate of one worker
   manyhands train job.py --set plateau="factor=0.5; patience=3"
                                         halve the learning rate when the evaluation gets no better
+  torchrun --nnodes 2 ... --no-python manyhands train job.py --on env   see docs/guides/many-machines.md
   manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
 
 """
@@ -54,15 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     resolved = Resolved(arguments)
+    cluster = find_cluster(resolved)
+    if cluster is not None and not cluster.leads:
+        return cluster.serve()
     path = job_file(arguments.job)
     if not path.is_file():
         hint = "" if path.suffix == ".py" else " A job is a Python file: path.py or path.py:Name."
         raise JobError(f"There is no file {path}.{hint}")
     settings = parse_set(arguments.set)
-    options = resolve_options(resolved, job=arguments.job, settings=settings)
-    control = resolved.get("control", "unix")
-    if arguments.check:
-        return _check(options, control)
+    spec = cluster.spec if cluster else None
+    options = resolve_options(resolved, job=arguments.job, settings=settings, cluster=spec)
+    with leading(cluster, resolved, options) as (lead, done):
+        if arguments.check:
+            return done(_check(options, lead))
+        return done(_train(arguments, resolved, options, lead))
+
+
+def _train(arguments: argparse.Namespace, resolved: Resolved, options: Options, lead: Lead) -> int:
+    path = job_file(arguments.job)
     folder = resolved.get("run_dir", None, Path)
     _, _, name = arguments.job.partition(":")
     folder_run = Run.create(name or path.stem, path=folder)
@@ -76,22 +88,37 @@ def run(arguments: argparse.Namespace) -> int:
                 "file": str(path.resolve()),
                 "sha256": file_digest(path),
             },
-            "settings": settings,
+            "settings": dict(options.settings),
             "options": resolved.sources,
         }
     )
     console = make_console(quiet=arguments.quiet)
     try:
-        return train(options, folder_run, console=console, control=control)
+        return train(
+            options,
+            folder_run,
+            console=console,
+            control=lead.control,
+            launcher=lead.launcher,
+            authority=lead.authority,
+            timeouts=lead.timeouts,
+        )
     except UsageError:
         folder_run.discard()  # nothing was trained: no folder to wonder about
         raise
 
 
-def _check(options: Options, control: str) -> int:
+def _check(options: Options, lead: Lead) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        conductor = rehearse(options, Path(folder) / "run", control=control)
+        conductor = rehearse(
+            options,
+            Path(folder) / "run",
+            control=lead.control,
+            launcher=lead.launcher,
+            authority=lead.authority,
+            timeouts=lead.timeouts,
+        )
     facts = conductor.crew.facts
     assert conductor.course is not None
     print(

@@ -13,21 +13,26 @@ import queue
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.launchers import Handle, Launcher, Start
+from manyhands.cluster.interfaces import is_any
+from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
+from manyhands.cluster.log_stream import CHUNK_BYTES
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.cluster.view import Seat, View
+from manyhands.cluster.view import WORKER, Seat, View
 from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
 from manyhands.wire.address import parse_address
 
+MAX_STRANGERS = 100
+"""Hosts whose refusal is told."""
 MAX_POSTED = 10_000
 """Facts on the board; the oldest is forgotten for the next."""
 
@@ -55,7 +60,14 @@ class Signalled:
     number: int
 
 
-Happening = Said | LinkLost | Exited | Signalled
+@dataclass(frozen=True)
+class Told:
+    """Something about the hosts that whoever watches should know."""
+
+    message: str
+
+
+Happening = Said | LinkLost | Exited | Signalled | Told
 
 
 @dataclass
@@ -95,8 +107,10 @@ class Coordinator:
         timeouts: Timeouts | None = None,
         control: str = "unix",
         keys: bool = False,
+        authority: Authority | None = None,
     ) -> None:
-        """`keys`: give each member credentials also where control is a unix socket and needs none."""
+        """`keys`: give each member credentials also where control is a unix socket and needs none.
+        `authority`: that of the run's key, if it has one that others know, too."""
         self.launcher = launcher
         self.logs = logs
         self.timeouts = timeouts or Timeouts()
@@ -112,7 +126,10 @@ class Coordinator:
         )
         self._over_network = address.startswith("tcp:")
         wanted = self._over_network or keys
-        self._authority = Authority.create("manyhands run") if wanted else None
+        self._authority = authority
+        if self._authority is None and wanted:
+            self._authority = Authority.create("manyhands run")
+        self._strangers: set[str] = set()
         self._secret = secrets.token_hex(32)
         self._board: dict[str, str] = {}
         try:
@@ -120,14 +137,22 @@ class Coordinator:
             self._listener = Listener(
                 address,
                 credentials=secured.issue("coordinator") if secured else None,
-                limits=Limits(head_bytes=16 << 20, payload_bytes=0),
+                limits=Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES),
+                on_refused=self._on_refused,
             )
         except (ManyhandsError, OSError) as error:
             shutil.rmtree(self.scratch, ignore_errors=True)
+            remedy = (
+                "Use  --control tcp  for any free port, or  --control unix  inside one machine."
+                if launcher.kind == "local"
+                else "Give all processes another one:  --control tcp://HOST:PORT"
+            )
             raise UsageError(
-                f"The coordinator can't listen on {address}: {error}. Use  --control tcp  for any "
-                "free port, or  --control unix  inside one machine."
+                f"The coordinator can't listen on {address}: {error} {remedy}"
             ) from error
+        launcher.attach(
+            Ground(self._listener.address, self.scratch, logs, self.timeouts, self._tell)
+        )
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     @property
@@ -141,8 +166,21 @@ class Coordinator:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def _address(self) -> str:
+        """Where members of this host find it."""
+        where = parse_address(self._listener.address)
+        return str(replace(where, host="127.0.0.1") if is_any(where.host) else where)
+
     def start(
-        self, name: str, *, entry: str, local_rank: int, threads: int, assignment: Mapping[str, Any]
+        self,
+        name: str,
+        *,
+        entry: str,
+        local_rank: int,
+        threads: int,
+        assignment: Mapping[str, Any],
+        role: str = WORKER,
     ) -> Attendance:
         credentials: Credentials | None = None
         if self._authority:
@@ -150,7 +188,7 @@ class Coordinator:
         log = self.logs / f"{name}.log"
         invitation = {
             "member": name,
-            "address": self._listener.address,
+            "address": self._address,
             "scratch": str(self.scratch),
             "local_rank": local_rank,
             "timeouts": self.timeouts.to_dict(),
@@ -161,7 +199,7 @@ class Coordinator:
         }
         with self._starting:
             try:
-                handle = self.launcher.start(Start(name, entry, invitation, log, threads))
+                handle = self.launcher.start(Start(name, entry, invitation, log, threads, role))
             except OSError as error:
                 raise ManyhandsError(f"{name} can't be started: {error}") from error
             member = Attendance(name, handle, log)
@@ -235,7 +273,7 @@ class Coordinator:
 
     def _note(self, happening: Happening) -> None:
         """Keep the attendance list right, before the caller sees the happening."""
-        if isinstance(happening, Signalled):
+        if isinstance(happening, (Signalled, Told)):
             return
         member = self.members[happening.member]
         if isinstance(happening, Exited):
@@ -263,6 +301,27 @@ class Coordinator:
                     for other in self.members:
                         self.say(other, "posted", key=key, value=value)
 
+    def _tell(self, message: str) -> None:
+        self._inbox.put(Told(message))
+
+    def _on_refused(self, who: str, why: object) -> None:
+        """A connection did not pass the handshake. Told once for each host: it may try again and again."""
+        host = who.rpartition(":")[0] or who
+        if host in self._strangers or len(self._strangers) > MAX_STRANGERS:
+            return
+        self._strangers.add(host)
+
+        def tell() -> None:
+            try:
+                name = socket.gethostbyaddr(host)[0]
+            except OSError:
+                name = ""
+            known = f"{name} ({host})" if name and name != host else host
+            reason = "it has another key" if "unknown ca" in str(why).lower() else str(why)
+            self._tell(f"a process on {known} was refused: {reason}")
+
+        threading.Thread(target=tell, name="who", daemon=True).start()
+
     def _accept(self) -> None:
         while True:
             try:
@@ -275,6 +334,12 @@ class Coordinator:
         """One member's link, from its hello to its end."""
         try:
             hello = link.recv(timeout_s=self.timeouts.hello_s).head
+            if hello.get("kind") == "agent":
+                if self._over_network and not link.peer.startswith(AGENT):
+                    link.close()  # a member's certificate is none of an agent's
+                else:
+                    self.launcher.welcome(link, hello)
+                return
             with self._starting:
                 member = self.members.get(str(hello.get("member")))
             if hello.get("kind") != "hello" or member is None or member.link is not None:
@@ -301,6 +366,7 @@ class Coordinator:
         # What it said last should be heard before its end is announced.
         if member.link is not None:
             member.read_out.wait(self.timeouts.settle_s)
+            member.link.close()  # one on a host that counts as lost may live, and must not go on
         self._inbox.put(Exited(member.name, code))
 
 

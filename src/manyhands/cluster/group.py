@@ -162,9 +162,9 @@ def _store(me: Me, view: View) -> dist.Store:
     key = f"store/{view.number}"
     if me.rank == 0:
         store = dist.TCPStore(
-            me.host, 0, view.world, is_master=True, wait_for_workers=False, timeout=limit
+            me.address, 0, view.world, is_master=True, wait_for_workers=False, timeout=limit
         )
-        me.board.post(key, f"{me.host}:{store.port}")
+        me.board.post(key, f"{me.address}:{store.port}")
         return store
     host, _, port = me.board.fetch(key, timeout_s=me.timeouts.view_s).rpartition(":")
     return dist.TCPStore(host, int(port), view.world, is_master=False, timeout=limit)

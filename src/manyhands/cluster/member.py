@@ -51,7 +51,8 @@ class Member:
 
     def __init__(self, invitation: Mapping[str, Any]) -> None:
         self.name: str = invitation["member"]
-        self.host = socket.gethostname()
+        self.host: str = invitation.get("host") or socket.gethostname()
+        self.reach: str = invitation.get("reach", "127.0.0.1")
         self.assignment: dict[str, Any] = dict(invitation["assignment"])
         self.timeouts = Timeouts.from_dict(invitation["timeouts"])
         self.scratch: str = invitation["scratch"]
@@ -111,6 +112,8 @@ class Member:
             credentials=self.credentials,
             secret=self.secret,
             trust_network=self.assignment.get("trust_network", False),
+            address=self.reach,
+            spans_hosts=self.assignment.get("spans_hosts", False),
         )
 
     def say(self, kind: str, **fields: Any) -> None:

@@ -30,6 +30,14 @@ class Timeouts:
     """After the first failure: how long to listen for the cause behind it."""
     stop_s: float = 300.0
     """Members asked to finish and save have done so."""
+    gather_s: float = 300.0
+    """All processes that were announced have come, or enough of them to begin."""
+    grace_s: float = 30.0
+    """Not a failure: where fewer are enough, how long to wait for the rest before training begins."""
+    host_s: float = 15.0
+    """An agent, or from its side the coordinator, has sent nothing: that host counts as lost."""
+    rejoin_s: float = 600.0
+    """An agent that has lost the coordinator has found it again, while nobody says that it is gone."""
     kill_s: float = 1.0
     """A member asked to end has ended, before it is killed."""
     beat_s: float = 1.0

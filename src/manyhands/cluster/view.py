@@ -98,6 +98,10 @@ class Me:
     """The same in every member of the run, and nowhere else."""
     trust_network: bool = False
     """Authenticate, but don't encrypt bulk data."""
+    address: str = "127.0.0.1"
+    """Where members on other hosts reach this one."""
+    spans_hosts: bool = False
+    """Members of other hosts are there, or may come: nothing may depend on shared memory."""
     newest_view: int = 0
     """The number of the newest view that this member was told of, before it takes it up: all that is
     done in one with a lower number is void."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import socket
 import threading
 import time
 import warnings
@@ -71,7 +72,7 @@ class Saver:
         state = gather_state(trained, learner, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
-        if trained.tables is not None:
+        if trained.tables is not None and self._run.exists():
             folder = partial(self._run, step, self._writer)
             rows = table_files.begin(folder, self._run, trained.tables, self._chain)
         stall_s = time.perf_counter() - started
@@ -97,6 +98,11 @@ class Saver:
         started = time.perf_counter()
         folder = partial(self._run, step, self._writer)
         try:
+            if not self._run.exists():  # on another host's disk nobody would find it
+                raise OSError(
+                    f"{self._writer} runs on {socket.gethostname()}, where there is no folder {self._run}; "
+                    "keep runs on a file system that all hosts share"
+                )
             files = write_state(folder, state, needed=0 if rows is None else _num_bytes(rows.rows))
             if rows is not None:
                 self._chain = rows.write(folder)
@@ -174,6 +180,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not there on {socket.gethostname()}. Every host reads the checkpoint when a run "
+            "is resumed: keep runs on a file system that all share."
+        )
     try:
         # Reads all there is, without a template: a parameter that never had a gradient has no
         # optimizer state, which a template could not know.

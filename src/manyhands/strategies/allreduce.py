@@ -74,6 +74,10 @@ class AllReduce(Strategy):
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
 
+    @property
+    def shares_memory(self) -> bool:
+        return self.tables == "shared"
+
     def build(self) -> Learner:
         return AllReduceLearner(self)
 

@@ -64,6 +64,11 @@ class Strategy(ABC):
     """An update is a whole global batch, so that a larger one makes fewer of them."""
 
     @property
+    def shares_memory(self) -> bool:
+        """Where it begins inside one host, it stays there: its members share that host's memory."""
+        return False
+
+    @property
     def leaves_out(self) -> bool:
         """A step may be made without a part of its samples, which come back."""
         return False

@@ -28,7 +28,7 @@ from manyhands.state.flat import blanks, flatten, rebuild
 from manyhands.state.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Limits, Link, Listener, connect
+from manyhands.wire import Address, Limits, Link, Listener, connect
 
 RETRY_S = 0.5
 """How long one attempt to find the lender may take."""
@@ -178,7 +178,7 @@ def _key(view: View) -> str:
 def _listen(me: Me, view: View) -> Listener:
     if view.one_host:
         return Listener(f"unix:{me.scratch}/state-{me.name}-{view.number}", limits=LIMITS)
-    address = f"tcp://{me.host}:0"
+    address = str(Address(host=me.address))
     if me.credentials is None or me.trust_network:
         return Listener(address, secret=me.secret, limits=LIMITS)
     return Listener(address, credentials=me.credentials, limits=LIMITS)

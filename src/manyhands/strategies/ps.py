@@ -73,6 +73,10 @@ class ParameterServer(Strategy):
         return DEDICATED if self.servers == "auto" else self.servers
 
     @property
+    def shares_memory(self) -> bool:
+        return self.transport != "tcp"
+
+    @property
     def may_shrink(self) -> bool:
         return self.replicas > 0 or self.placement == "dedicated"
 

@@ -26,7 +26,7 @@ from manyhands.ps.server import Server
 from manyhands.strategies.ps import ParameterServer
 from manyhands.tables.modules import RowModel
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Limits, Link, Listener, connect
+from manyhands.wire import Address, Limits, Link, Listener, connect
 
 logger = logging.getLogger("manyhands.ps")
 
@@ -249,7 +249,7 @@ class Station:
         if self.shared:
             path = f"unix:{me.scratch}/ps-{me.name}-{view.number}"
             return Listener(path, limits=self._limits)
-        address = f"tcp://{'127.0.0.1' if view.one_host else me.host}:0"
+        address = str(Address(host=me.address if me.spans_hosts else "127.0.0.1"))
         if me.trust_network:
             return Listener(address, secret=me.secret, limits=self._limits)
         return Listener(address, credentials=me.credentials, limits=self._limits)
@@ -292,10 +292,9 @@ class Station:
 
     def _is_shared(self, view: View) -> bool:
         transport = self.config.transport
-        if transport == "shm" and not view.one_host:
-            hosts = sorted({seat.host for seat in view.seats})
+        if transport == "shm" and self.me.spans_hosts:
             raise SpecError(
-                f"{self.config.name}: transport=shm shares memory inside one host, and there are "
-                f"{', '.join(hosts)}. Use transport=auto."
+                f"{self.config.name}: transport=shm shares memory inside one host, and members may run on "
+                "several here. Use transport=auto."
             )
-        return transport != "tcp" and view.one_host
+        return transport != "tcp" and view.one_host and not self.me.spans_hosts

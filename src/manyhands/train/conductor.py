@@ -24,6 +24,7 @@ from manyhands.cluster.coordinator import (
     LinkLost,
     Said,
     Signalled,
+    Told,
     exit_status,
     signal_name,
 )
@@ -114,6 +115,7 @@ class Conductor:
         """Train. Returns the outcome; raises what ended it otherwise."""
         crew, options = self.crew, self.options
         self._announce_start()
+        self._until(self.coordinator.launcher.complete, "ready_s", "waiting for the hosts")
         crew.start()
         self._until(lambda: len(crew.ready) == crew.num_started, "ready_s", "getting ready")
         handout = self._prepare()
@@ -144,7 +146,7 @@ class Conductor:
                 versions=self._versions,
             )
         )
-        if options.workers > cores():
+        if options.workers > cores() and self.coordinator.launcher.kind == "local":
             self._notice(
                 f"{options.workers} workers share {cores()} cores; "
                 "more workers than cores are slower than as many"
@@ -205,7 +207,9 @@ class Conductor:
             self._notice(asked + (f", and refused: {why}" if why else ""))
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
         ending = handout.finishing is not None or self._signal is not None
-        waited_for = bool(crew.newcomers or crew.surplus) and not ending
+        waited_for = bool(crew.newcomers or crew.surplus or crew.misplaced) and not ending
+        if not ending:
+            crew.fill()
         handout.more(hold=waited_for)
         for change in handout.course.take_changes():
             self.stream.emit(rate_event(change, handout.course))
@@ -275,10 +279,8 @@ class Conductor:
                     self._progress = now
             case Said(member, {"kind": "failed"} as said):
                 self._on_failed(member, said)
-            case LinkLost(member, reason):
-                if self.coordinator.members[member].left:
-                    pass
-                elif self._goes_on:
+            case LinkLost(member, reason) if not self.coordinator.members[member].left:
+                if self._goes_on:
                     self.crew.cut_off(member)
                 else:
                     self._failures.add(Failure(member, reason, grade=Grade.SUSPICION), now)
@@ -288,6 +290,8 @@ class Conductor:
                     self._on_death(member, code)
             case Signalled(number):
                 self._on_signal(number)
+            case Told(message):
+                self._notice(message)
 
     def _on_member_ready(self, member: str, facts: Facts) -> None:
         crew = self.crew
@@ -359,10 +363,7 @@ class Conductor:
         parts = [self._evaluation[name] for name in self.handout.workers]
         self._evaluation = {}
         samples, metrics = combine(parts)
-        wanted = (
-            self.course.awaiting
-        )  # else a stop was asked meanwhile; a resumed run evaluates again
-        if wanted:
+        if self.course.awaiting:  # else a stop was asked meanwhile; a resumed run evaluates again
             step, epoch = self.course.step, self.course.epoch
             best = self.course.evaluated(metrics)
             self.stream.emit(

@@ -59,6 +59,8 @@ class Crew:
         self._numbers: Counter[str] = Counter()
         self._new: set[str] = set()
         """Started to take another's place, and in no view yet that they have joined."""
+        self._owed: list[tuple[str, int]] = []
+        """Role and place of those that are to be started as soon as a host has a free slot."""
         self._wanted = options.workers
         self._restarts = 0
         self._joining = False
@@ -101,10 +103,15 @@ class Crew:
     # The first ones ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        for rank in range(self._options.workers):
-            self._start(WORKER, rank, self._assignment)
-        for number in range(self._options.manner.servers):
-            self._start(SERVER, number, self._assignment)
+        launcher = self._coordinator.launcher
+        self._assignment["spans_hosts"] = launcher.spans_hosts
+        wanted = {WORKER: self._options.workers, SERVER: self._options.manner.servers}
+        for role, number in wanted.items():
+            for place in range(number):
+                if launcher.slots(role):
+                    self._start(role, place, self._assignment)
+                else:
+                    self._owed.append((role, place))
 
     def form(self) -> None:
         """The first view."""
@@ -158,7 +165,8 @@ class Crew:
 
     def reason(self, member: str, otherwise: str) -> str:
         """Why it ended, if anything is known but how its process did."""
-        return self._reasons.get(member, otherwise)
+        why = self._coordinator.members[member].handle.why
+        return self._reasons.get(member, why or otherwise)
 
     def lose(self, member: str, reason: str) -> bool:
         """A member has died: form the next view at once. False if no worker is left to go on."""
@@ -229,6 +237,7 @@ class Crew:
         if batch > self.facts["train_samples"]:
             return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
         self._wanted = workers
+        self._owed = [owed for owed in self._owed if owed[0] != WORKER]
         here = [name for name in self.view.names if self.is_worker(name) and self._lives(name)]
         coming = [name for name in self._roles if name in self._new and self.is_worker(name)]
         for name in coming[max(0, workers - len(here)) :]:
@@ -256,9 +265,21 @@ class Crew:
         ]
 
     @property
+    def misplaced(self) -> bool:
+        """The first worker, which saves, does not see the run folder, and another does."""
+        workers = [seat.name for seat in self.view.workers]
+        return not self._may_save(workers[0]) and any(map(self._may_save, workers))
+
+    @property
     def expects_somebody(self) -> bool:
         """Somebody is on the way who is to take another's place."""
-        return bool(self._new)
+        return bool(self._new or self._owed)
+
+    def fill(self) -> None:
+        """Start those that had to wait for a free slot."""
+        owed, self._owed = self._owed, []
+        for role, place in owed:
+            self._add(role, place, waited=True)
 
     def admit(self) -> None:
         released = self.surplus
@@ -285,6 +306,7 @@ class Crew:
             local_rank=place,
             threads=self._options.threads,
             assignment=assignment,
+            role=role,
         )
         self._stream.emit(
             events.MemberStarted(
@@ -314,9 +336,16 @@ class Crew:
     def _enough(self) -> bool:
         """As many workers as are wanted are here, or on their way."""
         names = {*self.view.names, *self._new}
-        return sum(self.is_worker(name) and self._lives(name) for name in names) >= self._wanted
+        owed = sum(role == WORKER for role, _ in self._owed)
+        return owed + sum(self.is_worker(n) and self._lives(n) for n in names) >= self._wanted
 
-    def _add(self, role: str, place: int) -> None:
+    def _add(self, role: str, place: int, *, waited: bool = False) -> None:
+        if not self._coordinator.launcher.slots(role):
+            self._owed.append((role, place))
+            if not waited:
+                message = f"another {role} is started as soon as a host has a free slot for it"
+                self._stream.emit(events.Noticed(message=message))
+            return
         # Not from the checkpoint of the start, which may be deleted by now: its peers know better.
         assignment = {**self._assignment, "checkpoint": None}
         try:
@@ -327,8 +356,16 @@ class Crew:
     def _form(self, names: Iterable[str]) -> None:
         self.joined = {}
         self._joining, self._formed = True, time.monotonic()
-        ordered = sorted(names, key=lambda name: not self.is_worker(name))  # else as they are
+        # Workers first, and of these one that sees the run folder: the first one saves. Else as they are.
+        ordered = sorted(
+            names, key=lambda name: (not self.is_worker(name), not self._may_save(name))
+        )
         self._coordinator.form_view(Seat(**self.ready[name]["seat"]) for name in ordered)
+
+    def _may_save(self, name: str) -> bool:
+        """It sees the run folder, and has the weights."""
+        sees_run = self._coordinator.members[name].handle.sees_run
+        return sees_run and name not in self.listening | self._new
 
     def _lives(self, name: str) -> bool:
         return self._coordinator.members[name].alive

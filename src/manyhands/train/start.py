@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands import __version__
 from manyhands.cluster.coordinator import Coordinator, on_signals
 from manyhands.cluster.launchers import Launcher, LocalLauncher
+from manyhands.cluster.machine import versions
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageError
@@ -22,6 +20,7 @@ from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options
 from manyhands.watch import Console, JsonlSink, Queued, Stream, TensorBoardSink
 from manyhands.watch.events import RunFinished
+from manyhands.wire import Authority
 
 PROGRAMS = {WORKER: "manyhands.strategies.worker", SERVER: "manyhands.strategies.server"}
 """What a member runs, by its role."""
@@ -37,6 +36,7 @@ def train(
     control: str = "unix",
     timeouts: Timeouts | None = None,
     launcher: Launcher | None = None,
+    authority: Authority | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Train in the run's folder; the exit code. A mistake of the person is raised, not told.
@@ -63,6 +63,7 @@ def train(
                 timeouts=timeouts,
                 control=control,
                 keys=options.manner.needs_keys and not options.trust_network,
+                authority=authority,
             ) as coordinator:
                 run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
@@ -122,23 +123,29 @@ def _conduct(conductor: Conductor) -> int:
     return code
 
 
-def rehearse(options: Options, folder: Path, *, control: str = "unix") -> Conductor:
+def rehearse(
+    options: Options,
+    folder: Path,
+    *,
+    control: str = "unix",
+    launcher: Launcher | None = None,
+    authority: Authority | None = None,
+    timeouts: Timeouts | None = None,
+) -> Conductor:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
     run = Run.create("check", path=folder)
     keys = options.manner.needs_keys and not options.trust_network
-    with Coordinator(LocalLauncher(), logs=run.logs, control=control, keys=keys) as coordinator:
+    with Coordinator(
+        launcher or LocalLauncher(),
+        logs=run.logs,
+        control=control,
+        keys=keys,
+        authority=authority,
+        timeouts=timeouts,
+    ) as coordinator:
         on_signals(coordinator)
         conductor = Conductor(
             coordinator, replace(options, rehearse=True), run, Stream(), entries=PROGRAMS
         )
         conductor.conduct()
     return conductor
-
-
-def versions() -> dict[str, str]:
-    """Of what computes. Asked of the package's metadata: the coordinator does not load torch."""
-    return {
-        "manyhands": __version__,
-        "torch": importlib.metadata.version("torch"),
-        "python": platform.python_version(),
-    }

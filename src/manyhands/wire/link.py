@@ -88,6 +88,14 @@ class Link:
         self._filled = 0
         self._place: Place | None = None
 
+    @property
+    def own_host(self) -> str:
+        """The address of this end, at which the other one can reach this host; empty for a unix socket."""
+        with self._in_use():
+            if self._sock.family == socket.AF_UNIX:
+                return ""
+            return str(self._sock.getsockname()[0])
+
     def send(self, head: Mapping[str, Any], payload: Payload | None = None) -> None:
         """Send one frame, whole. Blocks while the other side does not read; close() ends that."""
         parts = frames.pack(head, payload, limits=self._limits)

@@ -20,6 +20,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
@@ -63,11 +64,15 @@ class Listener:
         limits: Limits = DEFAULT_LIMITS,
         backlog: int = 128,
         insecure: bool = False,
+        on_refused: Callable[[str, object], None] | None = None,
     ) -> None:
+        """`on_refused(who, why)` is called instead of a warning in the log, in the listener's thread, which
+        must not be held up."""
         where = parse_address(address)
         check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
         self.refused = 0
         self._limits = limits
+        self._on_refused = on_refused
         self._context = credentials.server_context() if credentials else None
         self._secret = secret
         self._sock = _listening_socket(where, backlog)
@@ -196,7 +201,10 @@ class Listener:
     def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
         sock.close()
         self.refused += 1
-        logger.warning("%s refused a connection from %s: %s", self.address, who, why)
+        if self._on_refused is not None:
+            self._on_refused(who, why)
+        else:
+            logger.warning("%s refused a connection from %s: %s", self.address, who, why)
 
     def __enter__(self) -> Listener:
         return self

@@ -4,7 +4,8 @@ The coordinator makes an `Authority` when a run starts, in memory, and issues ea
 `Credentials`: the authority's certificate, the member's own, and its private key (EC P-256). Both
 sides of every link must show a certificate of that authority: whoever has none, or one of another
 run, is refused in the handshake. The launcher hands credentials over; they are never on a command
-line, and a private key is never in a file that has a name.
+line, and a private key is never in a file that has a name. Where processes are started by somebody
+else, each makes the same authority from a secret that all were given.
 
 Hostnames are not checked: members move between hosts and are known by several addresses, so a
 name in the network says nothing. What counts is the authority, which knows this run's members only.
@@ -40,6 +41,8 @@ CLOCK_SKEW = datetime.timedelta(days=1)
 """How far the clock of another host may lag before a new certificate is "not yet valid" there."""
 MAX_NAME = 64
 """X.509 allows no longer common name."""
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of the curve's base point: private keys are the numbers below it."""
 RECORD_BYTES = 16 * 1024
 """The most that one TLS record carries."""
 
@@ -124,11 +127,35 @@ class Authority:
     @classmethod
     def create(cls, name: str, *, valid_days: float = 365) -> Authority:
         """A new authority; its certificates hold for `valid_days`, which no run may outlast."""
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        key = ec.generate_private_key(ec.SECP256R1())
+        return cls._with_key(name, ec.generate_private_key(ec.SECP256R1()), valid_days)
+
+    @classmethod
+    def from_secret(cls, name: str, secret: str, *, valid_days: float = 365) -> Authority:
+        """The authority of all who know a secret: each makes it for itself, and trusts the others'.
+
+        The private key comes from the secret alone (HKDF, RFC 5869), so the secret must be one that
+        can't be guessed. Two authorities of one secret have other certificates with the same key and
+        name, which is what a signature is checked against.
+        """
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        if not secret:
+            raise ValueError("The secret is empty. Give one such as secrets.token_hex(32).")
+        # 16 bytes more than the order of the curve: what the remainder favours can't be noticed.
+        kdf = HKDF(hashes.SHA256(), length=48, salt=None, info=b"manyhands authority 1")
+        number = int.from_bytes(kdf.derive(secret.encode("utf-8", "surrogatepass")))
+        key = ec.derive_private_key(1 + number % (P256_ORDER - 1), ec.SECP256R1())
+        return cls._with_key(name, key, valid_days)
+
+    @classmethod
+    def _with_key(cls, name: str, key: ec.EllipticCurvePrivateKey, valid_days: float) -> Authority:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+
         until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=valid_days)
         subject = _subject(name)
         builder = _builder(subject, subject, key.public_key(), until)

@@ -23,6 +23,8 @@ def main() -> None:
         certificate=keys.certificate if keys else None,
         thread=threading.current_thread().name,
     )
+    if "print" in task:
+        print(task["print"], flush=True)
     for key, value in task.get("post", {}).items():
         member.post(key, value)
     if "fetch" in task:

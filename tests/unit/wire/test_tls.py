@@ -220,3 +220,38 @@ def test_an_expired_authority_is_refused() -> None:
         pytest.raises(LinkError, match="expired"),
     ):
         connect(listener.address, credentials=old.issue("b"), timeout_s=LONG_S)
+
+
+def test_who_knows_the_secret_makes_the_same_authority_for_itself() -> None:
+    here, there = (Authority.from_secret("run", "a secret of the run") for _ in range(2))
+    with (
+        Listener(ADDRESS, credentials=here.issue("coordinator")) as listener,
+        connect(
+            listener.address, credentials=there.issue("agent-1"), timeout_s=LONG_S, peer="x"
+        ) as near,
+        listener.accept(LONG_S) as far,
+    ):
+        assert (near.peer, far.peer) == ("coordinator", "agent-1")
+
+
+@pytest.mark.parametrize("other", ["a secret of the rum", "a secret of the run "])
+def test_another_secret_is_another_authority(other: str) -> None:
+    here = Authority.from_secret("run", "a secret of the run")
+    stranger = Authority.from_secret("run", other).issue("agent-1")
+    told: list[str] = []
+    with Listener(
+        ADDRESS,
+        credentials=here.issue("coordinator"),
+        on_refused=lambda who, why: told.append(f"{who} {why}"),
+    ) as listener:
+        with pytest.raises(LinkError, match="certificate verify failed"):
+            connect(listener.address, credentials=stranger, timeout_s=LONG_S, peer="x")
+        until_refused(listener, 1)
+    assert len(told) == 1
+    assert told[0].startswith("127.0.0.1:")
+    assert "unknown ca" in told[0]
+
+
+def test_an_authority_of_no_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        Authority.from_secret("run", "")

@@ -1,6 +1,15 @@
 """Where members run: one file a launcher."""
 
-from manyhands.cluster.launchers.base import Handle, Launcher, Start
+from manyhands.cluster.launchers.base import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.launchers.local import LocalHandle, LocalLauncher, cores
 
-__all__ = ["Handle", "Launcher", "LocalHandle", "LocalLauncher", "Start", "cores"]
+__all__ = [
+    "AGENT",
+    "Ground",
+    "Handle",
+    "Launcher",
+    "LocalHandle",
+    "LocalLauncher",
+    "Start",
+    "cores",
+]

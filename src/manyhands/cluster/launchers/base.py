@@ -1,17 +1,39 @@
 """A launcher starts members somewhere and can end them; it knows nothing of training.
 
-Lifecycle: `start(start)` for each member, in any order, returns a Handle; `Handle.wait()` returns the
-exit code when the process is gone; `close()` ends whatever is left. A launcher must see to it that
-its members can't outlive the coordinator, also when that is killed with SIGKILL.
+Lifecycle: `attach(ground)` once there is a coordinator; `complete()` until it is true; `start(start)` for
+each member, in any order, returns a Handle; `Handle.wait()` returns the exit code when the process is
+gone; `close()` ends whatever is left. A launcher must see to it that its members can't outlive the
+coordinator, also when that is killed with SIGKILL.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.wire import Link
+
+AGENT = "agent-"
+"""How the names in certificates of agents begin."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a launcher is told of the coordinator that it starts members for."""
+
+    address: str
+    """Where the coordinator listens."""
+    scratch: Path
+    """The run's private folder on the coordinator's host."""
+    logs: Path
+    timeouts: Timeouts
+    tell: Callable[[str], None]
+    """Says something to whoever watches the run, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +45,11 @@ class Start:
     """The Python module that is the member's program."""
     invitation: Mapping[str, Any]
     """How to reach the coordinator and what to do. Holds secrets: never on a command line."""
-    log: Path
+    log: Path | None
+    """Where its output goes; None: to whoever reads the handle's `output`."""
     threads: int
-    """Compute threads of this member."""
+    """Compute threads of this member; 0: as many as its host has for it."""
+    role: str = "worker"
 
 
 class Handle(ABC):
@@ -34,6 +58,12 @@ class Handle(ABC):
     name: str
     pid: int
     host: str
+    sees_run: bool = True
+    """The run folder is there, where it runs."""
+    gone: bool = False
+    """The process has ended, and `wait` has returned once."""
+    why: str = ""
+    """What its exit code does not tell of its end."""
 
     @abstractmethod
     def wait(self) -> int:
@@ -51,6 +81,23 @@ class Handle(ABC):
 class Launcher(ABC):
     kind: str
     """As in `--on KIND`."""
+    spans_hosts: bool = False
+    """Members may run on several hosts, now or later. It is known once `complete()` is true."""
+
+    def attach(self, ground: Ground) -> None:  # noqa: B027 - most need not know
+        """There is a coordinator now."""
+
+    def complete(self) -> bool:
+        """Whether the hosts are there that were announced. Raises when they won't be."""
+        return True
+
+    def slots(self, role: str) -> int:
+        """How many members of this role could be started now."""
+        return sys.maxsize
+
+    def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
+        """Somebody has connected who is no member, and says he is an agent. Returns when he is gone."""
+        link.close()
 
     @abstractmethod
     def start(self, start: Start) -> Handle: ...

@@ -15,9 +15,13 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
+from manyhands.cluster.key import VARIABLE
 from manyhands.cluster.launchers.base import Handle, Launcher, Start
+
+NOT_THEIRS = (VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
+"""Variables that members do not get."""
 
 
 class LocalHandle(Handle):
@@ -25,19 +29,20 @@ class LocalHandle(Handle):
         self.name = name
         self.pid = process.pid
         self.host = socket.gethostname()
+        self.output = process.stdout
+        """What it prints, where no log was given; whoever reads it closes it."""
         self._process = process
         # Popen.wait() from two threads at once may lose the exit code of the loser.
         self._lock = threading.Lock()
-        self._gone = False
 
     def wait(self) -> int:
         with self._lock:
             code = self._process.wait()
             # Once, right after the leader: its data loaders must not outlive it, and later on the
             # number may belong to somebody else.
-            if not self._gone:
+            if not self.gone:
                 self.kill()
-                self._gone = True
+                self.gone = True
             return code
 
     def terminate(self) -> None:
@@ -48,7 +53,7 @@ class LocalHandle(Handle):
 
     def signal(self, number: signal.Signals) -> None:
         """To it and everything it started, if it is still there."""
-        if not self._gone:
+        if not self.gone:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
@@ -56,27 +61,26 @@ class LocalHandle(Handle):
 class LocalLauncher(Launcher):
     kind = "local"
 
-    def __init__(self) -> None:
+    def __init__(self, interface: str = "lo") -> None:
+        self.interface = interface
+        """Of the network, over which members of other hosts are reached."""
         self._handles: list[LocalHandle] = []
 
-    def start(self, start: Start) -> Handle:
-        # Appended to: a resumed run keeps what was logged before.
-        with open(start.log, "ab") as log:
+    def start(self, start: Start) -> LocalHandle:
+        with ExitStack() as stack:
+            # Appended to: a resumed run keeps what was logged before.
+            output = (
+                subprocess.PIPE if start.log is None else stack.enter_context(open(start.log, "ab"))
+            )
             # No bufsize: the invitation must be on its way when write() returns.
             process = subprocess.Popen(
                 [sys.executable, "-m", start.entry],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 bufsize=0,
-                env=os.environ
-                | {
-                    "OMP_NUM_THREADS": str(start.threads),
-                    "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-                    "PYTHONFAULTHANDLER": "1",
-                    "PYTHONUNBUFFERED": "1",
-                },
+                env=self._environment(start),
             )
         assert process.stdin is not None
         invitation = {**start.invitation, "parent": os.getpid()}
@@ -86,6 +90,18 @@ class LocalLauncher(Launcher):
         handle = LocalHandle(start.name, process)
         self._handles.append(handle)
         return handle
+
+    def _environment(self, start: Start) -> dict[str, str]:
+        # Its invitation has all the secrets that it needs, and the variables of whoever started us are
+        # not about it: it has a rank of its own.
+        theirs = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
+        interfaces = {} if self.interface == "lo" else {"NCCL_SOCKET_IFNAME": self.interface}
+        ours = {
+            "OMP_NUM_THREADS": str(start.threads or cores()),
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {"GLOO_SOCKET_IFNAME": self.interface} | interfaces | theirs | ours
 
     def close(self) -> None:
         for handle in self._handles:

@@ -1,0 +1,235 @@
+"""Where members run: on this machine, or where the processes stand that somebody else has started.
+
+With `--on env` every process runs the same command line. The first becomes the coordinator; each of the
+others serves it as an agent, and ends with its exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.cluster.key import no_key, read_key
+from manyhands.cluster.launchers import Launcher
+from manyhands.cluster.launchers.agents import AgentLauncher
+from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
+from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
+from manyhands.cluster.specs import detect
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.cluster.view import WORKER
+from manyhands.errors import ManyhandsError, UsageError, closest
+from manyhands.strategies.base import Strategy
+from manyhands.strategies.ps import ParameterServer
+from manyhands.strategies.registry import make_strategy
+from manyhands.strategies.spec import Part, Spec, Value, parse_spec
+from manyhands.train.options import Options
+from manyhands.wire import Authority, parse_address
+
+if TYPE_CHECKING:
+    from manyhands.cli.options import Resolved
+
+PLACES = ("local", "env")
+
+
+def add_place_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where")
+    group.add_argument(
+        "--on",
+        metavar="WHERE",
+        help="local (default): processes of this machine; env: torchrun, srun, Kubernetes or a person has "
+        "started this command on every host; the first process coordinates, the others serve it",
+    )
+    group.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="a file that names the hosts, instead of the environment; this command runs on each of them",
+    )
+    group.add_argument(
+        "--as", metavar="NAME", help="which host of that file this is (default: by its own name)"
+    )
+    group.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help="with --on env: how many members each process may start (default: 1)",
+    )
+    group.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="with --on env: how long processes wait for each other at the start (default: 300)",
+    )
+    group.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="with --on env: a file with the run's key, which only its owner can read (default: the "
+        "variable MANYHANDS_KEY); see  manyhands key --help",
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the members of this run are, and how its processes find and trust each other."""
+
+    spec: ClusterSpec
+    authority: Authority | None
+    """Of the run's key; None: all are on one host, where the user id says enough."""
+    control: str | None
+    """The coordinator's address, if a person has given one."""
+    timeouts: Timeouts
+
+    @property
+    def leads(self) -> bool:
+        return self.spec.me.rank == 0
+
+    def serve(self) -> int:
+        """Be an agent, until the coordinator ends; its exit code."""
+        if self.spec.me.role == EVALUATOR:
+            print(
+                f"{self.spec.me.name} has nothing to do: the workers evaluate between epochs, and "
+                f"{self.spec.source} may do without an evaluator."
+            )
+            return 0
+        from manyhands.cluster.agent import Agent
+
+        keyed = self.authority is not None
+        address = dialled_address(self.spec, self.control, keyed=keyed)
+        agent = Agent(self.spec, address, authority=self.authority, timeouts=self.timeouts)
+        return agent.run()
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What the coordinator needs to have members anywhere."""
+
+    control: str
+    launcher: Launcher | None = None
+    authority: Authority | None = None
+    timeouts: Timeouts | None = None
+
+
+def find_cluster(resolved: Resolved) -> Cluster | None:
+    """The cluster that this process was started in; None: members are processes of this machine."""
+    file = resolved.get("cluster", None, Path)
+    name = resolved.get("as", None)
+    place = resolved.get("on", "local" if file is None else "env")
+    if place not in PLACES:
+        raise UsageError(f"--on {place}: it is one of {', '.join(PLACES)}{closest(place, PLACES)}")
+    slots = resolved.get("slots", None, int)
+    wait_s = resolved.get("wait", None, float)
+    key_file = resolved.get("key_file", None, Path)
+    if place == "local":
+        given = {"--cluster": file, "--as": name, "--slots": slots, "--wait": wait_s}
+        given["--key-file"] = key_file
+        for flag, value in given.items():
+            if value is not None:
+                raise UsageError(f"{flag} {value} is for  --on env. Leave it out, or add that.")
+        return None
+    spec = with_slots(detect(cluster=file, name=name), slots)
+    control = resolved.get("control", None)
+    if control is not None and parse_address(control).path:
+        raise UsageError(f"--control {control}: with --on env it is tcp://HOST:PORT.")
+    key = read_key(key_file)
+    if key is None and (control is not None or not one_host(spec)):
+        raise no_key(spec.source)
+    authority = Authority.from_secret("manyhands run", key) if key else None
+    timeouts = Timeouts() if wait_s is None else Timeouts(gather_s=wait_s)
+    return Cluster(spec, authority, control, timeouts)
+
+
+def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
+    if slots is None:
+        return spec
+    if slots < 1:
+        raise UsageError(f"--slots {slots}: at least 1.")
+    entries = tuple(
+        replace(entry, slots=slots) if entry.role in (COORDINATOR, WORKER) else entry
+        for entry in spec.entries
+    )
+    return replace(spec, entries=entries, mine=entries[spec.me.rank])
+
+
+@contextmanager
+def leading(
+    cluster: Cluster | None, resolved: Resolved, options: Options
+) -> Iterator[tuple[Lead, Callable[[int], int]]]:
+    """While it is led. Call what is given with the exit code: the agents end with the same."""
+    if cluster is None:
+        yield Lead(resolved.get("control", "unix")), lambda code: code
+        return
+    keyed = cluster.authority is not None
+    control = listening_address(cluster.spec, cluster.control, keyed=keyed)
+    is_range = ":" in str(resolved.sources["workers"]["value"])
+    launcher = AgentLauncher(
+        cluster.spec,
+        least=options.min_workers if is_range else None,
+        shares_memory=make_strategy(options.strategy).shares_memory,
+    )
+    codes = [1]
+
+    def done(code: int) -> int:
+        codes.append(code)
+        return code
+
+    try:
+        yield Lead(control, launcher, cluster.authority, cluster.timeouts), done
+    except ManyhandsError as error:
+        done(error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        done(130)
+        raise
+    finally:
+        launcher.end(codes[-1])
+
+
+# What there is room for ---------------------------------------------------------------------------
+
+
+def fit_strategy(text: str, cluster: ClusterSpec) -> str:
+    """The spec, with the servers that the cluster's description names."""
+    number = cluster.num_servers
+    if not number:
+        return text
+    config, spec = make_strategy(text), parse_spec(text)
+    if not isinstance(config, ParameterServer):
+        raise UsageError(
+            f"{cluster.source} names {number} parameter servers, and {config.name} has none. Use "
+            "--strategy ps:async, ps:sync, ps:ssp or ps:backup, or leave the servers out."
+        )
+    given = spec.strategy.options
+    wanted: dict[str, Value] = {"placement": "dedicated", "servers": number}
+    for name, value in wanted.items():
+        if given.get(name, value) != value:
+            raise UsageError(
+                f"--strategy {text} says {name}={given[name]}, and {cluster.source} names {number} "
+                f"parameter servers: {name}={value}. Leave {name} out."
+            )
+    return str(Spec(Part(spec.strategy.name, {**given, **wanted}), spec.codecs))
+
+
+def default_workers(config: Strategy, cluster: ClusterSpec) -> int:
+    """One in each slot, but for those that servers take."""
+    if config.default_workers == 1:
+        return 1
+    servers = 0 if cluster.servers else config.servers_for(cluster.num_workers)
+    return max(1, cluster.num_workers - servers)
+
+
+def check_room(config: Strategy, cluster: ClusterSpec, workers: int, *, is_range: bool) -> None:
+    """Refuse what the slots do not suffice for; with MIN:MAX others may come later."""
+    servers = 0 if cluster.servers else config.servers_for(workers)
+    if is_range or workers + servers <= cluster.num_workers:
+        return
+    beside = f" and {servers} servers" if servers else ""
+    raise UsageError(
+        f"--workers {workers}{beside}: {cluster.source} has {cluster.num_workers} slots. Start more "
+        "processes, or let each have more members with  --slots N, or give a range, as "
+        f"--workers {max(1, cluster.num_workers - servers)}:{workers}, for processes that come later."
+    )

@@ -1,0 +1,345 @@
+"""An agent: a process that stands on a host, and starts and ends members there for the coordinator.
+
+    dial        the coordinator, until it is there
+    engage      say who it is; be let in, or be told why not
+    serve       start, terminate and kill members, tell how they end, send what they print
+    lose        the link is lost or silent: kill every member, and dial again, with free slots
+    end         when the coordinator says so, with its exit code
+
+Members are children of the agent: the kernel kills them when it dies. The coordinator's word comes in order,
+in the main thread, which also starts the members, for the kernel means the thread that has started them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.interfaces import reach
+from manyhands.cluster.launchers.base import AGENT, Start
+from manyhands.cluster.launchers.local import LocalHandle, LocalLauncher
+from manyhands.cluster.log_stream import CHUNK_BYTES, LogStream
+from manyhands.cluster.machine import Machine
+from manyhands.cluster.rendezvous import StoreReader
+from manyhands.cluster.spec import ClusterSpec
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.errors import CoordinatorLost, LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.wire import Authority, Credentials, Limits, Link, connect
+
+LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
+DIAL_S = 5.0
+"""Of one attempt; in between it says that it waits."""
+SAY_EVERY_S = 10.0
+GONE_S = 4.0
+"""Whose port is closed for so long, and was open before, has ended."""
+LAST_WORDS_S = 2.0
+"""What a member has printed before its end has been read and sent."""
+
+
+class Agent:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        address: str | None,
+        *,
+        authority: Authority | None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        """`address`: of the coordinator; None: the spec's store knows it."""
+        self.spec = spec
+        self.entry = spec.me
+        self.machine = Machine.here()
+        self.timeouts = timeouts or Timeouts()
+        self._address = address
+        self._credentials: Credentials | None = None
+        if authority is not None:
+            self._credentials = authority.issue(f"{AGENT}{self.machine.host}"[:64])
+        self._process = secrets.token_hex(8)
+        self._engaged = False
+        self._signals: list[str] = []
+        self._engagement: Engagement | None = None
+
+    def run(self) -> int:
+        """Serve until the coordinator ends; its exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        while True:
+            address, link = self._dial()
+            with link:
+                code = self._serve(link, address)
+            if code is not None:
+                return code
+
+    # The coordinator --------------------------------------------------------------------------
+
+    def _dial(self) -> tuple[str, Link]:
+        """The coordinator's address and a link to it."""
+        limit_s = self.timeouts.rejoin_s if self._engaged else self.timeouts.gather_s
+        began = said = time.monotonic()
+        closed_since: float | None = None
+        with ExitStack() as stack:
+            reader = None
+            if self._address is None:
+                assert self.spec.store is not None
+                reader = stack.enter_context(StoreReader(self.spec.store))
+            address, trouble = self._address, "its address is not known yet"
+            while True:
+                if reader is not None:
+                    address = reader.wait(DIAL_S if address is None else 0, other_than=None)
+                if address is not None:
+                    try:
+                        left_s = began + limit_s - time.monotonic()
+                        return address, self._connect(address, max(0.1, min(DIAL_S, left_s)))
+                    except LinkTimeout as error:
+                        cause = error.__cause__
+                        trouble = str(getattr(cause, "strerror", None) or cause or error)
+                        if not _is_closed(cause):
+                            closed_since = None
+                        elif closed_since is None:
+                            closed_since = time.monotonic()
+                now = time.monotonic()
+                where = address or f"the address that it leaves at {self.spec.store}"
+                if self._engaged and closed_since is not None and now - closed_since > GONE_S:
+                    raise CoordinatorLost(
+                        f"The coordinator at {where} has ended; {self.machine.host} ends."
+                    )
+                if now - began > limit_s:
+                    raise ManyhandsError(
+                        f"{self.machine.host} found no coordinator at {where} within {limit_s:.0f} s: "
+                        f"{trouble}. Was the first process (rank 0) started? Can this host reach it? Give "
+                        "all processes another address with  --control tcp://HOST:PORT."
+                    )
+                if now - said > SAY_EVERY_S:
+                    said = now
+                    self._say(f"waits for the coordinator at {where} ({trouble})")
+
+    def _connect(self, address: str, timeout_s: float) -> Link:
+        try:
+            return connect(
+                address,
+                credentials=self._credentials,
+                timeout_s=timeout_s,
+                peer="the coordinator",
+                limits=LIMITS,
+            )
+        except LinkTimeout:
+            raise
+        except LinkError as error:
+            if not isinstance(error.__cause__, ssl.SSLError):
+                raise
+            raise UsageError(
+                f"{self.machine.host} and the coordinator at {address} do not have the same key. Give the "
+                "same MANYHANDS_KEY, or the same --key-file, to all processes."
+            ) from None
+
+    def _serve(self, link: Link, address: str) -> int | None:
+        """What the coordinator asks for, until it ends (its exit code) or is lost (None)."""
+        try:
+            engagement = self._engage(link, address)
+        except LinkError as error:
+            self._say(f"lost the coordinator before it was let in ({error}); dials again")
+            time.sleep(1)
+            return None
+        if engagement is None:
+            time.sleep(1)
+            return None
+        self._engagement = engagement
+        try:
+            code = engagement.serve()
+        finally:
+            self._engagement = None
+            engagement.close()
+        if code is None:
+            self._say(f"{engagement.trouble}; its members are ended, and it dials again")
+        return code
+
+    def _engage(self, link: Link, address: str) -> Engagement | None:
+        link.send(
+            {
+                "kind": "agent",
+                "machine": dataclasses.asdict(self.machine),
+                "entry": dataclasses.asdict(self.entry),
+                "process": self._process,
+            }
+        )
+        answer = link.recv(timeout_s=self.timeouts.host_s).head
+        match answer:
+            case {"kind": "engaged"}:
+                terms = {**answer, "identity": self.machine.identity}
+                engagement = Engagement(link, address, terms, self._signals)
+                if not self._engaged:
+                    slots = self.entry.slots
+                    self._say(
+                        f"serves {answer['coordinator']}: {self.entry.name}, "
+                        f"{slots} slot{'s' * (slots != 1)}, over {engagement.reach}"
+                    )
+                self._engaged = True
+                return engagement
+            case {"kind": "refused", "reason": str(reason)}:
+                raise UsageError(reason)
+            case {"kind": "taken", "by": str(other)}:
+                self._say(f"waits: {other} is {self.entry.name} already")
+                return None
+        raise ManyhandsError(f"{link.peer} is no coordinator of this version.")
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """The first one is the coordinator's to act on, too; a second one ends this process at once."""
+        name = signal.Signals(number).name
+        final = [signal.SIGINT.name, signal.SIGTERM.name]
+        if self._engagement is None or (name in final and any(s in final for s in self._signals)):
+            os._exit(self._end(128 + number))
+        if not self._signals:
+            self._say(f"{name}: ends with the run; a second one ends it now")
+        self._signals.append(name)
+
+    def _end(self, code: int) -> int:
+        """In a signal's handler: no lock may be waited for."""
+        if self._engagement is not None:
+            self._engagement.kill_all()
+        return code
+
+    def _say(self, text: str) -> None:
+        # One write, also from a signal's handler: lines of several processes on one terminal stay whole.
+        with suppress(OSError):
+            os.write(1, f"{self.machine.host} {text}\n".encode())
+
+
+class Engagement:
+    """From being let in by the coordinator to its end, or to the loss of the link."""
+
+    def __init__(
+        self, link: Link, address: str, terms: Mapping[str, Any], signals: list[str]
+    ) -> None:
+        self.trouble = ""
+        self.reach = reach(link.own_host or "127.0.0.1")
+        self._link = link
+        self._address = address
+        self._terms = terms
+        self._signals = signals
+        self._told = 0
+        self._launcher = LocalLauncher(self.reach.interface)
+        self._handles: dict[str, LocalHandle] = {}
+        self._scratch = Scratch(terms)
+        self._logs = LogStream(lambda name, data: self._tell("log", data, name=name))
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        link.send({"kind": "settled", "sees_run": Path(terms["marker"]).exists()})
+
+    def serve(self) -> int | None:
+        silence_s = float(self._terms["host_s"])
+        while True:
+            try:
+                head = self._link.recv(timeout_s=silence_s).head
+            except LinkTimeout:
+                self.trouble = f"has heard nothing of the coordinator for {silence_s:.0f} s"
+                return None
+            except LinkError as error:
+                self.trouble = f"has lost the coordinator ({error})"
+                return None
+            match head:
+                case {"kind": "start"}:
+                    self._start(head)
+                case {"kind": "terminate", "name": str(name)} if name in self._handles:
+                    self._handles[name].terminate()
+                case {"kind": "kill", "name": str(name)} if name in self._handles:
+                    self._handles[name].kill()
+                case {"kind": "end", "code": int(code)}:
+                    return code
+
+    def close(self) -> None:
+        """Nobody is left of those that were started here."""
+        self._over.set()
+        self._launcher.close()
+        self._logs.close()
+        self._scratch.close()
+
+    def kill_all(self) -> None:
+        for handle in self._handles.values():
+            handle.kill()
+
+    def _start(self, head: Mapping[str, Any]) -> None:
+        name = head["name"]
+        invitation = {
+            **head["invitation"],
+            "scratch": str(self._scratch.path),
+            "reach": self.reach.address,
+            "address": self._address,  # where this agent has found it, members will, too
+        }
+        try:
+            handle = self._launcher.start(
+                Start(name, head["entry"], invitation, None, head["threads"])
+            )
+        except OSError as error:
+            self._tell("unstarted", name=name, reason=str(error))
+            return
+        self._handles[name] = handle
+        assert handle.output is not None
+        reader = self._logs.follow(name, handle.output)
+        self._tell("started", name=name, pid=handle.pid)
+        threading.Thread(
+            target=self._reap, args=(handle, reader), name=f"reap-{name}", daemon=True
+        ).start()
+
+    def _reap(self, handle: LocalHandle, reader: threading.Thread) -> None:
+        code = handle.wait()
+        # What it has printed is there before its end is known.
+        reader.join(LAST_WORDS_S)
+        self._logs.flush(LAST_WORDS_S)
+        self._tell("exited", name=handle.name, code=code)
+
+    def _beat(self) -> None:
+        while not self._over.wait(float(self._terms["beat_s"])):
+            self._tell("beat")
+            if self._signals and not self._told:
+                self._told = 1
+                self._tell("leaving", signal=self._signals[0])
+
+    def _tell(self, kind: str, payload: bytes | None = None, **fields: Any) -> None:
+        with suppress(LinkError):  # the main thread sees the same
+            self._link.send({"kind": kind, **fields}, payload)
+
+
+class Scratch:
+    """The run's private folder on this host, the same for all agents here; the last one removes it."""
+
+    def __init__(self, terms: Mapping[str, Any]) -> None:
+        self._lock: int | None = None
+        if terms["scratch"] is not None:  # the coordinator is on this host, and it is its
+            self.path = Path(terms["scratch"])
+            return
+        # Short: the path of a unix socket has about a hundred bytes.
+        name = f"manyhands-{terms['token']}-{terms['identity'][:8]}"
+        self.path = Path(tempfile.gettempdir()) / name
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+        if self.path.stat(follow_symlinks=False).st_uid != os.getuid():
+            raise ManyhandsError(f"{self.path} belongs to somebody else.")
+        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        if self._lock is None:
+            return
+        with suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+def _is_closed(error: BaseException | None) -> bool:
+    """Whether nobody listens there, by the word of that host."""
+    return isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)

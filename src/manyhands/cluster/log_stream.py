@@ -1,0 +1,82 @@
+"""What members print, on its way to the coordinator: bounded, so that nobody ever waits for it.
+
+A member that prints must not stand still because a network is slow. So its output is read as fast as it
+comes, and what does not fit into the buffer is left out and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import IO
+
+CHUNK_BYTES = 1 << 15
+BUFFER_BYTES = 1 << 20
+"""Of each member, while they wait to be sent."""
+
+
+class LogStream:
+    """Reads the outputs of members and hands them to `send(name, data)`, in one thread of its own."""
+
+    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+        self._send = send
+        self._waiting: dict[str, bytearray] = {}
+        self._left_out: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._sending = False
+        self._closed = False
+        threading.Thread(target=self._carry, name="logs", daemon=True).start()
+
+    def follow(self, name: str, output: IO[bytes]) -> threading.Thread:
+        """Read until its end; the thread ends when all was read."""
+        thread = threading.Thread(
+            target=self._read, args=(name, output), name=f"log-{name}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def add(self, name: str, data: bytes) -> None:
+        with self._changed:
+            waiting = self._waiting.setdefault(name, bytearray())
+            if len(waiting) + len(data) > BUFFER_BYTES:
+                self._left_out[name] = self._left_out.get(name, 0) + len(data)
+                return
+            if left_out := self._left_out.pop(name, 0):
+                waiting += f"\n[{left_out:,} bytes were left out: the link is slow]\n".encode()
+            waiting += data
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all was sent."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or not (self._sending or any(self._waiting.values())),
+                timeout_s,
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _read(self, name: str, output: IO[bytes]) -> None:
+        with output:
+            while data := os.read(output.fileno(), CHUNK_BYTES):
+                self.add(name, data)
+
+    def _carry(self) -> None:
+        while True:
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or any(self._waiting.values()))
+                if self._closed:
+                    return
+                name = next(name for name, waiting in self._waiting.items() if waiting)
+                waiting = self._waiting.pop(name)  # the next time it stands behind the others
+                data = bytes(waiting[:CHUNK_BYTES])
+                if rest := waiting[CHUNK_BYTES:]:
+                    self._waiting[name] = rest
+                self._sending = True
+            self._send(name, data)

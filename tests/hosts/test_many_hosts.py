@@ -1,0 +1,188 @@
+"""The same job on one host and on several: by hand, by torchrun, by TF_CONFIG; and hosts that fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from together import KEY, LONG_S, Process, Together, free_port, manyhands, place, together, until
+
+from manyhands.testing.harness import Finished, train, train_arguments
+from manyhands.watch.jsonl import read_events
+
+END_S = 180.0
+
+
+def ended(first: Process, run: Path) -> Finished:
+    return Finished(first.wait(END_S), first.out, first.out, 0.0, run)
+
+
+def arguments(run: Path, strategy: str, *flags: str, **fields: object) -> list[str]:
+    """Without --workers: one in each slot."""
+    given = train_arguments("Regression", run, *flags, strategy=strategy, **fields)
+    at = given.index("--workers")
+    return [*given[:at], *given[at + 2 :], "--on", "env"]
+
+
+def by_hand(hosts: Together, world: int, command: Sequence[str]) -> list[Process]:
+    port = free_port()
+    return [
+        hosts.start(manyhands(*command), environ=place(rank, world, port)) for rank in range(world)
+    ]
+
+
+def by_torchrun(hosts: Together, command: Sequence[str]) -> list[Process]:
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+    ]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    start += ["--rdzv-id", "test", "--local-addr", "127.0.0.1", "--no-python"]
+    environ = {"MANYHANDS_KEY": KEY}
+    return [hosts.start([*start, *manyhands(*command)], environ=environ) for _ in range(2)]
+
+
+def hosts_of(done: Finished) -> set[str]:
+    return {event["host"] for event in done.of("MemberStarted")}
+
+
+def check_curve(done: Finished, alone: Finished) -> None:
+    assert done.code == 0, done.out
+    assert len(done.losses) == len(alone.losses) > 0
+    assert done.losses == pytest.approx(alone.losses, abs=1e-5)
+    assert len(hosts_of(done)) == 2
+    config = (done.run / "config.json").read_text() + (done.run / "events.jsonl").read_text()
+    assert KEY not in config + done.out
+
+
+def check_every_sample(done: Finished) -> None:
+    assert done.code == 0, done.out
+    uses = done.uses_by_epoch()
+    assert uses
+    for epoch, used in uses.items():
+        assert sorted(used) == list(range(98)), f"epoch {epoch}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train("Regression", tmp_path_factory.mktemp("alone") / "run")
+
+
+def long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", long("ps:sync"), long("ps:sync(servers=1)")])
+def test_two_processes_by_hand(tmp_path: Path, alone: Finished, strategy: str) -> None:
+    with together(tmp_path) as hosts:
+        first, second = by_hand(hosts, 2, arguments(tmp_path / "run", strategy))
+        done = ended(first, tmp_path / "run")
+        assert second.wait() == 0
+    check_curve(done, alone)
+    assert {path.name for path in (done.run / "logs").iterdir()} == {"worker-0.log", "worker-1.log"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_torchrun_on_two_hosts(tmp_path: Path, alone: Finished, strategy: str) -> None:
+    with together(tmp_path) as hosts:
+        started = by_torchrun(hosts, arguments(tmp_path / "run", strategy))
+        codes = [one.wait(END_S) for one in started]
+        out = "\n".join(one.out for one in started)
+    assert codes == [0, 0], out
+    check_curve(Finished(0, out, out, 0.0, tmp_path / "run"), alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [[], ["--trust-network"]])
+def test_asynchronous_servers_on_hosts_of_their_own(tmp_path: Path, flags: list[str]) -> None:
+    ports = [free_port() for _ in range(5)]
+    names = [("chief", 0), ("worker", 0), ("ps", 0), ("ps", 1), ("evaluator", 0)]
+    cluster: dict[str, list[str]] = {}
+    for (kind, _), port in zip(names, ports, strict=True):
+        cluster.setdefault(kind, []).append(f"127.0.0.1:{port}")
+    with together(tmp_path) as hosts:
+        given = arguments(tmp_path / "run", "ps:async", *flags)
+        started = {}
+        for kind, index in names:
+            config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+            environ = {"TF_CONFIG": json.dumps(config), "MANYHANDS_KEY": KEY}
+            started[kind, index] = hosts.start(manyhands(*given), environ=environ)
+        done = ended(started["chief", 0], tmp_path / "run")
+        assert [one.wait() for one in started.values()] == [0] * 5
+        assert "the workers evaluate" in started["evaluator", 0].out
+    check_every_sample(done)
+    assert len(hosts_of(done)) == 4
+    transport = "tcp, authenticated only" if flags else "tcp with TLS"
+    assert done.of("ViewChanged")[0]["transport"] == transport
+
+
+@pytest.mark.long
+def test_inside_one_host_they_share_memory_and_need_no_key(tmp_path: Path) -> None:
+    with together(tmp_path) as hosts:
+        port, started = free_port(), []
+        for rank in range(2):
+            environ = {**place(rank, 2, port), "MANYHANDS_KEY": ""}
+            given = manyhands(*arguments(tmp_path / "run", "ps:sync"))
+            started.append(hosts.start(given, environ=environ, own_host=False))
+        done = ended(started[0], tmp_path / "run")
+        assert started[1].wait() == 0
+    assert done.code == 0, done.out
+    assert done.of("ViewChanged")[0]["transport"] == "shared memory"
+
+
+def step_reached(run: Path, step: int) -> bool:
+    path = run / "events.jsonl"
+    events = read_events(path) if path.exists() else []
+    return any(e["event"] == "StepCommitted" and e["step"] >= step for e in events)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync", "ps:async"])
+def test_a_host_dies_and_comes_back(tmp_path: Path, strategy: str) -> None:
+    run = tmp_path / "run"
+    with together(tmp_path) as hosts:
+        given = arguments(run, strategy, pause_s=0.05, epochs=30)
+        port = free_port()
+        started = [
+            hosts.start(manyhands(*given), environ=place(rank, 3, port)) for rank in range(3)
+        ]
+        until(lambda: step_reached(run, 20), END_S)
+        started[1].signal(signal.SIGKILL)
+        until(lambda: any(e["event"] == "Recovered" for e in read_events(run / "events.jsonl")))
+        again = hosts.start(manyhands(*given), environ=place(1, 3, port))
+        done = ended(started[0], run)
+        assert started[2].wait() == 0
+        assert again.wait() == 0
+    check_every_sample(done)
+    (lost,) = done.of("MemberLost")
+    assert "is lost" in lost["reason"]
+    assert len(done.of("ViewChanged")[-1]["members"]) == 3
+
+
+@pytest.mark.long
+def test_preempted_everywhere_it_saves_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with together(tmp_path) as hosts:
+        started = by_hand(hosts, 2, arguments(run, "allreduce", pause_s=0.05, epochs=6))
+        until(lambda: step_reached(run, 10), END_S)
+        for one in reversed(started):
+            one.signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert [one.wait(LONG_S) for one in started] == [75, 75], started[0].out
+        port = free_port()
+        given = manyhands("resume", str(run), "--on", "env", "--device", "cpu")
+        started = [hosts.start(given, environ=place(rank, 2, port)) for rank in range(2)]
+        done = ended(started[0], run)
+        assert started[1].wait() == 0
+    check_every_sample(done)
