@@ -94,6 +94,7 @@ class AllReduceLearner(Learner):
         self._lender: Lender | None = None
         self._version = 0
         """The last step that is in the weights."""
+        self._first = 0
         self._agreed = False
         """The weights are those of a view, and not just this worker's own beginning."""
         self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
@@ -145,6 +146,7 @@ class AllReduceLearner(Learner):
             may_wait=self.me.board is not None and self.trainee.tables is None,
         )
         self._rejoin(known.version)
+        self._first = next(rank for rank in range(view.world) if rank not in known.new)
         if known.new:
             self._help(known.new, known.source, view)
         self._parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
@@ -339,15 +341,16 @@ class AllReduceLearner(Learner):
         return describe_transport() if self._group is not None else "none"
 
     def _share_buffers(self) -> None:
-        """All compute with what the first worker's model remembers besides its parameters."""
+        """All compute with what the first worker's model remembers besides its parameters; the first that
+        is not new."""
         import torch
         import torch.distributed as dist
 
         for dtype in dict.fromkeys(buffer.dtype for buffer in self._buffers):
             alike = [buffer for buffer in self._buffers if buffer.dtype == dtype]
             flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-            dist.broadcast(flat, src=0)
-            if self.me.rank:
+            dist.broadcast(flat, src=self._first)
+            if self.me.rank != self._first:
                 for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
