@@ -2,9 +2,9 @@
 
     python benchmarks/mixed.py [--cpus 1,2,4] [--repeats 3]
 
-The model is recurrent and small (mixed_job.py): what a GPU gains by its width it loses by the many small
-kernels, so a CPU can help. With a model that fills a GPU it can't; see docs/guides/elastic.md. Contenders in
-turns, ratios inside a repeat; measured over the second half of a run, when shares have adapted.
+The model is recurrent and small (mixed_job.py): what a GPU gains by its width it loses by many small kernels.
+Whether a CPU helps depends on whether the GPU takes less time for fewer samples. Contenders in turns, ratios
+inside a repeat; measured over the second half of a run, when shares have adapted.
 """
 
 from __future__ import annotations

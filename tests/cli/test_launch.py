@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cli import train
 from manyhands.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -132,6 +134,20 @@ def test_mistakes_are_refused_before_anything_is_submitted(
     assert wanted in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_passed_on_is_what_train_takes(launch: Launch) -> None:
+    words = ["--strategy", "ps:sync", "--workers", "2:4", "--device", "cuda", "--set", "lr=0.1"]
+    words += ["--scale-batch", "sqrt", "--threads", "2", "--max-restarts", "5", "--keep", "2"]
+    words += ["--checkpoint-every", "9", "--scale-reference", "3", "--scale-warmup", "4"]
+    words += ["--equal-shares", "--no-trust-network", "--quiet"]
+    done = launch("kubernetes", "job.py", *IMAGE, *words)
+    command = done.stdout.partition("exec manyhands train job.py --on env")[2]
+    given = command.partition("volumeMounts")[0].replace("\\\n", " ").split()[2:]
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert parser.parse_args(["job.py", *given]) == parser.parse_args(["job.py", *words])
+    assert len(given) == len(words)
 
 
 def test_a_range_of_workers_may_be_larger_than_what_is_there_at_first(launch: Launch) -> None:

@@ -14,7 +14,7 @@ from manyhands.errors import UsageError
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch
 
-EPOCHS = 25
+EPOCHS = 35
 
 
 def say(*words: str) -> subprocess.CompletedProcess[str]:

@@ -35,8 +35,10 @@ sys.exit(main(sys.argv[1:]))
 class Scene:
     """A coordinator in this process, and agents."""
 
-    def __init__(self, folder: Path, hosts: Together, world: int, timeouts: Timeouts) -> None:
-        self.launcher = AgentLauncher(detect(place(0, world, 29500)))
+    def __init__(
+        self, folder: Path, hosts: Together, world: int, timeouts: Timeouts, least: int | None
+    ) -> None:
+        self.launcher = AgentLauncher(detect(place(0, world, 29500)), least=least)
         self.coordinator = Coordinator(
             self.launcher,
             logs=folder,
@@ -99,9 +101,11 @@ def _members_find_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def scene(tmp_path: Path, *, world: int, timeouts: Timeouts | None = None) -> Iterator[Scene]:
+def scene(
+    tmp_path: Path, *, world: int, timeouts: Timeouts | None = None, least: int | None = None
+) -> Iterator[Scene]:
     with together(tmp_path) as hosts:
-        made = Scene(tmp_path, hosts, world, timeouts or Timeouts())
+        made = Scene(tmp_path, hosts, world, timeouts or Timeouts(), least)
         try:
             with made.coordinator:
                 yield made
@@ -236,3 +240,7 @@ def test_nobody_comes(tmp_path: Path) -> None:
         time.sleep(0.3)
         with pytest.raises(UsageError, match=r"rank-1 of 2 processes did not connect to tcp://"):
             made.launcher.complete()
+    with scene(tmp_path, world=2, timeouts=Timeouts(grace_s=0.2), least=1) as made:
+        assert not made.launcher.complete(), "the other may come yet"
+        time.sleep(0.3)
+        assert made.launcher.complete(), "one is enough"

@@ -186,3 +186,21 @@ def test_preempted_everywhere_it_saves_and_goes_on_elsewhere(tmp_path: Path) -> 
         done = ended(started[0], run)
         assert started[1].wait() == 0
     check_every_sample(done)
+
+
+@pytest.mark.long
+def test_a_host_more_than_were_announced(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with together(tmp_path) as hosts:
+        given = manyhands(*arguments(run, "allreduce", "--workers", "2:3", pause_s=0.05, epochs=30))
+        port = free_port()
+        started = [hosts.start(given, environ=place(rank, 2, port)) for rank in range(2)]
+        until(lambda: step_reached(run, 10), END_S)
+        started.append(hosts.start(given, environ=place(2, 3, port)))
+        done = ended(started[0], run)
+        assert [one.wait() for one in started[1:]] == [0, 0]
+    check_every_sample(done)
+    views = [event["members"] for event in done.of("ViewChanged")]
+    assert views[0] == ["worker-0", "worker-1"]
+    assert views[-1] == ["worker-0", "worker-1", "worker-2"]
+    assert len(hosts_of(done)) == 3

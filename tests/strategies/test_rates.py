@@ -6,7 +6,6 @@ import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,24 +25,24 @@ def scale(run: Path, workers: int) -> None:
     assert done.code == 0, f"{done.out}\n{done.err}"
 
 
-def by_hand(events: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
-    """The samples and the learning rate of each step, by who took part in it; one worker is the reference."""
+def by_hand(changes: dict[int, int], num_steps: int) -> Iterator[tuple[int, float]]:
+    """The samples and the learning rate of each step, by the step from which on there were so many workers;
+    one is the reference."""
     start = end = factor = 1.0
-    since = used = world = step = 0
-    for event in events:
-        if event["event"] == "ViewChanged":
-            world = len(event["members"]) - event["servers"]
-            start, end, since = factor, float(world), step
-        if event["event"] == "StepCommitted":
-            step += 1
-            way = min(1.0, (step - since) / WARMUP) if end > start else 1.0
-            factor = start + (end - start) * way
-            epoch, within = divmod(used, SAMPLES)
-            ticks = epoch * STEPS_PER_EPOCH + within // BATCH
-            cosine = (1 + math.cos(math.pi * ticks / (EPOCHS * STEPS_PER_EPOCH))) / 2
-            samples = min(BATCH * world, SAMPLES - within)
-            used += samples
-            yield samples, LR * cosine * factor
+    since = used = 0
+    world = 1
+    for step in range(1, num_steps + 1):
+        if step in changes:
+            world = changes[step]
+            start, end, since = factor, float(world), step - 1
+        way = min(1.0, (step - since) / WARMUP) if end > start else 1.0
+        factor = start + (end - start) * way
+        epoch, within = divmod(used, SAMPLES)
+        ticks = epoch * STEPS_PER_EPOCH + within // BATCH
+        cosine = (1 + math.cos(math.pi * ticks / (EPOCHS * STEPS_PER_EPOCH))) / 2
+        samples = min(BATCH * world, SAMPLES - within)
+        used += samples
+        yield samples, LR * cosine * factor
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_the_batch_and_the_rate_follow_the_workers(strategy: str, tmp_path: Path
     """One worker, then two, then one, and two when it is resumed: also the cosine is where it should be, by
     samples."""
     run = tmp_path / "run"
-    flags = ("--scale-batch", "linear", "--scale-warmup", str(WARMUP))
+    flags = ("--scale-batch", "linear", "--scale-warmup", str(WARMUP), "--equal-shares")
     case = Case(strategy, workers=1, flags=flags)
     arguments = case.arguments("Regression", run, pause_s=0.1, epochs=EPOCHS)
     with harness.command(*arguments, run=run) as running:
@@ -77,13 +76,19 @@ def test_the_batch_and_the_rate_follow_the_workers(strategy: str, tmp_path: Path
     assert_once_an_epoch(done, epochs=EPOCHS)
     worlds = [len(view["members"]) for view in done.of("ViewChanged")]
     assert worlds == [1, 2, 1, 2]
-    expected = list(by_hand(done.events))
+    told = done.of("RateChanged")
+    changes = {e["step"]: world for e, world in zip(told, (2, 1, 2), strict=True)}
+    expected = list(by_hand(changes, len(done.steps)))
     assert [e["samples"] for e in done.steps] == [samples for samples, _ in expected]
     lrs = [lr for _, lr in expected]
     assert [e["lr"] for e in done.steps] == pytest.approx(lrs, rel=1e-6, abs=1e-12)
-    told = [(e["factor"], e["over"], e["batch_size"]) for e in done.of("RateChanged")]
-    assert told == [(2.0, WARMUP, 2 * BATCH), (1.0, 0, BATCH), (2.0, WARMUP, 2 * BATCH)]
-    assert done.of("RateChanged")[-1]["steps"] == len(done.steps), "as it was foretold"
+    facts = [(e["factor"], e["over"], e["batch_size"]) for e in told]
+    assert facts == [(2.0, WARMUP, 2 * BATCH), (1.0, 0, BATCH), (2.0, WARMUP, 2 * BATCH)]
+    assert told[-1]["steps"] == len(done.steps), "as it was foretold"
+    first, last = (e["step"] for e in told[:2])
+    for e in done.steps[: told[2]["step"] - 1]:
+        helped = any(e["shares"].get("worker-1", ()))
+        assert helped == (first <= e["step"] < last), "who gets samples counts, and nobody else"
     assert done.state()["scheduler"]["last_epoch"] == EPOCHS * STEPS_PER_EPOCH
 
 

@@ -18,6 +18,7 @@ from manyhands.cli.options import job_file, number_or_range, parse_set, parse_wo
 from manyhands.cluster.launch_files import KINDS, KubernetesJob, SlurmJob
 from manyhands.errors import JobError, UsageError
 from manyhands.strategies.registry import make_strategy
+from manyhands.train.scaling import RULES
 
 NAME = "launch"
 HELP = "write the file that starts a job on Slurm or Kubernetes"
@@ -31,7 +32,14 @@ examples:
 See docs/guides/slurm.md and docs/guides/kubernetes.md.
 """
 
-LEAST = {"threads": 1, "max_restarts": 0, "checkpoint_every": 0, "keep": 1}
+LEAST = {
+    "threads": 1,
+    "max_restarts": 0,
+    "checkpoint_every": 0,
+    "keep": 1,
+    "scale_reference": 1,
+    "scale_warmup": 0,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -267,6 +275,7 @@ def _add_passed(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers", type=number_or_range, metavar="N")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     group.add_argument("--device", metavar="D")
+    group.add_argument("--scale-batch", metavar="RULE", choices=RULES)
     for name in LEAST:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     for flag in ("--equal-shares", "--trust-network"):
@@ -290,6 +299,8 @@ def _passed(arguments: argparse.Namespace) -> Iterator[list[str]]:
                 f"--device {arguments.device}: allowed are auto, cpu, cuda and cuda:N."
             )
         yield ["--device", arguments.device]
+    if arguments.scale_batch is not None:
+        yield ["--scale-batch", arguments.scale_batch]
     for name, least in LEAST.items():
         flag, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
         if value is not None:

@@ -13,6 +13,7 @@ which push is due (lead.py).
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
@@ -57,6 +58,10 @@ def _positive(value: Any) -> bool:
 
 def _factor(value: Any) -> bool:
     return _amount(value) and value <= 1
+
+
+def _number(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
 
 
 def _ticks(value: Any) -> bool:
@@ -109,6 +114,7 @@ _GIVEN: Mapping[str, Check] = {
     "scale": _factor,
     "lr_factor": _positive,
     "ticks": _ticks,
+    "loss": _number,
 }
 """A push is a list of these: a Given, in the order of its fields."""
 
@@ -171,10 +177,11 @@ def check_said(line: str, who: str, head: Mapping[str, Any], *, payload: bool) -
 
 def given_of(record: Any) -> Given:
     """A push as its worker says it."""
-    worker, seq, slot, step, part, samples, total, share, staleness, scale, factor, ticks = record
+    worker, seq, slot, step, part, samples, total, share, *others = record
+    staleness, scale, factor, ticks, loss = others
     return Given(
         *(worker, seq, slot, step, part, float(samples), float(total), (share[0], share[1])),
-        *(staleness, float(scale), float(factor), ticks),
+        *(staleness, float(scale), float(factor), ticks, float(loss)),
     )
 
 

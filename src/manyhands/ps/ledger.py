@@ -48,6 +48,8 @@ class Given:
     """What the learning rate of its step is multiplied by."""
     ticks: int = 1
     """How many steps of the schedule its whole batch is."""
+    loss: float = 0.0
+    """The sum of its losses, each times its weight: who pushed it may die before it reports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ class Decision:
     def from_dict(cls, record: Mapping[str, Any]) -> Decision:
         given = tuple(
             Given(str(w), int(q), int(slot), int(step), int(part), float(n), float(t), _pair(share),
-                  int(stale), float(scale), float(factor), int(ticks))
-            for w, q, slot, step, part, n, t, share, stale, scale, factor, ticks in record["given"]
+                  int(stale), float(scale), float(factor), int(ticks), float(loss))
+            for w, q, slot, step, part, n, t, share, stale, scale, factor, ticks, loss
+            in record["given"]
         )  # fmt: skip
         return cls(
             int(record["v"]),
@@ -105,8 +108,10 @@ class Ledger:
     """Pushes applied, by worker, since the run began."""
     decisions: deque[Decision] = field(default_factory=deque)
     """The last ones, newest last."""
-    parts: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEEP_PARTS))
-    """(step, part) of what was applied lately, newest last."""
+    parts: deque[tuple[int, int, float, float]] = field(
+        default_factory=lambda: deque(maxlen=KEEP_PARTS)
+    )
+    """Step, part, weight and loss of what was applied lately, newest last."""
 
     @property
     def ticks(self) -> int:
@@ -120,7 +125,7 @@ class Ledger:
         self.decisions.append(decision)
         for given in decision.given:
             self.counts[given.worker] += 1
-            self.parts.append((given.step, given.part))
+            self.parts.append((given.step, given.part, given.samples, given.loss))
         spare = sum(len(d.given) for d in self.decisions) - KEEP_PUSHES - 4 * len(self.counts)
         while len(self.decisions[0].given) <= spare:
             spare -= len(self.decisions.popleft().given)
@@ -152,7 +157,10 @@ class Ledger:
             Counter({str(k): int(n) for k, n in record["counts"].items()}),
         )
         ledger.decisions.extend(Decision.from_dict(d) for d in record["decisions"])
-        ledger.parts.extend((int(step), int(part)) for step, part in record["parts"])
+        ledger.parts.extend(
+            (int(step), int(part), float(weight), float(loss))
+            for step, part, weight, loss in record["parts"]
+        )
         return ledger
 
 

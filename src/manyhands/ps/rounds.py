@@ -39,7 +39,7 @@ LOOK_S = 0.2
 """How often a waiting member looks whether there is anything to wait for."""
 SHORT_S = 0.001
 _WORKER = ("pushed", "step", "part", "share", "of", "advance")
-_WEIGHTS = ("samples", "total", "lr_factor")
+_WEIGHTS = ("samples", "total", "lr_factor", "loss")
 """Of each worker, too: numbers that are not whole."""
 _SERVER = ("summed", "applied", "taken", "measured")
 
@@ -62,7 +62,7 @@ class Table:
         self.pushed, self.step, self.part, self.share, self.of, self.advance = columns[:6]
         self.summed, self.applied, self.taken, self.measured = columns[6:10]
         self.ticks = columns[10]
-        self.samples, self.total, self.lr_factor, self.norm = columns[11:]
+        self.samples, self.total, self.lr_factor, self.loss, self.norm = columns[11:]
 
     @classmethod
     def create(cls, workers: Sequence[str], servers: Sequence[str]) -> Table:
@@ -250,6 +250,7 @@ class Serving:
                 share=(table.share[i], table.of[i]),
                 lr_factor=table.lr_factor[i],
                 ticks=table.advance[i],
+                loss=table.loss[i],
             )
             for i, worker in enumerate(table.workers)
         )
@@ -299,6 +300,7 @@ class Turns:
         share: tuple[int, int],
         lr_factor: float = 1.0,
         ticks: int = 1,
+        loss: float = 0.0,
     ) -> None:
         """The gradient of the next round is in its place."""
         table, me = self._table, self._me
@@ -306,6 +308,7 @@ class Turns:
         table.share[me], table.of[me] = share
         table.samples[me], table.total[me] = samples, total
         table.lr_factor[me], table.advance[me] = lr_factor, ticks
+        table.loss[me] = loss
         self.seq += 1
         table.pushed[me] = self.seq
         table.fence()

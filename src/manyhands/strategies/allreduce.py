@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from manyhands.errors import ManyhandsError, SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
+from manyhands.train.reports import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 TORN_S = 1.0
 """So long after a collective broke, both ends live: it was the connection."""
-LATEST = 10_000
-"""Steps that are remembered to be in the weights: more than pass between two reports."""
+LATEST = 2_000
+"""Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,11 @@ class AllReduceLearner(Learner):
         self._lender: Lender | None = None
         self._version = 0
         """The last step that is in the weights."""
+        self._first = 0
         self._agreed = False
         """The weights are those of a view, and not just this worker's own beginning."""
-        self._applied: deque[int] = deque(maxlen=LATEST)
+        self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
+        """Steps, and weight and loss of each, summed up over all workers: reports of the dead are lost."""
         self._flying: StepReport | None = None
         self._rescued: StepReport | None = None
 
@@ -143,6 +146,7 @@ class AllReduceLearner(Learner):
             may_wait=self.me.board is not None and self.trainee.tables is None,
         )
         self._rejoin(known.version)
+        self._first = next(rank for rank in range(view.world) if rank not in known.new)
         if known.new:
             self._help(known.new, known.source, view)
         self._parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
@@ -198,7 +202,7 @@ class AllReduceLearner(Learner):
         flying, self._flying = self._flying, None
         self._rescued = None
         if version > self._version:
-            self._applied.append(version)
+            self._applied.append((version, None))
             if flying is not None and flying.step == version:
                 self._rescued = flying
         self._version = version
@@ -211,7 +215,11 @@ class AllReduceLearner(Learner):
         return rescued
 
     def settled(self) -> dict[str, Any]:
-        return {"version": self._version, "applied": [[step, 0] for step in self._applied]}
+        known = [(step, sums) for step, sums in self._applied if sums is not None]
+        rows = read_rows([sums for _, sums in known])
+        applied: list[list[Any]] = [[step, 0] for step, _ in self._applied]
+        applied += [[step, WHOLE, *row] for (step, _), row in zip(known, rows, strict=True)]
+        return {"version": self._version, "applied": applied}
 
     def interrupt(self) -> None:
         group = self._group
@@ -266,7 +274,7 @@ class AllReduceLearner(Learner):
             self.trainee.optimizer.zero_grad(set_to_none=True)
             self._catch_up()
         self._version = share.step
-        self._applied.append(share.step)
+        self._applied.append((share.step, None if reducer is None else reducer.notes.clone()))
         self._flying = None
         if self.trainee.device == "cpu":
             report.wait_s = summed - computed
@@ -286,11 +294,11 @@ class AllReduceLearner(Learner):
             whole = float(added) if deadline is not None else whole
             return added
 
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"ahead": reducer.note}
         reducer.begin()
         if deadline is not None:
             deadline.begin()
-            options = {"enough": deadline.passed}
+            options["enough"] = deadline.passed
         if self._catching is None:
             report.weight, report.loss = gradients(
                 self.trainee, share, total=total, local=reducer.alone, **options
@@ -299,6 +307,8 @@ class AllReduceLearner(Learner):
             total(0.0)
         if deadline is not None:
             deadline.end(share)
+            if deadline.stopped:  # before the last backward, which would have
+                reducer.note(report.weight, report.loss)
         computed = _now(report)
         reducer.finish()
         if deadline is not None:
@@ -331,15 +341,16 @@ class AllReduceLearner(Learner):
         return describe_transport() if self._group is not None else "none"
 
     def _share_buffers(self) -> None:
-        """All compute with what the first worker's model remembers besides its parameters."""
+        """All compute with what the first worker's model remembers besides its parameters; the first that
+        is not new."""
         import torch
         import torch.distributed as dist
 
         for dtype in dict.fromkeys(buffer.dtype for buffer in self._buffers):
             alike = [buffer for buffer in self._buffers if buffer.dtype == dtype]
             flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-            dist.broadcast(flat, src=0)
-            if self.me.rank:
+            dist.broadcast(flat, src=self._first)
+            if self.me.rank != self._first:
                 for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
@@ -358,6 +369,14 @@ class AllReduceLearner(Learner):
                 raise self.me.lost_a_peer(error) from error
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a collective broke: {error}") from error
+
+
+def read_rows(rows: Sequence[Tensor]) -> list[list[float]]:
+    """Small tensors of one size, read from their device at once."""
+    import torch
+
+    read: list[list[float]] = torch.stack(list(rows)).tolist() if rows else []
+    return read
 
 
 def _now(report: StepReport) -> float:

@@ -118,9 +118,10 @@ class Learner(ABC):
 
     def settled(self) -> dict[str, Any] | None:
         """After on_view, and at the end: what is in the weights. `{"version": int, "applied": [[step,
-        part], ...], "pushes": {worker: number since the start}}`.
+        part, weight, loss], ...], "pushes": {worker: number since the start}}`.
 
-        Recent parts, newest last. None where another member says it, or nothing was lost.
+        Recent parts, newest last, weight and loss where they are known; those of a whole step have the part
+        WHOLE. None where another member says it, or nothing was lost.
         """
         return None
 

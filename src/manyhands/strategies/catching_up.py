@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,13 +80,22 @@ class Lender:
                 self.close()
 
 
+@dataclass(frozen=True)
+class Update:
+    """One that was kept: the summed gradients, and what the order of its step said of the learning rate."""
+
+    gradients: list[Tensor | None]
+    lr_factor: float
+    ticks: int
+
+
 class CatchingUp:
     """On its way to the state of the others."""
 
     def __init__(self, me: Me, view: View, trainee: Trainee, learner: Stateful) -> None:
         self._me, self._view = me, view
         self._trainee, self._learner = trainee, learner
-        self._kept: list[list[Tensor | None]] = []
+        self._kept: list[Update] = []
         self._link: Link | None = None
         self._closed = False
         self._over = threading.Event()
@@ -94,7 +104,8 @@ class CatchingUp:
 
     def keep(self, parameters: Sequence[Tensor]) -> None:
         """Parameters have the gradients of a step, summed up over all."""
-        self._kept.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        self._kept.append(Update(gradients, self._trainee.lr_factor, self._trainee.ticks))
 
     def caught_up(self, parameters: Sequence[Tensor], *, wait_s: float = 0.0) -> bool:
         """Make the updates that were kept, if the state that they begin from is here. Raises what went wrong
@@ -103,9 +114,10 @@ class CatchingUp:
             return False
         if self._error is not None:
             raise self._error
-        for gradients in self._kept:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+        for update in self._kept:
+            for parameter, gradient in zip(parameters, update.gradients, strict=True):
                 parameter.grad = gradient
+            self._trainee.lr_factor, self._trainee.ticks = update.lr_factor, update.ticks
             self._trainee.update()
         self._kept = []
         return True

@@ -53,6 +53,11 @@ class Deadline:
         self._stopped_at = index
         return True
 
+    @property
+    def stopped(self) -> bool:
+        """This worker has left something out."""
+        return self._stopped_at is not None
+
     def end(self, share: Share) -> None:
         first = len(share.batches) if self._stopped_at is None else self._stopped_at
         self._left_out = sum(samples for _, samples in share.batches[first:])

@@ -299,7 +299,8 @@ class PsLearner(Learner):
                     f"weight() of the samples of step {share.step} is {samples}; it must be a number, "
                     "0 or more."
                 )
-        parts = (share.samples, share.total)
+        parts, loss = (share.samples, share.total), float(report.loss)
+        loss = loss if math.isfinite(loss) else 0.0  # it comes with the report
         if self._turns is not None:
             self._turns.push(
                 step=share.step,
@@ -309,6 +310,7 @@ class PsLearner(Learner):
                 share=parts,
                 lr_factor=self.trainee.lr_factor,
                 ticks=self.trainee.ticks,
+                loss=loss,
             )
             return
         scale = 1.0
@@ -319,7 +321,7 @@ class PsLearner(Learner):
             report.resolved = False
             self._reports[seq] = report
         push = [self.me.name, seq, slot, share.step, share.part, samples, total,
-                parts, 0, scale, self.trainee.lr_factor, self.trainee.ticks]  # fmt: skip
+                parts, 0, scale, self.trainee.lr_factor, self.trainee.ticks, loss]  # fmt: skip
         client.push(seq, slot, push, began=version, baskets=self._packed)
 
     def _resolve(self, seq: int, left_out: bool, staleness: int) -> None:

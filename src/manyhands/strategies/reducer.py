@@ -3,6 +3,7 @@
     reducer.begin()
     with reducer.alone(): ...       backwards of all micro-batches but the last
     ...                             the last one: buckets leave as they are complete
+    reducer.note(weight, loss)      what is added up beside the gradients; before the last backward, or after
     reducer.finish()                every gradient is the sum over all workers
 
 Gradients lie in flat buckets, in the order in which a backward makes them: the last parameters first. A
@@ -26,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+NOTES = 2
+
 
 @dataclass
 class Bucket:
@@ -42,8 +45,10 @@ class Reducer:
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
         self.buckets = self._lay_out(bucket_bytes)
-        self._used = self.buckets[-1].flat[-len(self._parameters) :]
+        self._used = self.buckets[-1].flat[-len(self._parameters) - NOTES : -NOTES]
         """How many workers have a gradient of each parameter: behind the last bucket's own."""
+        self.notes = self.buckets[-1].flat[-NOTES:]
+        """Behind these, the weight of the step and its loss."""
         self._sent = 0
         self._sharing = True
         self._hooks = [
@@ -62,6 +67,7 @@ class Reducer:
     def begin(self) -> None:
         """Nothing of the step is there yet."""
         self._sent = 0
+        self.notes.zero_()
         for bucket in self.buckets:
             bucket.missing, bucket.work = set(bucket.members), None
 
@@ -73,6 +79,9 @@ class Reducer:
             yield
         finally:
             self._sharing = True
+
+    def note(self, weight: float | Tensor, loss: float | Tensor) -> None:
+        self.notes[0], self.notes[1] = weight, loss
 
     def finish(self) -> None:
         unused = [number for number, p in enumerate(self._parameters) if p.grad is None]
@@ -124,7 +133,7 @@ class Reducer:
             size += p.numel() * p.element_size()
         buckets = []
         for dtype, members in kinds:
-            extra = len(self._parameters) if members is kinds[-1][1] else 0
+            extra = len(self._parameters) + NOTES if members is kinds[-1][1] else 0
             count = sum(self._parameters[n].numel() for n in members) + extra
             device = self._parameters[members[0]].device
             bucket = Bucket(torch.zeros(count, dtype=dtype, device=device), members)

@@ -25,7 +25,7 @@ from manyhands.cluster.view import SERVER, WORKER, Seat, View
 from manyhands.errors import ManyhandsError
 from manyhands.train.facts import Facts
 from manyhands.train.options import Options
-from manyhands.train.reports import PartKey
+from manyhands.train.reports import PartKey, Sums
 from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
@@ -140,10 +140,15 @@ class Crew:
         )
         return None if seen is None else time.monotonic() - seen
 
-    def applied(self) -> set[PartKey]:
-        """The parts that are in the weights, by what those say who have joined the view."""
+    def applied(self) -> dict[PartKey, Sums | None]:
+        """The parts that are in the weights, by what those say who have joined the view; and weight and loss
+        of each, where they know them."""
         told = [report["settled"] for report in self.joined.values() if report.get("settled")]
-        return {(step, part) for settled in told for step, part in settled["applied"]}
+        found: dict[PartKey, Sums | None] = {}
+        for step, part, *sums in (each for settled in told for each in settled["applied"]):
+            if sums or (step, part) not in found:
+                found[step, part] = (sums[0], sums[1]) if sums else None
+        return found
 
     # Those that are lost ----------------------------------------------------------------------
 

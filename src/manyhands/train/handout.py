@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.cluster.view import View
@@ -23,7 +23,7 @@ from manyhands.train.leases import Range
 from manyhands.train.options import Manner
 from manyhands.train.pace import Pace
 from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
-from manyhands.train.reports import Committed, Gathering, PartKey, Row
+from manyhands.train.reports import Committed, Gathering, PartKey, Row, Sums
 from manyhands.train.shelf import Shelf
 
 PROBE_EVERY = 50
@@ -70,7 +70,7 @@ class Handout(ABC):
         """One part of a step, as a worker reports it."""
 
     @abstractmethod
-    def settle(self, applied: Collection[PartKey]) -> None:
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
         """These parts are in the weights, and no others that nobody has reported."""
 
     @abstractmethod
@@ -113,7 +113,10 @@ class Handout(ABC):
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
         self.finishing = None
-        self.course.seat(view.world)
+
+    def _count(self) -> None:
+        """As many workers as get samples decide how large a batch is, where it follows them."""
+        self.course.seat(max(1, sum(name not in self.listening for name in self.workers)))
 
     def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
@@ -145,6 +148,8 @@ class InStep(Handout):
         self._step_s = 0.0
 
     def more(self, *, hold: bool = False) -> None:
+        if self.finishing is None and not hold:
+            self._count()
         while self.finishing is None and not hold:
             ahead = len(self.gathering)
             if ahead >= 2 and ahead * self._step_s >= AHEAD_S:
@@ -177,7 +182,7 @@ class InStep(Handout):
             self._step_s = 0.9 * self._step_s + 0.1 * seconds if self._step_s else seconds
             yield step
 
-    def settle(self, applied: Collection[PartKey]) -> None:
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
         self.gathering.settle(applied, whole=True)
 
     def restart(self, view: View) -> int:
@@ -225,6 +230,7 @@ class InParts(Handout):
         if self.finishing is not None:
             return
         if not hold:
+            self._count()
             self._deal()
         if hold or (self._barrier is not None and not len(self._queue)):
             self._rest()
@@ -257,7 +263,7 @@ class InParts(Handout):
         if isinstance(self._barrier, Evaluate):
             self._lift()
 
-    def settle(self, applied: Collection[PartKey]) -> None:
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
         self.gathering.settle(applied, whole=False)
 
     def restart(self, view: View) -> int:

@@ -9,7 +9,7 @@ them. An evaluation is the weighted mean of the workers' parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,10 @@ from manyhands.train.leases import Range, Ranges, split
 
 PartKey = tuple[int, int]
 """(step, part)"""
+WHOLE = -1
+"""In place of a part: all of them."""
+Sums = tuple[float, float]
+"""Weight, and sum of the losses times their weights."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class OpenPart:
     row: Row | None = None
     settled: bool = False
     """In the weights, by what the members say of them; its row was lost."""
+    sums: Sums | None = None
+    """Then: what they know of it."""
     wasted_bytes: int = 0
     """Sent by attempts that were left out."""
 
@@ -60,6 +66,8 @@ class OpenPart:
 class OpenStep:
     plan: StepPlan
     parts: dict[int, OpenPart]
+    sums: Sums | None = None
+    """Of the whole step, where members know it and rows were lost."""
     left: int = field(init=False)
     """Parts that are not in the weights yet."""
 
@@ -156,16 +164,19 @@ class Gathering:
         part = self._part(key)
         return part is not None and not part.done
 
-    def settle(self, applied: Collection[PartKey], *, whole: bool) -> None:
-        """These parts are in the weights, reported or not; `whole`: a step wholly or not at all."""
+    def settle(self, applied: Mapping[PartKey, Sums | None], *, whole: bool) -> None:
+        """These parts are in the weights, reported or not, and what is known of each, or of WHOLE steps.
+        `whole`: a step is so wholly or not at all."""
         for step in self.steps:
             number = step.plan.step
             in_weights = [
                 n for n, part in step.parts.items() if part.done or (number, n) in applied
             ]
+            step.sums = applied.get((number, WHOLE))
             for n in step.parts if whole and in_weights else in_weights:
                 if not step.parts[n].done:
                     step.parts[n].settled = True
+                    step.parts[n].sums = applied.get((number, n))
                     self._count_down(number)
 
     def clear(self) -> None:
@@ -206,8 +217,13 @@ class Gathering:
                 ranges = held.setdefault(part.holder, Ranges())
                 for piece in used:
                     ranges.add(piece)
-        weight, last = sum(row.weight for row in rows), self._last
-        loss = sum(row.loss_sum for row in rows) / weight if weight else math.nan
+        last = self._last
+        sums = [(row.weight, row.loss_sum) for row in rows]
+        sums += [part.sums for part in parts if part.row is None and part.sums is not None]
+        if len(rows) < len(parts) and step.sums is not None and step.sums[0]:
+            sums = [step.sums]
+        weight = sum(pair[0] for pair in sums)
+        loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # of its parts nothing is known but that they count
         return Committed(

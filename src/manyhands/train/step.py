@@ -82,12 +82,13 @@ def gradients(
     total: Sum | None = None,
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
     enough: Callable[[int], bool] = lambda index: False,
+    ahead: Callable[[float | Tensor, float | Tensor], None] = lambda weight, loss: None,
 ) -> tuple[float | Tensor, float | Tensor]:
     """Put this share's gradients in place; its weight, and the weighted sum of its losses.
 
     `total` adds a weight up over workers where the job gives its own; `local` opens a context in which
     a backward is not yet shared; `enough` says, before each micro-batch but the first, that the rest is
-    left out.
+    left out; `ahead` is told what will be returned, before the last backward.
     """
     if trainee.tables is not None:
         trainee.tables.now = share.step
@@ -106,15 +107,19 @@ def gradients(
             weights = weights[:index]
             break
         with local() if index < last else nullcontext():
-            if weight == 0:
+            loss = None
+            if weight != 0:
+                if trainee.tables is not None:
+                    trainee.tables.batch = batch
+                loss = trainee.loss(trainee.model, batch)
+                losses = losses + loss.detach() * weight
+            if index == last:
+                ahead(sum(weights[1:], weights[0]), losses)
+            if loss is None:
                 _take_part(trainee)
                 continue
-            if trainee.tables is not None:
-                trainee.tables.batch = batch
-            loss = trainee.loss(trainee.model, batch)
             factor = weight / whole
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
-        losses = losses + loss.detach() * weight
     return sum(weights[1:], weights[0]), losses
 
 

@@ -178,12 +178,12 @@ def house(kind: str, folder: Path, *, rounds: bool = False) -> Iterator[House]:
 
 GIVEN = [
     *("worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"),
-    *("lr_factor", "ticks"),
+    *("lr_factor", "ticks", "loss"),
 ]
 
 
 def push_of(worker: str, seq: int, slot: int) -> list[Any]:
-    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0, 1.0, 1]
+    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0, 1.0, 1, 0.5]
 
 
 ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
@@ -228,7 +228,7 @@ def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
     yield push[:-1]
     yield [*push, 0]
     for position, name in enumerate(GIVEN):
-        is_amount = name in ("samples", "total", "scale", "lr_factor")
+        is_amount = name in ("samples", "total", "scale", "lr_factor", "loss")
         for wrong in NEVER if is_amount else NEVER_A_COUNT:
             yield [*push[:position], wrong, *push[position + 1 :]]
     for share in ([1, 0], [3, 2], [-1, 2], [1, 2, 3], ["1", 2], [1, math.nan], [1 << 60, 1 << 60]):
@@ -237,8 +237,8 @@ def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
     yield [*push[:6], 0.0, *push[7:]]
     yield [*push[:8], 1, *push[9:]]
     yield [*push[:9], 1.5, *push[10:]]
-    yield [*push[:10], 0.0, push[11]]
-    yield [*push[:11], 1 << 20]
+    yield [*push[:10], 0.0, *push[11:]]
+    yield [*push[:11], 1 << 20, push[12]]
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class Watcher(Sink):
 
 @pytest.fixture(autouse=True)
 def members_find_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
 def conduct(

@@ -180,7 +180,7 @@ def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_pa
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.handout.settle({(1, 0), (1, 1)})
+    stage.handout.settle(dict.fromkeys([(1, 0), (1, 1)]))
     assert list(stage.handout.committed()) == []
     assert stage.seat("worker-0") == 1
     assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
@@ -314,7 +314,7 @@ def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
 def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
-    stage.handout.settle({(1, 1)})
+    stage.handout.settle({(1, 1): None})
     assert stage.seat("worker-1") == 1
     assert stage.more() == [("worker-1", [(1, 0)])]
     stage.done("worker-1", 1, 0)
@@ -401,3 +401,22 @@ def test_where_losses_decide_nothing_is_given_before_they_are_known(
         assert not any("portions" in order for _, order in stage.told[2:])
         assert all(what == "rest" for _, what in stage.more())
         stage.done("worker-1", step, 1)
+
+
+def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> None:
+    scaling = Scaling("linear", reference=1, warmup=0)
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
+    stage.seat("worker-0", "worker-1")
+    stage.handout.listening = {"worker-1"}
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[1, 0, 4, [(0, 4)], 0]]
+    assert second["portions"] == [[1, 0, 4, [], 1]]
+    for step in (1, 2):
+        stage.done("worker-0", step, 0)
+        stage.done("worker-1", step, 1)
+    stage.handout.listening.clear()
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[3, 0, 8, [(8, 12)], 0, 2.0, 2]]
+    assert second["portions"] == [[3, 0, 8, [(12, 16)], 1, 2.0, 2]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manyhands.train.course import StepPlan
 from manyhands.train.leases import Range
-from manyhands.train.reports import Committed, Gathering, Row, combine
+from manyhands.train.reports import WHOLE, Committed, Gathering, Row, combine
 
 
 def row(step: int, weight: float, loss: float, **changes: float) -> Row:
@@ -192,14 +192,14 @@ def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
         for part, name in enumerate("ab"):
             gathering.give((step, part), name)
     gathering.add("a", row(0, 1.0, 4.0))
-    gathering.settle({(0, 0), (0, 1), (1, 1), (7, 0)}, whole=False)
+    gathering.settle(dict.fromkeys([(0, 0), (0, 1), (1, 1), (7, 0)]), whole=False)
     (step0,) = gathering.committed()
     assert (step0.loss, step0.plan.step) == (4.0, 0)
     assert step0.shares == {"a": ((0, 1),), "b": ((1, 2),)}
     assert not gathering.add("b", row(1, 1.0, 9.0, part=1)), "it comes too late"
     assert gathering.is_open((1, 0))
     assert not gathering.is_open((1, 1))
-    gathering.settle({(1, 0)}, whole=False)
+    gathering.settle({(1, 0): None}, whole=False)
     (step1,) = gathering.committed()
     assert step1.loss == 4.0, "the last loss that is known"
     assert [s.plan.step for s in gathering.steps] == [2]
@@ -209,9 +209,19 @@ def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
     gathering = Gathering()
     expect(gathering, 3, ["a", "b"])
     gathering.add("a", row(1, 1.0, 1.0))
-    gathering.settle({(2, 0), (2, 1)}, whole=True)
+    gathering.settle(dict.fromkeys([(2, 0), (2, 1)]), whole=True)
     assert [c.plan.step for c in gathering.committed()] == [1, 2]
     assert [s.plan.step for s in gathering.steps] == [3]
+
+
+@pytest.mark.parametrize("known", [{(1, 1): (3.0, 9.0)}, {(1, 0): None, (1, WHOLE): (4.0, 11.0)}])
+def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[Any, Any]) -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("a", row(1, 1.0, 2.0))
+    gathering.settle(known, whole=True)
+    (step,) = gathering.committed()
+    assert step.loss == 11.0 / 4.0
 
 
 def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:

@@ -65,7 +65,7 @@ class Troupe:
             kept = self._rows[name] if self.chance.random() < 0.5 else []
             for row in kept:
                 self.handout.add(name, row)
-        self.handout.settle({key for key, _ in self.weights[-40:]})
+        self.handout.settle(dict.fromkeys(key for key, _ in self.weights[-40:]))
         self._commit()
         self._number += 1
         seats = tuple(Seat(name, "here") for name in names)

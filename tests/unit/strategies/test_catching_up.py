@@ -1,0 +1,75 @@
+"""A new worker gets a state that is behind, makes the updates since then, and has what the others have."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.cluster.view import Me, Seat, View
+from manyhands.errors import LinkTimeout
+from manyhands.state.saver import gather_state
+from manyhands.strategies.allreduce import AllReduce
+from manyhands.strategies.catching_up import CatchingUp, Lender
+from manyhands.testing.conformance import assert_same_bits
+from manyhands.testing.jobs import Regression
+from manyhands.train.trainee import Trainee
+
+VIEW = View(2, (Seat("worker-0", "here"), Seat("worker-1", "here")))
+
+
+class Facts(dict[str, str]):
+    """A board that both can read."""
+
+    def post(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def fetch(self, key: str, *, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        while key not in self:
+            if time.monotonic() > deadline:
+                raise LinkTimeout(key)
+            time.sleep(0.001)
+        return self[key]
+
+    def say(self, kind: str, **fields: Any) -> None:
+        raise AssertionError(f"{kind}: {fields}")
+
+
+def step(trainee: Trainee, number: int) -> list[torch.nn.Parameter]:
+    """The gradients of a step, the same for all, and what its order says of the learning rate."""
+    generator = torch.Generator().manual_seed(number)
+    parameters = list(trainee.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    trainee.lr_factor, trainee.ticks = 1.0 + number / 4, number % 3
+    return parameters
+
+
+@pytest.mark.parametrize("early", [0, 3])
+def test_the_factors_of_what_was_kept_are_those_of_its_steps(tmp_path: Path, early: int) -> None:
+    """Also of steps after which a warm-up has gone on; `early`: the state is here before so many."""
+    old = Trainee.of(Regression(), device="cpu", num_steps=20)
+    new = Trainee.of(Regression(seed=1), device="cpu", num_steps=20)
+    board, learner = Facts(), AllReduce().build()
+    seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
+    for number in range(1, 4):
+        step(old, number)
+        old.update()
+    lender = Lender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
+    catching = CatchingUp(seats[1], VIEW, new, learner)
+    try:
+        for number in range(4, 9):
+            step(old, number)
+            old.update()
+            if number > 8 - early:
+                assert catching.caught_up(list(new.model.parameters()), wait_s=30.0)
+            catching.keep(step(new, number))
+        assert catching.caught_up(list(new.model.parameters()), wait_s=30.0)
+    finally:
+        catching.close()
+        lender.close()
+    assert_same_bits(gather_state(new, learner), gather_state(old, learner))
