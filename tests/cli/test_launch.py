@@ -85,11 +85,16 @@ def test_a_manifest_for_kubernetes_has_a_name_that_is_allowed_there(launch: Laun
     assert "name: run-42\n" in numbered.stdout
 
 
-def test_a_ray_job_says_what_it_needs(launch: Launch) -> None:
-    done = launch("kubernetes", "job.py", *IMAGE, "--kind", "rayjob")
+def test_a_ray_job_asks_for_a_worker_in_every_slot(launch: Launch) -> None:
+    asked = [*IMAGE, "--kind", "rayjob", "--pods", "3"]
+    done = launch("kubernetes", "job.py", *asked, "--slots", "2")
     assert done.returncode == 0
     assert "kind: RayJob" in done.stdout
-    assert "note: a RayJob starts  manyhands train --on ray" in done.stderr
+    assert "--workers 6\n" in done.stdout
+    assert "secretKeyRef" not in done.stdout, "Ray hands the key to the agents"
+    done = launch("kubernetes", "job.py", *asked, "--workers", "2:3")
+    assert "--workers 2:3\n" in done.stdout
+    assert "--workers 3\n" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -263,12 +263,7 @@ def _kubernetes(arguments: argparse.Namespace) -> tuple[str, str]:
         retries=arguments.retries,
     )
     _check_room(arguments, job.pods * job.slots, "slots", "--pods or --slots")
-    if job.kind == "rayjob":
-        print(
-            "note: a RayJob starts  manyhands train --on ray, which this version does not have yet.",
-            file=sys.stderr,
-        )
-    return job.manifest(), "Its first lines say how to make the key and start it."
+    return job.manifest(), "Its first lines say how to start it."
 
 
 # What is passed on to `manyhands train` -----------------------------------------------------------

@@ -81,7 +81,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="compute threads of each worker (default: the cores, shared out)",
+        help="compute threads of each worker (default: the cores, shared out); with --on ray, the CPUs that "
+        "it asks Ray for (default: 1)",
     )
     group.add_argument(
         "--set",
@@ -163,8 +164,10 @@ def resolve_options(
     job: str,
     settings: dict[str, str],
     cluster: ClusterSpec | None = None,
+    elsewhere: bool = False,
 ) -> Options:
-    """All options, checked. `cluster`: where members run, if not all on this machine."""
+    """All options, checked. `cluster`: where members run, if somebody has described it. `elsewhere`: not all
+    of them on this machine."""
     spec = resolved.get("strategy", "ps:async" if cluster and cluster.servers else "allreduce")
     if cluster is not None:
         spec = fit_strategy(spec, cluster)
@@ -176,13 +179,13 @@ def resolve_options(
     config.check(count)
     if cluster is not None:
         check_room(config, cluster, count, is_range=":" in str(asked))
-    elif count > max(64, 8 * cores()):
+    elif not elsewhere and count > max(64, 8 * cores()):
         raise UsageError(
             f"--workers {count}: this machine has {cores()} cores; more than {max(64, 8 * cores())} "
             "workers would only wait for each other."
         )
-    # On many hosts each has its own number of cores: 0 leaves it to them.
-    share = max(1, cores() // count) if cluster is None else 0
+    # On many hosts each has its own number of cores: 0 leaves it to them; whom we ask for cores, we tell.
+    share = 0 if cluster is not None else 1 if elsewhere else max(1, cores() // count)
     threads = resolved.get("threads", share, int)
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manyhands.cli.lead import Lead
+from manyhands.cli.ray_place import RayCluster, add_ray_flags, find_ray
 from manyhands.cluster.key import no_key, read_key
-from manyhands.cluster.launchers import Launcher
 from manyhands.cluster.launchers.agents import AgentLauncher
+from manyhands.cluster.on_ray.wish import parse_place
 from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
 from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import detect
@@ -32,7 +34,19 @@ from manyhands.wire import Authority, parse_address
 if TYPE_CHECKING:
     from manyhands.cli.options import Resolved
 
-PLACES = ("local", "env")
+PLACES = ("local", "env", "ray")
+
+
+MEANT_FOR = {
+    "cluster": ("env",),
+    "as": ("env",),
+    "slots": ("env",),
+    "wait": ("env", "ray"),
+    "key_file": ("env",),
+    "ray_placement": ("ray",),
+    "ray_ship": ("ray",),
+}
+"""The places that a flag has a meaning for."""
 
 
 def add_place_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +55,9 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         "--on",
         metavar="WHERE",
         help="local (default): processes of this machine; env: torchrun, srun, Kubernetes or a person has "
-        "started this command on every host; the first process coordinates, the others serve it",
+        "started this command on every host; the first process coordinates, the others serve it; ray: a "
+        "Ray cluster, that of this machine or of RAY_ADDRESS, or ray=HOST:PORT, or ray=local for one that "
+        "is started for the run; ray://HOST:10001: the same, from outside of the cluster",
     )
     group.add_argument(
         "--cluster",
@@ -62,7 +78,8 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         "--wait",
         type=float,
         metavar="SECONDS",
-        help="with --on env: how long processes wait for each other at the start (default: 300)",
+        help="with --on env: how long processes wait for each other at the start (default: 300); with "
+        "--on ray: how long for nodes that are not there yet",
     )
     group.add_argument(
         "--key-file",
@@ -71,6 +88,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         help="with --on env: a file with the run's key, which only its owner can read (default: the "
         "variable MANYHANDS_KEY); see  manyhands key --help",
     )
+    add_ray_flags(group)
 
 
 @dataclass(frozen=True)
@@ -103,34 +121,42 @@ class Cluster:
         agent = Agent(self.spec, address, authority=self.authority, timeouts=self.timeouts)
         return agent.run()
 
+    def lead(self, options: Options, *, is_range: bool) -> Lead:
+        keyed = self.authority is not None
+        launcher = AgentLauncher(
+            self.spec,
+            least=options.min_workers if is_range else None,
+            shares_memory=make_strategy(options.strategy).shares_memory,
+        )
+        control = listening_address(self.spec, self.control, keyed=keyed)
+        return Lead(control, launcher, self.authority, self.timeouts)
 
-@dataclass(frozen=True)
-class Lead:
-    """What the coordinator needs to have members anywhere."""
 
-    control: str
-    launcher: Launcher | None = None
-    authority: Authority | None = None
-    timeouts: Timeouts | None = None
-
-
-def find_cluster(resolved: Resolved) -> Cluster | None:
+def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | RayCluster | None:
     """The cluster that this process was started in; None: members are processes of this machine."""
     file = resolved.get("cluster", None, Path)
     name = resolved.get("as", None)
     place = resolved.get("on", "local" if file is None else "env")
-    if place not in PLACES:
+    address = parse_place(place)
+    kind = place if address is None else "ray"
+    if kind not in PLACES:
         raise UsageError(f"--on {place}: it is one of {', '.join(PLACES)}{closest(place, PLACES)}")
     slots = resolved.get("slots", None, int)
     wait_s = resolved.get("wait", None, float)
     key_file = resolved.get("key_file", None, Path)
-    if place == "local":
-        given = {"--cluster": file, "--as": name, "--slots": slots, "--wait": wait_s}
-        given["--key-file"] = key_file
-        for flag, value in given.items():
-            if value is not None:
-                raise UsageError(f"{flag} {value} is for  --on env. Leave it out, or add that.")
+    given = {"cluster": file, "as": name, "slots": slots, "wait": wait_s, "key_file": key_file}
+    given |= {flag: resolved.get(flag, None) for flag in ("ray_placement", "ray_ship")}
+    for flag, value in given.items():
+        kinds = MEANT_FOR[flag]
+        if value is not None and kind not in kinds:
+            raise UsageError(
+                f"--{flag.replace('_', '-')} {value} is for  --on {' or '.join(kinds)}. Leave it out, "
+                "or add that."
+            )
+    if kind == "local":
         return None
+    if address is not None:
+        return find_ray(resolved, address, job=job)
     spec = with_slots(detect(cluster=file, name=name), slots)
     control = resolved.get("control", None)
     if control is not None and parse_address(control).path:
@@ -157,28 +183,22 @@ def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
 
 @contextmanager
 def leading(
-    cluster: Cluster | None, resolved: Resolved, options: Options
+    cluster: Cluster | RayCluster | None, resolved: Resolved, options: Options
 ) -> Iterator[tuple[Lead, Callable[[int], int]]]:
     """While it is led. Call what is given with the exit code: the agents end with the same."""
     if cluster is None:
         yield Lead(resolved.get("control", "unix")), lambda code: code
         return
-    keyed = cluster.authority is not None
-    control = listening_address(cluster.spec, cluster.control, keyed=keyed)
-    is_range = ":" in str(resolved.sources["workers"]["value"])
-    launcher = AgentLauncher(
-        cluster.spec,
-        least=options.min_workers if is_range else None,
-        shares_memory=make_strategy(options.strategy).shares_memory,
-    )
-    codes = [1]
+    lead = cluster.lead(options, is_range=":" in str(resolved.sources["workers"]["value"]))
+    launcher, codes = lead.launcher, [1]
+    assert isinstance(launcher, AgentLauncher)
 
     def done(code: int) -> int:
         codes.append(code)
         return code
 
     try:
-        yield Lead(control, launcher, cluster.authority, cluster.timeouts), done
+        yield lead, done
     except ManyhandsError as error:
         done(error.exit_code)
         raise

@@ -11,10 +11,11 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     file_digest,
+    job_file,
     parse_set,
     resolve_options,
 )
-from manyhands.cli.places import Cluster, find_cluster, leading
+from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
 from manyhands.errors import CheckpointError, RunFolderError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
@@ -52,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         folder.unlock()
 
 
-def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> int:
+def _resume(
+    folder: Run, arguments: argparse.Namespace, cluster: Cluster | RayCluster | None
+) -> int:
     if _is_done(folder, arguments):
         print(
             f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
@@ -61,6 +64,9 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
         return 0
     config = folder.config
     path = Path(config["job"]["file"])
+    reference = job_file(config["job"]["reference"])
+    if not path.is_file() and reference.is_file():
+        path = reference.resolve()  # as it was given, from here
     if not path.is_file():
         raise RunFolderError(f"The job file of {folder.path} is gone: {path}. Put it back there.")
     _, _, name = config["job"]["reference"].partition(":")
@@ -70,9 +76,10 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
             "--set seed: a run keeps its seed, on which the order of its samples depends."
         )
     resolved = Resolved(arguments, config["options"])
-    for flag in ("chaos", "on", "cluster", "as", "slots", "wait", "key_file"):
+    for flag in ("chaos", "on", *MEANT_FOR):
         resolved.forget(flag)  # asked for anew each time
-    if "env" in (resolved.get("on", "local"), config["options"].get("on", {}).get("value")):
+    before = config["options"].get("on", {}).get("value", "local")
+    if (resolved.get("on", "local"), before) != ("local", "local"):
         resolved.forget("control")  # an address of hosts that may be others now
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
@@ -82,6 +89,7 @@ def _resume(folder: Run, arguments: argparse.Namespace, cluster: Cluster | None)
         job=f"{path}:{name}" if name else str(path),
         settings={**config["settings"], **changed},
         cluster=cluster.spec if cluster else None,
+        elsewhere=cluster is not None,
     )
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
     for note in _notes(config, path, changed, checkpoint, complaints):

@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from manyhands.cli.lead import Lead
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
@@ -16,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.places import Lead, find_cluster, leading
+from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
 from manyhands.errors import JobError, UsageError
 from manyhands.state.runs import Run
@@ -38,6 +39,7 @@ examples:
   manyhands train job.py --set plateau="factor=0.5; patience=3"
                                         halve the learning rate when the evaluation gets no better
   torchrun --nnodes 2 ... --no-python manyhands train job.py --on env   see docs/guides/many-machines.md
+  manyhands train job.py --on ray --workers 4           see docs/guides/ray.md
   manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
 
 """
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     resolved = Resolved(arguments)
-    cluster = find_cluster(resolved)
+    cluster = find_cluster(resolved, job=arguments.job)
     if cluster is not None and not cluster.leads:
         return cluster.serve()
     path = job_file(arguments.job)
@@ -65,8 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         hint = "" if path.suffix == ".py" else " A job is a Python file: path.py or path.py:Name."
         raise JobError(f"There is no file {path}.{hint}")
     settings = parse_set(arguments.set)
-    spec = cluster.spec if cluster else None
-    options = resolve_options(resolved, job=arguments.job, settings=settings, cluster=spec)
+    options = resolve_options(
+        resolved,
+        job=arguments.job,
+        settings=settings,
+        cluster=cluster.spec if cluster else None,
+        elsewhere=cluster is not None,
+    )
     with leading(cluster, resolved, options) as (lead, done):
         if arguments.check:
             return done(_check(options, lead))

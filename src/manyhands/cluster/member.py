@@ -222,11 +222,11 @@ class Member:
                 return  # the listener acts on it
 
 
-def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when the parent ends (Linux)."""
+def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the parent ends (Linux)."""
     if parent is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it died before the call above
         os._exit(ORPHANED)
 

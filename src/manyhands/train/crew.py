@@ -237,6 +237,7 @@ class Crew:
         if batch > self.facts["train_samples"]:
             return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
         self._wanted = workers
+        self._coordinator.launcher.want(workers)
         self._owed = [owed for owed in self._owed if owed[0] != WORKER]
         here = [name for name in self.view.names if self.is_worker(name) and self._lives(name)]
         coming = [name for name in self._roles if name in self._new and self.is_worker(name)]

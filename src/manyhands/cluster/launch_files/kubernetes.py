@@ -124,16 +124,20 @@ class KubernetesJob:
         logs = f"-l {MARK}={self.name},batch.kubernetes.io/job-completion-index=0"
         if self.kind == "rayjob":
             logs = f"-l job-name={self.name}"
-        return f"""\
-# {self.job} on {pods}, as {KINDS[self.kind]}. Written by  manyhands launch kubernetes; it is yours to edit.
-#
+        key = f"""\
 # The run's key is in a secret and not in this file: whoever has it can take part in the run. Make it once:
 #
 #   manyhands key | tr -d '\\n' |
 #     kubectl create secret generic {self._secret}{space} --from-file=key=/dev/stdin
 #
 # Then start the run, and follow it:
+"""
+        if self.kind == "rayjob":
+            key = "# The run makes its key itself. Start it, and follow it:\n"
+        return f"""\
+# {self.job} on {pods}, as {KINDS[self.kind]}. Written by  manyhands launch kubernetes; it is yours to edit.
 #
+{key}#
 #   kubectl apply{space} -f FILE
 #   kubectl logs{space} -f {logs}
 """
@@ -161,7 +165,7 @@ class KubernetesJob:
 
     def _script(self, place: str) -> str:
         run = posixpath.join(self.folder, self.name)
-        flags = "".join(f" \\\n  {words}" for words in quoted(self.flags))
+        flags = "".join(f" \\\n  {words}" for words in quoted(self._flags(place)))
         first = '[ "$JOB_COMPLETION_INDEX" = 0 ] && ' if place == "env" else ""
         return f"""\
 RUN={run}
@@ -171,6 +175,13 @@ if {first}[ -e "$RUN/config.json" ]; then
 fi
 exec manyhands train {shlex.quote(self.job)} --on {place} --run-dir "$RUN"{flags}
 """
+
+    def _flags(self, place: str) -> list[list[str]]:
+        given = [list(words) for words in self.flags]
+        if place == "env" or any(words[0] == "--workers" for words in given):
+            return given
+        # Elsewhere every slot announces itself; Ray has to be asked for them.
+        return [["--workers", str(self.pods * self.slots)], *given]
 
     def _key(self) -> Yaml:
         where = Flow(secretKeyRef=Flow(name=self._secret, key="key"))
@@ -350,7 +361,6 @@ exec manyhands train {shlex.quote(self.job)} --on {place} --run-dir "$RUN"{flags
                     {
                         "name": name,
                         "image": self.image,
-                        "env": [self._key()],
                         **self._resources(gpus=gpus),
                         "volumeMounts": [
                             *self._mounts(),

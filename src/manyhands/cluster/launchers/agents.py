@@ -1,6 +1,6 @@
 """Members on many hosts: each host has an agent, which starts and ends members for the coordinator.
 
-A *post* is a place where members can be started: the coordinator's own host, or that of an agent
+A *post* (posts.py) is a place where members can be started: the coordinator's own host, or that of an agent
 (cluster/agent.py), known by its link. What is said on that link, as the `kind` of each message:
 
     agent:        agent, settled, started, unstarted, exited, log (its payload), leaving, beat
@@ -14,209 +14,33 @@ Cost: one thread and one small message a second for each agent; a start is a rou
 
 from __future__ import annotations
 
-import json
 import secrets
-import signal
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from manyhands.cluster.interfaces import Reach, is_any, is_loopback, reach, way_out
 from manyhands.cluster.launchers.base import Ground, Handle, Launcher, Start
-from manyhands.cluster.launchers.local import LocalLauncher
+from manyhands.cluster.launchers.posts import AgentPost, OwnPost, Post
 from manyhands.cluster.machine import Machine, unfit
 from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.view import SERVER, WORKER
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Link, parse_address
 
-START_S = 20.0
-"""An agent has answered that it has started a member."""
 END_S = 3.0
 """Agents that were told of the end have hung up."""
-
-
-class Post(ABC):
-    """A place for some members, as the coordinator sees it."""
-
-    def __init__(self, entry: Entry, machine: Machine, host: str) -> None:
-        self.entry = entry
-        self.machine = machine
-        self.host = host
-        """The name that no other machine has here."""
-        self.sees_run = True
-        self.settled = True
-        """It can start members."""
-        self.lost = False
-        self.leaving = False
-        """Its process was asked to end: nobody else is started there."""
-        self.members: dict[str, tuple[Handle, int, str]] = {}
-        """Handle, slot and role of each that was started here."""
-
-    @property
-    def here(self) -> list[str]:
-        return [name for name, (handle, _, _) in self.members.items() if not handle.gone]
-
-    @property
-    def free(self) -> int:
-        usable = self.settled and not self.lost and not self.leaving
-        return self.entry.slots - len(self.here) if usable else 0
-
-    def takes(self, role: str, *, any_role: bool) -> bool:
-        """`any_role`: nobody has said where servers go."""
-        return any_role or (self.entry.role == SERVER) == (role == SERVER)
-
-    def place(self, start: Start, *, threads: int) -> Handle:
-        used = {self.members[name][1] for name in self.here}
-        slot = min(set(range(self.entry.slots)) - used)
-        local_rank = (self.entry.local_rank or 0) * self.entry.slots + slot
-        told = {**start.invitation, "host": self.host, "local_rank": local_rank}
-        if self.entry.devices:
-            device = self.entry.devices[slot % len(self.entry.devices)]
-            told["assignment"] = {**told["assignment"], "device": device}
-        start = replace(start, invitation=told, threads=start.threads or threads)
-        handle = self.start(start)
-        handle.sees_run = self.sees_run
-        self.members[start.name] = handle, slot, start.role
-        return handle
-
-    @abstractmethod
-    def start(self, start: Start) -> Handle: ...
-
-
-class OwnPost(Post):
-    """The coordinator's own host."""
-
-    def __init__(self, entry: Entry, machine: Machine) -> None:
-        super().__init__(entry, machine, machine.host)
-        self.launcher = LocalLauncher()
-        self.reach = Reach("lo", "127.0.0.1")
-
-    def start(self, start: Start) -> Handle:
-        self.launcher.interface = self.reach.interface
-        told = {**start.invitation, "reach": self.reach.address}
-        return self.launcher.start(replace(start, invitation=told))
-
-
-class RemoteHandle(Handle):
-    """A member that an agent has started."""
-
-    def __init__(self, name: str, post: AgentPost) -> None:
-        self.name = name
-        self.pid = 0
-        self.host = post.host
-        self.answered = threading.Event()
-        self.refusal = ""
-        self._post = post
-        self._over = threading.Event()
-        self._code = 0
-
-    def wait(self) -> int:
-        self._over.wait()
-        return self._code
-
-    def terminate(self) -> None:
-        self._post.say("terminate", name=self.name)
-
-    def kill(self) -> None:
-        self._post.say("kill", name=self.name)
-
-    def ended(self, code: int, why: str = "") -> None:
-        if not self._over.is_set():
-            self._code, self.why, self.gone = code, why, True
-            self._over.set()
-            self.answered.set()
-
-
-class AgentPost(Post):
-    """An agent, at the other end of its link."""
-
-    def __init__(
-        self, entry: Entry, machine: Machine, host: str, link: Link, ground: Ground, *, process: str
-    ) -> None:
-        super().__init__(entry, machine, host)
-        self.process = process
-        """The same when this agent dials again, and no other's."""
-        self.link = link
-        self.settled = False
-        self.heard = time.monotonic()
-        self._ground = ground
-        self._handles: dict[str, RemoteHandle] = {}
-
-    def say(self, kind: str, **fields: Any) -> None:
-        with suppress(LinkError):  # its reader sees the same
-            self.link.send({"kind": kind, **fields})
-
-    def start(self, start: Start) -> Handle:
-        assert start.log is not None
-        start.log.touch()  # also one who says nothing has a log
-        handle = self._handles[start.name] = RemoteHandle(start.name, self)
-        self.say(
-            "start",
-            name=start.name,
-            entry=start.entry,
-            threads=start.threads,
-            invitation=json.loads(json.dumps(dict(start.invitation))),
-        )
-        if not handle.answered.wait(START_S):
-            self.link.close()
-            handle.refusal = f"{self.host} did not answer within {START_S:.0f} s"
-        if self.lost or handle.refusal:
-            reason = handle.refusal or f"{self.host} was lost"
-            handle.ended(-signal.SIGKILL, reason)
-            raise ManyhandsError(f"{start.name} can't be started: {reason}")
-        return handle
-
-    def listen(self, on_settled: Callable[[AgentPost], None]) -> str:
-        """Take what the agent says, until it says no more; why."""
-        limit_s = self._ground.timeouts.host_s
-        while True:
-            try:
-                message = self.link.recv(timeout_s=limit_s)
-            except LinkTimeout:
-                return f"said nothing for {limit_s:.0f} s"
-            except LinkError:
-                return "closed its link"
-            self.heard = time.monotonic()
-            handle = self._handles.get(str(message.head.get("name")))
-            match message.head:
-                case {"kind": "settled", "sees_run": bool(sees_run)}:
-                    self.sees_run, self.settled = sees_run, True
-                    on_settled(self)
-                case {"kind": "started", "pid": int(pid)} if handle is not None:
-                    handle.pid = pid
-                    handle.answered.set()
-                case {"kind": "unstarted", "reason": str(reason)} if handle is not None:
-                    handle.refusal = reason
-                    handle.answered.set()
-                case {"kind": "exited", "code": int(code)} if handle is not None:
-                    handle.ended(code)
-                case {"kind": "log"} if handle is not None and message.payload is not None:
-                    with open(self._ground.logs / f"{handle.name}.log", "ab") as log:
-                        log.write(message.payload)
-                case {"kind": "leaving", "signal": str(name)}:
-                    if not self.leaving:
-                        self.leaving = True
-                        self._ground.tell(f"{self.host} was asked to end ({name})")
-
-    def give_up(self) -> None:
-        """It is gone, or nobody can tell; either way its members count as dead."""
-        self.lost = True
-        self.link.close()
-        for handle in self._handles.values():
-            handle.answered.set()
-            handle.ended(-signal.SIGKILL, f"was on {self.host}, which is lost")
 
 
 class AgentLauncher(Launcher):
     """Members where a ClusterSpec says: on this host, and by agents on the others."""
 
     kind = "env"
+    ask_every_s = 10.0
+    """How often it is said who is waited for."""
 
     def __init__(
         self, spec: ClusterSpec, *, least: int | None = None, shares_memory: bool = False
@@ -262,28 +86,41 @@ class AgentLauncher(Launcher):
             return True
         if self._refused:
             raise UsageError(self._refused)
-        waited, timeouts = time.monotonic() - self._began, self.ground.timeouts
+        waited = time.monotonic() - self._began
         missing = self._missing
-        enough = self._least is not None and self.slots(WORKER) >= self._least
-        if not missing or (enough and waited > timeouts.grace_s):
+        if not missing or (self._enough(missing) and waited > self._grace_s):
             self._complete = True
             self.spans_hosts = len({post.host for post in self._all}) > 1
             if self.spans_hosts:
                 self.ground.tell(self._introduction())
             return True
-        names = ", ".join(
-            entry.name + (f" ({entry.host})" if entry.host else "") for entry in missing
-        )
-        if waited > timeouts.gather_s:
-            raise UsageError(
-                f"Not all came within {timeouts.gather_s:.0f} s: {names} of {self.spec.size} processes "
-                f"did not connect to {self.ground.address}. Were they started, with the same command? Can "
-                "they reach that address? Give another with  --control tcp://HOST:PORT."
-            )
-        if time.monotonic() - self._asked > 10:
+        if waited > self.ground.timeouts.gather_s:
+            raise UsageError(self._too_late(missing))
+        if time.monotonic() - self._asked > self.ask_every_s:
             self._asked = time.monotonic()
-            self.ground.tell(f"waiting at {self.ground.address} for {names}")
+            self.ground.tell(self._waiting(missing))
         return False
+
+    def _enough(self, missing: Sequence[Entry]) -> bool:
+        """Whether training may begin without these."""
+        if self._least is None or any(entry.role == SERVER for entry in missing):
+            return False
+        return self.slots(WORKER) >= self._least
+
+    @property
+    def _grace_s(self) -> float:
+        """How long to wait for the rest when there are enough."""
+        return self.ground.timeouts.grace_s
+
+    def _too_late(self, missing: Sequence[Entry]) -> str:
+        return (
+            f"Not all came within {self.ground.timeouts.gather_s:.0f} s: {_names(missing)} of "
+            f"{self.spec.size} processes did not connect to {self.ground.address}. Were they started, with "
+            "the same command? Can they reach that address? Give another with  --control tcp://HOST:PORT."
+        )
+
+    def _waiting(self, missing: Sequence[Entry]) -> str:
+        return f"waiting at {self.ground.address} for {_names(missing)}"
 
     @property
     def _missing(self) -> list[Entry]:
@@ -316,12 +153,18 @@ class AgentLauncher(Launcher):
                 self._posts.remove(post)
         post.give_up()
         if there and not self._over.is_set():
-            self.ground.tell(f"{post.host} is lost: its agent {why}")
+            self._on_lost(post, why)
+
+    def _on_lost(self, post: AgentPost, why: str) -> None:
+        self.ground.tell(f"{post.host} is lost: its agent {why}")
 
     def _on_settled(self, post: AgentPost) -> None:
         """It can start members now."""
         if not is_loopback(post.link.own_host or "127.0.0.1") and not self._complete:
             self._own.reach = reach(post.link.own_host)  # where it has found us, others will
+        self._on_come(post)
+
+    def _on_come(self, post: AgentPost) -> None:
         if self._complete:
             self.ground.tell(f"{post.host} has come, with {post.machine}")
 
@@ -400,6 +243,10 @@ class AgentLauncher(Launcher):
             for post in self._remote:
                 if post.settled:  # else it waits for another word
                     post.say("beat")
+            self._on_beat()
+
+    def _on_beat(self) -> None:
+        """About once a second."""
 
     # Members ----------------------------------------------------------------------------------
 
@@ -466,3 +313,7 @@ class AgentLauncher(Launcher):
     @property
     def _remote(self) -> list[AgentPost]:
         return [post for post in self._all if isinstance(post, AgentPost)]
+
+
+def _names(entries: Sequence[Entry]) -> str:
+    return ", ".join(entry.name + (f" ({entry.host})" if entry.host else "") for entry in entries)

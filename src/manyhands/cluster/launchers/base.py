@@ -95,6 +95,9 @@ class Launcher(ABC):
         """How many members of this role could be started now."""
         return sys.maxsize
 
+    def want(self, workers: int) -> None:  # noqa: B027 - most have room or have not
+        """So many workers are wanted from now on: make room for them, if that can be done."""
+
     def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
         """Somebody has connected who is no member, and says he is an agent. Returns when he is gone."""
         link.close()

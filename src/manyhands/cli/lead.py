@@ -1,0 +1,18 @@
+"""What a process needs to be the coordinator of members anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.cluster.launchers import Launcher
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.wire import Authority
+
+
+@dataclass(frozen=True)
+class Lead:
+    control: str
+    """Where it listens."""
+    launcher: Launcher | None = None
+    authority: Authority | None = None
+    timeouts: Timeouts | None = None

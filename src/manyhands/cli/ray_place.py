@@ -1,0 +1,141 @@
+"""`--on ray`: members on a Ray cluster, led from this machine or, with `ray://`, from the cluster itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.cli.lead import Lead
+from manyhands.cluster.key import fresh_key
+from manyhands.cluster.launchers.ray import RayLauncher
+from manyhands.cluster.on_ray.far import command_there, run_there
+from manyhands.cluster.on_ray.line import Line, check_installed
+from manyhands.cluster.on_ray.wish import CLIENT, PLACEMENTS, check_possible, in_order, slots_for
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.errors import UsageError, closest
+from manyhands.strategies.registry import make_strategy
+from manyhands.train.options import Options
+from manyhands.wire import Address, Authority, parse_address
+
+if TYPE_CHECKING:
+    from manyhands.cli.options import Resolved
+
+
+def add_ray_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ray-placement",
+        metavar="HOW",
+        help="with --on ray: spread (default), on as many nodes as possible, or pack, on as few",
+    )
+    group.add_argument(
+        "--ray-ship",
+        metavar="FOLDER",
+        type=Path,
+        help="with --on ray: a folder with the job that Ray copies to the nodes, for those that don't see "
+        "it (default: they see the same files)",
+    )
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster, before anybody has connected to it."""
+
+    address: str
+    """Empty: that of RAY_ADDRESS, or of this machine, or one that is started."""
+    placement: str
+    ship: Path | None
+    control: str | None
+    wait_s: float | None
+    job: str | None
+    """As it was given; None: that of a run that goes on."""
+    run_dir: Path | None
+    spec: None = None
+    """It is not described: it is asked."""
+
+    @property
+    def leads(self) -> bool:
+        """This process coordinates, as it is on a node that others reach."""
+        return not self.address.startswith(CLIENT)
+
+    def serve(self) -> int:
+        """Have the same command run on the cluster; its exit code."""
+        command = command_there(sys.argv[1:], job=self.job, ship=self.ship, run_dir=self.run_dir)
+        return run_there(self.address, command, ship=self.ship)
+
+    def lead(self, options: Options, *, is_range: bool) -> Lead:
+        """Connect. Whoever gets this ends the launcher, which gives back what was taken."""
+        servers, least = options.manner.servers, options.min_workers if is_range else None
+        cpus = options.threads * (options.workers + servers)
+        ship = str(self.ship.resolve()) if self.ship else None
+        line = Line(self.address, cpus=cpus, ship=ship)
+        try:
+            slots = slots_for(
+                workers=options.workers,
+                servers=servers,
+                threads=options.threads,
+                device=options.device,
+                gpus=sum(node.gpus for node in line.nodes),
+            )
+            if self.wait_s is None:
+                check_possible(in_order(slots, least)[0], line.nodes)
+            key = fresh_key()
+            launcher = RayLauncher(
+                line,
+                slots,
+                key=key,
+                job=self._job(options.job),
+                least=least,
+                placement=self.placement,
+                shipped=self.ship is not None,
+                shares_memory=make_strategy(options.strategy).shares_memory,
+            )
+        except BaseException:
+            line.close()
+            raise
+        return Lead(
+            self.control or str(Address(host=line.host, port=0)),
+            launcher,
+            Authority.from_secret("manyhands run", key),
+            None if self.wait_s is None else Timeouts(gather_s=self.wait_s),
+        )
+
+    def _job(self, reference: str) -> Path:
+        """The job's file, as members find it: in the folder that was sent to them, or where it is."""
+        path = Path(reference.partition(":")[0])
+        if self.ship is None:
+            return path.resolve()
+        try:
+            return path.resolve().relative_to(self.ship.resolve())
+        except ValueError:
+            raise UsageError(
+                f"--ray-ship {self.ship}: the job {path} is not in that folder. Give one that it is in."
+            ) from None
+
+
+def find_ray(resolved: Resolved, address: str, *, job: str | None) -> RayCluster:
+    check_installed()
+    placement = resolved.get("ray_placement", "spread")
+    if placement not in PLACEMENTS:
+        raise UsageError(
+            f"--ray-placement {placement}: it is {' or '.join(PLACEMENTS)}{closest(placement, PLACEMENTS)}"
+        )
+    ship = resolved.get("ray_ship", None, Path)
+    if ship is not None and not ship.is_dir():
+        raise UsageError(f"--ray-ship {ship}: there is no such folder.")
+    control = resolved.get("control", None)
+    if control is not None and parse_address(control).path:
+        raise UsageError(
+            f"--control {control}: with --on ray it is tcp://HOST:PORT, which nodes can reach."
+        )
+    return RayCluster(
+        address,
+        placement,
+        ship,
+        control,
+        wait_s=resolved.get("wait", None, float),
+        job=job,
+        run_dir=resolved.get("run_dir", None, Path),
+    )
