@@ -40,6 +40,11 @@ class Cast:
                 self._command, env=environ, stdout=out, stderr=subprocess.STDOUT
             )
 
+    def kill(self, host: Host) -> None:
+        """All that runs there, as a power cut would."""
+        host.kill_all()
+        del self._processes[host.name]
+
     def out(self, name: str) -> str:
         return (self._folder / name).read_text()
 
@@ -58,7 +63,7 @@ class Cast:
         until(lambda: self._check() or step_reached(self.run, step), 3 * LONG_S)
 
     def finish(self) -> Finished:
-        """When all have ended, each with code 0."""
+        """When all that were not killed have ended, each with code 0."""
         codes = {name: one.wait(4 * LONG_S) for name, one in self._processes.items()}
         out = self.out("host-0")
         assert not any(codes.values()), f"{codes}\n{out}"
