@@ -62,9 +62,13 @@ class Cast:
     def wait_for_step(self, step: int) -> None:
         until(lambda: self._check() or step_reached(self.run, step), 3 * LONG_S)
 
+    def codes(self) -> dict[str, int]:
+        """When all have ended."""
+        return {name: one.wait(4 * LONG_S) for name, one in self._processes.items()}
+
     def finish(self) -> Finished:
         """When all that were not killed have ended, each with code 0."""
-        codes = {name: one.wait(4 * LONG_S) for name, one in self._processes.items()}
+        codes = self.codes()
         out = self.out("host-0")
         assert not any(codes.values()), f"{codes}\n{out}"
         return Finished(0, out, out, 0.0, self.run)
