@@ -1,4 +1,4 @@
-"""`manyhands doctor --cluster`: what was understood, or what is wrong and exit code 2."""
+"""`manyhands doctor --cluster --show`: what was understood, or what is wrong and exit code 2."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_a_cluster_file_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('[[hosts]]\nname="gpu-a"\ndevices=["cuda:0"]\n[[hosts]]\nname="gpu-b"\n')
-    done = doctor("--cluster", str(path), "--as", "gpu-b")
+    done = doctor("--cluster", str(path), "--as", "gpu-b", "--show")
     assert (done.returncode, done.stderr) == (0, "")
     assert "coordinator  gpu-a:29600" in done.stdout
     assert "cuda:0" in done.stdout
     assert "this is      gpu-b" in done.stdout
-    shown = json.loads(doctor("--cluster", str(path), "--json").stdout)
+    shown = json.loads(doctor("--cluster", str(path), "--json", "--show").stdout)
     assert [entry["name"] for entry in shown["entries"]] == ["gpu-a", "gpu-b"]
     assert shown["mine"] is None
 
@@ -42,9 +42,12 @@ def test_what_is_wrong_is_said_with_exit_code_2(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_read() -> None:
-    done = doctor(
-        "--cluster", "env", RANK="1", WORLD_SIZE="2", MASTER_ADDR="first", MASTER_PORT="5000"
-    )
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "5000"}
+    done = doctor("--cluster", "env", "--show", **environ)
     assert done.returncode == 0
     assert "coordinator  first:5000" in done.stdout
     assert "this is      rank-1" in done.stdout
+    done = doctor("--cluster", "env", **environ)
+    assert done.returncode == 2
+    assert "no key was given" in done.stderr
+    assert "manyhands doctor --cluster env --key-file run.key" in done.stderr

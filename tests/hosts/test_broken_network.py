@@ -1,63 +1,143 @@
-"""Hosts of a lab whose network is cut: they are given up, and come back when it heals."""
+"""Three hosts of a lab, of which one loses its power, a cable is pulled, or the network falls apart.
+
+Whatever happens, there is one history: the losses are those of a run that nothing happened to, every sample
+is used once an epoch, and who was given up is in no step after that.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
-from together import KEY, LONG_S, until
+from in_lab import Cast
+from together import until
 
-from manyhands.testing.harness import Finished, train_arguments
+from manyhands.testing.harness import Finished, train, train_arguments
 from manyhands.testing.lab import Lab
-from manyhands.watch.jsonl import read_events
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _labs_can_be_made() -> None:
-    if reason := Lab.unavailable():
-        pytest.skip(reason)
+EPOCHS = 40
+LATER_STEP = 20
 
 
-def saw(run: Path, kind: str, **wanted: object) -> bool:
-    path = run / "events.jsonl"
-    events = read_events(path) if path.exists() else []
-    return any(
-        e["event"] == kind and all(e[name] == value for name, value in wanted.items())
-        for e in events
-    )
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    run = tmp_path_factory.mktemp("alone") / "run"
+    return train("Regression", run, epochs=EPOCHS, anneal=False)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
-def test_a_host_is_cut_off_and_comes_back(tmp_path: Path, strategy: str) -> None:
-    run = tmp_path / "run"
-    given = train_arguments(
-        "Regression", run, "--on", "env", strategy=strategy, workers=3, pause_s=0.1, epochs=60
-    )
-    environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "host-0", "MASTER_PORT": "29500"}
-    environ |= {"MANYHANDS_KEY": KEY, "NO_COLOR": "1"}
-    with Lab(hosts=3) as lab:
-        command = [sys.executable, "-m", "manyhands.cli.main", *given]
-        started = []
-        for rank, host in enumerate(lab.hosts):
-            with open(tmp_path / f"out-{rank}", "wb") as out:
-                mine = {**environ, "RANK": str(rank)}
-                started.append(host.start(command, env=mine, stdout=out, stderr=subprocess.STDOUT))
-        until(lambda: saw(run, "StepCommitted", step=20), 3 * LONG_S)
-        lab.cut("host-1")
-        until(lambda: saw(run, "Recovered", view=2))
-        assert lab.host("host-1").processes(), "its agent lives, and dials"
-        lab.heal()
-        until(lambda: saw(run, "ViewChanged", view=3), 2 * LONG_S)
-        codes = [one.wait(4 * LONG_S) for one in started]
-    out = (tmp_path / "out-0").read_text()
-    assert codes == [0, 0, 0], out
-    done = Finished(0, out, "", 0.0, run)
+def training(lab: Lab, folder: Path, strategy: str, *, epochs: int = EPOCHS) -> Cast:
+    """A run of seven steps an epoch, in the midst of them."""
+    run = folder / "run"
+    fields = {"pause_s": 0.1, "epochs": epochs, "anneal": False}
+    given = train_arguments("Regression", run, strategy=strategy, workers=3, **fields)
+    cast = Cast(lab, folder, [*given, "--on", "env"], run)
+    cast.wait_for_step(LATER_STEP)
+    return cast
+
+
+def check_one_history(done: Finished, alone: Finished) -> None:
+    """By the journal of the run: who did which step, and what came of it."""
+    num_steps = len(done.losses)
+    assert [step["step"] for step in done.steps] == list(range(1, num_steps + 1))
+    assert done.losses == pytest.approx(alone.losses[:num_steps], abs=1e-5)
     for used in done.uses_by_epoch().values():
         assert sorted(used) == list(range(98))
-    assert "said nothing for 15 s" in out
-    assert "its members are ended, and it dials again" in (tmp_path / "out-1").read_text()
+    assert len(done.of("RunStarted")) == len(done.of("RunFinished")) == 1
+    views = [event["view"] for event in done.of("ViewChanged")]
+    assert views == sorted(set(views))
+    for lost in done.of("MemberLost"):
+        check_fenced(done, lost["member"])
+
+
+def check_fenced(done: Finished, member: str) -> None:
+    """Once the others did a step without it, no other step counts that it had a part in."""
+    took_part = [member in step["shares"] for step in done.steps if step["samples"] == 16]
+    assert any(took_part)
+    first = took_part.index(True)
+    assert False in took_part[first:]
+    last = first + took_part[first:].index(False)
+    assert not any(took_part[last:])
+
+
+def members_on(done: Finished, host: str) -> list[str]:
+    return [event["member"] for event in done.of("MemberStarted") if event["host"] == host]
+
+
+def test_a_host_loses_its_power(tmp_path: Path, lab: Lab, alone: Finished) -> None:
+    cast = training(lab, tmp_path, "allreduce", epochs=8)
+    cast.kill(lab.host("host-1"))
+    done = cast.finish()
+    check_one_history(done, alone)
+    assert [lost["member"] for lost in done.of("MemberLost")] == ["worker-1"]
+    assert "host-1 is lost: its agent closed its link" in done.out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_a_host_loses_its_power_and_comes_back(
+    tmp_path: Path, lab: Lab, alone: Finished, strategy: str
+) -> None:
+    cast = training(lab, tmp_path, strategy)
+    host = lab.host("host-1")
+    cast.kill(host)
+    cast.wait_for("Recovered", view=2)
+    cast.start(host)
+    cast.wait_for("ViewChanged", view=3)
+    done = cast.finish()
+    check_one_history(done, alone)
+    assert members_on(done, "host-1") == ["worker-1", "worker-3"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_a_cable_is_out_for_five_seconds(
+    tmp_path: Path, lab: Lab, alone: Finished, strategy: str
+) -> None:
+    cast = training(lab, tmp_path, strategy)
+    lab.cut("host-1")
+    time.sleep(5)
+    lab.heal()
+    done = cast.finish()
+    check_one_history(done, alone)
+    assert not done.of("MemberLost"), "that is no reason to give anybody up"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_a_host_is_cut_off_and_comes_back(
+    tmp_path: Path, lab: Lab, alone: Finished, strategy: str
+) -> None:
+    cast = training(lab, tmp_path, strategy)
+    lab.cut("host-1")
+    cast.wait_for("Recovered", view=2)
+    lab.heal()
+    cast.wait_for("ViewChanged", view=3)
+    done = cast.finish()
+    check_one_history(done, alone)
+    assert "host-1 is lost: its agent said nothing for 15 s" in done.out
+    assert "its members are ended, and it dials again" in cast.out("host-1")
     assert done.of("ViewChanged")[-1]["members"] == ["worker-0", "worker-2", "worker-3"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_the_coordinators_host_is_cut_off_from_the_others(
+    tmp_path: Path, lab: Lab, alone: Finished, strategy: str
+) -> None:
+    """The larger side reaches each other, and has no coordinator: it stops, and comes back."""
+    cast = training(lab, tmp_path, strategy)
+    lab.cut("host-0")
+    sides = ("host-1", "host-2")
+    for name in sides:
+        until(lambda name=name: "has heard nothing of the coordinator" in cast.out(name))
+        until(lambda name=name: len(lab.host(name).processes()) == 1)
+    cast.wait_for("Recovered")
+    lab.heal()
+    done = cast.finish()
+    check_one_history(done, alone)
+    assert {lost["member"] for lost in done.of("MemberLost")} == {"worker-1", "worker-2"}
+    for name in sides:
+        assert "its members are ended, and it dials again" in cast.out(name)
+        assert len(members_on(done, name)) == 2, "one before, and one after it came back"
+    assert len(done.of("ViewChanged")[-1]["members"]) == 3

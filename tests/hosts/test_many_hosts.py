@@ -1,4 +1,5 @@
-"""The same job on one host and on several: by hand, by torchrun, by TF_CONFIG; and hosts that fail."""
+"""The same job on one host and on several: by hand, by torchrun, by TF_CONFIG, in a lab; and hosts that
+fail."""
 
 from __future__ import annotations
 
@@ -10,9 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from together import KEY, LONG_S, Process, Together, free_port, manyhands, place, together, until
+from in_lab import Cast
+from together import (
+    KEY,
+    LONG_S,
+    Process,
+    Together,
+    free_port,
+    manyhands,
+    place,
+    step_reached,
+    together,
+    until,
+)
 
 from manyhands.testing.harness import Finished, train, train_arguments
+from manyhands.testing.lab import Lab
 from manyhands.watch.jsonl import read_events
 
 END_S = 180.0
@@ -52,15 +66,31 @@ def by_torchrun(hosts: Together, command: Sequence[str]) -> list[Process]:
     return [hosts.start([*start, *manyhands(*command)], environ=environ) for _ in range(2)]
 
 
+def by_tf_config(
+    hosts: Together, shape: dict[str, int], command: Sequence[str]
+) -> dict[str, Process]:
+    """So many processes of each kind, by their names."""
+    cluster = {
+        kind: [f"127.0.0.1:{free_port()}" for _ in range(number)] for kind, number in shape.items()
+    }
+    started = {}
+    for kind, number in shape.items():
+        for index in range(number):
+            config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+            environ = {"TF_CONFIG": json.dumps(config), "MANYHANDS_KEY": KEY}
+            started[f"{kind}-{index}"] = hosts.start(manyhands(*command), environ=environ)
+    return started
+
+
 def hosts_of(done: Finished) -> set[str]:
     return {event["host"] for event in done.of("MemberStarted")}
 
 
-def check_curve(done: Finished, alone: Finished) -> None:
+def check_curve(done: Finished, alone: Finished, num_hosts: int = 2) -> None:
     assert done.code == 0, done.out
     assert len(done.losses) == len(alone.losses) > 0
     assert done.losses == pytest.approx(alone.losses, abs=1e-5)
-    assert len(hosts_of(done)) == 2
+    assert len(hosts_of(done)) == num_hosts
     config = (done.run / "config.json").read_text() + (done.run / "events.jsonl").read_text()
     assert KEY not in config + done.out
 
@@ -104,25 +134,39 @@ def test_torchrun_on_two_hosts(tmp_path: Path, alone: Finished, strategy: str) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [[], ["--trust-network"]])
-def test_asynchronous_servers_on_hosts_of_their_own(tmp_path: Path, flags: list[str]) -> None:
-    ports = [free_port() for _ in range(5)]
-    names = [("chief", 0), ("worker", 0), ("ps", 0), ("ps", 1), ("evaluator", 0)]
-    cluster: dict[str, list[str]] = {}
-    for (kind, _), port in zip(names, ports, strict=True):
-        cluster.setdefault(kind, []).append(f"127.0.0.1:{port}")
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_three_hosts_of_a_lab(tmp_path: Path, alone: Finished, lab: Lab, strategy: str) -> None:
+    run = tmp_path / "run"
+    done = Cast(lab, tmp_path, arguments(run, strategy), run).finish()
+    check_curve(done, alone, num_hosts=3)
+    assert hosts_of(done) == {"host-0", "host-1", "host-2"}
+
+
+SHAPE = {"chief": 1, "worker": 2, "ps": 2}
+
+
+def test_synchronous_servers_by_tf_config(tmp_path: Path, alone: Finished) -> None:
+    run = tmp_path / "run"
     with together(tmp_path) as hosts:
-        given = arguments(tmp_path / "run", "ps:async", *flags)
-        started = {}
-        for kind, index in names:
-            config = {"cluster": cluster, "task": {"type": kind, "index": index}}
-            environ = {"TF_CONFIG": json.dumps(config), "MANYHANDS_KEY": KEY}
-            started[kind, index] = hosts.start(manyhands(*given), environ=environ)
-        done = ended(started["chief", 0], tmp_path / "run")
+        started = by_tf_config(hosts, SHAPE, arguments(run, "ps:sync"))
+        done = ended(started["chief-0"], run)
         assert [one.wait() for one in started.values()] == [0] * 5
-        assert "the workers evaluate" in started["evaluator", 0].out
+    check_curve(done, alone, num_hosts=5)
+    view = done.of("ViewChanged")[0]
+    assert (len(view["members"]), view["servers"]) == (5, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [[], ["--trust-network"]])
+def test_asynchronous_servers_by_tf_config(tmp_path: Path, flags: list[str]) -> None:
+    run = tmp_path / "run"
+    with together(tmp_path) as hosts:
+        started = by_tf_config(hosts, {**SHAPE, "evaluator": 1}, arguments(run, "ps:async", *flags))
+        done = ended(started["chief-0"], run)
+        assert [one.wait() for one in started.values()] == [0] * 6
+        assert "the workers evaluate" in started["evaluator-0"].out
     check_every_sample(done)
-    assert len(hosts_of(done)) == 4
+    assert len(hosts_of(done)) == 5
     transport = "tcp, authenticated only" if flags else "tcp with TLS"
     assert done.of("ViewChanged")[0]["transport"] == transport
 
@@ -139,12 +183,6 @@ def test_inside_one_host_they_share_memory_and_need_no_key(tmp_path: Path) -> No
         assert started[1].wait() == 0
     assert done.code == 0, done.out
     assert done.of("ViewChanged")[0]["transport"] == "shared memory"
-
-
-def step_reached(run: Path, step: int) -> bool:
-    path = run / "events.jsonl"
-    events = read_events(path) if path.exists() else []
-    return any(e["event"] == "StepCommitted" and e["step"] >= step for e in events)
 
 
 @pytest.mark.long

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from manyhands.watch.jsonl import read_events
+
 KEY = "the key of a run in these tests"
 LONG_S = 60.0
 
@@ -109,3 +111,9 @@ def until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "that did not come"
         time.sleep(0.01)
+
+
+def step_reached(run: Path, step: int) -> bool:
+    path = run / "events.jsonl"
+    events = read_events(path) if path.exists() else []
+    return any(e["event"] == "StepCommitted" and e["step"] >= step for e in events)

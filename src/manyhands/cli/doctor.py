@@ -9,13 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from manyhands.cli.options import Resolved
+from manyhands.cli.places import trust
 from manyhands.cluster.checkup import Check, Finding, checks, wants_colour
+from manyhands.cluster.checkup.hosts import Attendant, Lead, PairFacts, judge, tell
+from manyhands.cluster.rendezvous import dialled_address, listening_address
+from manyhands.cluster.spec import EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import describe, detect
+from manyhands.errors import Interrupted
 from manyhands.watch.units import clean
 
 NAME = "doctor"
@@ -25,13 +32,15 @@ examples:
   manyhands doctor
   manyhands doctor /scratch/runs      where the run folders shall go, if not to runs/
   manyhands doctor --json             for programs: name, ok (true, false, null), detail, remedy
-  manyhands doctor --cluster env      which cluster this process is told to be a part of
-  manyhands doctor --cluster cluster.toml --as gpu-a
+  manyhands doctor --cluster cluster.toml --as gpu-a --show      who takes part, as it was understood
+  srun manyhands doctor --cluster env --key-file run.key         on all hosts: every pair is tested
+  manyhands lab run --hosts 3 -- manyhands doctor --cluster env --key-file run.key
 """
 
 MARKS = {True: "ok", False: "fix", None: "note"}
 COLOURS = {True: "32", False: "1;31", None: "33"}
 MARK_CELLS = 6
+WAIT_S = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +53,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="FILE|env",
-        help="show only who takes part, as a cluster file says, or as the environment does: torchrun, "
-        "srun, Kubernetes, TF_CONFIG, or RANK and WORLD_SIZE; exit code 2 if that is wrong",
+        help="who takes part, as a cluster file says, or as the environment does (torchrun, srun, "
+        "Kubernetes, TF_CONFIG, or RANK and WORLD_SIZE), and what works between each two hosts; run "
+        "on all of them, as training is; exit code 2 if what is said of the cluster is wrong",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="with --cluster: who takes part, and no tests"
     )
     parser.add_argument(
         "--as", dest="entry", metavar="NAME", help="which entry of the cluster file this host is"
+    )
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="with --cluster: a file with the run's key (default: the variable MANYHANDS_KEY)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help=f"with --cluster: how long to wait for the others (default: {WAIT_S:.0f})",
+    )
+    parser.add_argument(
+        "--control", metavar="ADDRESS", help="with --cluster: tcp://HOST:PORT of rank 0"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster or arguments.entry:
-        return _show_cluster(arguments)
+        return _check_cluster(arguments)
     todo = checks(arguments.folder)
     if arguments.json:
         findings = [check.run() for check in todo]
@@ -65,12 +93,73 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(finding.ok is False for finding in findings))
 
 
-def _show_cluster(arguments: argparse.Namespace) -> int:
-    """What was understood; whether it works between the hosts is another question."""
+def _check_cluster(arguments: argparse.Namespace) -> int:
+    """What was understood; then, with all other processes, whether it works between their hosts."""
     file = None if arguments.cluster in (None, "env") else Path(arguments.cluster)
     spec = detect(cluster=file, name=arguments.entry)
-    print(json.dumps(dataclasses.asdict(spec), indent=2) if arguments.json else describe(spec))
-    return 0
+    if arguments.show or spec.mine is None:
+        print(json.dumps(dataclasses.asdict(spec), indent=2) if arguments.json else describe(spec))
+        return 0
+    resolved = Resolved(arguments)
+    control = resolved.get("control", None)
+    wait_s = resolved.get("wait", WAIT_S, float)
+    key_file = resolved.get("key_file", None, Path)
+    authority = trust(spec, control, key_file, command=f"doctor --cluster {arguments.cluster}")
+    if spec.mine.role == EVALUATOR:
+        print(f"{spec.mine.name} is in no count: the workers evaluate. Nothing is tested here.")
+        return 0
+    keyed = authority is not None
+    if spec.mine.rank:
+        address = dialled_address(spec, control, keyed=keyed)
+        return Attendant(spec, address, authority=authority, wait_s=wait_s).run()
+    address = listening_address(spec, control, keyed=keyed)
+    if not arguments.json:
+        print(describe(spec), end="\n\n", flush=True)
+    say = _say_aside if arguments.json else _say
+    with Lead(spec, address, authority=authority, wait_s=wait_s, tell=say) as lead:
+        return _lead(lead, spec, as_json=arguments.json)
+
+
+def _lead(lead: Lead, spec: ClusterSpec, *, as_json: bool) -> int:
+    pairs: list[PairFacts] = []
+    before = signal.signal(signal.SIGTERM, _stop)
+    stopped = 0
+    try:
+        lead.gather()
+        pairs = lead.measure()
+    except Interrupted as interrupt:
+        stopped = interrupt.exit_code  # what is known by now is told
+    finally:
+        # Whoever ends all processes when the first has ended shall not cut off what is told now.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hosts = lead.hosts
+    findings = [*lead.findings, *judge(hosts, pairs)]
+    if as_json:
+        told: dict[str, list[Any]] = {"hosts": hosts, "pairs": pairs, "findings": findings}
+        shown = {name: [each.to_dict() for each in several] for name, several in told.items()}
+        print(json.dumps({"cluster": dataclasses.asdict(spec), **shown}, indent=2))
+    else:
+        print(tell(hosts, pairs), end="\n\n")
+        cells = max((len(finding.name) for finding in findings), default=0)
+        for finding in findings:
+            print("\n".join(_lines(finding, cells, wants_colour(sys.stdout))))
+        print("Stopped before the end." if stopped else _verdict(findings), flush=True)
+    code = stopped or int(any(finding.ok is False for finding in findings))
+    lead.end(code)
+    signal.signal(signal.SIGTERM, before)
+    return code
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", flush=True)
+
+
+def _say_aside(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise Interrupted("stopped by SIGTERM", exit_code=128 + number)
 
 
 def _told(todo: list[Check], out: TextIO) -> Iterator[Finding]:
@@ -100,5 +189,5 @@ def _lines(finding: Finding, name_cells: int, colour: bool) -> Iterator[str]:
 
 
 def _verdict(findings: list[Finding]) -> str:
-    to_fix = [finding.name for finding in findings if finding.ok is False]
+    to_fix = dict.fromkeys(finding.name for finding in findings if finding.ok is False)
     return f"To fix: {', '.join(to_fix)}." if to_fix else "Nothing to fix."

@@ -159,14 +159,25 @@ def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | Ray
         return find_ray(resolved, address, job=job)
     spec = with_slots(detect(cluster=file, name=name), slots)
     control = resolved.get("control", None)
-    if control is not None and parse_address(control).path:
-        raise UsageError(f"--control {control}: with --on env it is tcp://HOST:PORT.")
-    key = read_key(key_file)
-    if key is None and (control is not None or not one_host(spec)):
-        raise no_key(spec.source)
-    authority = Authority.from_secret("manyhands run", key) if key else None
+    authority = trust(spec, control, key_file)
     timeouts = Timeouts() if wait_s is None else Timeouts(gather_s=wait_s)
     return Cluster(spec, authority, control, timeouts)
+
+
+def trust(
+    spec: ClusterSpec,
+    control: str | None,
+    key_file: Path | None,
+    *,
+    command: str = "train ... --on env",
+) -> Authority | None:
+    """The authority of the run's key; None: all are on one host, and need none."""
+    if control is not None and parse_address(control).path:
+        raise UsageError(f"--control {control}: between processes it is tcp://HOST:PORT.")
+    key = read_key(key_file)
+    if key is None and (control is not None or not one_host(spec)):
+        raise no_key(spec.source, command)
+    return Authority.from_secret("manyhands run", key) if key else None
 
 
 def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:

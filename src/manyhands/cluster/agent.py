@@ -13,38 +13,30 @@ in the main thread, which also starts the members, for the kernel means the thre
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import os
 import secrets
 import shutil
 import signal
-import ssl
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.dialling import Dialler
 from manyhands.cluster.interfaces import reach
 from manyhands.cluster.launchers.base import AGENT, Start
 from manyhands.cluster.launchers.local import LocalHandle, LocalLauncher
-from manyhands.cluster.log_stream import CHUNK_BYTES, LogStream
+from manyhands.cluster.log_stream import LogStream
 from manyhands.cluster.machine import Machine
-from manyhands.cluster.rendezvous import StoreReader
 from manyhands.cluster.spec import ClusterSpec
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.errors import CoordinatorLost, LinkError, LinkTimeout, ManyhandsError, UsageError
-from manyhands.wire import Authority, Credentials, Limits, Link, connect
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.wire import Authority, Link
 
-LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
-DIAL_S = 5.0
-"""Of one attempt; in between it says that it waits."""
-SAY_EVERY_S = 10.0
-GONE_S = 4.0
-"""Whose port is closed for so long, and was open before, has ended."""
 LAST_WORDS_S = 2.0
 """What a member has printed before its end has been read and sent."""
 
@@ -63,10 +55,11 @@ class Agent:
         self.entry = spec.me
         self.machine = Machine.here()
         self.timeouts = timeouts or Timeouts()
-        self._address = address
-        self._credentials: Credentials | None = None
+        host, credentials = self.machine.host, None
         if authority is not None:
-            self._credentials = authority.issue(f"{AGENT}{self.machine.host}"[:64])
+            credentials = authority.issue(f"{AGENT}{host}"[:64])
+        self._dialler = Dialler(spec, address, host=host, credentials=credentials)
+        self._say = self._dialler.say
         self._process = secrets.token_hex(8)
         self._engaged = False
         self._signals: list[str] = []
@@ -77,73 +70,14 @@ class Agent:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         while True:
-            address, link = self._dial()
+            limit_s = self.timeouts.rejoin_s if self._engaged else self.timeouts.gather_s
+            address, link = self._dialler.dial(limit_s, again=self._engaged)
             with link:
                 code = self._serve(link, address)
             if code is not None:
                 return code
 
     # The coordinator --------------------------------------------------------------------------
-
-    def _dial(self) -> tuple[str, Link]:
-        """The coordinator's address and a link to it."""
-        limit_s = self.timeouts.rejoin_s if self._engaged else self.timeouts.gather_s
-        began = said = time.monotonic()
-        closed_since: float | None = None
-        with ExitStack() as stack:
-            reader = None
-            if self._address is None:
-                assert self.spec.store is not None
-                reader = stack.enter_context(StoreReader(self.spec.store))
-            address, trouble = self._address, "its address is not known yet"
-            while True:
-                if reader is not None:
-                    address = reader.wait(DIAL_S if address is None else 0, other_than=None)
-                if address is not None:
-                    try:
-                        left_s = began + limit_s - time.monotonic()
-                        return address, self._connect(address, max(0.1, min(DIAL_S, left_s)))
-                    except LinkTimeout as error:
-                        cause = error.__cause__
-                        trouble = str(getattr(cause, "strerror", None) or cause or error)
-                        if not _is_closed(cause):
-                            closed_since = None
-                        elif closed_since is None:
-                            closed_since = time.monotonic()
-                now = time.monotonic()
-                where = address or f"the address that it leaves at {self.spec.store}"
-                if self._engaged and closed_since is not None and now - closed_since > GONE_S:
-                    raise CoordinatorLost(
-                        f"The coordinator at {where} has ended; {self.machine.host} ends."
-                    )
-                if now - began > limit_s:
-                    raise ManyhandsError(
-                        f"{self.machine.host} found no coordinator at {where} within {limit_s:.0f} s: "
-                        f"{trouble}. Was the first process (rank 0) started? Can this host reach it? Give "
-                        "all processes another address with  --control tcp://HOST:PORT."
-                    )
-                if now - said > SAY_EVERY_S:
-                    said = now
-                    self._say(f"waits for the coordinator at {where} ({trouble})")
-
-    def _connect(self, address: str, timeout_s: float) -> Link:
-        try:
-            return connect(
-                address,
-                credentials=self._credentials,
-                timeout_s=timeout_s,
-                peer="the coordinator",
-                limits=LIMITS,
-            )
-        except LinkTimeout:
-            raise
-        except LinkError as error:
-            if not isinstance(error.__cause__, ssl.SSLError):
-                raise
-            raise UsageError(
-                f"{self.machine.host} and the coordinator at {address} do not have the same key. Give the "
-                "same MANYHANDS_KEY, or the same --key-file, to all processes."
-            ) from None
 
     def _serve(self, link: Link, address: str) -> int | None:
         """What the coordinator asks for, until it ends (its exit code) or is lost (None)."""
@@ -210,11 +144,6 @@ class Agent:
         if self._engagement is not None:
             self._engagement.kill_all()
         return code
-
-    def _say(self, text: str) -> None:
-        # One write, also from a signal's handler: lines of several processes on one terminal stay whole.
-        with suppress(OSError):
-            os.write(1, f"{self.machine.host} {text}\n".encode())
 
 
 class Engagement:
@@ -338,8 +267,3 @@ class Scratch:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = None
-
-
-def _is_closed(error: BaseException | None) -> bool:
-    """Whether nobody listens there, by the word of that host."""
-    return isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)

@@ -13,7 +13,6 @@ import queue
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -25,14 +24,13 @@ from typing import Any
 from manyhands.cluster.interfaces import is_any
 from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.log_stream import CHUNK_BYTES
+from manyhands.cluster.strangers import Strangers
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
 from manyhands.errors import LinkError, ManyhandsError, UsageError
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
 from manyhands.wire.address import parse_address
 
-MAX_STRANGERS = 100
-"""Hosts whose refusal is told."""
 MAX_POSTED = 10_000
 """Facts on the board; the oldest is forgotten for the next."""
 
@@ -129,7 +127,6 @@ class Coordinator:
         self._authority = authority
         if self._authority is None and wanted:
             self._authority = Authority.create("manyhands run")
-        self._strangers: set[str] = set()
         self._secret = secrets.token_hex(32)
         self._board: dict[str, str] = {}
         try:
@@ -138,7 +135,7 @@ class Coordinator:
                 address,
                 credentials=secured.issue("coordinator") if secured else None,
                 limits=Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES),
-                on_refused=self._on_refused,
+                on_refused=Strangers(self._tell),
             )
         except (ManyhandsError, OSError) as error:
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -303,24 +300,6 @@ class Coordinator:
 
     def _tell(self, message: str) -> None:
         self._inbox.put(Told(message))
-
-    def _on_refused(self, who: str, why: object) -> None:
-        """A connection did not pass the handshake. Told once for each host: it may try again and again."""
-        host = who.rpartition(":")[0] or who
-        if host in self._strangers or len(self._strangers) > MAX_STRANGERS:
-            return
-        self._strangers.add(host)
-
-        def tell() -> None:
-            try:
-                name = socket.gethostbyaddr(host)[0]
-            except OSError:
-                name = ""
-            known = f"{name} ({host})" if name and name != host else host
-            reason = "it has another key" if "unknown ca" in str(why).lower() else str(why)
-            self._tell(f"a process on {known} was refused: {reason}")
-
-        threading.Thread(target=tell, name="who", daemon=True).start()
 
     def _accept(self) -> None:
         while True:

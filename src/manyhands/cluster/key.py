@@ -60,12 +60,13 @@ def _checked(text: str, where: str) -> str:
     return text
 
 
-def no_key(source: str) -> UsageError:
-    """What to say where one is needed."""
+def no_key(source: str, command: str = "train ... --on env") -> UsageError:
+    """What to say where one is needed. `command`: what is run on every host."""
+    line = f"manyhands {command} --key-file run.key"
     return UsageError(
         f"{source} may name other hosts, and no key was given, so that anybody in the network could "
         "join. Make one, and give the same to every process:\n"
-        "    manyhands key > run.key; chmod 600 run.key       once\n"
-        "    manyhands train ... --on env --key-file run.key  on every host\n"
+        f"    {'(umask 077; manyhands key > run.key)':{len(line)}}  once\n"
+        f"    {line}  on every host\n"
         f"or set {VARIABLE} to what  manyhands key  prints."
     )

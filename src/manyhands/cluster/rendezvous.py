@@ -18,12 +18,13 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.interfaces import is_loopback, own_address
+from manyhands.cluster.interfaces import is_any, is_loopback, own_address, way_out
 from manyhands.cluster.spec import DEFAULT_PORT, ClusterSpec
 from manyhands.errors import UsageError
-from manyhands.wire import Address
+from manyhands.wire import Address, parse_address
 
 NOTE = "manyhands.cluster.store_note"
 PUBLISH_S = 120.0
@@ -76,6 +77,9 @@ def _unix_address(spec: ClusterSpec) -> str:
 
 def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
     """Leave the coordinator's address in a store of torch. Returns at once."""
+    where = parse_address(address)
+    if is_any(where.host):
+        address = str(replace(where, host=way_out()))  # others can't dial "all addresses"
 
     def put() -> None:
         try:

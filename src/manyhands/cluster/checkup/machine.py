@@ -26,6 +26,7 @@ LEAST_SHARED_BYTES = 128 << 20
 LEAST_FILES = 1024
 """What systems give by default; a member takes a handful, a loader or a link some more."""
 LEAST_DISK_BYTES = 10**9
+MEMINFO = Path("/proc/meminfo")
 
 
 def check_cores() -> Finding:
@@ -47,10 +48,22 @@ def judge_cores(usable: int, total: int, quota: float | None) -> Finding:
     return Finding("cores", True, f"{total}, all usable")
 
 
-def check_memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
+def check_memory(meminfo: Path = MEMINFO) -> Finding:
+    return judge_memory(*_memory(meminfo), cgroup.memory_limit())
+
+
+def available_memory(meminfo: Path = MEMINFO) -> tuple[int, int]:
+    """What this process may have in all, and what of it is free."""
+    total, available = _memory(meminfo)
+    if (limit := cgroup.memory_limit()) is not None and limit.limit_bytes < total:
+        left = max(0, limit.limit_bytes - limit.used_bytes)
+        total, available = limit.limit_bytes, min(available, left)
+    return total, available
+
+
+def _memory(meminfo: Path) -> tuple[int, int]:
     kb = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE))
-    total, available = (int(kb[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return judge_memory(total, available, cgroup.memory_limit())
+    return int(kb["MemTotal"]) * 1024, int(kb["MemAvailable"]) * 1024
 
 
 def judge_memory(total: int, available: int, limit: MemoryLimit | None) -> Finding:

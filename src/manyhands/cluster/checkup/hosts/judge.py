@@ -1,0 +1,152 @@
+"""What is wrong between hosts, with the host's name and what to do. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from manyhands.cluster.checkup.finding import Finding
+from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
+from manyhands.cluster.checkup.machine import LEAST_MEMORY_BYTES
+from manyhands.cluster.machine import unfit
+from manyhands.watch.units import duration, size
+
+CLOCK_NOTE_S = 1.0
+CLOCK_WRONG_S = 3600.0
+"""Certificates are made with a day's play; beyond an hour a clock was never set."""
+SLOW = 0.5
+"""A host whose best way is slower than this part of what is usual here has something wrong with it."""
+FAR = 5.0
+FAR_S = 0.002
+"""A round trip this many times the usual one, and not below this, is told."""
+
+
+def judge(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> list[Finding]:
+    """The first host is the coordinator's, whose versions are the measure."""
+    return [
+        *_versions(hosts),
+        *_reach(hosts, pairs),
+        *_clocks(hosts, pairs),
+        *_bandwidth(hosts, pairs),
+        *_latency(pairs),
+        *_room(hosts),
+    ]
+
+
+def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    ours = dict(hosts[0].versions)
+    for host in hosts[1:]:
+        theirs = dict(host.versions)
+        if problem := unfit(ours, theirs):
+            yield Finding(host.host, False, f"{problem} ({hosts[0].host})", _install(ours))
+        elif _minor(ours) != _minor(theirs):
+            yield Finding(
+                host.host,
+                None,
+                f"it has Python {theirs.get('python')}, and {hosts[0].host} {ours['python']}",
+                "A job that works with one may not with the other; the same on all is safer.",
+            )
+
+
+def _install(versions: dict[str, str]) -> str:
+    torch = versions["torch"].partition("+")[0]
+    return f'pip install "manyhands=={versions["manyhands"]}" "torch=={torch}"  on that host'
+
+
+def _minor(versions: dict[str, str]) -> list[str]:
+    return str(versions.get("python", "")).split(".")[:2]
+
+
+def _reach(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
+    where = {host.host: f"{host.address}, {host.interface}" for host in hosts}
+    for pair in pairs:
+        ways = [(pair.one, pair.other, pair.trouble), (pair.other, pair.one, pair.trouble_back)]
+        for one, other, trouble in ways:
+            if trouble:
+                yield Finding(
+                    one,
+                    False,
+                    f"does not reach {other} ({where[other]}): {trouble}",
+                    f"Let TCP through between them on all ports above 1024, or choose another interface on "
+                    f"{other}:  export GLOO_SOCKET_IFNAME=...",
+                )
+
+
+def _clocks(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
+    first = hosts[0].host
+    for pair in pairs:
+        off_s = abs(pair.clock_s)
+        if first != pair.one or off_s < max(CLOCK_NOTE_S, pair.round_trip_s):
+            continue
+        way = "ahead of" if pair.clock_s > 0 else "behind"
+        yield Finding(
+            pair.other,
+            False if off_s > CLOCK_WRONG_S else None,
+            f"its clock is {duration(off_s)} {way} that of {first}",
+            "Let it follow a time server:  timedatectl set-ntp true",
+        )
+
+
+def _bandwidth(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
+    """Of each host by its best way: a slow one makes all of its pairs slow."""
+    best: dict[str, float] = {}
+    for pair in pairs:
+        for name in (pair.one, pair.other):
+            if not pair.trouble:
+                best[name] = max(best.get(name, 0.0), pair.slower_bytes_per_s)
+    if len(best) < 3:
+        return  # of two, nobody can tell which one is slow
+    usual = statistics.median(best.values())
+    interfaces = {host.host: host.interface for host in hosts}
+    for name, bytes_per_s in best.items():
+        if bytes_per_s < SLOW * usual:
+            interface = interfaces[name]
+            yield Finding(
+                name,
+                False,
+                f"{rate(bytes_per_s)} at best over {interface}, and {rate(usual)} is usual here; the "
+                "slowest host sets the pace",
+                f"ethtool {interface}  tells the speed of its link; another interface: "
+                "export GLOO_SOCKET_IFNAME=...",
+            )
+
+
+def _latency(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
+    delays = [pair.round_trip_s for pair in pairs if not pair.trouble]
+    if len(delays) < 3:
+        return
+    limit_s = max(FAR_S, FAR * statistics.median(delays))
+    for pair in pairs:
+        if not pair.trouble and pair.round_trip_s > limit_s:
+            detail = (
+                f"{milliseconds(pair.round_trip_s)} to {pair.other} and back; others are nearer"
+            )
+            yield Finding(pair.one, None, detail)
+
+
+def _room(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        if host.free_bytes < LEAST_MEMORY_BYTES:
+            yield Finding(
+                host.host,
+                False,
+                f"{size(host.free_bytes)} of memory free; two workers need {size(LEAST_MEMORY_BYTES)} for "
+                "Python and torch alone",
+                "End other programs there, or start fewer members:  --slots 1",
+            )
+        if host.idle_cores < host.cores / 2:
+            yield Finding(
+                host.host,
+                None,
+                f"{host.idle_cores:.1f} of {host.cores} cores idle: others compute there, too",
+            )
+
+
+def rate(bytes_per_s: float) -> str:
+    """As networks are sold: 117500000 is "940 Mbit/s"."""
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if abs(seconds) < 0.01 else f"{seconds * 1e3:.0f} ms"

@@ -1,0 +1,64 @@
+"""Hosts and the ways between them, for a person. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
+from manyhands.cluster.checkup.hosts.judge import milliseconds, rate
+from manyhands.watch.units import size
+
+MAX_PAIRS = 28
+"""Of eight hosts; of more, the slowest are told."""
+HOST_HEADS = (
+    "host",
+    "ranks",
+    "found at",
+    "cores (idle)",
+    "memory free",
+    "manyhands, torch, Python",
+)
+PAIR_HEADS = ("between", "round trip", "there", "back", "clock ahead")
+
+
+def tell(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> str:
+    shown = list(pairs)
+    if len(pairs) > MAX_PAIRS:
+        shown = sorted(pairs, key=lambda pair: pair.slower_bytes_per_s)[:MAX_PAIRS]
+    lines = [*_laid_out([HOST_HEADS, *map(_host_row, hosts)])]
+    if shown:
+        lines += ["", *_laid_out([PAIR_HEADS, *map(_pair_row, shown)])]
+    if len(shown) < len(pairs):
+        lines.append(f"... and {len(pairs) - len(shown)} faster ones: --json has them all")
+    return "\n".join(lines)
+
+
+def _host_row(host: HostFacts) -> tuple[str, ...]:
+    versions = (str(host.versions.get(name, "?")) for name in ("manyhands", "torch", "python"))
+    return (
+        host.host,
+        " ".join(map(str, host.ranks)),
+        f"{host.address} ({host.interface})",
+        f"{host.cores} ({host.idle_cores:.1f})",
+        f"{size(host.free_bytes)} of {size(host.memory_bytes)}",
+        ", ".join(versions),
+    )
+
+
+def _pair_row(pair: PairFacts) -> tuple[str, ...]:
+    names = f"{pair.one} - {pair.other}"
+    if pair.trouble:
+        return (names, "none", "", "", "")
+    return (
+        names,
+        milliseconds(pair.round_trip_s),
+        rate(pair.there_bytes_per_s),
+        "none" if pair.trouble_back else rate(pair.back_bytes_per_s),
+        milliseconds(pair.clock_s),
+    )
+
+
+def _laid_out(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
