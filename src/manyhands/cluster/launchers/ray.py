@@ -81,8 +81,9 @@ class RayLauncher(AgentLauncher):
     def attach(self, ground: Ground) -> None:
         super().attach(ground)
         if self._line.started:
+            why = ", as none was found" if self._line.none_found else ""
             ground.tell(
-                "no Ray cluster is here: one of this machine alone was started, and ends with the run"
+                f"a Ray cluster of this machine alone was started{why}; it ends with the run"
             )
         self._line.listen(self._hear)
         told = {"address": ground.address, "timeouts": ground.timeouts.to_dict()}

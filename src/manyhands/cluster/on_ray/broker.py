@@ -174,13 +174,13 @@ class Broker:
         except ConnectionError as error:
             if address != "auto":
                 raise UsageError(trouble(address, error)) from None
-            address = LOCAL
             self._start_here(asked, common)
         except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(trouble(address, error)) from None
         self._tell(
             "connected",
-            started=address == LOCAL,
+            started=self._folder is not None,
+            none_found=self._folder is not None and address != LOCAL,
             address=ray.get_runtime_context().gcs_address,
             host=ray.util.get_node_ip_address(),
             nodes=[node for node in ray.nodes() if node["Alive"]],

@@ -65,6 +65,7 @@ class Line:
         """The address of this machine by which the other nodes know it."""
         self.started: bool = hello["started"]
         """The cluster is there for this run alone."""
+        self.none_found: bool = hello["none_found"]
         self.nodes = [Node.of(node) for node in hello["nodes"]]
 
     def _first(self, address: str) -> Mapping[str, Any]:
