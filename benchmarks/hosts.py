@@ -6,10 +6,10 @@ host, in the same namespaces. Each repeat runs every contender once, each time b
 are taken inside a repeat.
 
 Bytes are what the hosts' interfaces have sent in the timed part, for a step; `least` is 2 (n-1)/n times the
-parameters: what each host sends where the work of adding up is shared equally. The interfaces of a lab pass on
-packets of about 64 KB and count their headers once, which is 0.1 %; a real network with packets of 1,500 bytes
-adds about 4 % to all contenders alike. The timed part begins and ends within a step, and bytes are sent in
-bursts: with few steps this is off by half a percent or so, in either direction.
+parameters: what each host sends where the work of adding up is shared equally. The interfaces of a lab pass
+on packets of about 64 KB and count their headers once, which is 0.1 %; a real network with packets of 1,500
+bytes adds about 4 % to all contenders alike. The timed part begins and ends within a step, and bytes are sent
+in bursts: with few steps this is off by half a percent or so, in either direction.
 
     python benchmarks/hosts.py                                  about an hour on two cores
     python benchmarks/hosts.py --quick                          does everything work? no numbers to keep

@@ -7,12 +7,14 @@ others serves it as an agent, and ends with its exit code.
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manyhands.cluster.dialling import check_only_lead
 from manyhands.cluster.key import no_key, read_key
 from manyhands.cluster.launchers import Launcher
 from manyhands.cluster.launchers.agents import AgentLauncher
@@ -154,6 +156,13 @@ def trust(
     return Authority.from_secret("manyhands run", key) if key else None
 
 
+def meeting_place(spec: ClusterSpec, control: str | None, authority: Authority | None) -> str:
+    """Where the first process listens, if no other does so in its place."""
+    if authority is not None and control is None:
+        check_only_lead(spec, authority=authority, host=socket.gethostname())
+    return listening_address(spec, control, keyed=authority is not None)
+
+
 def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
     if slots is None:
         return spec
@@ -174,8 +183,7 @@ def leading(
     if cluster is None:
         yield Lead(resolved.get("control", "unix")), lambda code: code
         return
-    keyed = cluster.authority is not None
-    control = listening_address(cluster.spec, cluster.control, keyed=keyed)
+    control = meeting_place(cluster.spec, cluster.control, cluster.authority)
     is_range = ":" in str(resolved.sources["workers"]["value"])
     launcher = AgentLauncher(
         cluster.spec,
