@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from together import KEY, LONG_S, manyhands, step_reached, until
@@ -16,13 +16,25 @@ from manyhands.watch.jsonl import read_events
 class Cast:
     """The command's processes; the one on host-0 is the coordinator."""
 
-    def __init__(self, lab: Lab, folder: Path, command: Sequence[str], run: Path) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        command: Sequence[str],
+        run: Path,
+        *,
+        environ: Mapping[str, str] | None = None,
+        hosts: Sequence[Host] | None = None,
+    ) -> None:
+        """`environ`: other variables than a host should have. `hosts`: where it starts at once, if not on
+        all."""
         self.run = run
+        self._environ = environ or {}
         self._lab = lab
         self._folder = folder
         self._command = manyhands(*command)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        for host in lab.hosts:
+        for host in lab.hosts if hosts is None else hosts:
             self.start(host)
 
     def start(self, host: Host) -> None:
@@ -34,6 +46,7 @@ class Cast:
             "MASTER_PORT": "29500",
             "MANYHANDS_KEY": KEY,
             "NO_COLOR": "1",
+            **self._environ,
         }
         with open(self._folder / host.name, "ab") as out:
             self._processes[host.name] = host.start(
@@ -61,6 +74,9 @@ class Cast:
 
     def wait_for_step(self, step: int) -> None:
         until(lambda: self._check() or step_reached(self.run, step), 3 * LONG_S)
+
+    def ended(self, name: str) -> bool:
+        return self._processes[name].poll() is not None
 
     def codes(self) -> dict[str, int]:
         """When all have ended."""

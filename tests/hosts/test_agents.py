@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -213,6 +214,22 @@ def test_agents_that_lose_the_coordinator_for_good_end(tmp_path: Path) -> None:
         assert gone([handle.pid], LONG_S)
         assert agent.wait() == 70
         assert "has ended" in agent.out
+
+
+def test_a_rank_that_two_processes_have_is_an_error_on_all_sides(tmp_path: Path) -> None:
+    with scene(tmp_path, world=3) as made:
+        first = made.agent(1)
+        until(lambda: made.listen(0.01) or "serves" in first.out)
+        second = made.agent(1)
+        assert second.wait() == 2
+        text = (
+            "rank-1 is the process on .*~2 already, and one on .*~3, too. Give each process a rank"
+        )
+        assert re.search(text, second.out)
+        with pytest.raises(UsageError, match=text):
+            made.launcher.complete()
+        made.launcher.end(2)
+        assert first.wait() == 2
 
 
 @pytest.mark.long

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.cli.options import Resolved
-from manyhands.cli.places import trust
+from manyhands.cli.places import meeting_place, trust
 from manyhands.cluster.checkup import Check, Finding, checks, wants_colour
 from manyhands.cluster.checkup.hosts import Attendant, Lead, PairFacts, judge, tell
-from manyhands.cluster.rendezvous import dialled_address, listening_address
+from manyhands.cluster.rendezvous import dialled_address
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import describe, detect
 from manyhands.errors import Interrupted
@@ -108,11 +108,10 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     if spec.mine.role == EVALUATOR:
         print(f"{spec.mine.name} is in no count: the workers evaluate. Nothing is tested here.")
         return 0
-    keyed = authority is not None
     if spec.mine.rank:
-        address = dialled_address(spec, control, keyed=keyed)
+        address = dialled_address(spec, control, keyed=authority is not None)
         return Attendant(spec, address, authority=authority, wait_s=wait_s).run()
-    address = listening_address(spec, control, keyed=keyed)
+    address = meeting_place(spec, control, authority)
     if not arguments.json:
         print(describe(spec), end="\n\n", flush=True)
     say = _say_aside if arguments.json else _say

@@ -7,6 +7,7 @@ others serves it as an agent, and ends with its exit code.
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.cli.lead import Lead
 from manyhands.cli.ray_place import RayCluster, add_ray_flags, find_ray
+from manyhands.cluster.dialling import check_only_lead
 from manyhands.cluster.key import no_key, read_key
 from manyhands.cluster.launchers.agents import AgentLauncher
 from manyhands.cluster.on_ray.wish import parse_place
@@ -122,13 +124,12 @@ class Cluster:
         return agent.run()
 
     def lead(self, options: Options, *, is_range: bool) -> Lead:
-        keyed = self.authority is not None
+        control = meeting_place(self.spec, self.control, self.authority)
         launcher = AgentLauncher(
             self.spec,
             least=options.min_workers if is_range else None,
             shares_memory=make_strategy(options.strategy).shares_memory,
         )
-        control = listening_address(self.spec, self.control, keyed=keyed)
         return Lead(control, launcher, self.authority, self.timeouts)
 
 
@@ -178,6 +179,13 @@ def trust(
     if key is None and (control is not None or not one_host(spec)):
         raise no_key(spec.source, command)
     return Authority.from_secret("manyhands run", key) if key else None
+
+
+def meeting_place(spec: ClusterSpec, control: str | None, authority: Authority | None) -> str:
+    """Where the first process listens, if no other does so in its place."""
+    if authority is not None and control is None:
+        check_only_lead(spec, authority=authority, host=socket.gethostname())
+    return listening_address(spec, control, keyed=authority is not None)
 
 
 def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:

@@ -8,16 +8,19 @@ import ssl
 import time
 from contextlib import ExitStack, suppress
 
+from manyhands.cluster.interfaces import own_address
 from manyhands.cluster.log_stream import CHUNK_BYTES
-from manyhands.cluster.rendezvous import StoreReader
+from manyhands.cluster.rendezvous import StoreReader, dialled_address
 from manyhands.cluster.spec import ClusterSpec
 from manyhands.errors import CoordinatorLost, LinkError, LinkTimeout, ManyhandsError, UsageError
-from manyhands.wire import Credentials, Limits, Link, connect
+from manyhands.wire import Authority, Credentials, Limits, Link, connect
 
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
 DIAL_S = 5.0
 """Of one attempt; in between it says that it waits."""
 SAY_EVERY_S = 10.0
+RIVAL_S = 3.0
+"""How long is looked for another process that leads."""
 GONE_S = 4.0
 """Whose port is closed for so long, and was open before, has ended."""
 
@@ -95,6 +98,28 @@ class Dialler:
                 f"{self._host} and the coordinator at {address} do not have the same key. Give the "
                 "same MANYHANDS_KEY, or the same --key-file, to all processes."
             ) from None
+
+
+def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> None:
+    """Refuse to lead where another process does, at the address that all were told.
+
+    Only where that address is not known to be this host's: else listening there tells.
+    """
+    if spec.store is not None or own_address(spec.host) is not None:
+        return
+    address = dialled_address(spec, None, keyed=True)
+    dialler = Dialler(spec, address, host=host, credentials=authority.issue("coordinator"))
+    try:
+        _, link = dialler.dial(RIVAL_S)
+    except UsageError:
+        raise
+    except ManyhandsError:
+        return  # nobody is there: this host may be reached by that name all the same
+    link.close()
+    raise UsageError(
+        f"{host} is rank 0 by {spec.source}, and so is another process, which leads at {address}. Give "
+        "each process a rank of its own: RANK=0, 1, 2, ..."
+    )
 
 
 def _is_closed(error: BaseException | None) -> bool:

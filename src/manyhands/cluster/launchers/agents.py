@@ -194,12 +194,13 @@ class AgentLauncher(Launcher):
             if isinstance(old, AgentPost) and old.process == post.process:
                 self._posts.remove(old)  # it has given up that link itself
                 old.give_up()
-            elif old is not None:
-                link.send({"kind": "taken", "by": old.host})
-                link.close()
-                return None
-            self._posts.append(post)
-            self._posts.sort(key=lambda post: post.entry.rank)
+                old = None
+            if old is None:
+                self._posts.append(post)
+                self._posts.sort(key=lambda post: post.entry.rank)
+        if old is not None:
+            self._turn_down(post, old)
+            return None
         link.send(
             {
                 "kind": "engaged",
@@ -213,6 +214,21 @@ class AgentLauncher(Launcher):
             }
         )
         return post
+
+    def _turn_down(self, post: AgentPost, old: Post) -> None:
+        """Its rank is another's. That may be one that died just now; not if it is heard again."""
+        asked = time.monotonic()
+        while not self._complete and not old.lost:
+            if not isinstance(old, AgentPost) or old.heard > asked:
+                text = (
+                    f"{post.entry.name} is the process on {old.host} already, and one on {post.host}, too. "
+                    "Give each process a rank of its own: RANK=0, 1, 2, ..."
+                )
+                self._turn_away(post.link, text)
+                return
+            time.sleep(0.05)
+        post.say("taken", by=old.host)
+        post.link.close()
 
     def _turn_away(self, link: Link, text: str) -> None:
         with suppress(LinkError):

@@ -223,9 +223,9 @@ class Broker:
 
     def _ask(self) -> None:
         """An actor for each slot that should have one. Ray makes it as soon as the slot is reserved."""
+        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        import ray
         from manyhands.cluster.on_ray.berth import actor_class
 
         self._actor = self._actor or ray.remote(actor_class())
@@ -304,9 +304,8 @@ class Broker:
             ray.wait(results, num_returns=len(results), timeout=END_S)
 
     def _end(self) -> None:
-        from ray.util.placement_group import remove_placement_group
-
         import ray
+        from ray.util.placement_group import remove_placement_group
 
         with suppress(ray.exceptions.RayError):
             for berth in self._berths.values():

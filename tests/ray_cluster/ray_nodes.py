@@ -102,9 +102,8 @@ def ray_nodes(*cpus: int) -> Iterator[Nodes]:
 
 
 def main(folder: str, *cpus: str) -> None:
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -152,9 +151,8 @@ def children(node: Any) -> list[int]:
 
 
 def held() -> str:
-    from ray._private.state import actors
-
     import ray
+    from ray._private.state import actors
 
     groups = ray.util.placement_group_table().values()
     held = [f"a group that is {group['state']}" for group in groups if group["state"] != "REMOVED"]
