@@ -145,23 +145,21 @@ def test_as_many_nodes_as_possible_or_as_few(
 def test_it_waits_for_what_somebody_else_has(nodes: Nodes, tmp_path: Path) -> None:
     """And a range begins with what there is, and takes what comes."""
     slow = {"epochs": 5000, "pause_s": 0.02}
-    with (
-        started(nodes, tmp_path / "first", workers=2, **slow) as first,
-        started(nodes, tmp_path / "all", workers=3) as whole,
-        started(nodes, tmp_path / "range", workers="1:3", **slow) as some,
-    ):
+    with started(nodes, tmp_path / "first", workers=2, **slow) as first:
         first.wait_for_step(1)
-        some.wait_for(lambda events: bool(views(events)))
-        assert len(views(some.events())[0]) == 1
-        wanted = "waits for 3 of 3 slots: the cluster has 0 free CPUs"
-        whole.wait_for(lambda _: wanted in notices(whole))
-        whole.signal(signal.SIGINT)
-        assert whole.wait().code == 130
-        first.signal(signal.SIGINT)
-        assert first.wait().code == 130
-        some.wait_for(lambda events: len(views(events)[-1]) == 3)
-        some.signal(signal.SIGINT)
-        assert some.wait().code == 130
+        with started(nodes, tmp_path / "range", workers="1:3", **slow) as some:
+            some.wait_for(lambda events: bool(views(events)))
+            assert len(views(some.events())[0]) == 1
+            with started(nodes, tmp_path / "all", workers=3) as whole:
+                wanted = "waits for 3 of 3 slots: the cluster has 0 free CPUs"
+                whole.wait_for(lambda _: wanted in notices(whole))
+                whole.signal(signal.SIGINT)
+                assert whole.wait().code == 130
+            first.signal(signal.SIGINT)
+            assert first.wait().code == 130
+            some.wait_for(lambda events: len(views(events)[-1]) == 3)
+            some.signal(signal.SIGINT)
+            assert some.wait().code == 130
     assert nodes.left() == ""
 
 
