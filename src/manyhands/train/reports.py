@@ -218,8 +218,8 @@ class Gathering:
                 for piece in used:
                     ranges.add(piece)
         last = self._last
-        sums = [(row.weight, row.loss_sum) for row in rows]
-        sums += [part.sums for part in parts if part.row is None and part.sums is not None]
+        known = [(p.row.weight, p.row.loss_sum) if p.row is not None else p.sums for p in parts]
+        sums = [pair for pair in known if pair is not None]
         if len(rows) < len(parts) and step.sums is not None and step.sums[0]:
             sums = [step.sums]
         weight = sum(pair[0] for pair in sums)
