@@ -7,6 +7,7 @@ is used once an epoch, and who was given up is in no step after that.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_a_cable_is_out_for_five_seconds(
     done = cast.finish()
     check_one_history(done, alone)
     assert not done.of("MemberLost"), "that is no reason to give anybody up"
+    times = [step["time"] for step in done.steps]
+    assert max(later - sooner for sooner, later in pairwise(times)) > 4, "all stood still meanwhile"
 
 
 @pytest.mark.long

@@ -18,7 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from manyhands.errors import ViewChanging
+from manyhands.cluster import gloo_tls
+from manyhands.errors import SpecError, ViewChanging
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -76,6 +77,10 @@ def join_group(me: Me, view: View) -> Group:
     import torch.distributed as dist
 
     backend = backend_for(view)
+    if backend == "nccl" and gloo_tls.in_use():
+        raise SpecError(
+            f"allreduce(tls=true): these workers have GPUs, and NCCL has no TLS. {gloo_tls.INSTEAD}"
+        )
     if backend == "nccl":
         torch.cuda.set_device(me.device)
     before = _open_sockets()
@@ -139,7 +144,9 @@ def describe_transport() -> str:
 
     backend = str(dist.get_backend())
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return f"{backend} on {interface}" if backend == "gloo" and interface else backend
+    if backend == "gloo" and gloo_tls.in_use():
+        backend += " with TLS"
+    return f"{backend} on {interface}" if backend.startswith("gloo") and interface else backend
 
 
 def peer_lost(error: BaseException) -> bool:

@@ -60,9 +60,15 @@ class AllReduce(Strategy):
     """A worker that has computed for so many times the median's usual time leaves out the rest of its share:
     the mean is over what was computed, and the rest comes again in a later step. 0: all wait for it."""
 
+    tls: bool = False
+    """Gradients between workers are encrypted, where torch's gloo was built with TLS."""
+
     @property
     def leaves_out(self) -> bool:
         return self.drop > 0
+
+    def needs_keys(self, workers: int) -> bool:
+        return self.tls
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -104,6 +110,10 @@ class AllReduceLearner(Learner):
 
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
+        if self._config.tls:
+            from manyhands.cluster.gloo_tls import use_tls
+
+            use_tls(me.credentials)
         self._buffers = list(trainee.model.buffers())
         if self._config.drop and trainee.tables is not None:
             raise SpecError(

@@ -1,0 +1,58 @@
+"""gloo over TLS, in a torch that was built with it (`allreduce(tls=true)`).
+
+gloo takes its transport, and where key and certificates are, from variables of its own when a group is
+formed. It asks for the other side's certificate and trusts the authority that it is given: here the run's
+own, as on every link of ours. The store in which a group meets stays as it is, and NCCL has nothing like it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from manyhands.errors import SpecError
+
+if TYPE_CHECKING:
+    from manyhands.wire import Credentials
+
+TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+TLS = "TCP_TLS"
+FILES = {"key": "PKEY", "certificate": "CERT", "authority": "CA_FILE"}
+INSTEAD = (
+    "Use ps:sync, whose links between hosts are TLS and whose mathematics is the same; or a network that "
+    "encrypts by itself, such as WireGuard or a VPN, and leave tls away."
+)
+
+
+def use_tls(credentials: Credentials | None) -> None:
+    """All gloo groups of this process are TLS from now on; refused where that can't be."""
+    import torch
+    import torch.distributed as dist
+
+    if credentials is None:
+        raise SpecError(
+            "allreduce(tls=true) needs the certificates that  manyhands train  gives its workers: not with "
+            "--trust-network, and not in mh.join(). Leave one of them away."
+        )
+    os.environ[TRANSPORT] = TLS
+    for name, variable in FILES.items():
+        os.environ[f"{TRANSPORT}_{TLS}_{variable}"] = _nameless_file(getattr(credentials, name))
+    try:
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    except RuntimeError as error:
+        del os.environ[TRANSPORT]
+        raise SpecError(
+            f"allreduce(tls=true): this torch ({torch.__version__}) can't do TLS in gloo: it was built "
+            f"without ({str(error).splitlines()[0]}). {INSTEAD}"
+        ) from None
+
+
+def in_use() -> bool:
+    return os.environ.get(TRANSPORT) == TLS
+
+
+def _nameless_file(text: str) -> str:
+    """A path that gloo can read, for as long as this process lives, and that has no name on any disk."""
+    number = os.memfd_create("manyhands", os.MFD_CLOEXEC)
+    os.write(number, text.encode())
+    return f"/proc/self/fd/{number}"

@@ -1,0 +1,49 @@
+"""gloo over TLS is refused with a reason where torch was built without; and with what it can't be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from manyhands.cluster import gloo_tls
+from manyhands.errors import SpecError
+from manyhands.wire import Authority
+
+
+@pytest.fixture(autouse=True)
+def _own_variables() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+def test_a_torch_without_it_says_so_and_what_to_use_instead() -> None:
+    credentials = Authority.create("test").issue("worker-0")
+    try:
+        gloo_tls.use_tls(credentials)
+    except SpecError as error:
+        text = str(error)
+    else:
+        pytest.skip("this torch has TLS in gloo")
+    assert "was built without" in text
+    assert "Use ps:sync" in text
+    assert not gloo_tls.in_use(), "a group that is formed all the same is an ordinary one"
+
+
+def test_gloo_finds_what_it_is_given() -> None:
+    credentials = Authority.create("test").issue("worker-0")
+    try:
+        gloo_tls.use_tls(credentials)
+    except SpecError:
+        pass
+    for name, variable in gloo_tls.FILES.items():
+        with open(os.environ[f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{variable}"]) as file:
+            assert file.read() == getattr(credentials, name)
+
+
+def test_it_needs_certificates() -> None:
+    with pytest.raises(SpecError, match=r"not with --trust-network, and not in mh\.join"):
+        gloo_tls.use_tls(None)
