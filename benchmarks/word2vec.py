@@ -21,6 +21,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -274,6 +275,8 @@ def describe() -> dict[str, Any]:
 def main() -> None:
     given = parse()
     become_reaper()
+    # Ended as by Ctrl-C: what runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     machine = describe()
     print(machine["words"])
     with tempfile.TemporaryDirectory(prefix="word2vec-") as folder:

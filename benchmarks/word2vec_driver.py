@@ -20,7 +20,7 @@ import numpy as np
 
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary
-from manyhands.words import kernels
+from manyhands.words import copies, kernels
 from manyhands.words.vectors import Vectors
 
 LAST_LR = 1e-4
@@ -39,6 +39,7 @@ class Settings:
     threads: int = 2
     seed: int = 1
     chunk: int = 1_000
+    copied: int = 0
 
 
 class Training:
@@ -62,7 +63,9 @@ class Training:
 
     def run(self) -> float:
         """Seconds for all epochs."""
-        self.train(*self._call(self.ids[:0], 0.0, 0))  # compiled before the clock runs
+        self.train(
+            *self._call(self.ids[:0], 0.0, 0), copies.room(0, self.settings.dim)
+        )  # compiled before the clock runs
         chunk = self.settings.chunk
         starts = np.arange(0, len(self.ids), chunk)
         work = iter([(epoch, int(s)) for epoch in range(self.settings.epochs) for s in starts])
@@ -78,6 +81,7 @@ class Training:
 
     def _take(self, work: Any) -> None:
         size, epochs = len(self.ids), self.settings.epochs
+        own = copies.room(self.settings.copied, self.settings.dim)
         while True:
             with self._lock:
                 epoch, start = next(work, (None, 0))
@@ -87,7 +91,7 @@ class Training:
             lr = self.settings.lr * max(1.0 - done, LAST_LR)
             seed = hash((self.settings.seed, epoch, start)) & (2**62 - 1)
             tokens = self.ids[start : start + self.settings.chunk]
-            loss, pairs, _ = self.train(*self._call(tokens, lr, seed))
+            loss, pairs, _ = self.train(*self._call(tokens, lr, seed), own)
             if epoch == epochs - 1:
                 with self._lock:
                     self.loss += loss
