@@ -40,6 +40,9 @@ class Settings:
     seed: int = 1
     chunk: int = 1_000
     copied: int = 0
+    """Common words of whose rows each thread has copies."""
+    apart: bool = False
+    """Each thread has matrices of its own: nothing is learnt together, and nobody is in the way."""
 
 
 class Training:
@@ -63,9 +66,8 @@ class Training:
 
     def run(self) -> float:
         """Seconds for all epochs."""
-        self.train(
-            *self._call(self.ids[:0], 0.0, 0), copies.room(0, self.settings.dim)
-        )  # compiled before the clock runs
+        none = copies.room(0, self.settings.dim)
+        self._call((self.inputs, self.outputs), self.ids[:0], 0.0, 0, none)  # compiled before
         chunk = self.settings.chunk
         starts = np.arange(0, len(self.ids), chunk)
         work = iter([(epoch, int(s)) for epoch in range(self.settings.epochs) for s in starts])
@@ -82,6 +84,9 @@ class Training:
     def _take(self, work: Any) -> None:
         size, epochs = len(self.ids), self.settings.epochs
         own = copies.room(self.settings.copied, self.settings.dim)
+        matrices = (self.inputs, self.outputs)
+        if self.settings.apart:
+            matrices = (self.inputs.copy(), self.outputs.copy())
         while True:
             with self._lock:
                 epoch, start = next(work, (None, 0))
@@ -91,16 +96,16 @@ class Training:
             lr = self.settings.lr * max(1.0 - done, LAST_LR)
             seed = hash((self.settings.seed, epoch, start)) & (2**62 - 1)
             tokens = self.ids[start : start + self.settings.chunk]
-            loss, pairs, _ = self.train(*self._call(tokens, lr, seed), own)
+            loss, pairs, _ = self._call(matrices, tokens, lr, seed, own)
             if epoch == epochs - 1:
                 with self._lock:
                     self.loss += loss
                     self.pairs += pairs
 
-    def _call(self, tokens: Any, lr: float, seed: int) -> tuple[Any, ...]:
+    def _call(self, matrices: Any, tokens: Any, lr: float, seed: int, own: Any) -> Any:
+        where = (*matrices, self.rows, self.rows, self.keep, self.noise)
         s = self.settings
-        matrices = (self.inputs, self.outputs, self.rows, self.rows)
-        return (tokens, *matrices, self.keep, self.noise, s.window, s.negative, lr, seed)
+        return self.train(tokens, *where, s.window, s.negative, lr, seed, own)
 
     def vectors(self) -> Vectors:
         return Vectors(self.vocabulary.words, self.inputs)
@@ -129,7 +134,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, help="train on the first so many words only")
     parser.add_argument("--save", help="where to put the vectors")
     for name, kind in Settings.__annotations__.items():
-        make = {"int": int, "float": float, "str": str}[kind]
+        make = {"int": int, "float": float, "str": str, "bool": "true".__eq__}[kind]
         parser.add_argument(f"--{name}", type=make, default=getattr(Settings, name))
     given = parser.parse_args()
     settings = Settings(**{name: getattr(given, name) for name in Settings.__annotations__})
