@@ -71,8 +71,13 @@ class Training:
         chunk = self.settings.chunk
         starts = np.arange(0, len(self.ids), chunk)
         work = iter([(epoch, int(s)) for epoch in range(self.settings.epochs) for s in starts])
+        both = (self.inputs, self.outputs)
         threads = [
-            threading.Thread(target=self._take, args=(work,)) for _ in range(self.settings.threads)
+            threading.Thread(
+                target=self._take,
+                args=(work, tuple(m.copy() for m in both) if self.settings.apart else both),
+            )
+            for _ in range(self.settings.threads)
         ]
         began = time.perf_counter()
         for thread in threads:
@@ -81,12 +86,9 @@ class Training:
             thread.join()
         return time.perf_counter() - began
 
-    def _take(self, work: Any) -> None:
+    def _take(self, work: Any, matrices: Any) -> None:
         size, epochs = len(self.ids), self.settings.epochs
         own = copies.room(self.settings.copied, self.settings.dim)
-        matrices = (self.inputs, self.outputs)
-        if self.settings.apart:
-            matrices = (self.inputs.copy(), self.outputs.copy())
         while True:
             with self._lock:
                 epoch, start = next(work, (None, 0))
