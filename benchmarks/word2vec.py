@@ -9,7 +9,8 @@ vocabulary, before frequent ones are thinned out. Counting words and starting up
     python benchmarks/word2vec.py text8.gz --judge word_eval/       and how good the vectors are
     python benchmarks/word2vec.py text8.gz --model cbow --dim 200 --window 8 --negative 25 --epochs 15
 
-`kernels` are threads on one pair of matrices (word2vec_driver.py); `manyhands` is the command
+`kernels` are threads on one pair of matrices (word2vec_driver.py), `limit` threads that have one pair each
+and learn nothing together: what the machine can do. `manyhands` is the command
 `manyhands train examples/word2vec.py`, with workers that share the tables, or over sockets: with TLS
 (`:tcp`), or authenticated only (`:trusted`, by --trust-network).
 Peers are installed into benchmarks/.venvs at the first run; one that can't be is listed with its reason.
@@ -21,6 +22,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -36,6 +38,7 @@ from word2vec_driver import Settings, Training, scores
 
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary
+from manyhands.words.model import COPIED, CROWD, WORTH
 from manyhands.words.vectors import Vectors
 
 HERE = Path(__file__).parent
@@ -104,11 +107,13 @@ def ours(load: Load, folder: Path, *, transport: str) -> float:
     return float(summary["units_per_s"])
 
 
-def kernels(load: Load, vocabulary: Vocabulary, ids: Path) -> float:
-    """Words a second of threads on one pair of matrices."""
+def kernels(load: Load, vocabulary: Vocabulary, ids: Path, *, apart: bool) -> float:
+    """Words a second of threads on one pair of matrices, or on one pair each."""
     names = ("model", "dim", "window", "negative", "sample", "lr", "epochs", "seed")
     chosen = {name: getattr(load, name) for name in names}
-    training = Training(vocabulary, ids, Settings(**chosen, threads=load.workers))
+    if load.workers >= CROWD and not apart:
+        chosen |= {"copied": COPIED, "chunk": COPIED * WORTH}  # as workers do
+    training = Training(vocabulary, ids, Settings(**chosen, threads=load.workers, apart=apart))
     seconds = training.run()
     if load.save:
         training.vectors().save(load.save, binary=True)
@@ -136,10 +141,11 @@ class Bench:
         self.failed: dict[str, str] = {}
 
     def measure(self, name: str, workers: int, repeat: int) -> tuple[float, dict[str, float]]:
-        save = self.folder / f"{name.replace(':', '-')}.bin" if self.given.judge else None
+        judged = self.given.judge and name != "limit"
+        save = self.folder / f"{name.replace(':', '-')}.bin" if judged else None
         load = replace(self.load, workers=workers, seed=repeat + 1, save=str(save or ""))
-        if name == "kernels":
-            speed = kernels(load, self.vocabulary, self.ids)
+        if name in ("kernels", "limit"):
+            speed = kernels(load, self.vocabulary, self.ids, apart=name == "limit")
         elif name.startswith("manyhands"):
             with tempfile.TemporaryDirectory(dir=self.folder) as folder:
                 speed = ours(load, Path(folder), transport=name.partition(":")[2] or "shm")
@@ -248,7 +254,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=float, default=1e-4)
     parser.add_argument("--lr", type=float, default=0.05)
     given = parser.parse_args()
-    ours = ["manyhands", "manyhands:tcp", "manyhands:trusted", "kernels"]
+    ours = ["manyhands", "manyhands:tcp", "manyhands:trusted", "kernels", "limit"]
     given.only = given.only or [*ours, "gensim", "fasttext"]
     known = {*ours, *PEERS}
     if wrong := set(given.only) - known:
@@ -274,6 +280,8 @@ def describe() -> dict[str, Any]:
 def main() -> None:
     given = parse()
     become_reaper()
+    # Ended as by Ctrl-C: what runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     machine = describe()
     print(machine["words"])
     with tempfile.TemporaryDirectory(prefix="word2vec-") as folder:

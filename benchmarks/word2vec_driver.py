@@ -20,7 +20,7 @@ import numpy as np
 
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary
-from manyhands.words import kernels
+from manyhands.words import copies, kernels
 from manyhands.words.vectors import Vectors
 
 LAST_LR = 1e-4
@@ -39,6 +39,10 @@ class Settings:
     threads: int = 2
     seed: int = 1
     chunk: int = 1_000
+    copied: int = 0
+    """Common words of whose rows each thread has copies."""
+    apart: bool = False
+    """Each thread has matrices of its own: nothing is learnt together, and nobody is in the way."""
 
 
 class Training:
@@ -62,12 +66,18 @@ class Training:
 
     def run(self) -> float:
         """Seconds for all epochs."""
-        self.train(*self._call(self.ids[:0], 0.0, 0))  # compiled before the clock runs
+        none = copies.room(0, self.settings.dim)
+        self._call((self.inputs, self.outputs), self.ids[:0], 0.0, 0, none)  # compiled before
         chunk = self.settings.chunk
         starts = np.arange(0, len(self.ids), chunk)
         work = iter([(epoch, int(s)) for epoch in range(self.settings.epochs) for s in starts])
+        both = (self.inputs, self.outputs)
         threads = [
-            threading.Thread(target=self._take, args=(work,)) for _ in range(self.settings.threads)
+            threading.Thread(
+                target=self._take,
+                args=(work, tuple(m.copy() for m in both) if self.settings.apart else both),
+            )
+            for _ in range(self.settings.threads)
         ]
         began = time.perf_counter()
         for thread in threads:
@@ -76,8 +86,9 @@ class Training:
             thread.join()
         return time.perf_counter() - began
 
-    def _take(self, work: Any) -> None:
+    def _take(self, work: Any, matrices: Any) -> None:
         size, epochs = len(self.ids), self.settings.epochs
+        own = copies.room(self.settings.copied, self.settings.dim)
         while True:
             with self._lock:
                 epoch, start = next(work, (None, 0))
@@ -87,16 +98,16 @@ class Training:
             lr = self.settings.lr * max(1.0 - done, LAST_LR)
             seed = hash((self.settings.seed, epoch, start)) & (2**62 - 1)
             tokens = self.ids[start : start + self.settings.chunk]
-            loss, pairs, _ = self.train(*self._call(tokens, lr, seed))
+            loss, pairs, _ = self._call(matrices, tokens, lr, seed, own)
             if epoch == epochs - 1:
                 with self._lock:
                     self.loss += loss
                     self.pairs += pairs
 
-    def _call(self, tokens: Any, lr: float, seed: int) -> tuple[Any, ...]:
+    def _call(self, matrices: Any, tokens: Any, lr: float, seed: int, own: Any) -> Any:
+        where = (*matrices, self.rows, self.rows, self.keep, self.noise)
         s = self.settings
-        matrices = (self.inputs, self.outputs, self.rows, self.rows)
-        return (tokens, *matrices, self.keep, self.noise, s.window, s.negative, lr, seed)
+        return self.train(tokens, *where, s.window, s.negative, lr, seed, own)
 
     def vectors(self) -> Vectors:
         return Vectors(self.vocabulary.words, self.inputs)
@@ -125,7 +136,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, help="train on the first so many words only")
     parser.add_argument("--save", help="where to put the vectors")
     for name, kind in Settings.__annotations__.items():
-        make = {"int": int, "float": float, "str": str}[kind]
+        make = {"int": int, "float": float, "str": str, "bool": "true".__eq__}[kind]
         parser.add_argument(f"--{name}", type=make, default=getattr(Settings, name))
     given = parser.parse_args()
     settings = Settings(**{name: getattr(given, name) for name in Settings.__annotations__})

@@ -30,7 +30,7 @@ class Word2Vec(mh.Job):
     cbow: bool = False
     direct: bool = True
     lr: float = 0.05
-    batch_size: int = 32  # chunks of 1,000 words, of all workers together
+    batch_size: int = 32  # chunks of 1,000 words
     epochs: int = 5
 
     def data(self):

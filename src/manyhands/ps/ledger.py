@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
@@ -52,6 +52,9 @@ class Given:
     """The sum of its losses, each times its weight: who pushed it may die before it reports it."""
 
 
+_GIVEN = tuple(each.name for each in fields(Given))
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     version: int
@@ -77,7 +80,7 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         return {
             "v": self.version,
-            "given": [astuple(g) for g in self.given],
+            "given": [[getattr(g, name) for name in _GIVEN] for g in self.given],
             "lr": self.lr_scale,
             "progress": self.progress,
             "factor": self.factor,
@@ -112,6 +115,8 @@ class Ledger:
         default_factory=lambda: deque(maxlen=KEEP_PARTS)
     )
     """Step, part, weight and loss of what was applied lately, newest last."""
+    _kept: int = 0
+    """Pushes in `decisions`."""
 
     @property
     def ticks(self) -> int:
@@ -126,9 +131,10 @@ class Ledger:
         for given in decision.given:
             self.counts[given.worker] += 1
             self.parts.append((given.step, given.part, given.samples, given.loss))
-        spare = sum(len(d.given) for d in self.decisions) - KEEP_PUSHES - 4 * len(self.counts)
-        while len(self.decisions[0].given) <= spare:
-            spare -= len(self.decisions.popleft().given)
+        self._kept += len(decision.given)
+        most = KEEP_PUSHES + 4 * len(self.counts)
+        while self._kept - len(self.decisions[0].given) >= most:
+            self._kept -= len(self.decisions.popleft().given)
 
     def after(self, version: int) -> list[Decision]:
         """What was applied after `version`, oldest first."""
@@ -157,6 +163,7 @@ class Ledger:
             Counter({str(k): int(n) for k, n in record["counts"].items()}),
         )
         ledger.decisions.extend(Decision.from_dict(d) for d in record["decisions"])
+        ledger._kept = sum(len(d.given) for d in ledger.decisions)
         ledger.parts.extend(
             (int(step), int(part), float(weight), float(loss))
             for step, part, weight, loss in record["parts"]

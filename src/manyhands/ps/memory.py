@@ -29,11 +29,12 @@ class Flat:
         self.layout = layout
         self.buffers = list(buffers)
         self.segment = segment
-        self._marks = (
+        marks = (
             torch.zeros(MARKS, dtype=torch.int64)
             if segment is None
             else segment.tensor(torch.int64, offset_bytes=segment.nbytes - 8 * MARKS, numel=MARKS)
         )
+        self._marks = marks.numpy()  # read and written at every update, a number at a time
 
     @classmethod
     def private(cls, layout: Layout, *, device: str = "cpu") -> Flat:

@@ -46,6 +46,7 @@ class TablesTogether:
                 "Use  tables=replicated  or a strategy of the ps: family."
             )
         self._meet()
+        self._tables.writers = view.world
 
     def step(self, lr: float, now: int) -> int:
         """Put what this step has found into the rows; the bytes that this worker sent for it."""

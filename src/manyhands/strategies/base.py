@@ -148,6 +148,11 @@ class Learner(ABC):
         """It takes part, and its weights are not those of the others yet: it can be given no samples."""
         return False
 
+    @property
+    def whole_steps(self) -> bool:
+        """After on_view, without lockstep: cutting a step into parts for all workers is to no purpose."""
+        return False
+
     def placement(self) -> str:
         """One line for people: where the weights lie. Empty where there is nothing to say."""
         return ""

@@ -38,7 +38,7 @@ class ParameterServer(Strategy):
     goes_on: ClassVar[bool] = True
 
     servers: int | Literal["auto"] = "auto"
-    """How many servers; auto: every worker serves, or two where servers are dedicated."""
+    """How many servers; auto: every worker for whom there is something to serve, or two dedicated ones."""
     placement: Literal["colocated", "dedicated"] = "colocated"
     """Whether workers serve too, or servers are processes of their own."""
     transport: Literal["auto", "shm", "tcp"] = "auto"

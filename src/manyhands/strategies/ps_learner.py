@@ -331,6 +331,12 @@ class PsLearner(Learner):
             report.resolved = True
 
     @property
+    def whole_steps(self) -> bool:
+        """A model that changes shared rows itself is done with a part when it has computed it: the mean
+        over a step is nobody's, and the larger a part the fewer messages."""
+        return self._station.shared and isinstance(self.trainee.model, RowModel)
+
+    @property
     def looks_ahead(self) -> bool:
         return isinstance(self.trainee.tables, RemoteTables) and self.trainee.tables.foresees
 

@@ -76,7 +76,12 @@ class Station:
                 raise ManyhandsError("No server is left, and the parameters are lost with them.")
             return servers
         workers = [seat.name for seat in view.workers]
-        return workers if self.config.servers == "auto" else workers[: self.config.servers]
+        if self.config.servers != "auto":
+            return workers[: self.config.servers]
+        if self.shared and not self._serves_rows:
+            # More than these would have no block, and only be told of every update and tell it on.
+            return workers[: max(1 + self.config.replicas, len(self.layout.shards))]
+        return workers
 
     def leave(self, view: View | None = None) -> None:
         """End what there is of the view before; what the dead have said is still heard."""
@@ -141,9 +146,9 @@ class Station:
             logger.info("%s: %s", self.me.name, error)  # one of them just died: a view comes
 
     def _rows(self) -> RowEstate | None:
-        """Rows are changed by servers where they travel, or where an update is made of several gradients."""
-        if self._tables is None or (self.shared and not self.terms.rounds):
+        if not self._serves_rows:
             return None
+        assert self._tables is not None
         self._tables.spread = not self.shared
         return RowEstate(
             self.me.name,
@@ -152,6 +157,11 @@ class Station:
             adds=isinstance(self.trainee.model, RowModel),
             bits=self.config.row_bits,
         )
+
+    @property
+    def _serves_rows(self) -> bool:
+        """Rows are changed by servers where they travel, or where an update is made of several gradients."""
+        return self._tables is not None and (self.terms.rounds or not self.shared)
 
     def wait_until_begun(self) -> None:
         """Until the servers of this view have begun it, where this member is one."""
@@ -289,6 +299,7 @@ class Station:
             where = tables.addresses() if self._has_tables else tables.share()
             self._post(key, json.dumps(where))
         self._has_tables = True
+        tables.writers = view.world
 
     def _is_shared(self, view: View) -> bool:
         transport = self.config.transport

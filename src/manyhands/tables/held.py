@@ -47,6 +47,8 @@ class Tables:
         """The step that is being done: what is looked up is used now."""
         self.batch: Any = None
         """What is being trained on."""
+        self.writers = 1
+        """Workers that change these very rows at the same time."""
         self.in_place = False
         """A RowModel changes rows without a word."""
         self.makes_on_pull = True
@@ -280,6 +282,10 @@ class TouchedRows:
     @property
     def matrix(self) -> NDArray[np.float32]:
         return self.store.rows
+
+    @property
+    def writers(self) -> int:
+        return self._tables.writers
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.store.find(ids, create=True, now=self._tables.now)

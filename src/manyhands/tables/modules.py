@@ -50,6 +50,10 @@ class Rows(Protocol):
     def matrix(self) -> NDArray[np.float32]:
         """Rows under each other; others may change them at the same time."""
 
+    @property
+    def writers(self) -> int:
+        """How many workers change these rows at the same time, this one among them."""
+
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which rows of the matrix the ids have; new ids get one."""
 

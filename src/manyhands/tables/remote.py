@@ -297,6 +297,7 @@ class CopiedRows:
     def __init__(self, ids: NDArray[np.int64], matrix: NDArray[np.float32]) -> None:
         self.ids = ids
         self.matrix = matrix
+        self.writers = 1
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self.ids, ids)

@@ -230,7 +230,7 @@ class Conductor:
         handout.settle(crew.applied())
         self._commit_steps()
         redone = handout.restart(crew.view)
-        handout.listening = crew.listening
+        handout.listening, handout.whole_steps = crew.listening, crew.whole_steps
         self._view = crew.view.number
         self._evaluation, self._stopped = {}, set()
         self._progress = time.monotonic()

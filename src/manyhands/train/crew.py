@@ -150,6 +150,11 @@ class Crew:
                 found[step, part] = (sums[0], sums[1]) if sums else None
         return found
 
+    @property
+    def whole_steps(self) -> bool:
+        """Those who have joined the view want no parts of steps."""
+        return any(report.get("whole_steps") for report in self.joined.values())
+
     # Those that are lost ----------------------------------------------------------------------
 
     def suspect(self, member: str, reason: str) -> None:

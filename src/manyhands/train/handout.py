@@ -2,9 +2,9 @@
 
 `InStep`: every worker has its share of every step, by how fast it computes, and orders go out in the
 order of the course.
-`InParts`: a step is cut into parts for whoever is free, and what is done by all of the workers
-together (an evaluation, a checkpoint, the stop) is a barrier: it waits until nothing is open. When
-only a barrier is left to wait for, each worker is told to rest.
+`InParts`: a step is cut into parts for whoever is free, or is one part if the members want no others.
+What is done by all of the workers together (an evaluation, a checkpoint, the stop) is a barrier: it
+waits until nothing is open. When only a barrier is left to wait for, each worker is told to rest.
 
 When the members change: `settle` says what of the open parts is in the weights, then `restart` gives
 out all the rest again, among those who are left.
@@ -50,6 +50,8 @@ class Handout(ABC):
         """The workers, then the servers."""
         self.listening: set[str] = set()
         """Workers that are new, and get samples when they have caught up."""
+        self.whole_steps = False
+        """Without lockstep: a step is one part."""
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
         self.pace = Pace()
@@ -299,7 +301,7 @@ class InParts(Handout):
 
     def _fetch(self, lacking: int) -> None:
         """The next steps of the course into the queue, or the barrier before them."""
-        number = max(1, self._parts(len(self.workers)))
+        number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
         order: Order | None = self.course.next(min(MAX_LEASE, math.ceil(lacking / number)))
         assert order is not None, "the course awaits an evaluation that nobody was asked for"
         if not isinstance(order, Steps):

@@ -57,6 +57,8 @@ class Learner(Protocol):
     def placement(self) -> str: ...
     @property
     def catching_up(self) -> bool: ...
+    @property
+    def whole_steps(self) -> bool: ...
     def interrupt(self) -> None: ...
     @property
     def looks_ahead(self) -> bool: ...
@@ -224,6 +226,7 @@ class Worker:
             settled=self.learner.settled(),
             placement=self.learner.placement(),
             catching_up=self.learner.catching_up,
+            whole_steps=self.learner.whole_steps,
         )
         self._catching_up = self.learner.catching_up
 

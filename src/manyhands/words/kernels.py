@@ -9,8 +9,8 @@ CBOW has one vector a window, the mean of its contexts, against its centre and t
 error goes to every context undivided, as word2vec has always done.
 
 The matrices are changed in place without a lock: several threads or processes may do so at once
-(Niu et al., 2011). A call reads and writes about (negative + 1 + contexts) rows a kept word.
-Rows may lie at any stride.
+(Niu et al., 2011). Each then has copies of the rows that all would write all the time: see copies.py.
+A call reads and writes about (negative + 1 + contexts) rows a kept word. Rows may lie at any stride.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manyhands.words import sampling, simd, windows
+from manyhands.words import copies, sampling, simd, windows
 from manyhands.words.windows import MEAN_TILE, TILE
 
 SHARE = 6
@@ -47,6 +47,7 @@ def skip_gram(
     negative: int,
     lr: float,
     seed: int,
+    own: NDArray[np.float32],
 ) -> tuple[float, int, int]:
     """Train on a stretch of text: (estimated sum of the pairs' losses, pairs, words before sampling).
 
@@ -54,6 +55,9 @@ def skip_gram(
     word's; `keep` is how likely a word stays; `noise` an alias table to draw words from (or simply word
     ids as uint64, each as likely). Everything random comes from the seed. The loss is that of every
     16th window, scaled up.
+
+    `own` is room for copies of the rows of the first words, the commonest: see copies.py. Where nobody
+    else changes the matrices it has room for none, copies.room(0, dim).
     """
     state = np.full(1, np.uint64(seed), np.uint64)
     kept = np.empty(len(tokens), np.int32)
@@ -79,6 +83,7 @@ def skip_gram(
         np.zeros(lanes, np.float32),
         np.zeros(SHARE * lanes, np.float32),
         np.zeros(3 * (inputs.shape[1] + simd.LANES), np.float32),
+        own,
     )
     return loss, pairs, words
 
@@ -96,6 +101,7 @@ def cbow(
     negative: int,
     lr: float,
     seed: int,
+    own: NDArray[np.float32],
 ) -> tuple[float, int, int]:
     """As `skip_gram`, with the mean of a window's contexts in place of each: a window is one pair."""
     state = np.full(1, np.uint64(seed), np.uint64)
@@ -122,6 +128,7 @@ def cbow(
         np.zeros(lanes, np.float32),
         np.zeros(lanes, np.float32),
         np.zeros(3 * (inputs.shape[1] + simd.LANES), np.float32),
+        own,
     )
     return loss, pairs, words
 
@@ -146,14 +153,15 @@ def _train(
     rates: NDArray[np.float32],
     errors: NDArray[np.float32],
     spare: NDArray[np.float32],
+    own: NDArray[np.float32],
 ) -> tuple[float, int]:
     """All windows. The caller holds every array whose address is taken here."""
     if inputs.shape[1] != outputs.shape[1] or inputs.strides[1] != 4 or outputs.strides[1] != 4:
         raise ValueError(
             "inputs and outputs need equally many columns, one float32 after the other"
         )
-    in_base, out_base = simd.address_of(inputs), simd.address_of(outputs)
-    in_stride, out_stride = inputs.strides[0], outputs.strides[0]
+    copied = own.shape[2]
+    ins, outs = copies.where(inputs, own, 0), copies.where(outputs, own, 1)
     whole = inputs.shape[1] // simd.LANES * simd.BYTES
     rest = inputs.shape[1] % simd.LANES
     lines = (inputs.shape[1] * 4 + 126) // 64
@@ -169,26 +177,34 @@ def _train(
     targets[:] = void
     ahead[:] = void
     count = len(kept)
+    copies.take(in_rows, ins, whole, rest)
+    copies.take(out_rows, outs, whole, rest)
     pairs = seen = looked = 0
     loss = 0.0
     i = sampling.following(kept, count, 0)
     if i < count:
-        sampling.draw(
-            kept[i], negative, noise, out_rows, out_base, out_stride, lines, void, state, ahead
-        )
+        sampling.draw(kept[i], negative, noise, out_rows, outs, lines, void, state, ahead)
     while i < count:
         targets[: negative + 1] = ahead[: negative + 1]
         later = sampling.following(kept, count, i + 1)
+        if copied:
+            for k in range(seen % copies.OUT_EVERY, negative + 1, copies.OUT_EVERY):
+                copies.merge(targets[k], out_rows, outs, whole, rest)
+            if seen % copies.IN_EVERY == 0:
+                copies.merge(copies.address(kept[i], in_rows, ins), in_rows, ins, whole, rest)
         if later < count:
             word = kept[later]
-            sampling.draw(
-                word, negative, noise, out_rows, out_base, out_stride, lines, void, state, ahead
-            )
+            sampling.draw(word, negative, noise, out_rows, outs, lines, void, state, ahead)
+            if copied:
+                for k in range((seen + 1) % copies.OUT_EVERY, negative + 1, copies.OUT_EVERY):
+                    copies.ask(ahead[k], out_rows, outs, lines)
+                if (seen + 1) % copies.IN_EVERY == 0:
+                    copies.ask(copies.address(word, in_rows, ins), in_rows, ins, lines)
         first, last = sampling.reach(kept, count, i, window, state)
         size = 0
         for j in range(first, last + 1):
             if j != i:
-                contexts[size] = in_base + in_rows[kept[j]] * in_stride
+                contexts[size] = copies.address(kept[j], in_rows, ins)
                 size += 1
         contexts[size] = void
         for start in range(0, size, max(size, 1) if bag else SHARE):
@@ -199,8 +215,7 @@ def _train(
                     negative,
                     noise,
                     out_rows,
-                    out_base,
-                    out_stride,
+                    outs,
                     lines,
                     void,
                     state,
@@ -231,4 +246,6 @@ def _train(
                         loss += windows.cost(errors[k if bag else lane], lr)
         seen += 1
         i = later
+    copies.give(in_rows, ins, whole, rest)
+    copies.give(out_rows, outs, whole, rest)
     return loss * pairs / max(looked, 1), pairs

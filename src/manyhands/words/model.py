@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 POOL = 4096
 """Words that the negatives of a batch are drawn from, where rows have to be fetched."""
+COPIED = 1_000
+"""Words that a worker has copies of the rows of, where others write them too: they stay in the cache of
+its core, and are half of what a text touches."""
+CROWD = 3
+"""Workers from which on copies pay: two are hardly in each other's way."""
+WORTH = 16
+"""Words of a batch for each word that is copied: else copying is too much of the work."""
 
 
 class Vocabulary(Protocol):
@@ -54,6 +61,8 @@ class WordModel(RowModel):
         self._keep = vocabulary.keep_probability(sample)
         self._noise = vocabulary.noise()
         self._found: dict[str, tuple[Rows, NDArray[np.int64]]] = {}
+        self._own: NDArray[np.float32] | None = None
+        """Room for copies of rows."""
 
     def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
         there = np.zeros(len(self._keep) + 1, bool)
@@ -94,9 +103,18 @@ class WordModel(RowModel):
             noise = number[self._pool(seed)].astype(np.uint64)
         loss, pairs, _ = train(
             *(tokens, inputs.matrix, outputs.matrix, in_rows, out_rows, keep, noise),
-            *(self._window, self._negative, lr, seed),
+            *(self._window, self._negative, lr, seed, self._copies(len(tokens), inputs.writers)),
         )
         return float(loss), float(pairs)
+
+    def _copies(self, words: int, writers: int) -> NDArray[np.float32]:
+        """Room for copies of the commonest words' rows; for none, where few write them."""
+        from manyhands.words import copies
+
+        count = min(len(self._keep), COPIED, words // WORTH) if writers >= CROWD else 0
+        if self._own is None or self._own.shape[2] != count:
+            self._own = copies.room(count, self.tables["inputs"].dim)
+        return self._own
 
     def _rows_of(self, name: str, rows: Rows) -> NDArray[np.int64]:
         """Where each word's row is. Rows never move: looked up once."""

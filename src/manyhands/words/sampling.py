@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manyhands.words import simd
+from manyhands.words import copies, simd
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -58,8 +58,7 @@ def draw(
     negative: int,
     noise: NDArray[np.uint64],
     out_rows: NDArray[np.int64],
-    base: int,
-    stride: int,
+    where: Any,
     lines: int,
     blank: int,
     state: NDArray[np.uint64],
@@ -67,7 +66,7 @@ def draw(
 ) -> None:
     """Addresses of the centre's row and of the drawn words', which are asked for. A draw of the
     centre itself is void: it becomes the blank row."""
-    targets[0] = base + out_rows[centre] * stride
+    targets[0] = copies.address(centre, out_rows, where)
     size = np.uint64(len(noise))
     for k in range(1, negative + 1):
         bits = random_bits(state)
@@ -76,7 +75,7 @@ def draw(
         # The place itself, or its alias: see `alias_table` in manyhands.data.text_scan.
         drawn = place if (bits & _LOW) < (entry >> _S32) else entry & _LOW
         word = np.int64(drawn)
-        targets[k] = blank if word == centre else base + out_rows[word] * stride
+        targets[k] = blank if word == centre else copies.address(word, out_rows, where)
     for k in range(negative + 1):
         row = targets[k]
         for line in range(lines):

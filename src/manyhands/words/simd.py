@@ -150,13 +150,13 @@ def _count(given: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line of an address that is going to be written."""
+    """Ask for the cache line of an address that is going to be written: for this core alone."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], ir.IntType(8))
         kinds = [pointer.type, _INT32, _INT32, _INT32]
         ask = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), kinds)
-        builder.call(ask, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+        builder.call(ask, [pointer, _INT32(1), _INT32(3), _INT32(1)])
         return context.get_dummy_value()
 
     return types.none(types.int64), generate
@@ -176,6 +176,14 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 def add(typing: Any, a: Any, b: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fadd(*args)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def subtract(typing: Any, a: Any, b: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fsub(*args)
 
     return vector(vector, vector), generate
 

@@ -201,6 +201,17 @@ def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
     assert stage.course.committed_step == 0
 
 
+def test_a_step_is_one_part_where_the_members_want_no_others(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
+    stage.handout.whole_steps = True
+    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
+    (_, order), _ = stage.told
+    assert order["portions"] == [[1, 0, 4, ((0, 4),), 0]]
+    stage.done("worker-1", 2, 0)
+    assert stage.more() == [("worker-1", [(3, 0)])]
+    assert stage.course.samples_used == 4
+
+
 def test_a_part_that_was_left_out_is_the_next(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
     stage.more()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from manyhands.words import kernels, sampling, simd, windows
+from manyhands.words import copies, kernels, sampling, simd, windows
 
 MODELS = {"skip-gram": kernels.skip_gram, "cbow": kernels.cbow}
 
@@ -40,6 +40,7 @@ def call(model: str, tokens: list[int], inputs: Any, outputs: Any, **other: Any)
         "negative": 1,
         "lr": 0.1,
         "seed": 7,
+        "own": copies.room(0, inputs.shape[1]),
     } | other
     return MODELS[model](np.array(tokens, np.int32), inputs, outputs, *arguments.values())
 
@@ -207,6 +208,60 @@ def test_the_seed_alone_decides(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("copied", [1, 13, 50])
+@pytest.mark.parametrize("dim", [16, 37])
+def test_who_is_alone_gets_the_same_with_copies(model: str, copied: int, dim: int) -> None:
+    """All that was made of the copies is in the rows at the end, and nowhere else."""
+    tokens = np.random.default_rng(1).integers(0, 50, 3_000).tolist()
+    rows = np.random.default_rng(2).permutation(60)[:50]
+
+    def trained(words: int) -> Any:
+        wide_in, wide_out = matrices(60, dim + 3)
+        call(
+            *(model, tokens, wide_in[:, :dim], wide_out[:, :dim]),
+            in_rows=rows,
+            out_rows=rows[::-1].copy(),
+            keep=np.full(50, 0.7, np.float32),
+            noise=np.arange(50, dtype=np.uint64),
+            window=3,
+            negative=5,
+            own=copies.room(words, dim),
+        )
+        return wide_in, wide_out
+
+    for with_copies, without in zip(trained(copied), trained(0), strict=True):
+        assert with_copies == pytest.approx(without, abs=1e-4)
+
+
+def test_a_copy_gives_what_it_has_and_takes_what_others_have_made() -> None:
+    from numba import njit
+
+    shared, _ = matrices(6, 20)
+    before, rows, own = shared.copy(), np.array([4, 2, 0]), copies.room(3, 20)
+
+    @njit
+    def take(shared: Any, own: Any, rows: Any) -> None:
+        copies.take(rows, copies.where(shared, own, 1), 64, 4)
+
+    @njit
+    def merge(word: int, shared: Any, own: Any, rows: Any) -> None:
+        where = copies.where(shared, own, 1)
+        copies.merge(copies.address(word, rows, where), rows, where, 64, 4)
+
+    take(shared, own, rows)
+    own[1, 0, :, :20] += 1.0
+    shared[2] += 10.0  # by others
+    merge(1, shared, own, rows)
+    expected = before.copy()
+    expected[2] += 11.0
+    assert shared == pytest.approx(expected)
+    assert own[1, 0, 1, :20] == pytest.approx(expected[2])
+    assert own[1, 0, 0, :20] == pytest.approx(before[4] + 1.0), "the others keep what they have"
+    merge(1, shared, own, rows)
+    assert shared == pytest.approx(expected), "nothing is given twice"
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_texts_without_anything_to_learn_change_nothing(model: str) -> None:
     for tokens in ([], [-1, -1], [2], [-1, 2, -1, 3, -1]):
         inputs, outputs = matrices(5, 16)
@@ -247,8 +302,9 @@ def test_sixteen_sums_lie_in_their_lanes() -> None:
     assert result == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("copied", [0, 40])
 @pytest.mark.parametrize("model", MODELS)
-def test_words_that_share_their_company_come_near(model: str) -> None:
+def test_words_that_share_their_company_come_near(model: str, copied: int) -> None:
     """Sixty words in two circles that never meet; two threads learn on the same matrices."""
     random = np.random.default_rng(0)
     circles = random.integers(0, 2, 6_000)
@@ -257,7 +313,7 @@ def test_words_that_share_their_company_come_near(model: str) -> None:
     noise = np.arange(60, dtype=np.uint64)
 
     def learn(part: Any, seed: int, lr: float = 0.05) -> float:
-        loss = pairs = 0.0
+        loss, pairs, own = 0.0, 0.0, copies.room(copied, 16)
         for start in range(0, len(part), 900):
             one = call(
                 *(model, part[start : start + 900], inputs, outputs),
@@ -266,6 +322,7 @@ def test_words_that_share_their_company_come_near(model: str) -> None:
                 negative=5,
                 lr=lr,
                 seed=seed + start,
+                own=own,
             )
             loss, pairs = loss + one[0], pairs + one[1]
         return loss / pairs
