@@ -366,10 +366,11 @@ def logs(done: harness.Finished) -> list[str]:
     return [path.read_text() for path in sorted((done.run / "logs").glob("worker-*"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "flags", "why"),
     [
-        pytest.param("tls", (), "certificate verify failed", marks=pytest.mark.long),
+        ("tls", (), "certificate verify failed"),
         ("proof", ("--trust-network",), "does not prove the run's secret"),
     ],
     ids=["tls", "proof"],

@@ -73,8 +73,9 @@ def test_a_dedicated_server_dies_and_no_bit_changes(
 
 @pytest.mark.parametrize(
     ("mode", "placement"),
-    [("ps:sync", "dedicated"), pytest.param("ps:backup", "colocated", marks=pytest.mark.long)],
+    [("ps:sync", "dedicated"), ("ps:backup", "colocated")],
 )
+@pytest.mark.long
 def test_links_that_break_while_both_ends_live(
     mode: str, placement: str, undisturbed: harness.Finished, tmp_path: Path
 ) -> None:
