@@ -62,6 +62,8 @@ def test_words_of_a_kind_are_neighbours(
         assert done.losses[-1] < 0.8 * done.losses[0]
         return
     assert "words/s" in done.out
+    if strategy == "ps:async":
+        assert {len(step["shares"]) for step in done.steps} == {1}, "a batch is one worker's"
     right = 0
     for topic in TOPICS:
         told = run(
