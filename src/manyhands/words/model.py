@@ -23,9 +23,9 @@ POOL = 4096
 """Words that the negatives of a batch are drawn from, where rows have to be fetched."""
 COPIED = 1_000
 """Words that a worker has copies of the rows of, where others write them too: they stay in the cache of
-its core, and are half of what a text touches."""
+its core, and are four tenths of what a text touches."""
 CROWD = 3
-"""Workers from which on copies pay: two are hardly in each other's way."""
+"""Workers from which on copies pay everywhere; for two it depends on the machine."""
 WORTH = 16
 """Words of a batch for each word that is copied: else copying is too much of the work."""
 
