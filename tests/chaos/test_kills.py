@@ -224,7 +224,8 @@ def family(pids: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 3])
 def test_several_of_four_die_at_once(count: int, tmp_path: Path) -> None:
     """All that is left goes on, and those who take the places of the dead find it."""
     run = tmp_path / "run"

@@ -118,7 +118,7 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
             marks=[pytest.mark.long]
             * (
                 "servers=4" in case.strategy
-                or (case.workers == 4 and check is equals_single)
+                or case.workers == 4
                 or ("dedicated" in case.strategy and check is not survives_a_kill)
             ),
         )

@@ -106,6 +106,7 @@ def train(strategy: str, run: Path, *flags: str) -> Finished:
     return case.train("Regression", run, plateau=RULE, epochs=6)
 
 
+@pytest.mark.long
 def test_a_plateau_is_seen_by_all_at_the_same_step(tmp_path: Path) -> None:
     """By one worker, by two in all-reduce, by servers; in a resumed run too. And a batch that may follow the
     workers, but need not, changes nothing, not a bit."""
