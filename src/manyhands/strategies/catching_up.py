@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.view import Me, View
-from manyhands.errors import LinkError, ManyhandsError
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
 from manyhands.state.flat import blanks, flatten, rebuild
 from manyhands.state.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Address, Limits, Link, Listener, connect
+from manyhands.wire import Address, Limits, Link, Listener, Message, connect
 
+STALLED_S = 30.0
+"""Without a byte of the state for so long, it is asked for anew, in another view."""
 RETRY_S = 0.5
 """How long one attempt to find the lender may take."""
 LIMITS = Limits(head_bytes=64 << 20, payload_bytes=1 << 40)
@@ -138,13 +140,13 @@ class CatchingUp:
 
     def _receive(self) -> Any:
         with self._find() as link:
-            text = str(link.recv().head["text"])
+            text = str(_moving(link).head["text"])
             tensors = blanks(text)
             for batch in batches(tensors):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
                 flat = torch.empty(size, dtype=torch.uint8)
                 room = flat.numpy().data
-                link.recv(place=lambda head, nbytes, room=room: room)  # type: ignore[misc]
+                _moving(link, room)
                 pour(flat, batch)
         return rebuild(text, tensors)
 
@@ -169,6 +171,18 @@ class CatchingUp:
         # Nobody else looks at the weights of a worker that is on its way.
         if not self._closed:
             put_state(state, self._trainee, self._learner, tables=False)
+
+
+def _moving(link: Link, room: memoryview | None = None) -> Message:
+    """The next message, however long it takes; but LinkTimeout when no byte comes for a while: steps go on,
+    and their gradients would be kept for ever."""
+    while True:
+        before = link.bytes_received
+        try:
+            return link.recv(timeout_s=STALLED_S, place=lambda head, nbytes: room)
+        except LinkTimeout:
+            if link.bytes_received == before:
+                raise
 
 
 def _key(view: View) -> str:

@@ -12,11 +12,13 @@ import torch
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import LinkTimeout
 from manyhands.state.saver import gather_state
+from manyhands.strategies import catching_up
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.catching_up import CatchingUp, Lender
 from manyhands.testing.conformance import assert_same_bits
 from manyhands.testing.jobs import Regression
 from manyhands.train.trainee import Trainee
+from manyhands.wire import Listener
 
 VIEW = View(2, (Seat("worker-0", "here"), Seat("worker-1", "here")))
 
@@ -73,3 +75,17 @@ def test_the_factors_of_what_was_kept_are_those_of_its_steps(tmp_path: Path, ear
         catching.close()
         lender.close()
     assert_same_bits(gather_state(new, learner), gather_state(old, learner))
+
+
+def test_a_lender_that_falls_silent_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catching_up, "STALLED_S", 0.2)
+    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
+    with Listener(f"unix:{tmp_path}/silent") as listener:
+        board.post(f"state/{VIEW.number}", listener.address)
+        catching = CatchingUp(me, VIEW, new, AllReduce().build())
+        with listener.accept(), pytest.raises(LinkTimeout, match="did not send"):
+            catching.caught_up(list(new.model.parameters()), wait_s=30.0)
+        catching.close()
