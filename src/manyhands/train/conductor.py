@@ -159,9 +159,7 @@ class Conductor:
         for other in facts.values():
             check_same(first, other)
         options = self.options
-        syllabus = syllabus_of(
-            first, checkpoint_every=options.checkpoint_every, scaling=options.scaling
-        )
+        syllabus = syllabus_of(first, options)
         for name, told in facts.items():
             self.stream.emit(ready_event(name, told, syllabus))
             self.tally.unit = tuple(told["unit"])

@@ -46,6 +46,13 @@ class Syllabus:
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
     plateau: Plateau | None = None
+    leaves_out: bool = False
+    """Samples of a step may be left out, and come back."""
+
+    @property
+    def by_samples(self) -> bool:
+        """The job's schedule goes by samples, for steps are not all of its batch."""
+        return self.scaling.on or self.leaves_out
 
     @property
     def steps_per_epoch(self) -> int:
@@ -311,7 +318,7 @@ class Course:
         for piece in self._leases.leased.to_list():
             done.committed.add(piece)
         rates = self._rates.state()
-        if self.syllabus.scaling.on:
+        if self.syllabus.by_samples:
             rates["ticks_ahead"] = self._ticks - self._ticks_due
         return {
             "epoch": self.epoch,
@@ -355,7 +362,7 @@ class Course:
 
     def _tick(self) -> int:
         """How often the schedule is stepped after the step that was just given out."""
-        if not self.syllabus.scaling.on:
+        if not self.syllabus.by_samples:
             return 1
         ticks = max(0, self._ticks_due - self._ticks)
         self._ticks += ticks

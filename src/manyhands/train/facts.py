@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.errors import JobError, UsageError
 from manyhands.train.course import Course, Syllabus
+from manyhands.train.options import Options
 from manyhands.train.plateau import Plateau, parse_plateau, resolve
 from manyhands.train.rates import Change
 from manyhands.train.reports import Committed
@@ -80,7 +81,7 @@ def plateau_of(facts: Facts) -> Plateau | None:
     return resolve(rule, monitor=fields["monitor"], metrics=facts["metrics"])
 
 
-def syllabus_of(facts: Facts, *, checkpoint_every: int, scaling: Scaling = FIXED) -> Syllabus:
+def syllabus_of(facts: Facts, options: Options) -> Syllabus:
     fields = facts["fields"]
     return Syllabus(
         num_samples=facts["train_samples"],
@@ -88,11 +89,12 @@ def syllabus_of(facts: Facts, *, checkpoint_every: int, scaling: Scaling = FIXED
         epochs=fields["epochs"],
         eval_every=fields["eval_every"],
         has_eval=facts["eval_samples"] > 0,
-        checkpoint_every=checkpoint_every,
+        checkpoint_every=options.checkpoint_every,
         monitor=fields["monitor"],
         patience=fields["patience"],
-        scaling=scaling,
+        scaling=options.scaling,
         plateau=plateau_of(facts),
+        leaves_out=options.manner.leaves_out,
     )
 
 

@@ -115,7 +115,7 @@ class Trainee:
         with multiplied_lr(self.optimizer, self.lr_factor):
             self.optimizer.step()
         for _ in range(self.ticks):
-            if self.scheduler is not None and not _ended(self.scheduler):
+            if self.scheduler is not None:
                 self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -132,12 +132,6 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def _ended(scheduler: LRScheduler) -> bool:
-    """A schedule of a fixed length is over; steps that make up for samples left out come after it."""
-    total = getattr(scheduler, "total_steps", None)
-    return total is not None and scheduler.last_epoch >= total
 
 
 ANCHOR = "manyhands_anchor"

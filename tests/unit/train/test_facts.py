@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from manyhands.errors import JobError, UsageError
 from manyhands.train.facts import check_job, syllabus_of
+from manyhands.train.options import Options
 from manyhands.train.plateau import Plateau
 from manyhands.train.scaling import Scaling
+
+OPTIONS = Options("job.py", "allreduce", 2)
 
 
 def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> dict[str, Any]:
@@ -47,9 +51,9 @@ def test_a_rule_is_checked_before_anything_is_trained() -> None:
 def test_the_syllabus_has_the_rules() -> None:
     scaling = Scaling("sqrt", 3)
     told = facts(plateau="patience=2", monitor="accuracy")
-    syllabus = syllabus_of(told, checkpoint_every=0, scaling=scaling)
+    syllabus = syllabus_of(told, replace(OPTIONS, scaling=scaling))
     assert syllabus.scaling == scaling
     assert syllabus.plateau == Plateau(patience=2, watch="accuracy")
-    without = syllabus_of(facts(metrics=(), plateau="patience=2"), checkpoint_every=0)
+    without = syllabus_of(facts(metrics=(), plateau="patience=2"), OPTIONS)
     assert without.plateau == Plateau(patience=2, watch="train_loss")
-    assert syllabus_of(facts(), checkpoint_every=0).plateau is None
+    assert syllabus_of(facts(), OPTIONS).plateau is None
