@@ -1,6 +1,8 @@
 """Loops written by hand in torch that the parameter servers are measured against.
 
 limit     every worker trains alone, its own optimizer step, no communication
+lockstep  the same, but nobody begins a step before all have ended the last: the limit of what waits for all
+shared    the least that trains together in one host (ps_shared.py): no deaths, no news, no views
 threads   one process with the threads of all workers and the batch of all workers
 ddp       torch DDP over gloo, without the second copy of the gradients that it can do without
 base      no contender: what a process that has loaded torch and the data takes in memory
@@ -35,6 +37,7 @@ def lead(mode: str, load: Load) -> None:
 
 
 def work(mode: str, load: Load, rank: int, folder: str) -> None:
+    import ps_shared
     import ps_torch
     import torch
 
@@ -49,13 +52,20 @@ def work(mode: str, load: Load, rank: int, folder: str) -> None:
         meeting = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=load.workers)
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    train = ps_shared.Trainer(model, rank, load, folder) if mode == "shared" else None
+    together = ps_shared.Together(rank, load.workers, folder) if mode == "lockstep" else None
     begin_together()
     times = []
     for _ in range(3 if mode == "base" else load.all_steps):
         inputs, targets = batches.take()
-        optimizer.zero_grad()
-        ps_torch.loss_of(model(inputs), targets).backward()
-        optimizer.step()
+        if train is not None:
+            train.step(inputs, targets)
+        else:
+            optimizer.zero_grad()
+            ps_torch.loss_of(model(inputs), targets).backward()
+            optimizer.step()
+        if together is not None:
+            together.wait()
         times.append(time.time())
     if mode == "base":
         time.sleep(BASE_S)
@@ -67,7 +77,7 @@ def work(mode: str, load: Load, rank: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("mode", choices=["limit", "threads", "ddp", "base"])
+    parser.add_argument("mode", choices=["limit", "lockstep", "shared", "threads", "ddp", "base"])
     parser.add_argument("load", type=Load.from_json)
     parser.add_argument("--role", type=int)
     parser.add_argument("--folder")

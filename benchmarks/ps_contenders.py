@@ -1,6 +1,6 @@
 """Who takes part: a name on the command line, and how it is run and measured.
 
-    limit, threads, ddp                      loops written by hand (ps_bare.py)
+    limit, lockstep, shared, threads, ddp    loops written by hand (ps_bare.py)
     ray:sync, rpc:async, tf:async, ...       the peers (ps_peers.py)
     anything else                            a spec of manyhands, with flags of `manyhands train` behind
                                              it if wanted: "ps:sync(transport=tcp) --trust-network"
@@ -27,9 +27,11 @@ from ps_watch import Failed, Ran, Sample, run
 from manyhands.strategies.registry import make_strategy
 
 HERE = Path(__file__).parent
-BARE = ("limit", "threads", "ddp")
+BARE = ("limit", "lockstep", "shared", "threads", "ddp")
 DEFAULT = (
     "limit",
+    "lockstep",
+    "shared",
     "threads",
     "ddp",
     "allreduce",

@@ -21,7 +21,7 @@ from ps_load import Load
 
 def run_crew(mode: str, load: Load, roles: list[str]) -> list[Any]:
     """The results, in the order of the roles. The deadline is the caller's."""
-    with tempfile.TemporaryDirectory(prefix="crew-") as folder:
+    with tempfile.TemporaryDirectory(prefix="crew-", dir="/dev/shm") as folder:
         crew = [
             subprocess.Popen(
                 [

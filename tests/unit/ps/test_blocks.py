@@ -268,6 +268,21 @@ def test_a_death_promotes_replicas(name: str, count: int) -> None:
     assert (after.seconds is None) == (count == 2)
 
 
+@pytest.mark.parametrize("count", range(2, 8))
+def test_inside_a_host_each_server_has_one_keeper(count: int) -> None:
+    layout = Layout.of(REAL["perceptron"], min_blocks=BLOCKS_PER_SERVER * 8)
+    servers = [f"s{number}" for number in range(count)]
+    hosts = dict.fromkeys(servers, "here")
+    before = place(layout, servers, hosts=hosts)
+    for number, server in enumerate(servers):
+        keepers = {before.replica_of(block) for block in before.blocks_of(server)}
+        assert keepers == {servers[(number + 1) % count]}
+    after = place(layout, servers[1:], previous=before, hosts=hosts)
+    assert after.imbalance <= TOLERANCE
+    # The next server has it all, and gives away what is over its share.
+    assert moved(after, before) <= before.bytes_of("s0")
+
+
 @given(layouts, crowds, st.sets(st.integers(0, 7), max_size=5))
 def test_replicas_are_elsewhere_whatever_dies(
     layout: Layout, servers: list[str], dead: set[int]
