@@ -29,6 +29,7 @@ def summary_of(done: harness.Finished) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.long
 def test_a_kill_and_a_pause_and_nobody_more_than_can_be_spared(tmp_path: Path) -> None:
     case = Case("ps:sync(transport=shm)", workers=3, flags=("--max-restarts", "0"))
     chaos = "kill worker after step 8; pause worker 300ms after step 16; kill worker after step 24"

@@ -35,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> harness.Finished:
     [
         ("allreduce", "", ""),
         ("ps:sync", "shm", "colocated"),
-        ("ps:async", "tcp", "colocated"),
+        pytest.param("ps:async", "tcp", "colocated", marks=pytest.mark.long),
         pytest.param("ps:ssp", "shm", "dedicated", marks=pytest.mark.long),
         pytest.param("ps:backup", "tcp", "dedicated", marks=pytest.mark.long),
     ],

@@ -53,6 +53,7 @@ class Split(Regression):
     assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.long
 def test_augmentation_depends_on_the_sample_and_not_on_who_loads_it(tmp_path: Path) -> None:
     path = job(
         tmp_path,
@@ -167,6 +168,7 @@ def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
     assert going_back.of("Resumed")[-1]["step"] == 14
 
 
+@pytest.mark.long
 def test_a_record_that_can_not_be_written_loses_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, pause_s=0.02, epochs=1000)
@@ -182,6 +184,7 @@ def test_a_record_that_can_not_be_written_loses_nothing(tmp_path: Path) -> None:
     assert resumed.code == 0, resumed.err
 
 
+@pytest.mark.long
 def test_a_schedule_that_has_an_end_is_not_run_over(tmp_path: Path) -> None:
     path = job(
         tmp_path,

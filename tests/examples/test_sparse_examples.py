@@ -38,7 +38,7 @@ def run(*arguments: str, folder: Path, cache: Path) -> harness.Finished:
 @pytest.mark.parametrize(
     ("strategy", "fields"),
     [
-        ("ps:async", ()),
+        pytest.param("ps:async", (), marks=pytest.mark.long),
         pytest.param("ps:async", ("cbow=true",), marks=pytest.mark.long),
         pytest.param("ps:async(transport=tcp)", (), marks=pytest.mark.long),
         pytest.param("allreduce", ("direct=false",), marks=pytest.mark.long),

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from in_lab import Cast
 from test_agents import OTHER_VERSION
 from together import KEY, Process, Together, free_port, manyhands, place, together, until
@@ -94,6 +95,7 @@ def test_a_rank_that_two_processes_have_is_told_by_both_hosts(tmp_path: Path) ->
         assert "rank-2  did not come" in lead.out
 
 
+@pytest.mark.long
 def test_who_does_not_come_is_named_also_when_it_is_stopped(tmp_path: Path) -> None:
     with together(tmp_path) as hosts:
         lead = Cluster(hosts, 2, "--wait", "1").start(0)

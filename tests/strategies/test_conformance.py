@@ -117,9 +117,9 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
             # The slowest, of whose parts the others have something.
             marks=[pytest.mark.long]
             * (
-                "servers=4" in case.strategy
+                "dedicated" in case.strategy
                 or case.workers == 4
-                or ("dedicated" in case.strategy and check is not survives_a_kill)
+                or (case.workers == 3 and check is survives_a_kill)
             ),
         )
         for case, checks in SERVED

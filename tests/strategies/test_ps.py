@@ -23,10 +23,8 @@ WITHOUT_WAITING = ["ps:async", "ps:ssp(staleness=2)", "ps:backup(spares=1)"]
 WORKERS = 4
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["ps:async", *(pytest.param(s, marks=pytest.mark.long) for s in WITHOUT_WAITING[1:])],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", WITHOUT_WAITING)
 def test_digits_are_learnt(strategy: str, tmp_path: Path) -> None:
     done = harness.train(
         ROOT / "examples/digits.py", tmp_path / "run", strategy=strategy, workers=WORKERS, epochs=15

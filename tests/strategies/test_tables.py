@@ -70,13 +70,9 @@ def test_rows_follow_the_factor_of_the_learning_rate(strategy: str, tmp_path: Pa
     assert_close(done.state()["tables"], reference.state()["tables"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("ps:sync", workers=2),
-        pytest.param(Case("ps:sync(transport=tcp)", workers=2), marks=pytest.mark.long),
-    ],
-    ids=str,
+    "case", [Case("ps:sync", workers=2), Case("ps:sync(transport=tcp)", workers=2)], ids=str
 )
 def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
     first, second = (case.train("Sparse", tmp_path / name) for name in ("first", "second"))
@@ -87,7 +83,7 @@ def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ps:async",
+        pytest.param("ps:async", marks=pytest.mark.long),
         pytest.param("ps:ssp(staleness=2)", marks=pytest.mark.long),
         pytest.param("ps:backup(spares=1)", marks=pytest.mark.long),
         "ps:async(transport=tcp,row_bits=16,row_age=2,replicas=0)",
@@ -132,7 +128,7 @@ def test_a_run_goes_on_as_another_strategy(
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ps:sync",
+        pytest.param("ps:sync", marks=pytest.mark.long),
         "ps:sync(transport=tcp)",
         pytest.param("ps:sync(placement=dedicated,transport=tcp)", marks=pytest.mark.long),
     ],
@@ -151,7 +147,7 @@ def test_a_killed_worker_changes_no_row(strategy: str, folder: Path, tmp_path: P
     assert_close(done.state()["tables"], alone(folder, "adagrad").state()["tables"])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.long), "tcp"])
 def test_a_killed_server_of_an_asynchronous_run_loses_no_row(
     transport: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -200,9 +196,8 @@ def test_rows_that_nobody_uses_any_more_go(strategy: str, tmp_path: Path) -> Non
     assert 100 <= len(ids) <= 400
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ps:sync", pytest.param("ps:sync(transport=tcp)", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ps:sync", "ps:sync(transport=tcp)"])
 def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -219,10 +214,11 @@ def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     assert (resumed.state()["tables"]["rows"]["counts"] == 2).all(), "each was seen once an epoch"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("restarts", "pause_s"),
     # With a longer pause the other has come, and got all rows from this one, before the end.
-    [("0", 0.02), pytest.param("1", 0.05, marks=pytest.mark.long)],
+    [("0", 0.02), ("1", 0.05)],
 )
 def test_one_worker_is_left_and_goes_on_with_the_tables(
     restarts: str, pause_s: float, tmp_path: Path

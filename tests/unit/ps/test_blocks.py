@@ -182,7 +182,7 @@ def test_blocks_come_in_the_order_of_need() -> None:
     assert order_needed(layout)[-1] == vectors  # the optimizer has the vectors in its last group
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(layouts, crowds, st.data())
 def test_loads_are_within_one_shard_of_their_share(
     layout: Layout, servers: list[str], data: st.DataObject
@@ -283,6 +283,7 @@ def test_inside_a_host_each_server_has_one_keeper(count: int) -> None:
     assert moved(after, before) <= before.bytes_of("s0")
 
 
+@settings(max_examples=40)
 @given(layouts, crowds, st.sets(st.integers(0, 7), max_size=5))
 def test_replicas_are_elsewhere_whatever_dies(
     layout: Layout, servers: list[str], dead: set[int]

@@ -164,7 +164,9 @@ def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) 
     assert all(step.staleness is not None for step in watcher.of(ev.StepCommitted))
 
 
-@pytest.mark.parametrize("manner", [PARTS, STEPS], ids=["parts", "steps"])
+@pytest.mark.parametrize(
+    "manner", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
+)
 def test_the_others_go_on_without_the_dead(tmp_path: Path, manner: Manner) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("worker-0")))
@@ -198,7 +200,9 @@ def test_in_lockstep_a_death_changes_no_number(tmp_path: Path) -> None:
     assert last.metrics == pytest.approx(wanted.metrics, rel=1e-4)
 
 
-@pytest.mark.parametrize("manner", [PARTS, STEPS], ids=["parts", "steps"])
+@pytest.mark.parametrize(
+    "manner", [PARTS, pytest.param(STEPS, marks=pytest.mark.long)], ids=["parts", "steps"]
+)
 def test_the_dead_are_replaced_under_new_names(tmp_path: Path, manner: Manner) -> None:
     watcher = Watcher()
     watcher.acts += [
