@@ -1,6 +1,6 @@
 """What checkpoints cost: steps per second with one every so many steps, as a share of those without.
 
-    python benchmarks/checkpoints.py [--repeats 3] [--every 10] [--workers 2]
+    python benchmarks/checkpoints.py [--repeats 5] [--every 10] [--workers 2]
 
 The model has 25 million parameters, SGD with momentum; runs with and without, alternating. A checkpoint is
 copied while training waits (the stall, as the run's own events say it) and written beside it, by a thread
@@ -22,7 +22,7 @@ import torch
 from manyhands.testing import harness
 
 JOB = Path(__file__).with_name("ps_job.py")
-STEPS = 60
+STEPS = 120
 
 
 def measure(strategy: str, workers: int, every: int) -> tuple[float, list[float]]:
@@ -49,7 +49,7 @@ def measure(strategy: str, workers: int, every: int) -> tuple[float, list[float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--strategies", nargs="+", default=["allreduce", "ps:sync"])

@@ -14,6 +14,7 @@ in bursts: with few steps this is off by half a percent or so, in either directi
     python benchmarks/hosts.py                                  about an hour on two cores
     python benchmarks/hosts.py --quick                          does everything work? no numbers to keep
     python benchmarks/hosts.py --hosts 2,4 --bandwidth 100mbit --models perceptron
+    python benchmarks/hosts.py --only "allreduce,allreduce(bucket_mb=1),ps:sync(servers=1)"
 
 The hosts share the cores of this machine, so with more hosts than cores computing takes its turns. A slow
 link is what makes the difference then, and not the arithmetic.
@@ -38,11 +39,13 @@ from typing import Any
 import ps_ours
 from ps import describe_machine
 from ps_clock import steady
+from ps_contenders import split_names
 from ps_load import MODELS, Load
 from ps_table import aligned, spread
 from ps_watch import Failed
 
 from manyhands.cluster.lab.everywhere import variables
+from manyhands.errors import LabError
 from manyhands.testing.lab import Lab
 
 HERE = Path(__file__).parent
@@ -98,7 +101,10 @@ class Counters:
     def _look(self) -> None:
         while not self._over.wait(LOOK_S):
             before = time.time()
-            sent = sum(host.traffic().sent_bytes for host in self._lab.hosts)
+            try:
+                sent = sum(host.traffic().sent_bytes for host in self._lab.hosts)
+            except LabError:  # what looks is ended with all that runs there, when a run is over
+                continue
             self._seen.append(((before + time.time()) / 2, sent))
 
     def _at(self, moment: float) -> float:
@@ -140,10 +146,10 @@ def main() -> None:
 
 
 def measure_all(lab: Lab, load: Load, given: argparse.Namespace) -> dict[str, Row]:
-    rows = {name: Row(name) for name in CONTENDERS}
+    rows = {name: Row(name) for name in given.only}
     for repeat in range(given.repeats):
-        first = repeat % len(CONTENDERS)
-        for name in CONTENDERS[first:] + CONTENDERS[:first]:
+        first = repeat % len(given.only)
+        for name in given.only[first:] + given.only[:first]:
             row = rows[name]
             if row.failed:
                 continue
@@ -295,6 +301,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hosts", default="2,4", help="numbers of hosts (default: 2,4)")
     parser.add_argument("--bandwidth", default="1gbit", help="of each link (default: 1gbit)")
     parser.add_argument("--models", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
+    parser.add_argument(
+        "--only",
+        type=lambda text: [DDP, *(name for name in split_names(text) if name != DDP)],
+        default=list(CONTENDERS),
+        help="contenders, with commas between; ddp is always there",
+    )
     parser.add_argument("--repeats", type=int, help="default: 5, or 1 with --quick")
     parser.add_argument("--quick", action="store_true", help="a few steps of the smallest model")
     parser.add_argument("--threads", type=int, default=1, help="of each worker (default: 1)")

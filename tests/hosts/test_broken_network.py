@@ -108,6 +108,22 @@ def test_a_cable_is_out_for_five_seconds(
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_two_hosts_do_not_reach_each_other(
+    tmp_path: Path, lab: Lab, alone: Finished, strategy: str
+) -> None:
+    """Both reach the coordinator, so nobody is lost; but they can't go on together."""
+    cast = training(lab, tmp_path, strategy)
+    lab.cut("host-1", "host-2")
+    done = cast.finish()
+    check_one_history(done, alone)
+    (lost,) = done.of("MemberLost")
+    assert lost["member"] in ("worker-1", "worker-2")
+    assert "do not reach each other" in lost["reason"]
+    assert len(done.of("ViewChanged")[-1]["members"]) == 2, "another there would not either"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
 def test_a_host_is_cut_off_and_comes_back(
     tmp_path: Path, lab: Lab, alone: Finished, strategy: str
 ) -> None:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from manyhands.cluster import gloo_tls
-from manyhands.errors import SpecError, ViewChanging
+from manyhands.cluster.meeting import tell_all, try_ways
+from manyhands.errors import SpecError
+from manyhands.wire.silence import ask_now_and_then, look_after
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,9 +40,12 @@ _LOST = (
     "timed out waiting",
     "wait timeout",
     "operation timed out",
+    "connection timed out",
+    "no route to host",
     "connectfullmesh failed",
     "nccl communicator was aborted",
     "remote process exited",
+    "client socket has timed out",
 )
 
 
@@ -51,6 +56,12 @@ class Group:
         self.backend = backend
         self._sockets = dict(sockets)
         """The connections of a gloo group, by file descriptor."""
+        self._over = threading.Event()
+        if sockets:
+            for connection in self._connections():
+                ask_now_and_then(connection)
+            # Gloo would wait for ever for one that lives and is not reached.
+            look_after(self._connections, until=self._over.is_set)
 
     def cut(self) -> None:
         """From any thread: nobody is to wait in this group any more."""
@@ -59,16 +70,22 @@ class Group:
         if self.backend == "nccl" and dist.is_initialized():
             with suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
+        for connection in self._connections():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        self._over.set()
+        leave_group()
+
+    def _connections(self) -> Iterator[socket.socket]:
         now = _open_sockets()
         for number, link in self._sockets.items():
             if now.get(number) != link:
                 continue  # closed, and perhaps another file by now
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    connection.shutdown(socket.SHUT_RDWR)  # one that listens makes gloo abort
-
-    def leave(self) -> None:
-        leave_group()
+                    yield connection  # one that listens makes gloo abort if it is shut down
 
 
 def join_group(me: Me, view: View) -> Group:
@@ -89,7 +106,10 @@ def join_group(me: Me, view: View) -> Group:
     first = timedelta(seconds=CONNECT_S) if me.board is not None and backend == "gloo" else limit
     store = _store(me, view)
     if me.board is not None:
-        _gather_at(store, me, view)
+        doubts = _gather_at(store, me, view)
+        if doubts and not view.one_host:
+            try_ways(store, me, view)
+        me.in_doubt = False
     # A join that failed has counted, and the count is a part of the keys: all must begin alike.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
@@ -101,17 +121,15 @@ def join_group(me: Me, view: View) -> Group:
     return Group(backend, made if backend == "gloo" else {})
 
 
-def _gather_at(store: dist.Store, me: Me, view: View) -> None:
-    """Wait until all of the view have come to the meeting place; or until there is a newer view."""
-    store.set(f"here/{me.rank}", "1")
-    everybody = [f"here/{rank}" for rank in range(view.world)]
-    deadline = time.monotonic() + me.timeouts.view_s
-    while not store.check(everybody):
-        if me.view_changing:
-            raise ViewChanging(f"view {me.newest_view} is coming")
-        if time.monotonic() > deadline:
-            raise me.lost_a_peer(TimeoutError(f"not all came within {me.timeouts.view_s:.0f} s"))
-        time.sleep(0.003)
+def _gather_at(store: dist.Store, me: Me, view: View) -> bool:
+    """Wait until all of the view have come to the meeting place; or until there is a newer view. Whether
+    anybody doubts that all reach each other."""
+    told = tell_all(store, me, view, "here", f"{me.address} {int(me.in_doubt)}")
+    me.addresses = {}
+    for seat, text in zip(view.workers, told, strict=True):
+        if seat.name != me.name:
+            me.addresses.setdefault(text.split()[0], []).append(seat.name)
+    return any(text.endswith("1") for text in told)
 
 
 def _open_sockets() -> dict[int, str]:
@@ -174,7 +192,11 @@ def _store(me: Me, view: View) -> dist.Store:
         me.board.post(key, f"{me.address}:{store.port}")
         return store
     host, _, port = me.board.fetch(key, timeout_s=me.timeouts.view_s).rpartition(":")
-    return dist.TCPStore(host, int(port), view.world, is_master=False, timeout=limit)
+    me.addresses = {host: [view.workers[0].name]}
+    first = timedelta(seconds=CONNECT_S)  # it listens already
+    found = dist.TCPStore(host, int(port), view.world, is_master=False, timeout=first)
+    found.set_timeout(limit)
+    return found
 
 
 def _given_store(me: Me, view: View, limit: timedelta) -> dist.Store:

@@ -7,6 +7,7 @@ name for life.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,10 @@ class Me:
     newest_view: int = 0
     """The number of the newest view that this member was told of, before it takes it up: all that is
     done in one with a lower number is void."""
+    addresses: dict[str, list[str]] = field(default_factory=dict)
+    """Who is where, as far as this member has met them: errors of torch name addresses."""
+    in_doubt: bool = False
+    """Peers were lost though nobody died: whether all are reached is to be tried before the next meeting."""
 
     @property
     def view_changing(self) -> bool:
@@ -127,13 +132,20 @@ class Me:
         while not self.view_changing:
             waited = time.monotonic() - began
             if waited > torn_s and not asked:
-                asked = True
-                others = [name for name in self.view.names if name != self.name]
-                peer = others[0] if len(others) == 1 else "one of " + ", ".join(others)
+                asked = self.in_doubt = True
+                peers = self._named_in(error)
+                peer = peers[0] if len(peers) == 1 else "one of " + ", ".join(peers)
                 self.board.say("report", what="torn", view=self.view.number, peer=peer)
             if waited > torn_s + self.timeouts.view_s:
                 raise self.lost_a_peer(error) from error
             time.sleep(0.005)
+
+    def _named_in(self, error: BaseException) -> list[str]:
+        """The members that an error is about: those at an address in it, or else all others."""
+        others = [name for name in self.view.names if name != self.name]
+        found = set(re.findall(r"\d+\.\d+\.\d+\.\d+", str(error)))
+        named = {name for address in found for name in self.addresses.get(address, ())}
+        return [name for name in others if name in named] or others
 
     def lost_a_peer(self, error: BaseException) -> PeerLost:
         """What to raise when a collective broke: who was waited for, and what torch said."""

@@ -1,9 +1,10 @@
 """Which server holds which shard, and which holds its replica. Pure and deterministic.
 
 A first placement cuts the line of shards where the servers' shares of the bytes end, so that each
-server gets one run of neighbours. Where coarse shards make that uneven, shards move from full servers
-to empty ones; failing that, the largest shard goes first, each to the emptiest server (Graham 1969: the
-fullest of equal servers is then at most 4/3 of the best possible). The most even of these wins.
+server gets one run of neighbours; between hosts one in each quarter of the line, so that a backward has
+something to send to everybody from early on. Where coarse shards make that uneven, shards move from
+full servers to empty ones; failing that, the largest shard goes first, each to the emptiest server (Graham
+1969: the fullest of equal servers is then at most 4/3 of the best possible). The most even of these wins.
 
 When servers come or go, every shard stays where it is; one whose server went away goes to its replica
 (no byte moves) or to the emptiest server; then shards move from full servers to empty ones, only until
@@ -14,10 +15,10 @@ The guarantee: each server is within SLACK of its share of the bytes, or else wi
 of it. So whenever the largest shard is under 9 % of every share, all are within TOLERANCE. The bytes
 that move are those that must, and about one shard a server.
 
-The replicas of one server are spread over all others, so that its death burdens all alike, and stay off
-its host wherever another host has a server, even at the price of balance. Inside one host they are all
-on the next server: every keeper is told of every update, and moving what is left to even out costs little
-there. (`ps:async` with eight workers on a small model was 2.2 times faster for it.)
+The replicas of one server are all on the next one: every keeper is told of every update, and has runs of
+its own. (Spread over all others, `ps:async` with eight workers on a small model was 2.2 times slower.) They
+stay off their server's host wherever another host has a server, even at the price of balance. After a
+death the keeper has it all, and gives away what is over its share.
 
 Costs: about a pass over the shards for each that moves: milliseconds as a rule, a second or two for a
 thousand whole tensors beside one that dwarfs them.
@@ -38,6 +39,8 @@ SLACK = 0.05
 """So far from its share a server may be before shards move for it."""
 TOLERANCE = 0.1
 """So far from its share a server may be without being called uneven."""
+STRIPES = 4
+"""Between hosts each server has so many runs of neighbours, all over the model."""
 GAIN = 0.01
 """What moving past a target, or more runs of neighbours, must bring: so much of a share."""
 
@@ -195,14 +198,17 @@ def place(
         _check_same(layout, previous)
         number = {name: i for i, name in enumerate(servers)}
         held = [[number[s] for s in previous.holders(x) if s in number] for x in range(len(sizes))]
-    spread = _kept(sizes, targets, held) if previous is not None else _fresh(sizes, targets)
+    places = [(hosts or {}).get(server, server) for server in servers]
+    stripes = STRIPES if len(set(places)) > 1 else 1
+    spread = (
+        _kept(sizes, targets, held) if previous is not None else _fresh(sizes, targets, stripes)
+    )
     if previous is not None and spread.worst() > TOLERANCE:
-        anew = _fresh(sizes, targets)
+        anew = _fresh(sizes, targets, stripes)
         spread = anew if anew.worst() <= TOLERANCE else spread
     firsts = tuple(spread.owner)
     seconds = None
     if replicas and len(servers) > 1:
-        places = [(hosts or {}).get(server, server) for server in servers]
         seconds = _seconds(sizes, shares, firsts, places, held)
     return Placement(layout, tuple(servers), shares, firsts, seconds)
 
@@ -290,8 +296,15 @@ class _Spread:
         return (b in held) - (a in held), helps, joins, shard
 
 
-def _fresh(sizes: Sequence[int], targets: Sequence[float]) -> _Spread:
-    line = _cut(sizes, targets)
+def _fresh(sizes: Sequence[int], targets: Sequence[float], stripes: int) -> _Spread:
+    bands = _cut(sizes, [1.0] * stripes)
+    line = [
+        server
+        for band in range(stripes)
+        for server in _cut(
+            [size for size, b in zip(sizes, bands, strict=True) if b == band], targets
+        )
+    ]
     tries = [_Spread(sizes, targets, line), _Spread(sizes, targets, line).even_out()]
     if tries[1].worst() > SLACK:
         filled = _Spread(sizes, targets, [-1] * len(sizes))
@@ -328,7 +341,7 @@ def _seconds(
     targets = [0.0] * len(shares)
     for a, choices in enumerate(others):
         mine = [shard for shard, first in enumerate(firsts) if first == a]
-        keepers = choices if len(set(hosts)) > 1 else choices[:1]
+        keepers = choices[:1]
         each = sum(sizes[shard] for shard in mine) / sum(shares[b] for b in keepers)
         wants = []
         for b in keepers:

@@ -51,7 +51,8 @@ class AllReduce(Strategy):
     goes_on: ClassVar[bool] = True
 
     bucket_mb: int = 25
-    """Gradients are sent in buckets of about this many MiB."""
+    """Gradients are sent in buckets of about this many MiB; between hosts, of an eighth of the model if
+    that is less, so that sending begins early."""
     tables: Literal["replicated", "shared"] = "replicated"
     """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
     `shared`, once in the memory of the host, where each worker changes them without waiting."""
@@ -160,7 +161,11 @@ class AllReduceLearner(Learner):
         if known.new:
             self._help(known.new, known.source, view)
         self._parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
-        self._reducer = Reducer(self._parameters, bucket_bytes=self._config.bucket_mb << 20)
+        bucket_bytes = self._config.bucket_mb << 20
+        if not view.one_host:
+            whole = sum(p.numel() * p.element_size() for p in self._parameters)
+            bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
+        self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
         if self._config.drop:
             from manyhands.strategies.deadline import Deadline
 

@@ -33,6 +33,8 @@ logger = logging.getLogger("manyhands.ps")
 DIAL_S = 0.5
 """An address that was posted is listened at, or its process is dead; then a view comes."""
 POLL_S = 0.1
+APART_S = 5.0
+"""A server that has not answered for so long, and lives, is not reached from here."""
 
 
 class Station:
@@ -198,14 +200,18 @@ class Station:
     def dial(self, server: str) -> Link:
         """A link to a server of the present view; tried until it answers, or a view comes."""
         address = self.fetch(f"ps/{self.me.view.number}/{server}")
-        deadline = time.monotonic() + self.me.timeouts.view_s
+        began, asked = time.monotonic(), False
         while True:
             try:
                 return self._connect(address, server)
             except LinkError:
                 self.check()
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > self.me.timeouts.view_s:
                     raise
+                if waited > APART_S and not asked:
+                    asked = True
+                    self._ask_for_a_view(server)
 
     def _connect(self, address: str, server: str) -> Link:
         me = self.me

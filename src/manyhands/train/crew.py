@@ -29,6 +29,9 @@ from manyhands.train.reports import PartKey, Sums
 from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
+APART_VIEWS = 2
+"""In so many views in a row two did not find each other: they will not in the next."""
+
 
 class Crew:
     def __init__(
@@ -70,6 +73,9 @@ class Crew:
         """Why a member ends that has not ended yet."""
         self._cut_off: dict[str, float] = {}
         """Members whose link is lost, since when."""
+        self._apart: list[tuple[str, str]] = []
+        """Who did not find whom, one a view, since a view counted or somebody died."""
+        self._left_out: set[str] = set()
 
     @property
     def view(self) -> View:
@@ -125,6 +131,7 @@ class Crew:
     def count_view(self) -> float | None:
         """All have joined: from now on the view counts. Seconds since a death, if that was why."""
         self._joining = False
+        self._apart.clear()
         arrived = self._new & set(self.view.names)
         self._new -= arrived
         self.num_replaced += len(arrived)
@@ -188,16 +195,40 @@ class Crew:
                 member=member, reason=reason, view=self.view.number, workers=len(workers)
             )
         )
+        self._apart.clear()
         self._form(left)
-        self._replace(member)
+        if member not in self._left_out:
+            self._replace(member)
         return True
 
     def meet_again(self, member: str, peer: str) -> None:
-        """Two have lost each other, and both live: all of the view find each other anew."""
+        """Two have lost each other, and both live: all of the view find each other anew. If they can't, one
+        of the two is left out."""
+        if any(map(self.suspected, self.view.names)):
+            return  # its end is near, and another view with it
+        if self._joining:
+            self._apart.append((member, peer))
+        if len(self._apart) >= APART_VIEWS:
+            self._leave_out()
+            return
         self._stream.emit(
             events.Noticed(message=f"{member} lost its link to {peer}; all connect again")
         )
         self._form(self.view.names)
+
+    def _leave_out(self) -> None:
+        """Of those who do not find each other the one with most to do with it, and a worker if possible."""
+        names = self.view.names
+        counts = Counter(name for pair in self._apart for name in pair if name in names)
+        chosen = max(counts, key=lambda n: (counts[n], self.is_worker(n), names.index(n)))
+        others = sorted({n for pair in self._apart if chosen in pair for n in pair} - {chosen})
+        self._left_out.add(chosen)
+        self._end(
+            chosen,
+            f"it and {' and '.join(others)} live, and do not reach each other "
+            "(manyhands doctor --cluster shows the ways between hosts; "
+            f"manyhands scale --workers {self._wanted}, when they are mended)",
+        )
 
     def give_up(self, member: str, reason: str) -> None:
         """A new one came to nothing before it had joined."""

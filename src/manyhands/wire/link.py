@@ -36,6 +36,7 @@ from manyhands.wire import frames
 from manyhands.wire.address import Address, check_owner, check_trust, parse_address
 from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits, Message, Payload, Place
 from manyhands.wire.proof import check_name, prove
+from manyhands.wire.silence import watch
 from manyhands.wire.tls import Credentials, DeadlinePassed, TlsStream, certificate_name, wait_ready
 
 RETRY_S = (0.01, 0.5)
@@ -74,6 +75,7 @@ class Link:
         self._limits = limits
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch(sock)
         self._stream: TlsStream | _PlainStream = (
             TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else _PlainStream(sock)
         )

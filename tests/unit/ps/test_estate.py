@@ -58,7 +58,7 @@ def test_who_joins_gets_its_blocks_and_the_schedule(village: Village) -> None:
     newcomer = village.join()
     plan = village.settle()
     village.check()
-    assert {move.target for move in plan.moves if move.role == "own"} == {newcomer.name}
+    assert newcomer.name in {move.target for move in plan.moves if move.role == "own"}
     assert newcomer.ticker.ticks == plan.ledger.ticks > 0
     village.go()
     village.finish(village.decide())
