@@ -199,13 +199,16 @@ class Station:
 
     def dial(self, server: str) -> Link:
         """A link to a server of the present view; tried until it answers, or a view comes."""
-        address = self.fetch(f"ps/{self.me.view.number}/{server}")
+        view = self.me.view.number
+        address = self.fetch(f"ps/{view}/{server}")
         began, asked = time.monotonic(), False
         while True:
             try:
                 return self._connect(address, server)
             except LinkError:
                 self.check()
+                if self.me.view.number > view:
+                    raise ViewChanging(f"{server} was looked for in view {view}") from None
                 waited = time.monotonic() - began
                 if waited > self.me.timeouts.view_s:
                     raise

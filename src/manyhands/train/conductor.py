@@ -208,7 +208,7 @@ class Conductor:
         waited_for = bool(crew.newcomers or crew.surplus or crew.misplaced) and not ending
         if not ending:
             crew.fill()
-        handout.more(hold=waited_for)
+        handout.more(hold=waited_for, brief=crew.changes_soon)
         for change in handout.course.take_changes():
             self.stream.emit(rate_event(change, handout.course))
         if waited_for and handout.quiet:

@@ -197,7 +197,13 @@ class Crew:
         )
         self._apart.clear()
         self._form(left)
-        if member not in self._left_out:
+        if member in self._left_out:
+            message = (
+                f"nobody takes the place of {member}: it would not be reached either. When the way is mended "
+                f"(manyhands doctor --cluster shows it), manyhands scale RUN --workers {self._wanted}"
+            )
+            self._stream.emit(events.Noticed(message=message))
+        else:
             self._replace(member)
         return True
 
@@ -223,12 +229,7 @@ class Crew:
         chosen = max(counts, key=lambda n: (counts[n], self.is_worker(n), names.index(n)))
         others = sorted({n for pair in self._apart if chosen in pair for n in pair} - {chosen})
         self._left_out.add(chosen)
-        self._end(
-            chosen,
-            f"it and {' and '.join(others)} live, and do not reach each other "
-            "(manyhands doctor --cluster shows the ways between hosts; "
-            f"manyhands scale --workers {self._wanted}, when they are mended)",
-        )
+        self._end(chosen, f"it and {' and '.join(others)} live, and do not reach each other")
 
     def give_up(self, member: str, reason: str) -> None:
         """A new one came to nothing before it had joined."""
@@ -306,6 +307,11 @@ class Crew:
         """The first worker, which saves, does not see the run folder, and another does."""
         workers = [seat.name for seat in self.view.workers]
         return not self._may_save(workers[0]) and any(map(self._may_save, workers))
+
+    @property
+    def changes_soon(self) -> bool:
+        """Somebody is started, or listens: who gets samples will be others in a moment."""
+        return bool(self._new or self.listening)
 
     @property
     def expects_somebody(self) -> bool:

@@ -22,7 +22,7 @@ from manyhands.train.course import Checkpoint, Course, Evaluate, Order, StepPlan
 from manyhands.train.leases import Range
 from manyhands.train.options import Manner
 from manyhands.train.pace import Pace
-from manyhands.train.parts import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
+from manyhands.train.parts import AHEAD_S, BRIEF_S, MAX_LEASE, Part, PartQueue, cut
 from manyhands.train.reports import Committed, Gathering, PartKey, Row, Sums
 from manyhands.train.shelf import Shelf
 
@@ -59,8 +59,9 @@ class Handout(ABC):
         self._tell = tell
 
     @abstractmethod
-    def more(self, *, hold: bool = False) -> None:
-        """Give out orders until enough is ahead; `hold`: no new work, the members will change."""
+    def more(self, *, hold: bool = False, brief: bool = False) -> None:
+        """Give out orders until enough is ahead. `hold`: no new work, the members will change; `brief`: they
+        will soon, so that less is enough."""
 
     @property
     @abstractmethod
@@ -149,16 +150,17 @@ class InStep(Handout):
         self._leaves_out = leaves_out
         self._step_s = 0.0
 
-    def more(self, *, hold: bool = False) -> None:
+    def more(self, *, hold: bool = False, brief: bool = False) -> None:
+        ahead_s = BRIEF_S if brief else AHEAD_S
         if self.finishing is None and not hold:
             self._count()
         while self.finishing is None and not hold:
             ahead = len(self.gathering)
-            if ahead >= 2 and ahead * self._step_s >= AHEAD_S:
+            if ahead >= 2 and ahead * self._step_s >= ahead_s:
                 return
             if self._leaves_out and ahead and not self.course.trains_next:
                 return  # what comes back has to be done before
-            room = int(AHEAD_S / self._step_s) if self._step_s else 1
+            room = int(ahead_s / self._step_s) if self._step_s else 1
             order = self.course.next(max(1, min(room, MAX_LEASE)))
             if order is None or isinstance(order, Wait):
                 return
@@ -228,7 +230,8 @@ class InParts(Handout):
         """The barrier was, and is not done yet."""
         self._resting: set[str] = set()
 
-    def more(self, *, hold: bool = False) -> None:
+    def more(self, *, hold: bool = False, brief: bool = False) -> None:
+        self._queue.ahead_s = BRIEF_S if brief else AHEAD_S
         if self.finishing is not None:
             return
         if not hold:

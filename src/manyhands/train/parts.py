@@ -16,6 +16,8 @@ from manyhands.train.reports import PartKey
 
 AHEAD_S = 0.4
 """How much work is handed out ahead: no worker ever waits for an order, and a stop takes this long."""
+BRIEF_S = 0.2
+"""The same where the members change soon, who wait until it is done. Reports come twice in this time."""
 MAX_LEASE = 256
 """The most steps, or parts, that are handed out ahead however fast they are."""
 
@@ -40,8 +42,8 @@ def cut(plan: StepPlan, number: int) -> list[Part]:
 class PartQueue:
     """What waits to be given out, what each worker has in hand, and how fast each is."""
 
-    def __init__(self, ahead_s: float = AHEAD_S) -> None:
-        self._ahead_s = ahead_s
+    def __init__(self) -> None:
+        self.ahead_s = AHEAD_S
         self._waiting: deque[Part] = deque()
         self._hands: dict[str, dict[PartKey, Part]] = {}
         self._part_s: dict[str, float] = {}
@@ -114,9 +116,9 @@ class PartQueue:
 
     def _target(self, worker: str) -> int:
         part_s = self._part_s.get(worker)
-        if part_s is None or part_s >= self._ahead_s:
+        if part_s is None or part_s >= self.ahead_s:
             return 1
-        return min(MAX_LEASE, max(2, int(self._ahead_s / part_s))) if part_s > 0 else MAX_LEASE
+        return min(MAX_LEASE, max(2, int(self.ahead_s / part_s))) if part_s > 0 else MAX_LEASE
 
     def _busy_s(self, worker: str) -> float:
         return len(self._hands[worker]) * self._part_s.get(worker, 0.0)
