@@ -49,7 +49,7 @@ class Table:
 
     def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:
         self.workers, self.servers = list(workers), list(servers)
-        self.address = segment.address
+        self._segment = segment
         self._fence = threading.Lock()
         counts = [len(workers)] * len(_WORKER) + [len(servers)] * len(_SERVER) + [1]
         floats = [len(workers)] * len(_WEIGHTS) + [len(servers)]
@@ -63,6 +63,14 @@ class Table:
         self.summed, self.applied, self.taken, self.measured = columns[6:10]
         self.ticks = columns[10]
         self.samples, self.total, self.lr_factor, self.loss, self.norm = columns[11:]
+
+    @property
+    def address(self) -> str:
+        return self._segment.address
+
+    def close(self) -> None:
+        """Nobody comes any more. Whoever has it may still look."""
+        self._segment.close()
 
     @classmethod
     def create(cls, workers: Sequence[str], servers: Sequence[str]) -> Table:

@@ -147,6 +147,9 @@ class Server:
         with self._turn:
             if self._rounds is not None:
                 self._rounds.stop()
+            # Memory of others is let go with these, and not when somebody collects garbage.
+            self._rounds = self._updates = self._meeting = None
+            self._guests.clear()
 
     def carry(self, number: int) -> bool:
         """As much of a round as is possible now, in the caller's thread; True when it is applied here."""
@@ -417,9 +420,7 @@ class Server:
             if not self._terms.for_all:
                 head = {"k": "decide", "decision": decision.to_dict()}
                 for peer in self._council.peers.values():
-                    with suppress(
-                        LinkError
-                    ):  # of one that is gone: the others must know all the same
+                    with suppress(LinkError):  # it is gone, and the others must know all the same
                         peer.link.send(head)
             self._updates.carry_out(decision)
         if (lead := self._lead) is None:

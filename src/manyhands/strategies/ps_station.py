@@ -94,7 +94,8 @@ class Station:
     def find_rounds(self, view: View) -> None:
         """The table and the bells of this view, where it has them."""
         if self.rounds is not None:
-            self.rounds[1].close()
+            for each in self.rounds:
+                each.close()
             self.rounds = None
         if not (self.shared and self.terms.for_all):
             return

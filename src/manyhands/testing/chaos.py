@@ -115,7 +115,7 @@ def suffer(
                     _kill_coordinator(running, ordeal)
                     again = harness.command("resume", str(run), run=run, environ=environ)
                     running = stack.enter_context(again)
-                    running.wait_for(lambda events: events[-1]["event"] == "StepCommitted")
+                    running.wait_for(lambda events: _goes_on(events, ordeal.num_resumed))
             ordeal.done = running.wait(timeout_s=DONE_WITHIN_S)
             ordeal.pids |= {*running.pids().values(), running.process.pid}
         if not harness.gone(list(ordeal.pids)):
@@ -230,6 +230,14 @@ def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: 
             return rng.choice(candidates)
         time.sleep(0.05)
     return None
+
+
+def _goes_on(events: Sequence[Mapping[str, Any]], times: int) -> bool:
+    """It was resumed so many times, and has made a step since."""
+    resumed = [n for n, e in enumerate(events) if e["event"] == "Resumed"]
+    return len(resumed) == times and any(
+        e["event"] == "StepCommitted" for e in events[resumed[-1] :]
+    )
 
 
 def _view(running: harness.Command) -> Mapping[str, Any]:

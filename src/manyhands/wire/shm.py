@@ -35,6 +35,9 @@ class Segment:
         self._descriptor: int | None = descriptor
         self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
 
+    def __del__(self) -> None:
+        self.close()
+
     @classmethod
     def create(cls, nbytes: int, *, label: str = "manyhands") -> Segment:
         """New memory, all zero. `label` is what /proc shows."""

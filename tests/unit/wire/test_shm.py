@@ -124,3 +124,15 @@ def test_an_address_that_means_something_else_now_is_refused(tmp_path: object) -
 
 def test_sizes_are_rounded_to_cache_lines() -> None:
     assert [aligned(n) for n in (1, 63, 64, 65)] == [64, 64, 64, 128]
+
+
+def test_a_segment_that_nobody_has_any_more_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        segment = Segment.create(4096)
+        attached = Segment.attach(segment.address)
+        tensor = attached.tensor(torch.float32, numel=4)
+        del segment, attached
+        assert tensor.sum() == 0, "what is mapped stays"
+    del tensor
+    assert len(os.listdir("/proc/self/fd")) == before
