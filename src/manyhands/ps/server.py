@@ -147,8 +147,9 @@ class Server:
         with self._turn:
             if self._rounds is not None:
                 self._rounds.stop()
-            # Memory of others is let go with these, and not when somebody collects garbage.
-            self._rounds = self._updates = self._meeting = None
+            self._rounds = self._updates = self._meeting = (
+                None  # with these, memory of others is let go
+            )
             self._guests.clear()
 
     def carry(self, number: int) -> bool:
