@@ -147,10 +147,8 @@ class Server:
         with self._turn:
             if self._rounds is not None:
                 self._rounds.stop()
-            self._rounds = self._updates = self._meeting = (
-                None  # with these, memory of others is let go
-            )
-            self._guests.clear()
+            self._rounds = self._updates = self._meeting = None
+            self._guests.clear()  # with these, memory of others is let go
 
     def carry(self, number: int) -> bool:
         """As much of a round as is possible now, in the caller's thread; True when it is applied here."""
