@@ -297,10 +297,10 @@ def main() -> int:
     num_bad = 0
     with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
         fields = {**case_of("allreduce", "", "").fields, "pause_s": 0}
-        undisturbed = harness.train(
-            "Regression", Path(folder) / "run", epochs=asked.epochs, **fields
-        )
-        alone = undisturbed.losses
+        run = Path(folder) / "run"
+        arguments = harness.train_arguments("Regression", run, epochs=asked.epochs, **fields)
+        with harness.command(*arguments, run=run) as undisturbed:
+            alone = undisturbed.wait(timeout_s=DONE_WITHIN_S).losses
     for seed, (mode, transport, placement) in itertools.product(seeds, kinds):
         case = case_of(mode, transport, placement)
         with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
