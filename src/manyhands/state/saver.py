@@ -12,13 +12,11 @@ import copy
 import os
 import shutil
 import socket
-import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +32,6 @@ from manyhands.state.table_files import INDEX, Chain, Part, Tables
 
 SPARE_BYTES = 1 << 20
 """Left free on the disk by a checkpoint, so that logs and events can still be written."""
-LEAST_URGENT = 19
-"""The priority of the thread that writes: training comes first, and until the next one there is time."""
 
 
 class Trained(Protocol):
@@ -101,9 +97,6 @@ class Saver:
     def _save(self, step: int, state: dict[str, Any], rows: Part | None, stall_s: float) -> None:
         started = time.perf_counter()
         folder = partial(self._run, step, self._writer)
-        if sys.platform == "linux":  # where threads have priorities of their own
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_URGENT)
         try:
             if not self._run.exists():  # on another host's disk nobody would find it
                 raise OSError(
