@@ -18,8 +18,8 @@ from contextlib import suppress
 
 ASK_EVERY_S = 3
 TIMES = 5
-SENT_AGAIN = 6
-"""So often in a row: with pauses that double, from a fifth of a second on, for 12 seconds at least."""
+SENT_AGAIN = 7
+"""So often in a row: with pauses that double, from a fifth of a second on, for 25 seconds or so."""
 LOOK_S = 2.0
 _RETRANSMITS = 2
 """Where Linux has that number in tcp_info."""
