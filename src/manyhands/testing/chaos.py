@@ -217,6 +217,8 @@ def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: 
             members[: len(members) - num_servers],
             members[len(members) - num_servers :],
         )
+        if not ordeal.case.strategy.startswith("ps"):
+            workers = _with_weights(running.events(), workers)
         spare = [group for group in (workers, servers) if len(group) > 1]
         candidates = [
             name
@@ -230,6 +232,14 @@ def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: 
             return rng.choice(candidates)
         time.sleep(0.05)
     return None
+
+
+def _with_weights(events: Sequence[Mapping[str, Any]], workers: Sequence[str]) -> list[str]:
+    """Those who have got samples in the last view: one that has just come has not got the weights yet, and
+    what nobody but it and a victim could know would be lost."""
+    began = max(n for n, e in enumerate(events) if e["event"] == "ViewChanged")
+    steps = [e["shares"] for e in events[began:] if e["event"] == "StepCommitted"]
+    return [name for name in workers if any(shares.get(name) for shares in steps)]
 
 
 def _goes_on(events: Sequence[Mapping[str, Any]], times: int) -> bool:
