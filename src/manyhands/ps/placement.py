@@ -297,6 +297,8 @@ class _Spread:
 
 
 def _fresh(sizes: Sequence[int], targets: Sequence[float], stripes: int) -> _Spread:
+    if len(sizes) < len(targets):
+        return _Spread(sizes, targets, range(len(sizes)))  # too little to spread: the first have it
     bands = _cut(sizes, [1.0] * stripes)
     line = [
         server
