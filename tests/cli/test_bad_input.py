@@ -32,6 +32,15 @@ def fails(
     [
         (["trian", "x.py"], "did you mean 'train'?"),
         (["train", "nowhere.py"], "There is no file nowhere.py"),
+        (
+            ["train", "x.py", "--keyfile", "k"],
+            "there is no flag --keyfile; did you mean '--key-file'?",
+        ),
+        (
+            ["lab", "run", "--hosst=2", "--", "true"],
+            "did you mean '--hosts'?\nSee: manyhands lab run",
+        ),
+        (["train", "x.py", "y.py"], "'y.py' is one too many"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "0"], "at least 1 worker"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "-3"], "at least 1 worker"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "two"], "--workers two: write"),

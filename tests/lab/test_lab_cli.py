@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -97,6 +98,11 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
     record = record_of(int(found[1]))
     named = say("exec", *this, "host-2", "--", "sh", "-c", "hostname; exit 7")
     assert (named.stdout, named.returncode) == ("host-2\n", 7)
+    cores = str(max(1, len(os.sched_getaffinity(0)) // 3))
+    part = say(
+        "exec", *this, "host-1", "--", "sh", "-c", "echo $OMP_NUM_THREADS $MANYHANDS_THREADS"
+    )
+    assert part.stdout.split() == [cores, cores]
     send = "import socket; socket.socket(type=2).sendto(bytes(958), ('host-2', 9))"
     assert say("exec", *this, "host-0", "--", *python(send)).returncode == 0
     assert told("cut", *this, "host-1") == "cut: host-1\n"

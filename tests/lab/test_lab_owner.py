@@ -97,6 +97,9 @@ def test_down_all_spares_the_labs_of_living_programs() -> None:
             number = lab.layout.number
             assert f"lab {number} stays: of process {living.process.pid}" in done.stdout
             assert left_over(lab)
+        again = Lab(hosts=1).up().record
+        only = say("down")  # the one that can be taken down
+        assert only.stdout == f"lab {again.layout.number} is gone\n"
         refused = say("down", "--lab", str(living.labs[0].layout.number))
         assert refused.returncode == 2
         assert f"of process {living.process.pid}" in refused.stderr

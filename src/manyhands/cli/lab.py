@@ -194,6 +194,9 @@ def _down(arguments: argparse.Namespace) -> int:
         if not removed and not kept:
             print("There is no lab.")
         return 0
+    kept = [record for record in records() if not record.dead and record.owner is None]
+    if arguments.lab is None and len(kept) == 1:
+        arguments.lab = kept[0].layout.number  # the others go with their programs
     lab = Lab.open(arguments.lab)
     number, owner = lab.number, lab.record.owner
     if owner is not None:

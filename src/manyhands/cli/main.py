@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from manyhands import __version__
 from manyhands.cli import (
@@ -40,7 +41,19 @@ otherwise that of the first member that failed.
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.set_defaults(parser=self)  # the innermost one knows which flags there are
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """These were left over."""
+        flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if flag is None:
+            self.error(f"{' '.join(words)!r} is one too many.")
+        known = [name for action in self._actions for name in action.option_strings]
+        self.error(f"there is no flag {flag}{closest(flag, known)}")
+
+    def error(self, message: str) -> NoReturn:
         """argparse says what is wrong; we add the closest verb and where help is."""
         wrong = re.fullmatch(
             r"argument ([A-Z]+): invalid choice: '(.*)' \(choose from (.*)\)", message
@@ -72,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         verb.add_arguments(sub)
         sub.set_defaults(run=verb.run)
-    arguments = parser.parse_args(argv)
+    arguments, left_over = parser.parse_known_args(argv)
+    if left_over:
+        arguments.parser.refuse(left_over)
     try:
         return int(arguments.run(arguments))
     except ManyhandsError as error:

@@ -141,7 +141,9 @@ def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | Ray
     address = parse_place(place)
     kind = place if address is None else "ray"
     if kind not in PLACES:
-        raise UsageError(f"--on {place}: it is one of {', '.join(PLACES)}{closest(place, PLACES)}")
+        raise UsageError(
+            f"--on {place}: it is one of {', '.join(PLACES)}, ray=HOST:PORT{closest(place, PLACES)}"
+        )
     slots = resolved.get("slots", None, int)
     wait_s = resolved.get("wait", None, float)
     key_file = resolved.get("key_file", None, Path)

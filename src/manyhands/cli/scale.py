@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from manyhands.errors import RunFolderError, UsageError
 from manyhands.state.runs import EVENTS, Run
+from manyhands.watch.units import plural
 
 NAME = "scale"
 HELP = "give a live run more workers, or fewer"
@@ -21,6 +23,8 @@ examples:
   manyhands scale runs/digits-20260101-120000 --workers 2 --no-wait
 """
 POLL_S = 0.1
+ASKED = re.compile(r"asked for (\d+) workers?(, and refused)?")
+"""How a run says that it has read what it was asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,25 +51,40 @@ def run(arguments: argparse.Namespace) -> int:
     news = _events(folder.path / EVENTS)
     folder.request(wanted)
     if not arguments.wait:
-        print(f"asked for {wanted} workers")
+        print(f"asked for {plural(wanted, 'worker')}")
         return 0
     return _wait(folder, wanted, news)
 
 
 def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
-    """Tell what happens until there are so many."""
+    """Tell what happens until there are so many, or somebody wants another number."""
+    taken = False  # what was asked for before is not ours
+    note = ""
     for event in news:
         match event:
             case None:
                 if not folder.locked:
                     raise RunFolderError(f"{folder.path} ended before there were {wanted} workers.")
                 time.sleep(POLL_S)
-            case {"event": "Noticed", "message": str(message)} if "refused" in message:
-                raise UsageError(message)
-            case {"event": "Noticed", "message": str(message)} if message.startswith("asked for"):
+            case {"event": "Noticed", "message": str(message)} if asked := ASKED.match(message):
+                if int(asked[1]) != wanted:
+                    if taken:
+                        raise UsageError(
+                            f"{wanted} workers are not wanted any more: {message} since."
+                        )
+                    continue
+                if asked[2]:
+                    raise UsageError(message)
+                taken = True
                 print(message)
                 if _workers(folder) == wanted:
                     return 0
+                if note:
+                    print(note)
+            case {"event": "Noticed", "message": str(message)} if "a free slot" in message:
+                if taken and not note:
+                    print(message)
+                note = message
             case {"event": "ViewChanged", "members": list(members), "servers": int(servers)}:
                 now = len(members) - servers
                 print(f"{now} {'worker' if now == 1 else 'workers'}: {', '.join(members[:now])}")

@@ -62,6 +62,7 @@ class Agent:
         self._say = self._dialler.say
         self._process = secrets.token_hex(8)
         self._engaged = False
+        self._coordinator = ""
         self._signals: list[str] = []
         self._engagement: Engagement | None = None
 
@@ -75,6 +76,10 @@ class Agent:
             with link:
                 code = self._serve(link, address)
             if code is not None:
+                if code and not self._signals:
+                    self._say(
+                        f"ends with the run, exit code {code}; {self._coordinator} has said why"
+                    )
                 return code
 
     # The coordinator --------------------------------------------------------------------------
@@ -84,7 +89,9 @@ class Agent:
         try:
             engagement = self._engage(link, address)
         except LinkError as error:
-            self._say(f"lost the coordinator before it was let in ({error}); dials again")
+            self._say(
+                f"lost the coordinator before it was let in ({str(error).rstrip('.')}); dials again"
+            )
             time.sleep(1)
             return None
         if engagement is None:
@@ -120,7 +127,7 @@ class Agent:
                         f"serves {answer['coordinator']}: {self.entry.name}, "
                         f"{slots} slot{'s' * (slots != 1)}, over {engagement.reach}"
                     )
-                self._engaged = True
+                self._engaged, self._coordinator = True, answer["coordinator"]
                 return engagement
             case {"kind": "refused", "reason": str(reason)}:
                 raise UsageError(reason)
@@ -176,7 +183,7 @@ class Engagement:
                 self.trouble = f"has heard nothing of the coordinator for {silence_s:.0f} s"
                 return None
             except LinkError as error:
-                self.trouble = f"has lost the coordinator ({error})"
+                self.trouble = f"has lost the coordinator ({str(error).rstrip('.')})"
                 return None
             match head:
                 case {"kind": "start"}:

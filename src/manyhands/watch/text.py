@@ -22,6 +22,7 @@ from manyhands.watch.events import (
     MemberFailed,
     MemberLost,
     MemberReady,
+    MemberStarted,
     RateChanged,
     Recovered,
     Resumed,
@@ -36,6 +37,8 @@ Rows = list[tuple[str, str]]
 """Label and value."""
 
 TRACEBACK_LINES = 30
+HOSTS_WITHIN_S = 1.0
+"""On one machine members are started sooner than this."""
 SMOOTHING_STEPS = 50
 """Over how many steps the speed is averaged: a single step jumps too much to read."""
 
@@ -47,6 +50,8 @@ class Picture:
     """What is known of a run so far."""
 
     started: RunStarted | None = None
+    num_started: int = 0
+    """Members; 0 as long as hosts are waited for."""
     ready: dict[str, MemberReady] = field(default_factory=dict)
     view: ViewChanged | None = None
     lost: MemberLost | None = None
@@ -68,6 +73,8 @@ class Picture:
         match event:
             case RunStarted():
                 self.started = event
+            case MemberStarted():
+                self.num_started += 1
             case MemberReady():
                 self.ready[event.member] = event
             case ViewChanged():
@@ -131,6 +138,9 @@ def start_rows(event: RunStarted) -> Rows:
 
 def starting_line(picture: Picture, elapsed_s: float) -> str:
     num_workers = picture.started.workers if picture.started else len(picture.ready)
+    if not (picture.num_started or picture.ready) and elapsed_s > HOSTS_WITHIN_S:
+        hosts = f"waiting for hosts for {plural(num_workers, 'worker')}"
+        return f"{hosts} ...  {duration(elapsed_s)}"
     ready = f"{len(picture.ready)} of {num_workers} ready"
     return f"starting {plural(num_workers, 'worker')} ... {ready}  {duration(elapsed_s)}"
 

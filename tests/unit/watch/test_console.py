@@ -111,6 +111,19 @@ def test_plain_speaks_during_a_slow_start(
     assert written(plain.out).count("starting 2 workers ... 1 of 2 ready  6.0 s\n") == 1
 
 
+def test_a_start_that_waits_for_hosts_says_so(
+    plain: PlainConsole, clock: Clock, start: list[ev.Event]
+) -> None:
+    plain.handle(start[0])
+    clock.now += 6
+    plain.tick()
+    assert written(plain.out).endswith("waiting for hosts for 2 workers ...  6.0 s\n")
+    plain.handle(ev.MemberStarted(member="worker-0", host="host-1", pid=1, log="x"))
+    clock.now += 6
+    plain.tick()
+    assert written(plain.out).endswith("starting 2 workers ... 0 of 2 ready  12 s\n")
+
+
 def test_a_failure_names_the_first_member_its_traceback_and_its_log(
     plain: PlainConsole, start: list[ev.Event], finish: Callable[..., ev.RunFinished]
 ) -> None:

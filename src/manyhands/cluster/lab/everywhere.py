@@ -28,10 +28,7 @@ READ_BYTES = 65_536
 def variables(lab: Lab, host: Host) -> dict[str, str]:
     """What torchrun would set for the only process of a host, and which interface to use."""
     rank, world = str(host.index), str(len(lab.hosts))
-    threads = max(1, len(os.sched_getaffinity(0)) // len(lab.hosts))
     return {
-        # The hosts share the cores of one machine.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "PYTHONUNBUFFERED": "1",
         "RANK": rank,
         "WORLD_SIZE": world,

@@ -235,7 +235,7 @@ class Host:
 
         It dies with this program, and leads a process group of its own, so Ctrl-C does not reach it.
         """
-        environ = {**os.environ, **(env or {})}
+        environ = {**self._environ(), **(env or {})}
         check_command(command, environ)
         process = self._lab._start(
             [*processes.entrance(self._lab.record, self.index, dies_with_parent=True), *command],
@@ -247,12 +247,19 @@ class Host:
 
     def become(self, command: Sequence[str]) -> NoReturn:
         """Replace this process by a command here, which so has its terminal and its exit code."""
-        check_command(command, os.environ)
+        environ = self._environ()
+        check_command(command, environ)
         words = [
             *processes.entrance(self._lab.record, self.index, dies_with_parent=False),
             *command,
         ]
-        os.execv(words[0], words)
+        os.execve(words[0], words, environ)
+
+    def _environ(self) -> dict[str, str]:
+        """That of this program. Hosts share the cores of one machine, so each computes with its part: with
+        more threads than cores, those that wait for each other spin, and take the time of the others."""
+        threads = str(max(1, len(os.sched_getaffinity(0)) // len(self._lab.hosts)))
+        return {"OMP_NUM_THREADS": threads, "MANYHANDS_THREADS": threads, **os.environ}
 
     def run(
         self,

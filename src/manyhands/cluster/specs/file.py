@@ -120,6 +120,11 @@ def _entry(host: dict[str, Any], where: str) -> Entry:
             'devices = ["cuda:0", "cuda:1"]'
         )
     least = 0 if role == COORDINATOR else 1
+    if host.get("slots") == 0 and least:
+        raise ClusterError(
+            f"{where} has slots = 0, and is a {role}. Only the coordinator may do nothing else: write  "
+            'role = "coordinator"  there, too, or leave slots out.'
+        )
     slots = _number(host, "slots", where, least=least, most=MAX_SLOTS, default=len(devices) or 1)
     assert slots is not None
     if devices and len(devices) != slots:

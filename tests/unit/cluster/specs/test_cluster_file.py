@@ -137,7 +137,10 @@ HOST = '[[hosts]]\nname="a"\n'
         (HOST + "port=0", "port of 'a' in c.toml is 0: it must be a whole number from 1 to 65535"),
         ("port=65536\n" + HOST, "port of c.toml is 65536"),
         ("port='x'\n" + HOST, "port of c.toml is 'x'"),
-        (HOST + "slots=0", "slots of 'a' in c.toml is 0: it must be a whole number from 1 to 1024"),
+        (
+            HOST + "slots=0",
+            "'a' in c.toml has slots = 0, and is a worker. Only the coordinator may",
+        ),
         (HOST + "slots=true", "slots of 'a' in c.toml is True"),
         (HOST + "slots=-2", "slots of 'a' in c.toml is -2"),
         (

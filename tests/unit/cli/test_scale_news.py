@@ -1,0 +1,60 @@
+"""What `manyhands scale` says while it waits, and when it stops waiting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.cli.scale import _wait
+from manyhands.errors import UsageError
+from manyhands.state.runs import EVENTS, Run
+
+SLOT = "another worker is started as soon as a host has a free slot for it"
+
+
+def view(*workers: str) -> dict[str, Any]:
+    return {"event": "ViewChanged", "members": list(workers), "servers": 0}
+
+
+def noticed(message: str) -> dict[str, Any]:
+    return {"event": "Noticed", "message": message}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    first = json.dumps(view("worker-0", "worker-1"), separators=(",", ":"))
+    (tmp_path / EVENTS).write_text(first + "\n")
+    return Run(tmp_path)
+
+
+def test_it_tells_once_that_there_is_no_room(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    news = [noticed(SLOT), noticed(SLOT), noticed("asked for 4 workers"), noticed(SLOT)]
+    assert _wait(run, 4, iter([*news, view("a", "b", "c", "d")])) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "asked for 4 workers",
+        SLOT,
+        "4 workers: a, b, c, d",
+    ]
+
+
+def test_somebody_else_who_asks_later_counts(run: Run) -> None:
+    news = [noticed("asked for 5 workers"), view("a", "b", "c"), noticed("asked for 1 worker")]
+    with pytest.raises(UsageError, match="5 workers are not wanted any more: asked for 1 worker"):
+        _wait(run, 5, iter(news))
+
+
+def test_what_was_asked_or_refused_before_is_not_ours(run: Run) -> None:
+    news = [
+        noticed("asked for 99 workers, and refused: they would share a global batch of 64"),
+        noticed("a process on host-1 (10.0.0.2) was refused: it has another key"),
+        noticed("asked for 2 workers"),
+    ]
+    assert _wait(run, 2, iter(news)) == 0  # there are two already
+
+
+def test_a_refusal_of_ours_is_an_error(run: Run) -> None:
+    with pytest.raises(UsageError, match="and refused: there is only one"):
+        _wait(run, 9, iter([noticed("asked for 9 workers, and refused: there is only one")]))
