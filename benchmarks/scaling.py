@@ -78,9 +78,8 @@ def follows(steps: list[dict[str, Any]], asked: float, end: float, way: str) -> 
         else speed(steps, t - WINDOW_S, t) <= 1.1 * level
         for t in windows
     ]
-    first = next(
-        t for t, fine, after in zip(windows, good, good[1:], strict=False) if fine and after
-    )
+    pairs = zip(windows, good, good[1:], strict=False)
+    first = next((t for t, fine, after in pairs if fine and after), end)
     return view - asked, first - asked
 
 
