@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.cli.options import parse_workers
+from manyhands.cluster.launchers import cores
 from manyhands.errors import UsageError
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch
@@ -97,3 +98,42 @@ def test_fewer_than_the_least(tmp_path: Path) -> None:
         done = running.wait()
     assert done.code == 128 + 9
     assert "worker-2 failed: killed by SIGKILL" in done.err
+
+
+COUNTING = """
+import os
+import torch
+from manyhands.testing.jobs import Regression
+from dataclasses import dataclass
+
+@dataclass
+class Counting(Regression):
+    diary: str = ""
+
+    def loss(self, output, batch):
+        with open(self.diary, "a") as file:
+            file.write(f"{os.getpid()} {torch.get_num_threads()}\\n")
+        return super().loss(output, batch)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(cores() < 2, reason="one core can't be shared")
+def test_more_workers_share_the_cores(tmp_path: Path) -> None:
+    job, diary, run = tmp_path / "job.py", tmp_path / "diary", tmp_path / "run"
+    job.write_text(COUNTING)
+    arguments = harness.train_arguments(
+        f"{job}:Counting", run, strategy="allreduce", pause_s=0.05, epochs=EPOCHS, diary=diary
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        assert say("scale", str(run), "--workers", "2").returncode == 0
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    counts: dict[str, list[int]] = {}
+    for line in diary.read_text().splitlines():
+        process, threads = line.split()
+        counts.setdefault(process, []).append(int(threads))
+    first, second = counts.values()
+    assert (first[0], first[-1]) == (cores(), cores() // 2)
+    assert second[-1] == cores() // 2, "but for what it tried alone"

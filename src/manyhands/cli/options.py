@@ -211,6 +211,7 @@ def resolve_options(
         settings=settings,
         device=resolved.get("device", "auto"),
         threads=threads,
+        shared_cores=_shared_cores(resolved, local=cluster is None and not elsewhere),
         checkpoint_every=every,
         keep=keep,
         min_workers=fewest,
@@ -221,6 +222,11 @@ def resolve_options(
         manner=manner_of(config, count),
         chaos=_chaos(resolved.get("chaos", None), config, count),
     )
+
+
+def _shared_cores(resolved: Resolved, *, local: bool) -> int:
+    """Those of this machine, if its workers have as many threads as there are cores for them."""
+    return cores() if local and resolved.sources["threads"]["from"] == "default" else 0
 
 
 def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:

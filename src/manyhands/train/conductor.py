@@ -82,6 +82,7 @@ class Conductor:
             "settings": dict(options.settings),
             "strategy": options.strategy,
             "device": options.device,
+            "shared_cores": options.shared_cores,
             "trust_network": options.trust_network,
             "run": str(run.path.resolve()),
             "checkpoint": str(checkpoint.path.resolve()) if checkpoint else None,

@@ -85,6 +85,8 @@ class Worker:
         self.learner = learner
         self.job: Job = load_job(task["job"], task["settings"])
         self.device = pick_device(task["device"], member.local_rank)
+        self._shared_cores = int(task.get("shared_cores", 0))
+        self._threads = torch.get_num_threads()
         # A random split must be the same one in every process, and in every resumed run.
         seed_loading(self.job.seed, "data")
         self.data = self.job.data()
@@ -210,9 +212,16 @@ class Worker:
         self.feed.forget()
         return view
 
+    def _share_cores(self, view: View) -> None:
+        """More workers than at first would wait for each other's threads. Never more than at first: another
+        number of threads may add up in another order."""
+        if (cores := self._shared_cores) and view.world:
+            torch.set_num_threads(min(self._threads, max(1, cores // view.world)))
+
     def _on_view(self, view: View) -> None:
         self._flush()
         self.me.view = view
+        self._share_cores(view)
         self.learner.on_view(view)
         # Still as reports of the view before: what on_view has found to be in the weights counts there.
         if (report := self.learner.rescued()) is not None:

@@ -41,6 +41,8 @@ class Options:
     device: str = "auto"
     threads: int = 1
     """Compute threads of each worker."""
+    shared_cores: int = 0
+    """Cores that the workers share: with more of them than at first, each has fewer threads. 0: never."""
     checkpoint_every: int = 0
     """Steps between checkpoints besides those after each epoch."""
     keep: int = 3
