@@ -82,6 +82,7 @@ class Augmented(Regression):
     assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_model_with_a_part_only_for_training_trains_on_many_workers(tmp_path: Path) -> None:
     path = job(
         tmp_path,
@@ -105,6 +106,7 @@ class WithAux(Regression):
     assert three.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.long
 def test_samples_that_weigh_nothing_do_no_harm(tmp_path: Path) -> None:
     path = job(
         tmp_path,

@@ -143,6 +143,7 @@ def test_bad_texts_are_named(
     assert not folder.exists(), "nothing was trained: no folder to wonder about"
 
 
+@pytest.mark.long
 def test_clicks_come_near_the_truth(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = run(

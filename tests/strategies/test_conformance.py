@@ -120,6 +120,7 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
                 "dedicated" in case.strategy
                 or case.workers == 4
                 or (case.workers == 3 and check is survives_a_kill)
+                or "servers=1" in case.strategy
             ),
         )
         for case, checks in SERVED
@@ -130,13 +131,13 @@ def test_conformance_of_parameter_servers(case: Case, check: Check, tmp_path: Pa
     check(case, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "other"),
     [
-        pytest.param(
+        (
             Case("ps:sync(placement=dedicated,servers=1)", workers=2, fields=WIDE),
             Case("allreduce", workers=3),
-            marks=pytest.mark.long,
         ),
         (Case("allreduce", workers=3, fields=WIDE), Case("ps:sync(transport=tcp)", workers=2)),
     ],
