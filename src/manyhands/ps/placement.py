@@ -15,7 +15,7 @@ The guarantee: each server is within SLACK of its share of the bytes, or else wi
 of it. So whenever the largest shard is under 9 % of every share, all are within TOLERANCE. The bytes
 that move are those that must, and about one shard a server.
 
-The replicas of one server are all on the next one: every keeper is told of every update, and has runs of
+The replicas of one server are all on one other: every keeper is told of every update, and has runs of
 its own. (Spread over all others, `ps:async` with eight workers on a small model was 2.2 times slower.) They
 stay off their server's host wherever another host has a server, even at the price of balance. After a
 death the keeper has it all, and gives away what is over its share.
@@ -26,6 +26,7 @@ thousand whole tensors beside one that dwarfs them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,7 +210,7 @@ def place(
     firsts = tuple(spread.owner)
     seconds = None
     if replicas and len(servers) > 1:
-        seconds = _seconds(sizes, shares, firsts, places, held)
+        seconds = _seconds(sizes, firsts, places, held)
     return Placement(layout, tuple(servers), shares, firsts, seconds)
 
 
@@ -325,7 +326,6 @@ def _kept(sizes: Sequence[int], targets: Sequence[float], held: Sequence[Sequenc
 
 def _seconds(
     sizes: Sequence[int],
-    shares: Sequence[float],
     firsts: Sequence[int],
     hosts: Sequence[str],
     held: Sequence[Sequence[int]],
@@ -340,19 +340,18 @@ def _seconds(
         next((b for b in reversed(held[shard]) if b in others[first]), -1)
         for shard, first in enumerate(firsts)
     ]
-    targets = [0.0] * len(shares)
+    targets = [0.0] * len(hosts)
+    keepers = Counter[int]()
     for a, choices in enumerate(others):
         mine = [shard for shard, first in enumerate(firsts) if first == a]
-        keepers = choices[:1]
-        each = sum(sizes[shard] for shard in mine) / sum(shares[b] for b in keepers)
-        wants = []
-        for b in keepers:
-            targets[b] += each * shares[b]
-            wants.append(each * shares[b] - sum(sizes[x] for x in mine if owner[x] == b))
-        free = [shard for shard in mine if owner[shard] < 0]
-        cuts = _cut([sizes[x] for x in free], [max(want, 0.0) for want in wants])
-        for shard, choice in zip(free, cuts, strict=True):
-            owner[shard] = keepers[choice]
+        kept = Counter(owner[shard] for shard in mine)
+        # One for all of them: who has most of them already, then who keeps for fewest others.
+        keeper = max(choices, key=lambda b: (kept[b], -keepers[b]))
+        keepers[keeper] += 1
+        for shard in mine:
+            targets[keeper] += sizes[shard]
+            if owner[shard] < 0:
+                owner[shard] = keeper
     allowed = [set(choices) for choices in others]
     spread = _Spread(sizes, targets, owner, held=held, allowed=lambda x, b: b in allowed[firsts[x]])
     return tuple(spread.even_out().owner)

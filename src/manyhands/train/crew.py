@@ -212,7 +212,7 @@ class Crew:
         of the two is left out."""
         if any(map(self.suspected, self.view.names)):
             return  # its end is near, and another view with it
-        if self._joining:
+        if self._joining and not self.view.one_host:
             self._apart.append((member, peer))
         if len(self._apart) >= APART_VIEWS:
             self._leave_out()

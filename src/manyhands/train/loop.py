@@ -215,7 +215,7 @@ class Worker:
     def _share_cores(self, view: View) -> None:
         """More workers than at first would wait for each other's threads. Never more than at first: another
         number of threads may add up in another order."""
-        if (cores := self._shared_cores) and view.world:
+        if cores := self._shared_cores:
             torch.set_num_threads(min(self._threads, max(1, cores // view.world)))
 
     def _on_view(self, view: View) -> None:

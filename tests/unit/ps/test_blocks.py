@@ -275,6 +275,15 @@ def test_a_death_promotes_replicas(name: str, count: int, hosts: int) -> None:
     assert (after.seconds is None) == (count == 2)
 
 
+def test_servers_that_share_hosts_keep_as_much_as_each_other() -> None:
+    layout = Layout.of(REAL["perceptron"], min_blocks=BLOCKS_PER_SERVER * 8)
+    servers = tuple(f"s{number}" for number in range(4))
+    placement = place(layout, servers, hosts=dict(zip(servers, "aabb", strict=True)))
+    for server in servers:
+        copies = sum(block.num_bytes for block in placement.replicas_of(server))
+        assert copies == pytest.approx(even(layout, servers), rel=0.1)
+
+
 @settings(max_examples=40)
 @given(layouts, crowds, st.sets(st.integers(0, 7), max_size=5))
 def test_replicas_are_elsewhere_whatever_dies(
