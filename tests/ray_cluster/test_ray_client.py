@@ -29,6 +29,11 @@ def until_printed(running: Command, run: Path, step: int) -> None:
         time.sleep(0.05)
 
 
+def long_training(nodes: Nodes, run: Path) -> list[str]:
+    slow = {"epochs": 5000, "pause_s": 0.02}
+    return train_arguments("Regression", run, *far(nodes), strategy="allreduce", workers=2, **slow)
+
+
 def test_output_and_exit_code_come_back(nodes: Nodes, tmp_path: Path) -> None:
     here = train("Regression", tmp_path / "here", strategy="allreduce", workers=2)
     there = train("Regression", tmp_path / "there", *far(nodes), strategy="allreduce", workers=2)
@@ -44,11 +49,7 @@ def test_output_and_exit_code_come_back(nodes: Nodes, tmp_path: Path) -> None:
 
 def test_ctrl_c_is_handed_on(nodes: Nodes, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    slow = {"epochs": 5000, "pause_s": 0.02}
-    arguments = train_arguments(
-        "Regression", run, *far(nodes), strategy="allreduce", workers=2, **slow
-    )
-    with command(*arguments, run=run) as running:
+    with command(*long_training(nodes, run), run=run) as running:
         until_printed(running, run, 3)
         running.signal(signal.SIGINT)
         done = running.wait()
@@ -60,11 +61,7 @@ def test_ctrl_c_is_handed_on(nodes: Nodes, tmp_path: Path) -> None:
 
 def test_without_its_person_it_saves_and_stops(nodes: Nodes, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    slow = {"epochs": 5000, "pause_s": 0.02}
-    arguments = train_arguments(
-        "Regression", run, *far(nodes), strategy="allreduce", workers=2, **slow
-    )
-    with command(*arguments, run=run) as running:
+    with command(*long_training(nodes, run), run=run) as running:
         until_printed(running, run, 3)
         running.signal(signal.SIGKILL)
         running.wait()
