@@ -1,4 +1,9 @@
-"""A small recurrent model: many small kernels, for which a GPU is little faster than a CPU."""
+"""Two small models for a GPU with CPUs beside it: one that a GPU computes at once, and one that it can't.
+
+`Wide` reads all sequences of a batch together: a GPU takes as long for half of them as for all.
+`Trees` puts every sample's leaves together in that sample's own order, one after the other: as many small
+kernels a sample, for which a GPU is no faster than a CPU.
+"""
 
 from dataclasses import dataclass
 
@@ -23,8 +28,27 @@ class Reader(nn.Module):
         return result
 
 
+class Tree(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.leaf = nn.Linear(8, width)
+        self.join = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, leaves: torch.Tensor, orders: list[list[int]]) -> torch.Tensor:
+        roots = []
+        for sample, order in zip(self.leaf(leaves), orders, strict=True):
+            nodes = list(sample.unbind(0))
+            for place in order:
+                both = torch.cat([nodes[place], nodes.pop(place + 1)])
+                nodes[place] = torch.tanh(self.join(both))
+            roots.append(nodes[0])
+        result: torch.Tensor = self.head(torch.stack(roots))
+        return result
+
+
 @dataclass
-class Mixed(mh.Job):
+class Wide(mh.Job):
     samples: int = 20_000
     batch_size: int = 256
     epochs: int = 1
@@ -48,3 +72,27 @@ class Mixed(mh.Job):
 
     def loss(self, output, batch):
         return nn.functional.cross_entropy(output, batch[1])
+
+
+@dataclass
+class Trees(Wide):
+    length: int = 16
+
+    def model(self) -> nn.Module:
+        return Tree(self.width)
+
+    def collate(self, samples):
+        leaves = torch.stack([leaf for leaf, _ in samples])
+        # Each sample's own order, by its first number.
+        seeds = (leaves[:, 0, 0] * 1e6).long().tolist()
+        orders = [
+            [(seed * 7919 + n) % (self.length - 1 - n) for n in range(self.length - 1)]
+            for seed in seeds
+        ]
+        return leaves, orders, torch.stack([label for _, label in samples])
+
+    def inputs(self, batch):
+        return {"leaves": batch[0], "orders": batch[1]}
+
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output, batch[2])

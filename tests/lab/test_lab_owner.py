@@ -18,7 +18,8 @@ from manyhands.testing import harness
 from manyhands.testing.lab import Lab
 
 OWNER = """
-import json, time
+import json, signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and stay so
 from manyhands.testing.lab import Lab
 with Lab(hosts=2) as lab, Lab(hosts=1) as other:
     host = lab.hosts[0]

@@ -43,3 +43,45 @@ def _sizes(done: harness.Finished) -> list[list[int]]:
         [sum(stop - start for start, stop in held) for held in step["shares"].values()]
         for step in done.steps
     ]
+
+
+def test_a_worker_that_is_only_a_brake_is_left_out(tmp_path: Path) -> None:
+    """Its steps take long however small its share is."""
+    done = harness.train(
+        *("Straggling", tmp_path / "run"),
+        strategy="allreduce",
+        workers=2,
+        diary=tmp_path / "diary",
+        samples=32 * 1200,
+        batch_size=32,
+        lr=0.001,
+        pause_s=0.01,
+        slow_by=5.0,
+    )
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    (slow,) = {name for name in done.steps[0]["shares"] if name not in done.steps[-1]["shares"]}
+    assert f"without {slow} (cpu)" in done.out
+    assert "left out (--workers 2:2 keeps all)" in done.out
+    (used,) = done.uses_by_epoch().values()
+    assert sorted(used) == list(range(32 * 1200))
+    assert not done.of("MemberLost")
+
+
+@pytest.mark.long
+def test_a_slow_worker_that_helps_comes_back(tmp_path: Path) -> None:
+    done = harness.train(
+        *("Straggling", tmp_path / "run"),
+        strategy="ps:sync",
+        workers=2,
+        diary=tmp_path / "diary",
+        samples=32 * 1200,
+        batch_size=32,
+        lr=0.001,
+        pause_s=0.0,
+        sample_s=0.001,
+        slow_by=5.0,
+    )
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert ": taken back" in done.out
+    assert "worker-2" in done.steps[-1]["shares"]
+    assert sum(step["samples"] for step in done.steps) == 32 * 1200

@@ -32,6 +32,7 @@ from manyhands.cluster.launchers import cores
 from manyhands.errors import CheckpointError, Interrupted, MemberFailed, UsageError
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
+from manyhands.train.brakes import Brakes
 from manyhands.train.course import Course
 from manyhands.train.crew import Crew
 from manyhands.train.facts import (
@@ -92,6 +93,7 @@ class Conductor:
         if options.chaos is not None and not options.rehearse:
             self.injector = Injector(options.chaos, coordinator, self.crew, stream)
         self.course: Course | None = None
+        self._brakes: Brakes | None = None
         self._handout: Handout | None = None
         self._versions = dict(versions or {})
         self._resumed = resumed
@@ -166,12 +168,10 @@ class Conductor:
             self.tally.unit = tuple(told["unit"])
         self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
         self._handout = make_handout(
-            options.manner,
-            self.course,
-            self.shelf,
-            self._tell,
-            equal=options.equal_shares,
+            *(options.manner, self.course, self.shelf, self._tell), equal=options.equal_shares
         )
+        if options.may_do_without:
+            self._brakes = Brakes(self.crew, self._handout.meter, self._notice)
         return self._handout
 
     def _begin(self) -> None:
@@ -196,14 +196,16 @@ class Conductor:
         self._inject()
         if self._leaving:
             return
-        if crew.joining and not crew.all_joined:
-            return
         if crew.joining:
+            if not crew.all_joined:
+                return
             self._count_view()
         if (wanted := self.run.take_request()) is not None:
             why = crew.resize(wanted)
-            asked = f"asked for {wanted} {'worker' if wanted == 1 else 'workers'}"
-            self._notice(asked + (f", and refused: {why}" if why else ""))
+            workers = f"{wanted} {'worker' if wanted == 1 else 'workers'}"
+            self._notice(f"asked for {workers}" + (f", and refused: {why}" if why else ""))
+        if self._brakes is not None:
+            self._brakes.tick(handout.pace)
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
         ending = handout.finishing is not None or self._signal is not None
         waited_for = bool(crew.newcomers or crew.surplus or crew.misplaced) and not ending
@@ -467,13 +469,9 @@ class Conductor:
 
     def _late(self, limit_s: float, phase: str) -> str:
         """Who has been waited for, in what phase, for how long."""
-        members, crew = self.coordinator.members, self.crew
-        if self.coordinator.view is None:
-            late = [name for name in members if name not in crew.ready]
-        else:
-            late = [name for name in crew.view.names if crew.joining and name not in crew.joined]
-            if self._handout is not None and (first := self._handout.gathering.first) is not None:
-                late = late or first.missing
+        members, late = self.coordinator.members, self.crew.absent
+        if not late and self._handout is not None and self._handout.gathering.first is not None:
+            late = self._handout.gathering.first.missing
         told = ", ".join(
             f"{name} ({members[name].phase} for {members[name].phase_since_s:.0f} s)"
             for name in late or members

@@ -5,6 +5,7 @@
     lose        a member has died: the next view is formed at once from those that are left, and
                 another one is started in its place, under a name of its own
     resize      more workers are wanted, or fewer
+    spare       some are done without, until they are recalled
     admit       nothing is open: the next view has the new ones that are ready, and lacks one that is not
                 wanted any more
 
@@ -76,6 +77,10 @@ class Crew:
         self._apart: list[tuple[str, str]] = []
         """Who did not find whom, one a view, since a view counted or somebody died."""
         self._left_out: set[str] = set()
+        self._sparing: set[str] = set()
+        """Workers that are to leave for a while."""
+        self._spared: list[int] = []
+        """The places of those that have."""
 
     @property
     def view(self) -> View:
@@ -99,6 +104,13 @@ class Crew:
     @property
     def all_joined(self) -> bool:
         return self._joining and all(name in self.joined for name in self.view.names)
+
+    @property
+    def absent(self) -> list[str]:
+        """Who is not ready yet, at first; later, who has not joined the newest view."""
+        if self._coordinator.view is None:
+            return [name for name in self._coordinator.members if name not in self.ready]
+        return [n for n in self.view.names if n not in self.joined] if self._joining else []
 
     def is_worker(self, member: str) -> bool:
         return self._roles[member] == WORKER
@@ -274,6 +286,8 @@ class Crew:
         if batch > self.facts["train_samples"]:
             return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
         self._wanted = workers
+        self._sparing.clear()
+        self._spared.clear()
         self._coordinator.launcher.want(workers)
         self._owed = [owed for owed in self._owed if owed[0] != WORKER]
         here = [name for name in self.view.names if self.is_worker(name) and self._lives(name)]
@@ -290,8 +304,10 @@ class Crew:
     @property
     def surplus(self) -> str | None:
         """A worker that is not wanted any more. One at a time: what it serves is in one other place."""
-        workers = [seat.name for seat in self.view.workers]
-        return workers[-1] if len(workers) > self._wanted else None
+        workers = self.seated
+        if spared := [name for name in workers if name in self._sparing]:
+            return spared[-1]
+        return workers[-1] if len(workers) > self._wanted - len(self._spared) else None
 
     @property
     def newcomers(self) -> list[str]:
@@ -305,7 +321,7 @@ class Crew:
     @property
     def misplaced(self) -> bool:
         """The first worker, which saves, does not see the run folder, and another does."""
-        workers = [seat.name for seat in self.view.workers]
+        workers = self.seated
         return not self._may_save(workers[0]) and any(map(self._may_save, workers))
 
     @property
@@ -318,6 +334,37 @@ class Crew:
         """Somebody is on the way who is to take another's place."""
         return bool(self._new or self._owed)
 
+    # Those that are done without for a while (see brakes.py) ----------------------------------
+
+    @property
+    def seated(self) -> tuple[str, ...]:
+        """The workers of the view."""
+        return tuple(seat.name for seat in self.view.workers)
+
+    @property
+    def occasion(self) -> tuple[int, int]:
+        """Another one whenever there are other workers than before, for other reasons than these."""
+        return self.num_lost, self._wanted
+
+    def device(self, worker: str) -> str:
+        return str(self.ready[worker]["seat"]["device"]).partition(":")[0]
+
+    def may_spare(self, number: int) -> bool:
+        return len(self.seated) - number >= max(1, self._options.min_workers)
+
+    def spare(self, workers: Iterable[str]) -> None:
+        """These leave, one a view."""
+        self._sparing = set(workers)
+
+    def recall(self) -> None:
+        """Others in the places of those that were spared."""
+        self._sparing.clear()
+        places, self._spared = self._spared, []
+        for place in places:
+            self._add(WORKER, place)
+
+    # ------------------------------------------------------------------------------------------
+
     def fill(self) -> None:
         """Start those that had to wait for a free slot."""
         owed, self._owed = self._owed, []
@@ -327,6 +374,9 @@ class Crew:
     def admit(self) -> None:
         released = self.surplus
         if released is not None:  # nothing is open, and what it holds another has, too
+            if released in self._sparing:
+                self._sparing.discard(released)
+                self._spared.append(self._places[released])
             self._coordinator.members[released].left = True
             self._coordinator.members[released].handle.kill()
         stay = [name for name in self.view.names if name != released]
@@ -379,7 +429,7 @@ class Crew:
     def _enough(self) -> bool:
         """As many workers as are wanted are here, or on their way."""
         names = {*self.view.names, *self._new}
-        owed = sum(role == WORKER for role, _ in self._owed)
+        owed = sum(role == WORKER for role, _ in self._owed) + len(self._spared)
         return owed + sum(self.is_worker(n) and self._lives(n) for n in names) >= self._wanted
 
     def _add(self, role: str, place: int, *, waited: bool = False) -> None:

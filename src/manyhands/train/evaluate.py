@@ -1,4 +1,4 @@
-"""Evaluation on all workers: each takes a contiguous part of the data, the coordinator adds up.
+"""Evaluation on all workers: each takes a contiguous part of the data, by its speed; the coordinator adds up.
 
 A metric's mean over the whole set is the weighted mean of the workers' means, so nothing but a few
 numbers a worker travels.
@@ -22,13 +22,12 @@ def evaluate(
     model: nn.Module,
     dataset: Any,
     *,
-    rank: int,
-    world: int,
+    part: tuple[float, float, float] = (0, 1, 1),
     device: str,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """This worker's part: {"samples", "sums": {name: [weighted sum, weight]}}."""
-    start, stop = len(dataset) * rank // world, len(dataset) * (rank + 1) // world
+    """This worker's part (from, to, of how much): {"samples", "sums": {name: [weighted sum, weight]}}."""
+    start, stop = (int(len(dataset) * end / part[2]) for end in part[:2])
     sums: dict[str, list[float]] = {}
     size = max(1, job.batch_size // job.accumulate)
     with evaluating(model), torch.no_grad():

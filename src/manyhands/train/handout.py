@@ -12,12 +12,14 @@ out all the rest again, among those who are left.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.cluster.view import View
+from manyhands.train.brakes import Meter
 from manyhands.train.course import Checkpoint, Course, Evaluate, Order, StepPlan, Steps, Stop, Wait
 from manyhands.train.leases import Range
 from manyhands.train.options import Manner
@@ -55,6 +57,7 @@ class Handout(ABC):
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
         self.pace = Pace()
+        self.meter = Meter()
         self._shelf = shelf
         self._tell = tell
 
@@ -84,7 +87,9 @@ class Handout(ABC):
         """The steps that are complete now."""
         for step in self.gathering.committed():
             self.course.commit(step.plan.step, step.left_out, loss=step.loss)
+            self.meter.note(step.plan.samples)
             yield step
+        self.meter.busy(len(self.gathering) > 0)
 
     def saving(self, member: str, step: int) -> None:
         """The writer has copied the state of this checkpoint."""
@@ -116,6 +121,7 @@ class Handout(ABC):
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
         self.finishing = None
+        self.meter.busy(False)
 
     def _count(self) -> None:
         """As many workers as get samples decide how large a batch is, where it follows them."""
@@ -124,12 +130,24 @@ class Handout(ABC):
     def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
             case Evaluate(step, epoch):
-                self.tell_workers(order="evaluate", step=step, epoch=epoch)
+                self._give_evaluation(step, epoch)
             case Checkpoint(step):
                 self._shelf.expect(order, writer=self.workers[0], workers=len(self.workers))
                 self.tell_workers(order="checkpoint", step=step)
             case Stop(reason):
                 self.finish(reason)
+
+    def _give_evaluation(self, step: int, epoch: int) -> None:
+        """To each a part of the data, by how fast it computes."""
+        weights = self._weights()
+        ends = list(itertools.accumulate(weights, initial=0.0))
+        for name, part in zip(self.workers, itertools.pairwise(ends), strict=True):
+            order = {"order": "evaluate", "step": step, "epoch": epoch, "part": [*part, ends[-1]]}
+            self._tell(name, order)
+
+    def _weights(self) -> list[float]:
+        """In proportion to how much each worker should get."""
+        return self.pace.weights(self.workers)
 
 
 class InStep(Handout):
@@ -201,8 +219,7 @@ class InStep(Handout):
 
     def _give(self, order: Steps) -> None:
         portions: list[list[Any]] = [[] for _ in self.workers]
-        equal = [1.0] * len(self.workers)
-        weights = equal if self._equal else self.pace.weights(self.workers)
+        weights = self._weights()
         if self.listening:
             pairs = zip(self.workers, weights, strict=True)
             weights = [0.0 if name in self.listening else weight for name, weight in pairs]
@@ -214,6 +231,10 @@ class InStep(Handout):
                 portions[rank].append(_portion(plan, ranges, rank))
         for name, mine in zip(self.workers, portions, strict=True):
             self._tell(name, {"order": "steps", "portions": mine})
+        self.meter.busy(True)
+
+    def _weights(self) -> list[float]:
+        return [1.0] * len(self.workers) if self._equal else super()._weights()
 
 
 class InParts(Handout):
@@ -301,6 +322,7 @@ class InParts(Handout):
         for name, mine in portions.items():
             self._resting.discard(name)
             self._tell(name, {"order": "steps", "portions": mine})
+            self.meter.busy(True)
 
     def _fetch(self, lacking: int) -> None:
         """The next steps of the course into the queue, or the barrier before them."""

@@ -174,9 +174,9 @@ class Worker:
                 with self.member.phase("resting"):
                     self._drain()
                     self.learner.rest()
-            case {"order": "evaluate"}:
+            case {"order": "evaluate", "part": [low, high, whole]}:
                 with self.member.phase("evaluating"):
-                    self._evaluate()
+                    self._evaluate((low, high, whole))
             case {"order": "checkpoint", "step": int(step)}:
                 with self.member.phase(f"saving the checkpoint of step {step}"):
                     self._checkpoint(step)
@@ -297,21 +297,20 @@ class Worker:
         self._tell_when_caught_up()
         self._flush()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, part: tuple[float, float, float]) -> None:
         self._drain()
         assert self.eval_data is not None
         started = time.perf_counter()
-        part = evaluate(
+        found = evaluate(
             self.job,
             self.learner.eval_model(),
             self.eval_data,
-            rank=self.me.rank,
-            world=self.me.world,
+            part=part,
             device=self.device,
             progress=self._tick_and_heed,
         )
         seconds = time.perf_counter() - started
-        self._report("evaluated", seconds=seconds, **part)
+        self._report("evaluated", seconds=seconds, **found)
 
     def _tick(self) -> None:
         self.member.ticks += 1
@@ -357,7 +356,7 @@ class Worker:
             return []
         first = range(min(self.job.batch_size, len(self.eval_data)))
         few = torch.utils.data.Subset(self.eval_data, first)
-        part = evaluate(self.job, self.trainee.model, few, rank=0, world=1, device=self.device)
+        part = evaluate(self.job, self.trainee.model, few, device=self.device)
         return list(part["sums"])
 
     def _check_schedule(self, num_steps: int) -> None:

@@ -63,3 +63,10 @@ class Options:
     """Faults to inject."""
     rehearse: bool = False
     """Do everything but train."""
+
+    @property
+    def may_do_without(self) -> bool:
+        """Whether slow workers may be left out where that is faster: nothing but speed changes by it."""
+        manner = self.manner
+        shrinks = manner.lockstep and manner.goes_on and manner.may_shrink
+        return shrinks and not self.equal_shares and not self.scaling.on

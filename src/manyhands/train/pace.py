@@ -18,8 +18,12 @@ KNOWN_AFTER_S = 1.5
 """Seconds of computing before a worker's speed is believed."""
 WORTH = 1.15
 """A step has to become so many times shorter for parts to change."""
+KEPT = 0.2
+"""Of what was measured, when parts change: who has a fixed cost in each step has another speed now."""
 SLOW = 1.5
 """A worker that takes so many times as long as the median for a sample is told of."""
+AGAIN = 5.0
+"""And again when it has become so many times slower, or faster, since."""
 LEAST = 1e-4
 """Of the fastest's part. In whole samples it may be none, but now and then (see handout.py): a worker that
 has nothing to do would never be known to be fast again."""
@@ -34,10 +38,14 @@ class Speed:
     """Seconds measured since the start."""
 
     def add(self, samples: int, seconds: float) -> None:
-        fading = math.exp(-seconds / MEMORY_S)
-        self.samples = self.samples * fading + samples
-        self.seconds = self.seconds * fading + seconds
+        self.fade(math.exp(-seconds / MEMORY_S))
+        self.samples += samples
+        self.seconds += seconds
         self.known_s += seconds
+
+    def fade(self, factor: float) -> None:
+        self.samples *= factor
+        self.seconds *= factor
 
     @property
     def per_s(self) -> float:
@@ -60,9 +68,10 @@ class Pace:
     def weights(self, workers: Sequence[str]) -> list[float]:
         """The parts of a batch for these workers, in proportion."""
         now = self._parts_of(workers)
-        speeds = self._speeds_of(workers)
-        if speeds is None:
+        known = self.speeds_of(workers)
+        if known is None:
             return now
+        speeds = list(known.values())
         best = 1.0 / sum(speeds)
         as_is = max(part / speed for part, speed in zip(now, speeds, strict=True)) / sum(now)
         if as_is < WORTH * best:
@@ -70,33 +79,35 @@ class Pace:
         fastest = max(speeds)
         rounded = [max(LEAST, round(speed / fastest, 4)) for speed in speeds]
         self.parts = dict(zip(workers, rounded, strict=True))
+        for worker in workers:
+            self.speeds[worker].fade(KEPT)
         return rounded
 
     def news(self, workers: Collection[str]) -> list[tuple[str, float]]:
         """Workers slower than the median, and how many times: once each, again when that changed a lot."""
-        speeds = self._speeds_of(list(workers))
+        speeds = self.speeds_of(workers)
         if speeds is None or len(speeds) < 2:
             return []
-        usual = median(speeds) if len(speeds) > 2 else max(speeds)
+        usual = median(speeds.values()) if len(speeds) > 2 else max(speeds.values())
         found = []
-        for worker, speed in zip(workers, speeds, strict=True):
+        for worker, speed in speeds.items():
             times, before = usual / speed, self.told.get(worker)
             if times < SLOW:
                 if before is not None and times < (1 + SLOW) / 2:
                     del self.told[worker]
-            elif before is None or not 0.5 < times / before < 2.0:
+            elif before is None or not 1 / AGAIN < times / before < AGAIN:
                 self.told[worker] = times
                 found.append((worker, times))
         return found
+
+    def speeds_of(self, workers: Collection[str]) -> dict[str, float] | None:
+        """Samples a second of each; None as long as one is not known well enough."""
+        speeds = {worker: self.speeds.get(worker, Speed()) for worker in workers}
+        if any(speed.known_s < KNOWN_AFTER_S for speed in speeds.values()):
+            return None
+        return {worker: speed.per_s for worker, speed in speeds.items()}
 
     def _parts_of(self, workers: Sequence[str]) -> list[float]:
         known = [self.parts[worker] for worker in workers if worker in self.parts]
         usual = sum(known) / len(known) if known else 1.0
         return [self.parts.get(worker, usual) for worker in workers]
-
-    def _speeds_of(self, workers: Sequence[str]) -> list[float] | None:
-        """Samples a second of each; None as long as one is not known well enough."""
-        speeds = [self.speeds.get(worker) for worker in workers]
-        if any(speed is None or speed.known_s < KNOWN_AFTER_S for speed in speeds):
-            return None
-        return [speed.per_s for speed in speeds if speed is not None]

@@ -19,7 +19,7 @@ DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2] + 1)
 
 def whole(job: Any, model: nn.Module, world: int = 1, data: Any = DATA) -> Any:
     return combine(
-        [evaluate(job, model, data, rank=r, world=world, device="cpu") for r in range(world)]
+        [evaluate(job, model, data, part=(r, r + 1, world), device="cpu") for r in range(world)]
     )
 
 
