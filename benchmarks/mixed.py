@@ -4,8 +4,8 @@
 
 `Trees` is a model that a GPU computes sample by sample: CPUs should be a gain. `Wide` is one whose batch a
 large GPU computes at once: CPUs can't help, and should not be a brake either (mixed_job.py). Contenders in
-turns, ratios inside a repeat. Each runs for a while, and the last third of it counts: shares have adapted by then,
-and who is only a brake was left out.
+turns, ratios inside a repeat. Each runs for a while, and the last third of it counts: shares have adapted by
+then, and it was tried whether the CPUs are a gain.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--cpus", default="1,4", help="workers on the CPU beside the GPU")
     parser.add_argument("--gpu", default="cuda:0", help="what takes the place of the GPU")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30.0, help="that each contender runs")
+    parser.add_argument("--seconds", type=float, default=40.0, help="that each contender runs")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--verbose", action="store_true", help="show shares and notes")
     asked = parser.parse_args()

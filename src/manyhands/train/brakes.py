@@ -25,11 +25,14 @@ from manyhands.train.pace import Pace
 
 WINDOW_S = 3.0
 """How long a measurement takes, of the time in which there was something to do."""
-WINDOW_STEPS = 20
+WINDOW_STEPS = 10
 WARM_S = 1.0
 """The time before, in which nobody's share may change."""
 WORTH = 1.05
 """So much faster it has to be without the slow ones: nobody is sent away for noise."""
+PLAIN = 0.8
+"""Slower than this by the first few steps, and nothing more needs to be measured."""
+PLAIN_STEPS = 3
 MUCH = 4.0
 """So many times slower than the fastest is slow, here; and a CPU beside anything else."""
 MOST_TRIALS = 3
@@ -68,9 +71,13 @@ class Meter:
     def full(self) -> bool:
         return self.seconds >= WINDOW_S and self.steps >= WINDOW_STEPS
 
+    @property
+    def per_s(self) -> float:
+        return self.samples / self.seconds
+
     def take(self) -> float:
         """What was measured; begins anew."""
-        per_s = self.samples / self.seconds
+        per_s = self.per_s
         self.begin()
         return per_s
 
@@ -130,6 +137,9 @@ class Brakes:
         watched = self.phase in (Phase.TOGETHER, Phase.WITHOUT, Phase.APART)
         if not watched or crew.changes_soon:
             return
+        if self.phase == Phase.WITHOUT and self._plainly_slower:
+            self._judge(self._meter.take())
+            return
         speeds = pace.speeds_of(crew.seated)
         if not self._warm or speeds is None:
             if self._meter.seconds >= WARM_S:
@@ -167,6 +177,12 @@ class Brakes:
             self._notice(f"{told}: taken back")
             self._crew.recall()
             self._to(Phase.SETTLED)
+
+    @property
+    def _plainly_slower(self) -> bool:
+        meter = self._meter
+        enough = meter.steps >= PLAIN_STEPS and meter.seconds >= WARM_S
+        return enough and meter.per_s < PLAIN * self._together
 
     def _watch(self, without: float) -> None:
         """They are out for as long as that is faster."""

@@ -97,6 +97,16 @@ def test_those_that_help_or_cost_nothing_come_back(without: float) -> None:
     assert run.run(60) == [Phase.SETTLED], "and it is not tried again and again"
 
 
+def test_what_is_plainly_slower_is_not_tried_for_long() -> None:
+    run = gpu_and_cpus(700.0, 400.0)
+    while run.brakes.phase != Phase.WITHOUT:
+        run.run(0.1)
+    assert run.run(1.2)[-1] == Phase.SETTLED
+    assert run.notes == [
+        "400 samples/s without worker-1 (cpu) and worker-2 (cpu), 700 with: taken back"
+    ]
+
+
 def test_workers_that_are_alike_are_left_alone() -> None:
     devices = dict.fromkeys(["worker-0", "worker-1"], "cpu")
     run = Script(devices, {"worker-0": 300.0, "worker-1": 100.0}, 100.0, 1000.0)
