@@ -162,7 +162,8 @@ class Brakes:
             self._to(Phase.SETTLED)
             return
         self._trials += 1
-        self._names = " and ".join(f"{n} ({self._crew.device(n)})" for n in self._slow)
+        kinds = sorted({self._crew.device(name) for name in self._slow})
+        self._names = f"{', '.join(self._slow)} ({', '.join(kinds)})"
         self._crew.spare(self._slow)
         self._to(Phase.LEAVING)
 
