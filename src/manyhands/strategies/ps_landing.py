@@ -101,36 +101,67 @@ class _Forward:
         plain = torch.is_grad_enabled() and landing.expects(weight) and input.dtype == weight.dtype
         if not plain or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(input, weight, module.bias)
-        # The weight's own place among the inputs keeps its backward in the graph, also in a first
-        # layer, whose input needs no gradient.
-        result: Tensor = _Linear.apply(input, weight, module.bias, landing)
+        # Two nodes, so that the weight's gradient has landed, and may leave, before that of the input,
+        # which is as much work, is begun.
+        way = _OfInput.apply(input, weight.detach()) if input.requires_grad else None
+        result: Tensor = _OfWeight.apply(way, weight, module.bias, input.detach(), landing)
         return result
 
 
-class _Linear(torch.autograd.Function):
-    """nn.functional.linear, but for where the weight's gradient goes."""
+class _OfInput(torch.autograd.Function):
+    """Stands for what a linear layer makes of its input, without a number in it, on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return input.new_empty(()).expand(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight, None
+
+
+class _OfWeight(torch.autograd.Function):
+    """nn.functional.linear, but for where the weight's gradient goes. The gradient of what it makes goes
+    on to `way`."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, landing: Landing
+        ctx: Any,
+        way: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        input: Tensor,
+        landing: Landing,
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.landing, ctx.biased = landing, bias is not None
-        return nn.functional.linear(input, weight, bias)
+        ctx.landing = landing
+        if input.dim() == 2:
+            return nn.functional.linear(input, weight, bias)
+        # torch would make a view of rows, which a layer that works in place must not change.
+        made = input.new_empty(*input.shape[:-1], weight.shape[0])
+        rows, columns = made.view(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+        if bias is None:
+            torch.mm(columns, weight.t(), out=rows)
+        else:
+            torch.addmm(bias, columns, weight.t(), out=rows)
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         landing: Landing = ctx.landing
         rows = gradient.reshape(-1, gradient.shape[-1])
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        columns = input.reshape(-1, input.shape[-1])
         of_weight = None
         if landing.expects(weight):
-            landing.multiply(weight, rows.t(), input.reshape(-1, input.shape[-1]))
+            landing.multiply(weight, rows.t(), columns)
         elif ctx.needs_input_grad[1]:
-            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
-        of_bias = rows.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None
-        return of_input, of_weight, of_bias, None
+            of_weight = rows.t() @ columns
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        on = gradient if ctx.needs_input_grad[0] else None
+        return on, of_weight, of_bias, None, None
 
 
 def _last_node(parameter: nn.Parameter) -> Any:

@@ -53,7 +53,9 @@ class _PlainStream:
     def recv_into(self, view: memoryview, deadline: float | None) -> int:
         if deadline is not None:
             wait_ready(self._sock, select.POLLIN, deadline)
-        return self._sock.recv_into(view)
+            return self._sock.recv_into(view)
+        # Waking up for every packet would cost a large payload more than the copying.
+        return self._sock.recv_into(view, 0, socket.MSG_WAITALL)
 
     def send(self, parts: list[memoryview]) -> None:
         while parts:

@@ -1,0 +1,116 @@
+"""Gradients land where they should, and are those that torch computes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.strategies.ps_landing import LARGE, Landing
+
+WIDTH = 256
+assert WIDTH * WIDTH >= LARGE
+
+
+class Tied(nn.Module):
+    """One matrix, as two layers and by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(torch.relu(self.first(x)))
+        return hidden + nn.functional.linear(x, self.first.weight)
+
+
+class Aside(nn.Module):
+    """A layer that nothing of the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        result: Tensor = self.used(x)
+        return result
+
+
+def frozen_bias() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.bias.requires_grad_(False)
+    return nn.Sequential(layer, nn.Linear(WIDTH, 4))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a chain": lambda: nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    ),
+    "changed in place": lambda: nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+    ),
+    "no bias": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2)),
+    "a frozen bias": frozen_bias,
+    "tied": Tied,
+    "aside": Aside,
+}
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (5,), (2, 5)])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_they_are_those_of_torch(kind: str, micro_batches: int, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    plain = deepcopy(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    flat = Flat.private(layout_of(model, optimizer))
+    pieces = pieces_of(model, optimizer)
+    landing = Landing(model, pieces)
+    landed: list[int] = []
+    landing.landed = lambda parameter: landed.append(id(parameter))
+    landing.begin(flat)
+    for x in torch.randn(micro_batches, *shape, WIDTH):
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    landing.finish()
+    expected = dict(plain.named_parameters())
+    assert pieces.keys() == {name for name, p in expected.items() if p.requires_grad}
+    for name in pieces:
+        wanted = expected[name].grad
+        found = flat.piece(name).view_as(expected[name])
+        torch.testing.assert_close(found, torch.zeros_like(found) if wanted is None else wanted)
+        assert landed.count(id(pieces[name])) == (0 if wanted is None else micro_batches)
+
+
+def test_a_weight_lands_before_its_input_is_computed() -> None:
+    """The way over the network is long."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    landing = Landing(model, pieces_of(model, optimizer))
+    order: list[str] = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    landing.landed = lambda parameter: order.append(names[id(parameter)])
+    landing.begin(Flat.private(layout_of(model, optimizer)))
+    hidden = model[0](torch.randn(3, WIDTH))
+    hidden.register_hook(lambda gradient: order.append("input"))
+    model[1](hidden).sum().backward()
+    assert order.index("1.weight") < order.index("input") < order.index("0.weight")
+
+
+def test_gradients_may_be_asked_for_besides() -> None:
+    """Not in a step: a metric that differentiates, say."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    Landing(model, pieces_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    torch.testing.assert_close(gradient, (model[1].weight @ model[0].weight).expand(2, -1))
