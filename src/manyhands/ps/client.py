@@ -23,7 +23,7 @@ from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import travelling
 from manyhands.ps.holding import Run
 from manyhands.ps.host import Host, Push
-from manyhands.ps.lanes import LANES, Lanes
+from manyhands.ps.lanes import LANES, Lanes, Uplink
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.tables.homes import Homes
@@ -52,11 +52,12 @@ class Client(Asking):
         seen: int = 0,
         baskets: Sequence[str] = (),
         replica: Callable[[str], int] | None = None,
+        uplink: Uplink | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
         `resolved(seq, left out, staleness)` is called from another thread, once for each push.
         `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
-        that this very process keeps, if it keeps any."""
+        that this very process keeps, if it keeps any. `uplink`: told of what is under way."""
         super().__init__(servers[0])
         self.placement: Placement | None = None
         self.last_parts: set[tuple[int, int]] = set()
@@ -75,7 +76,7 @@ class Client(Asking):
         self._check = check
         self._resolved = resolved
         self._baskets = list(baskets)
-        self._replica = replica
+        self._replica, self._uplink = replica, uplink
         self._timeout_s = timeout_s
         self._closed = False
         self._refused = ""
@@ -383,7 +384,8 @@ class Client(Asking):
                 lanes.append(link)
         with self._news:
             host.lane_links = lanes
-            host.lanes = Lanes(lanes, name=f"to-{host.name}") if lanes else None
+            name = f"to-{host.name}"
+            host.lanes = Lanes(lanes, name=name, uplink=self._uplink) if lanes else None
             host.version = max(host.version, int(head["v"]))
             host.done = max(host.done, int(head["done"]))
             self._late |= {int(seq) for seq in head["late"]} & self._under_way.keys()

@@ -71,6 +71,10 @@ class Sums:
     def has(self, version: int) -> bool:
         return self.versions[version % 2] == version
 
+    def begin(self, version: int) -> None:
+        """What was there is overwritten."""
+        self.versions[version % 2] = 0
+
     def note(self, version: int) -> None:
         self.versions[version % 2] = version
 

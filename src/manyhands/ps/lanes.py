@@ -1,9 +1,14 @@
-"""Bulk data over several connections to one peer, what is needed first going first.
+"""Bulk data on its way to others, what is needed first going first.
 
-Each connection has a thread that sends; all take from one queue, ordered by priority, so a large
-transfer neither waits for one slow stream nor holds up what matters more. What is put in is sent once
-and not copied: its memory must stay as it is until the peer has said that it has it, which also bounds
-the queue (a worker has two gradient buffers, and may not fill one again before it was taken).
+    Lanes       several connections to one peer; each has a thread that sends, and all take from one queue,
+                ordered by priority, so a large transfer neither waits for one slow stream nor holds up
+                what matters more
+    Trailer     one connection to a peer, for what may wait until nothing of this process is in the lanes
+    Uplink      what of this process is in the lanes, to whomever: it all goes the same way out
+
+What is put in is sent once and not copied: its memory must stay as it is until the peer has said that it
+has it, which also bounds the queues (a worker has two gradient buffers, and may not fill one again before
+it was taken). The kernel is given no more than it can send soon, else the order would be that of its queues.
 """
 
 from __future__ import annotations
@@ -23,9 +28,73 @@ LANES = 2
 _LAST = 1 << 60
 
 
+class Uplink:
+    def __init__(self) -> None:
+        self._left: dict[Lanes, int] = {}
+        self._changed = threading.Condition()
+
+    def join(self, lanes: Lanes) -> None:
+        with self._changed:
+            self._left[lanes] = 0
+
+    def leave(self, lanes: Lanes) -> None:
+        """What is left in these does not go out any more."""
+        with self._changed:
+            self._left.pop(lanes, None)
+            self._changed.notify_all()
+
+    def add(self, lanes: Lanes, number: int) -> None:
+        with self._changed:
+            if lanes in self._left:
+                self._left[lanes] += number
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until nothing is in any lanes."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._left.values()))
+
+
+class Trailer:
+    def __init__(self, link: Link, uplink: Uplink, *, name: str) -> None:
+        link.queue_little()
+        self._link, self._uplink = link, uplink
+        self._queue: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._send, name=name, daemon=True).start()
+
+    def put(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+        """In this order."""
+        self._queue.put((head, payload))
+
+    def flush(self) -> None:
+        """Until all that was put in has left, or can't any more."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Nothing more is put in."""
+        self._queue.put(None)
+
+    def _send(self) -> None:
+        lost = False
+        while (item := self._queue.get()) is not None:
+            if not lost:
+                self._uplink.wait()
+                try:
+                    self._link.send(*item)
+                except LinkError:  # it is dead, or the view is over
+                    lost = True
+            self._queue.task_done()
+        self._queue.task_done()
+
+
 class Lanes:
-    def __init__(self, links: Sequence[Link], *, name: str) -> None:
+    def __init__(self, links: Sequence[Link], *, name: str, uplink: Uplink | None = None) -> None:
+        """`uplink`: where others look whether these are busy."""
         self._links = list(links)
+        self._uplink = uplink or Uplink()
+        self._uplink.join(self)
+        for link in links:
+            link.queue_little()
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         for number, link in enumerate(self._links):
@@ -35,6 +104,7 @@ class Lanes:
 
     def put(self, priority: int, head: Mapping[str, Any], payload: memoryview) -> None:
         """Smaller numbers go first."""
+        self._uplink.add(self, 1)
         self._queue.put((priority, next(self._order), (head, payload)))
 
     @property
@@ -42,6 +112,7 @@ class Lanes:
         return sum(link.bytes_sent for link in self._links)
 
     def close(self) -> None:
+        self._uplink.leave(self)
         for link in self._links:
             self._queue.put((_LAST, next(self._order), None))
             link.close()
@@ -56,3 +127,4 @@ class Lanes:
             except LinkError:
                 self.close()  # whoever reads from them knows what to do
                 return
+            self._uplink.add(self, -1)

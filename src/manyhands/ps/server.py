@@ -33,10 +33,10 @@ from manyhands.errors import LinkError, ManyhandsError
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.council import KINDS, Council
 from manyhands.ps.door import Door, Happened
-from manyhands.ps.estate import Estate, travelling
+from manyhands.ps.estate import Estate
 from manyhands.ps.guest import Guest, find_slots
 from manyhands.ps.heads import Nonsense, given_of
-from manyhands.ps.holding import Run
+from manyhands.ps.lanes import Uplink
 from manyhands.ps.lead import Lead
 from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat
@@ -68,6 +68,7 @@ class Server:
         identified: bool,
         rounds: tuple[Table, Bell] | None = None,
         torn: Callable[[str], None] = lambda peer: None,
+        uplink: Uplink | None = None,
     ) -> None:
         """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
         rounds are agreed on, if not by messages. `torn`: told of a server whose link is lost though
@@ -79,10 +80,9 @@ class Server:
         self.begun = threading.Event()
         self._terms = terms
         self._servers, self._workers = list(servers), list(workers)
-        self._local = local
         self._num_statistics = sum(b.numel() for b in estate.trainee.model.buffers())
-        self._frozen = False
-        self._torn = torn
+        self._frozen, self._local = False, local
+        self._torn, self._uplink = torn, uplink
         self._statistics: tuple[Mapping[str, Any], memoryview | None] | None = None
         """What the first worker told the others last."""
         self._guests: dict[str, Guest] = {}
@@ -92,7 +92,6 @@ class Server:
         self._decider: Lead | None = None
         """Says what is applied next: at the lead, or at every server, where all come to the same."""
         self._lead: Lead | None = None
-        self._runs, self._keepers = list[Run](), list[str | None]()
         self._order: list[int] = []
         self._updates: Updates | None = None
         self._meeting = rounds
@@ -130,7 +129,7 @@ class Server:
         """The view is over. What the dead have sent is heard to its end; then all links close."""
         self._frozen = True
         if self._updates is not None:
-            self._updates.frozen = True
+            self._updates.freeze()
         self._door.close()
         for name, peer in list(self._council.peers.items()):
             if name not in alive:
@@ -283,20 +282,17 @@ class Server:
         estate, plan = self.estate, self._council.plan
         assert plan is not None
         placement, layout = plan.placement, estate.layout
-        self._runs, self._keepers = travelling(placement, self.name)
-        first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
-        self._order = sorted(
-            range(len(self._runs)), key=lambda i: first_need[self._runs[i].blocks[0].number]
-        )
         self._updates = Updates(
-            estate,
-            self._terms,
-            placement,
-            self._council.peers,
+            *(estate, self._terms, placement, self._council.peers),
             lead=self._servers[0],
+            workers=self._workers,
             applied=self._tell_news,
             followed=lambda: self.followed(),
+            uplink=self._uplink,
         )
+        runs = self._updates.runs
+        first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
+        self._order = sorted(range(len(runs)), key=lambda i: first_need[runs[i].blocks[0].number])
         if self._meeting is not None:
             table, bell = self._meeting
             clip = self._terms.clip_norm
@@ -324,6 +320,9 @@ class Server:
 
     def _on_enter(self, who: str, link: Link, head: Mapping[str, Any]) -> None:
         addresses: Sequence[str] = head["slots"]
+        updates, plan, ledger = self._updates, self._council.plan, self.estate.ledger
+        assert updates is not None
+        assert plan is not None
         if (guest := self._guests.get(who)) is not None:
             guest.enter_again(link)
         else:
@@ -331,19 +330,16 @@ class Server:
                 self.estate.params, addresses, self._terms.slots, shared=self.estate.shared
             )
             travels = who not in self._local and not addresses
-            guest = Guest(who, link, slots, travels=travels, runs=self._runs)
-            guest.wants = [i for i in self._order if self._keepers[i] != who]
+            guest = Guest(who, link, slots, travels=travels, runs=updates.runs)
+            guest.wants = [i for i in self._order if updates.keeper(i) != who]
             self._guests[who] = guest
             self.estate.gradients[who] = slots
             if (rows := self.estate.rows) is not None:
                 rows.enter(who, head["baskets"], self._terms.slots)
             elif head["baskets"]:
                 raise Nonsense("baskets without tables")
-            if self._updates is not None and self._updates.compensation is not None:
-                self._updates.compensation.remember(who, self._updates.own)
-        plan = self._council.plan
-        assert plan is not None
-        ledger = self.estate.ledger
+            if updates.compensation is not None:
+                updates.compensation.remember(who, updates.own)
         guest.tell(
             {
                 "k": "begin",
@@ -369,6 +365,9 @@ class Server:
         if run is None and head["began"] > self.estate.ledger.version:
             raise Nonsense(f"a push on version {head['began']}, which there is not yet")
         whole = guest.arrived(head["seq"], slot, run=run, head=head if run is None else None)
+        assert self._updates is not None
+        if run is not None or not guest.travels:
+            self._updates.arrived(guest.name, head["seq"], slot, run)
         if whole is None:
             return
         if self._decider is not None:

@@ -2,7 +2,8 @@
 
     add up      the gradients of the decision into one of two sums (a replica may still read the other)
     clip        by the norm of the whole gradient, of which each server has a part (norm)
-    replicate   the sum is with the keepers of this server's replicas (replica, held or taken)
+    replicate   the sum is with the keepers of this server's replicas (replica, held or taken); between
+                hosts this may be begun before there is a decision (early.py)
     apply       the optimizer's step
 
 Inside a host a decision is final: all can read all gradients and sums, so any survivor can finish it,
@@ -18,15 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.errors import LinkError
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.council import Peer
-from manyhands.ps.estate import Estate, Sums, spans
-from manyhands.ps.holding import Holding, Run, squared_norm
+from manyhands.ps.early import Early
+from manyhands.ps.estate import Estate, Sums, spans, travelling
+from manyhands.ps.holding import Holding, Run, add_up, squared_norm
+from manyhands.ps.lanes import Trailer, Uplink
 from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
@@ -40,6 +43,10 @@ class Work:
     """The decision that is being carried out."""
 
     decision: Decision
+    made: Set[int]
+    """Runs of its sum that were made, and sent to their keepers, early."""
+    anew: bool = False
+    """What was sent early is void."""
     summed: bool = False
 
 
@@ -52,10 +59,13 @@ class Updates:
         peers: Mapping[str, Peer],
         *,
         lead: str,
+        workers: Sequence[str],
         applied: Callable[[Decision], None],
         followed: Callable[[], None] = lambda: None,
+        uplink: Uplink | None = None,
     ) -> None:
-        """`applied` is told of each decision that is in the weights; `followed`, when a replica is newer."""
+        """`applied` is told of each decision that is in the weights; `followed`, when a replica is newer.
+        `uplink`: what of this process goes before sums."""
         self.frozen = False
         self.compensation = Compensation(terms.compensate) if terms.compensate else None
         self._estate = estate
@@ -75,16 +85,28 @@ class Updates:
         """(owner, keeper): what the lead must hear of before an update is final."""
         self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
-        self._keepers: dict[str, list[Run]] = {}
-        """Who keeps replicas of this server's blocks, and which runs of them."""
+        whole_needed = terms.clip_norm is not None or estate.trainee.weight is not None
+        may_be_early = self._two_phase and terms.for_all and not whole_needed
+        self._early = Early(workers) if may_be_early else None
+        self._made: set[tuple[int, int]] = set()
+        """(round, run) that were added up, and sent, before a decision."""
+        self._trailers: dict[str, Trailer] = {}
+        """To keepers on other hosts, for sums: gradients go before."""
+        self.runs, keepers = travelling(placement, self._name)
+        """This server's blocks, as they travel."""
+        self._keepers = [(k, keepers[:i].count(k)) for i, k in enumerate(keepers)]
+        """Of each run: who keeps its replica, and the how manieth it is there."""
         self._kept: dict[str, list[Run]] = {}
         """Whose replicas are kept here, likewise."""
+        # Without rounds a worker pushes on and on: there would be no time for sums.
+        behind = uplink if uplink is not None and terms.for_all else Uplink()
         layout = estate.layout
         for server, peer in peers.items():
-            given = [b for b in placement.replicas_of(server) if self._owns(placement, b.number)]
-            if given:
-                self._keepers[server] = spans(layout, [block.number for block in given])
+            if server in keepers:
                 self._taken[server] = estate.ledger.version
+                if not estate.shared:
+                    name = f"{self._name}-sums-{server}"
+                    self._trailers[server] = Trailer(peer.link, behind, name=name)
             kept = [
                 b for b in placement.replicas_of(self._name) if placement.server_of(b) == server
             ]
@@ -111,9 +133,23 @@ class Updates:
             case "commit":
                 self._on_commit(int(head["v"]))
 
+    def freeze(self) -> None:
+        """The view is over."""
+        self.frozen = True
+        for trailer in self._trailers.values():
+            trailer.close()
+
+    def flush(self) -> None:
+        """Until all sums that are made have left."""
+        for trailer in self._trailers.values():
+            trailer.flush()
+
     def carry_out(self, decision: Decision) -> None:
         self._queue.append(decision)
         self._advance()
+
+    def keeper(self, run: int) -> str | None:
+        return self._keepers[run][0]
 
     def room(self, who: str, version: int, i: int) -> memoryview:
         """Where a run of another server's sum goes."""
@@ -125,17 +161,47 @@ class Updates:
 
     # This server's own blocks ------------------------------------------------------------------
 
+    def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
+        """A run of a gradient is here, or all of it."""
+        if self._early is not None:
+            runs = range(len(self.runs)) if run is None else (run,)
+            for complete in self._early.arrived(worker, seq, slot, runs):
+                self._make_early(seq, complete)
+
+    def _make_early(self, seq: int, i: int) -> None:
+        assert self._early is not None
+        estate, version = self._estate, self._estate.ledger.version + 1
+        if self._work is not None or self._queue or self.frozen or not self._is_free(version):
+            return  # when it is decided on
+        sums, run = estate.sums.of(version), self.runs[i]
+        estate.sums.begin(version)
+        sources = [estate.gradients[worker][slot] for worker, slot in self._early.sources(seq)]
+        add_up(sums, [run], sources, [1.0] * len(sources))
+        self._made.add((seq, i))
+        self._send_sum(i, sums, {"k": "replica", "v": version})
+
+    def _send_sum(self, i: int, sums: Flat, head: Mapping[str, Any]) -> None:
+        keeper, number = self._keepers[i]
+        if keeper is not None:
+            self._trailers[keeper].put({**head, "i": number}, bytes_of(self.runs[i].of(sums)))
+
+    def _is_free(self, version: int) -> bool:
+        """The place for a sum: keepers have used what was there."""
+        return all(taken >= version - 2 for taken in self._taken.values())
+
     def _advance(self) -> None:
         """Begin with the next decision, once the place for its sum is free."""
-        if self._work is not None or not self._queue:
-            return
-        version = self._queue[0].version
-        if any(taken < version - 2 for taken in self._taken.values()):
+        if self._work is not None or not self._queue or not self._is_free(self._queue[0].version):
             return
         decision = self._queue.popleft()
-        self._work = Work(decision)
+        version = decision.version
+        seq = self._early.decided(decision) if self._early is not None else None
+        made = {i for of, i in self._made if of == seq}
+        self._work = Work(decision, made, anew=len(made) < len(self._made))
+        self._made = set()
         sums = self._estate.sums.of(version)
-        self._estate.add_up(decision, sums, self.own.runs)
+        rest = [run for i, run in enumerate(self.runs) if i not in made]
+        self._estate.add_up(decision, sums, rest if made else self.own.runs)
         if self.compensation is not None:
             self.compensation.correct(decision.given[0].worker, sums, self.own)
         if self._terms.clip_norm is None:
@@ -173,17 +239,21 @@ class Updates:
         version = work.decision.version
         sums = self._estate.sums.of(version)
         self._estate.sums.note(version)
-        for keeper, runs in self._keepers.items():
-            head = {"k": "replica", "v": version, "decision": work.decision.to_dict()}
-            if self._estate.shared:
+        plain = {"k": "replica", "v": version}
+        first = {**plain, "decision": work.decision.to_dict(), "anew": work.anew}
+        heads = dict.fromkeys(self._taken, first)  # to each keeper once
+        if not self._estate.shared:
+            for i, (keeper, _) in enumerate(self._keepers):
+                if i not in work.made:
+                    self._send_sum(i, sums, heads.pop(keeper, plain) if keeper else plain)
+        for keeper, head in heads.items():
+            if keeper in self._trailers:
+                self._trailers[keeper].put(head)
+            else:
                 self._tell(keeper, head)
-                continue
-            for i, run in enumerate(runs):
-                self._tell(keeper, {**head, "i": i}, bytes_of(run.of(sums)))
-                head.pop("decision", None)  # once is enough
         if not self._two_phase:
             self._apply()
-        elif not self._keepers:
+        elif not self._taken:
             self._say_held(self._name, version)
 
     def _say_held(self, owner: str, version: int) -> None:
@@ -219,9 +289,12 @@ class Updates:
         version = int(head["v"])
         if "decision" in head:
             self._uncommitted[version][owner] = Decision.from_dict(head["decision"])
-        if "i" in head:
-            self._arrived[owner, version] += 1
-            if self._arrived[owner, version] < len(self._kept[owner]):
+            if head["anew"]:
+                self._arrived[owner, version] = 0
+        if not self._estate.shared:
+            self._arrived[owner, version] += "i" in head
+            complete = self._arrived[owner, version] == len(self._kept[owner])
+            if not complete or owner not in self._uncommitted.get(version, ()):
                 return
             del self._arrived[owner, version]
         self._estate.others[owner].note(version)
@@ -238,9 +311,6 @@ class Updates:
         self._followed()
         if not self.frozen:
             self._tell(owner, {"k": "taken", "v": decision.version})
-
-    def _owns(self, placement: Placement, number: int) -> bool:
-        return placement.server_of(self._estate.layout.blocks[number]) == self._name
 
     def _tell_all(self, head: Mapping[str, Any]) -> None:
         for name in self._peers:

@@ -106,6 +106,7 @@ class PsLearner(Learner):
             seen=self._seen,
             baskets=[basket.address for basket in self._baskets],
             replica=station.replica_version if station.server is not None else None,
+            uplink=station.uplink,
         )
         if station.server is not None:
             station.server.followed = self._client.wake_up

@@ -19,6 +19,7 @@ from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, SpecError, 
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import Estate, Ticker
 from manyhands.ps.heads import SPARSE_BYTES
+from manyhands.ps.lanes import Uplink
 from manyhands.ps.memory import Flat, layout_of, pieces_of
 from manyhands.ps.rounds import Bell, Table
 from manyhands.ps.rows import RowEstate
@@ -48,6 +49,8 @@ class Station:
         self.params: Flat | None = None
         self.server: Server | None = None
         self.shared = False
+        self.uplink = Uplink()
+        """Of this process: gradients leave before sums."""
         self.rounds: tuple[Table, Bell] | None = None
         """Where rounds are agreed on without messages, inside a host."""
         self._estate: Estate | None = None
@@ -141,6 +144,7 @@ class Station:
             identified=not self.shared,
             rounds=self.rounds,
             torn=self._ask_for_a_view,
+            uplink=self.uplink,
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
         try:

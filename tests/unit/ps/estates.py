@@ -215,13 +215,18 @@ class Village:
 
     # Updates, as in updates.py.
 
-    def decide(self, *, factor: float = 1.0) -> Decision:
-        """What is next, with gradients where the servers find them, and done by the reference."""
+    def decide(self, *, factor: float = 1.0, for_all: bool = False) -> Decision:
+        """What is next, with gradients where the servers find them, and done by the reference. `for_all`: a
+        whole step of all workers."""
         self.version += 1
         given, sources = [], []
-        for worker in self.chance.sample(self.workers, self.chance.randint(1, len(self.workers))):
+        some = self.chance.sample(self.workers, self.chance.randint(1, len(self.workers)))
+        for worker in self.workers if for_all else some:
             samples = self.chance.randint(1, 8)
-            share, slot = (samples, 8), self.version % 2
+            whole = 8
+            if for_all:
+                samples, whole = 8, 8 * len(self.workers)
+            share, slot = (samples, whole), self.version % 2
             gradient = noise(self.layout, self.generator)
             self.slots[worker][slot].copy_(gradient)
             if not self.shared:
@@ -232,7 +237,9 @@ class Village:
             sources.append(gradient)
             self.progress += Fraction(*share)
             given.append(
-                Given(worker, self.version, slot, self.version, 0, float(samples), 8.0, share)
+                Given(
+                    worker, self.version, slot, self.version, 0, float(samples), float(whole), share
+                )
             )
         decision = Decision(
             self.version,

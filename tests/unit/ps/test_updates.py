@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ LONG_S = 20.0
 class Servers:
     """The updates of a village's estates, each linked with each; messages are delivered by hand."""
 
-    def __init__(self, village: Village, folder: Path, *, clip_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        village: Village,
+        folder: Path,
+        *,
+        clip_norm: float | None = None,
+        for_all: bool = False,
+    ) -> None:
         self.village = village
         self.stack = contextlib.ExitStack()
         village.settle()
         village.begin()
-        terms = Terms(make_policy=Sync, rounds=True, slots=1, clip_norm=clip_norm)
+        terms = Terms(make_policy=Sync, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all)
         names = [estate.name for estate in village.estates]
         links = self._links(names, folder)
         self.far = {(a, b): links[b, a] for a, b in links}
@@ -54,6 +62,7 @@ class Servers:
                 placement,
                 peers,
                 lead=names[0],
+                workers=village.workers,
                 applied=self.applied[estate.name].append,
             )
             for sums in estate.others.values():
@@ -87,6 +96,8 @@ class Servers:
     def hear(self, a: str, b: str) -> bool:
         """One message of `a` to `b`, if there is one."""
         updates = self.updates[b]
+        if a in self.updates:
+            self.updates[a].flush()
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
             return updates.room(a, int(head["v"]), int(head["i"]))
@@ -119,13 +130,17 @@ def shared(request: pytest.FixtureRequest) -> bool:
 
 
 @contextlib.contextmanager
-def three(shared: bool, folder: Path, *, clip_norm: float | None = None) -> Iterator[Servers]:
+def three(
+    shared: bool, folder: Path, *, clip_norm: float | None = None, for_all: bool = False
+) -> Iterator[Servers]:
     village = Village("adam", shared=shared, chance=random.Random(3), block_bytes=128)
     for _ in range(3):
         village.join()
-    servers = Servers(village, folder, clip_norm=clip_norm)
+    servers = Servers(village, folder, clip_norm=clip_norm, for_all=for_all)
     with servers.stack:
         yield servers
+    for updates in servers.updates.values():
+        updates.freeze()
     village.close()
 
 
@@ -188,6 +203,81 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
         assert float(applied.double().norm()) == pytest.approx(0.5, rel=1e-5)
 
 
+def come(servers: Servers, decision: Decision, chance: random.Random, *, part: float) -> None:
+    """Gradients arrive, run by run, in any order; of each server's only a part, if it is below 1."""
+    arrivals = [
+        (name, given, run)
+        for name, updates in servers.updates.items()
+        for given in decision.given
+        for run in range(len(updates.runs))
+        if chance.random() <= part
+    ]
+    chance.shuffle(arrivals)
+    for name, given, run in arrivals:
+        servers.updates[name].arrived(given.worker, given.seq, given.slot, run)
+        if chance.random() < 0.3:
+            servers.hear(*chance.choice(list(servers.far)))
+
+
+@pytest.mark.parametrize("part", [1.0, 0.8])
+def test_sums_that_are_made_early_are_the_same(part: float, shared: bool, tmp_path: Path) -> None:
+    with three(shared, tmp_path, for_all=True) as servers:
+        for seed in range(6):
+            chance = random.Random(seed)
+            decision = servers.village.decide(for_all=True)
+            come(servers, decision, chance, part=part)
+            early = [updates for updates in servers.updates.values() if updates._made]
+            assert bool(early) != shared
+            servers.decide(decision)
+            servers.deliver(chance)
+            come(servers, decision, chance, part=part)  # sent again: it was decided on
+            assert not any(updates._made for updates in servers.updates.values())
+        for told in servers.applied.values():
+            assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
+        servers.village.settle()
+        servers.village.check()
+
+
+def test_sums_that_were_made_of_something_else_are_made_anew(tmp_path: Path) -> None:
+    with three(False, tmp_path, for_all=True) as servers:
+        village, chance = servers.village, random.Random(0)
+        for version in (1, 2):
+            decision = village.decide(for_all=True)
+            others = [replace(given, slot=1 - given.slot) for given in decision.given]
+            come(servers, replace(decision, given=tuple(others)), chance, part=1.0)
+            assert all(updates._made for updates in servers.updates.values() if updates.runs)
+            servers.decide(decision)
+            servers.deliver(chance)
+            assert {len(told) for told in servers.applied.values()} == {version}
+        village.settle()
+        village.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    with three(False, tmp_path, for_all=True) as servers:
+        village = servers.village
+        servers.decide(village.decide(for_all=True))
+        servers.deliver(chance)
+        before = village.version
+        decision = village.decide(for_all=True)
+        come(servers, decision, chance, part=chance.choice([0.5, 1.0]))
+        decided = chance.random() < 0.5
+        dead = chance.choice(village.estates).name
+        for name, updates in servers.updates.items():
+            if decided and name != dead:
+                updates.carry_out(decision)
+        servers.kill(dead)
+        servers.deliver(chance)
+        for updates in servers.updates.values():
+            updates.freeze()
+        newest = max(int(e.status().ledger["version"]) for e in village.estates)
+        village.settle()
+        assert {estate.ledger.version for estate in village.estates} == {newest}
+        assert newest == before, "the dead one had not agreed"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_death_at_any_moment_leaves_no_update_half_made(
     shared: bool, seed: int, tmp_path: Path
@@ -209,7 +299,7 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
         servers.kill(dead)
         servers.deliver(chance)
         for updates in servers.updates.values():
-            updates.frozen = True
+            updates.freeze()
         newest = max(int(e.status().ledger["version"]) for e in village.estates)
         village.settle()
         assert {estate.ledger.version for estate in village.estates} == {newest}
