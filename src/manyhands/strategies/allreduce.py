@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from manyhands.strategies.catching_up import CatchingUp, Lender
     from manyhands.strategies.deadline import Deadline
     from manyhands.strategies.reducer import Reducer
+    from manyhands.strategies.weights_first import Soon
     from manyhands.train.feed import Share
     from manyhands.train.step import StepReport
     from manyhands.train.trainee import Trainee
@@ -99,6 +100,7 @@ class AllReduceLearner(Learner):
         self._catching: CatchingUp | None = None
         """This worker is new, and its weights are not those of the others yet."""
         self._lender: Lender | None = None
+        self._soon: Soon | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._first = 0
@@ -165,6 +167,7 @@ class AllReduceLearner(Learner):
         if not view.one_host:
             whole = sum(p.numel() * p.element_size() for p in self._parameters)
             bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
+        self._hurry(not view.one_host)
         self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
         if self._config.drop:
             from manyhands.strategies.deadline import Deadline
@@ -178,6 +181,16 @@ class AllReduceLearner(Learner):
             from manyhands.strategies.allreduce_tables import TablesTogether
 
             self._rows = TablesTogether(self.trainee, view, shared=shared)
+
+    def _hurry(self, needed: bool) -> None:
+        """Between hosts a gradient leaves as soon as it can."""
+        if needed and self._soon is None:
+            from manyhands.strategies.weights_first import Soon, weights_first
+
+            self._soon = Soon()
+            weights_first(self.trainee.model, self._soon)
+        if self._soon is not None:
+            self._soon.on = needed
 
     def _help(self, new: Collection[int], source: int, view: View) -> None:
         """Some are new: they catch up while the others go on."""

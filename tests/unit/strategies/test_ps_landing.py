@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.ps.memory import Flat, layout_of, pieces_of
-from manyhands.strategies.ps_landing import LARGE, Landing
+from manyhands.strategies.ps_landing import Landing
+from manyhands.strategies.weights_first import LARGE
 
 WIDTH = 256
 assert WIDTH * WIDTH >= LARGE
