@@ -43,6 +43,8 @@ RETRY_S = (0.01, 0.5)
 """Shortest and longest pause before connect() tries again."""
 UNSENT_BYTES = 256 << 10
 """What the kernel may have of a link that queues little: 2 ms at 1 Gbit/s."""
+UNSENT_TLS_BYTES = 2 << 20
+"""The same with TLS, where it costs more to be woken up for some more."""
 
 
 class _PlainStream:
@@ -107,7 +109,9 @@ class Link:
         the network, instead of in the kernel."""
         with self._in_use():
             if self._sock.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+                tls = isinstance(self._sock, ssl.SSLSocket)
+                most = UNSENT_TLS_BYTES if tls else UNSENT_BYTES
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most)
 
     def send(self, head: Mapping[str, Any], payload: Payload | None = None) -> None:
         """Send one frame, whole. Blocks while the other side does not read; close() ends that."""
