@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.ps.memory import Flat, layout_of, pieces_of
 from manyhands.strategies.ps_landing import Landing
-from manyhands.strategies.weights_first import LARGE
+from manyhands.strategies.weights_first import LARGE, Soon, weights_first
 
 WIDTH = 256
 assert WIDTH * WIDTH >= LARGE
@@ -115,3 +115,21 @@ def test_gradients_may_be_asked_for_besides() -> None:
     x = torch.randn(2, WIDTH, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(gradient, (model[1].weight @ model[0].weight).expand(2, -1))
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_soon_they_are_where_torch_puts_them(kind: str, on: bool) -> None:
+    """As allreduce has it between hosts."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    plain, soon = deepcopy(model), Soon()
+    weights_first(model, soon)
+    soon.on = on
+    for x in torch.randn(2, 3, 4, WIDTH):
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad)
