@@ -54,7 +54,7 @@ def test_ctrl_c_is_handed_on(nodes: Nodes, tmp_path: Path) -> None:
         running.signal(signal.SIGINT)
         done = running.wait()
     assert done.code == 130, done.err
-    assert "go on with" in done.out
+    assert "--on ray" in done.out.partition("go on with")[2]
     assert gone(list(running.pids().values()))
     assert nodes.left() == ""
 

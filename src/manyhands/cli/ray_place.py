@@ -95,6 +95,7 @@ class RayCluster:
         except BaseException:
             line.close()
             raise
+        launcher.again = f"--on ray={self.address}" if self.address else "--on ray"
         return Lead(
             self.control or str(Address(host=line.host, port=0)),
             launcher,

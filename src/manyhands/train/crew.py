@@ -66,7 +66,7 @@ class Crew:
         self._owed: list[tuple[str, int]] = []
         """Role and place of those that are to be started as soon as a host has a free slot."""
         self._wanted = options.workers
-        self._restarts = 0
+        self._restarts = self._resized = 0
         self._joining = False
         self._formed = 0.0
         self._death_seen: float | None = None
@@ -285,7 +285,7 @@ class Crew:
             return f"they would share a global batch of {batch}"
         if batch > self.facts["train_samples"]:
             return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
-        self._wanted = workers
+        self._wanted, self._resized = workers, self._resized + 1
         self._sparing.clear()
         self._spared.clear()
         self._coordinator.launcher.want(workers)
@@ -344,7 +344,7 @@ class Crew:
     @property
     def occasion(self) -> tuple[int, int]:
         """Another one whenever there are other workers than before, for other reasons than these."""
-        return self.num_lost, self._wanted
+        return self.num_lost, self._resized
 
     def device(self, worker: str) -> str:
         return str(self.ready[worker]["seat"]["device"]).partition(":")[0]

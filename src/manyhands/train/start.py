@@ -119,8 +119,8 @@ def _conduct(conductor: Conductor) -> int:
     except OSError as caught:
         raise RecordError(f"{run.path} can't be written: {caught}") from caught
     command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"
-    if command and conductor.coordinator.launcher.kind == "env":
-        command += " --on env"  # without it, all members would be on this machine
+    if command and (place := conductor.coordinator.launcher.again):
+        command += f" {place}"  # without it, all members would be on this machine
     conductor.stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
     return code
 

@@ -39,6 +39,7 @@ class AgentLauncher(Launcher):
     """Members where a ClusterSpec says: on this host, and by agents on the others."""
 
     kind = "env"
+    again = "--on env"
     ask_every_s = 10.0
     """How often it is said who is waited for."""
 

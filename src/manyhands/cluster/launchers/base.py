@@ -81,6 +81,8 @@ class Handle(ABC):
 class Launcher(ABC):
     kind: str
     """As in `--on KIND`."""
+    again: str = ""
+    """What `resume` has to be given to find the same place."""
     spans_hosts: bool = False
     """Members may run on several hosts, now or later. It is known once `complete()` is true."""
 

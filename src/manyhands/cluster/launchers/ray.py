@@ -36,6 +36,7 @@ MAX_DEATHS = 5
 
 class RayLauncher(AgentLauncher):
     kind = "ray"
+    again = "--on ray"
     ask_every_s = 5.0
 
     def __init__(
