@@ -17,6 +17,7 @@ ManyhandsError               1   anything that manyhands itself reports
 ├── LabError                 1   a lab of hosts that can't be made here, or is gone
 ├── PeerLost                 1   a collective failed because another member went away
 ├── ViewChanging             1   the membership changes: whatever was waited for is void
+├── WeightsLost              *   nobody is left who has the weights, or part of them: only a checkpoint helps
 ├── MemberFailed             *   a member ended the run; the exit code is the member's own
 └── Interrupted              *   stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM
 """
@@ -46,6 +47,7 @@ __all__ = [
     "SpecError",
     "UsageError",
     "ViewChanging",
+    "WeightsLost",
     "closest",
 ]
 
@@ -118,6 +120,12 @@ class PeerLost(ManyhandsError):
 
 class ViewChanging(ManyhandsError):
     """Raised out of any wait of a learner when the next view is on its way; never seen by a person."""
+
+
+class WeightsLost(ManyhandsError):
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class MemberFailed(ManyhandsError):

@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manyhands.state import checkpoints
+from manyhands.state.runs import Run
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 
@@ -54,6 +56,60 @@ def test_a_member_killed_while_it_starts_is_named(tmp_path: Path) -> None:
     assert done.code == 128 + signal.SIGKILL
     assert "worker-1 failed: killed by SIGKILL" in done.err
     assert harness.gone(list(pids.values()))
+
+
+def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, strategy="single", **SLOW)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(2)
+        running.kill("worker-0")
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    (resumed,) = done.of("Resumed")
+    assert (resumed["step"], resumed["checkpoint"]) == (0, None)
+    assert "all begin again, from the beginning: nothing was saved" in done.out
+    assert "1 lost, 0 replaced, all begun again once" in done.out
+    assert_once_an_epoch(done)
+
+
+@pytest.mark.long
+def test_as_many_workers_begin_again_as_were_asked_for_last(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        "Regression", run, strategy="allreduce", workers=1, epochs=30, **SLOW
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(2)
+        Run.open(run).request(2)
+        running.wait_for(lambda events: len(views(events)) == 2)
+        for member in views(running.events())[-1]["members"]:
+            running.kill(member)
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert len(views(done.events)[-1]["members"]) == 2
+    assert_once_an_epoch(done, epochs=30)
+
+
+def views(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == "ViewChanged"]
+
+
+@pytest.mark.long
+def test_ctrl_c_while_all_begin_again_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, strategy="single", epochs=50, **SLOW)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(9)
+        running.kill("worker-0")
+        running.wait_for(lambda events: any(e["event"] == "MemberLost" for e in events))
+        running.signal(signal.SIGINT)
+        done = running.wait()
+    assert done.code == 130
+    assert harness.gone(list(running.pids().values()))
+    resumed = harness.resume(run, "--set", "pause_s=0")
+    assert resumed.code == 0, resumed.err
+    assert_once_an_epoch(resumed, epochs=50)
 
 
 def test_a_frozen_worker_does_not_freeze_the_stop(tmp_path: Path) -> None:

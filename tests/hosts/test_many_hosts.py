@@ -4,6 +4,7 @@ fail."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -206,6 +207,35 @@ def test_a_host_dies_and_comes_back(tmp_path: Path, strategy: str) -> None:
     (lost,) = done.of("MemberLost")
     assert "is lost" in lost["reason"]
     assert len(done.of("ViewChanged")[-1]["members"]) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync"])
+def test_all_members_die_and_begin_again_where_they_were(
+    tmp_path: Path, alone: Finished, strategy: str
+) -> None:
+    """With `ps:sync` two workers and two servers, each in a place of its own."""
+    run = tmp_path / "run"
+    command = arguments(run, strategy, "--checkpoint-every", "3", pause_s=0.05)
+    shape = {"chief": 1, "worker": 1, "ps": 2}
+    with together(tmp_path) as hosts:
+        if strategy == "allreduce":
+            first, *others = by_hand(hosts, 2, command)
+        else:
+            first, *others = by_tf_config(hosts, shape, command).values()
+        until(lambda: step_reached(run, 8))
+        started = [e for e in read_events(run / "events.jsonl") if e["event"] == "MemberStarted"]
+        for member in started:
+            os.kill(member["pid"], signal.SIGKILL)
+        done = ended(first, run)
+        assert done.code == 0, done.out
+        assert [other.wait() for other in others] == [0] * len(others)
+    assert len(done.of("Resumed")) == 1
+    assert len({member["host"] for member in started}) == 1 + len(others)
+    again = [member for member in done.of("MemberStarted") if member not in started]
+    assert len({member["host"] for member in again}) == 1 + len(others)
+    check_every_sample(done)
+    assert done.losses == pytest.approx(alone.losses, abs=1e-5)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ray_nodes import Nodes, need_ray, ray_nodes
 
+from manyhands.testing.conformance import assert_once_an_epoch
 from manyhands.testing.harness import (
     Command,
     Finished,
@@ -161,6 +162,19 @@ def test_it_waits_for_what_somebody_else_has(nodes: Nodes, tmp_path: Path) -> No
             some.signal(signal.SIGINT)
             assert some.wait().code == 130
     assert nodes.left() == ""
+
+
+@pytest.mark.long
+def test_all_members_die_and_begin_again(nodes: Nodes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(nodes, run, "--checkpoint-every", "3", pause_s=0.05) as running:
+        running.wait_for_step(8)
+        for pid in running.pids().values():
+            os.kill(pid, signal.SIGKILL)
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert len(done.of("Resumed")) == 1
+    assert_once_an_epoch(done)
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from manyhands.testing import harness
 from manyhands.testing.conformance import (
     CHECKS,
     Case,
+    begins_again,
     equals_single,
     equals_single_with_accumulation,
     equals_single_with_own_weights,
@@ -55,6 +56,10 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (Case("ps:sync(servers=3)", workers=4, fields=WIDE), (equals_single, survives_a_kill)),
     (
+        Case("ps:async(transport=shm)", workers=3, fields=WIDE, equals_single=False),
+        (begins_again,),
+    ),
+    (
         Case("ps:sync(servers=1,replicas=0)", workers=2, fields=plain()),
         (equals_single,),
     ),
@@ -76,7 +81,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:sync(placement=dedicated,transport=tcp)", workers=2, fields=WIDE),
-        (repeats_and_resumes_bit_equal, reports_the_bytes_it_sends),
+        (repeats_and_resumes_bit_equal, begins_again, reports_the_bytes_it_sends),
     ),
     (
         Case("ps:sync(placement=dedicated,transport=tcp)", workers=2, fields=WIDE, flags=TRUSTED),
@@ -119,7 +124,7 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
             * (
                 "dedicated" in case.strategy
                 or case.workers == 4
-                or (case.workers == 3 and check is survives_a_kill)
+                or (case.workers == 3 and check in (survives_a_kill, begins_again))
                 or "servers=1" in case.strategy
             ),
         )

@@ -95,8 +95,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=int,
         metavar="N",
-        help="how many members that die are replaced, where the strategy goes on without them "
-        "(default: 3); 0: go on with fewer",
+        help="how many members that die are replaced (default: 3); 0: go on with fewer. Where nobody is left "
+        "who has the weights, all begin again from the last checkpoint, which counts as one",
     )
     group.add_argument(
         "--equal-shares",
@@ -189,7 +189,7 @@ def resolve_options(
     threads = resolved.get("threads", share, int)
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)
-    restarts = resolved.get("max_restarts", 3 if config.goes_on else 0, int)
+    restarts = resolved.get("max_restarts", 3, int)
     for flag, value, least in (
         ("threads", threads, min(1, share)),
         ("keep", keep, 1),
@@ -198,12 +198,6 @@ def resolve_options(
     ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
-    asked = resolved.sources["max_restarts"]["from"] == "--max-restarts"
-    if restarts and asked and not config.goes_on:
-        raise UsageError(
-            f"--max-restarts {restarts}: {config.name} does not go on when a worker dies; the run ends, "
-            "and  manyhands resume  goes on from its last checkpoint. Leave --max-restarts out."
-        )
     return Options(
         job=job,
         strategy=spec,

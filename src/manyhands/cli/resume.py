@@ -83,7 +83,6 @@ def _resume(
         resolved.forget("control")  # an address of hosts that may be others now
     if arguments.strategy is not None:
         resolved.forget("workers")  # another strategy, another number
-        resolved.forget("max_restarts")
     options = resolve_options(
         resolved,
         job=f"{path}:{name}" if name else str(path),
@@ -96,10 +95,6 @@ def _resume(
         print(f"note: {note}")
 
     def on_ready() -> None:
-        """Whatever is newer is set aside, not deleted: its steps are void from now on."""
-        for step in checkpoints.steps(folder.path):
-            if checkpoint is not None and step > checkpoint.step:
-                checkpoints.set_aside(checkpoints.final(folder.path, step))
         sources = {**config["options"], **resolved.sources}
         folder.write_config({**config, "settings": dict(options.settings), "options": sources})
 

@@ -250,14 +250,24 @@ class Coordinator:
                 return member, f"said nothing for {silent:.0f} s (last phase: {member.phase})"
         return None
 
+    def end_members(self) -> None:
+        """End what still runs: ask, and a moment later insist. Others may be started afterwards."""
+        signals: list[Happening] = []
+        for end in (lambda handle: handle.terminate(), lambda handle: handle.kill()):
+            running = [member for member in self.members.values() if member.alive]
+            for member in running:
+                end(member.handle)
+            deadline = time.monotonic() + self.timeouts.kill_s
+            while any(m.alive for m in running) and time.monotonic() < deadline:
+                happening = self.next(deadline - time.monotonic())
+                if isinstance(happening, Signalled):
+                    signals.append(happening)
+        for happening in signals:
+            self._inbox.put(happening)  # whoever decides next shall hear of it
+
     def stop(self) -> None:
-        """End what still runs: ask, and a moment later insist."""
-        for member in self.members.values():
-            if member.alive:
-                member.handle.terminate()
-        deadline = time.monotonic() + self.timeouts.kill_s
-        while any(m.alive for m in self.members.values()) and time.monotonic() < deadline:
-            self.next(deadline - time.monotonic())
+        """The end of the run, and of what still runs."""
+        self.end_members()
         self.launcher.close()
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ from manyhands.errors import (
     PeerLost,
     UsageError,
     ViewChanging,
+    WeightsLost,
 )
 from manyhands.wire import Credentials, Link, connect
 
@@ -176,6 +177,7 @@ class Member:
                 traceback="" if known else trace[-20_000:],
                 usage=usage,
                 consequence=isinstance(error, PeerLost),
+                weights_lost=isinstance(error, WeightsLost),
                 exit_code=code,
             )
         except LinkError:

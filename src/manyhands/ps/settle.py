@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from manyhands.errors import ManyhandsError
+from manyhands.errors import WeightsLost
 from manyhands.ps.blocks import Layout
 from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement, place
@@ -122,7 +122,7 @@ def make_plan(
     standing = max(status.view for status in statuses)
     if not standing:
         if any(status.seen for status in statuses):
-            raise ManyhandsError("All who held the parameters are gone: what was learnt is lost.")
+            raise WeightsLost("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
         ledger = Ledger.from_dict(statuses[0].ledger)
         homes = Homes.fresh(servers, replicas=replicas) if rows else None
@@ -180,7 +180,7 @@ def _good_holders(
         if not keepers:
             both = " and its replica on ".join(previous.holders(shard))
             alone = "" if second else " (it had no replica)"
-            raise ManyhandsError(
+            raise WeightsLost(
                 f"A part of the parameters was on {both}{alone}, and is lost with it."
             )
         return tuple(keepers)

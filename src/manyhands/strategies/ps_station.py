@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from manyhands.cluster.view import SERVER, Me, View
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, SpecError, ViewChanging
+from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import Estate, Ticker
 from manyhands.ps.heads import SPARSE_BYTES
@@ -78,7 +78,7 @@ class Station:
         if self.config.placement == "dedicated":
             servers = [seat.name for seat in view.seats if seat.role == SERVER]
             if not servers:
-                raise ManyhandsError("No server is left, and the parameters are lost with them.")
+                raise WeightsLost("No server is left, and the parameters are lost with them.")
             return servers
         workers = [seat.name for seat in view.workers]
         if self.config.servers != "auto":

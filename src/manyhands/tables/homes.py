@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import ManyhandsError
+from manyhands.errors import WeightsLost
 from manyhands.tables.shards import shard_of
 
 SHARDS = 128
@@ -61,9 +61,7 @@ class Homes:
         for shard, held in enumerate(kept):
             if not held:
                 lost = " and ".join(self.holders[shard])
-                raise ManyhandsError(
-                    f"A part of the tables' rows was on {lost}, and is lost with it."
-                )
+                raise WeightsLost(f"A part of the tables' rows was on {lost}, and is lost with it.")
         firsts, seconds = dict.fromkeys(servers, 0), dict.fromkeys(servers, 0)
         even = -(-SHARDS // len(servers))
         for held in kept:

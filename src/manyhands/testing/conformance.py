@@ -97,22 +97,28 @@ def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
     assert_once_an_epoch(resumed)
 
 
-def names_a_killed_worker_and_resumes(case: Case, folder: Path) -> None:
-    """SIGKILL of a worker ends the run with that worker named; resumed, every sample counts once."""
-    run, victim = folder / "run", f"worker-{case.workers - 1}"
-    arguments = case.arguments("Regression", run, "--checkpoint-every", "2", pause_s=0.05)
+def begins_again(case: Case, folder: Path) -> None:
+    """SIGKILL of all members: all begin again from the last checkpoint, and nothing of it can be told from
+    the result."""
+    run = folder / "run"
+    arguments = case.arguments("Dropout", run, "--checkpoint-every", "2", pause_s=0.05)
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(9)
         pids = running.pids()
-        running.kill(victim)
-        killed = running.wait()
-    assert killed.code == 128 + signal.SIGKILL
-    assert [e["member"] for e in killed.of("MemberFailed")] == [victim]
-    assert f"{victim} failed: killed by SIGKILL" in killed.err
+        for victim in pids:
+            running.kill(victim)
+        done = running.wait()
+        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
+    assert not done.of("MemberFailed")
+    (resumed,) = done.of("Resumed")
+    assert resumed["step"] >= 2
+    assert len(done.of("MemberStarted")) >= 2 * len(pids)
     assert harness.gone([*pids.values(), running.process.pid])
-    resumed = harness.resume(run, "--set", "pause_s=0")
-    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
-    assert_once_an_epoch(resumed)
+    assert_once_an_epoch(done)
+    if case.equals_single:
+        whole = case.train("Dropout", folder / "whole")
+        assert done.losses == whole.losses
+        assert_same_bits(done.state(), whole.state())
 
 
 def goes_on_after_a_kill(case: Case, folder: Path) -> None:
@@ -139,7 +145,7 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
 
 def survives_a_kill(case: Case, folder: Path) -> None:
     """SIGKILL of a worker, as the strategy says that it takes it."""
-    (goes_on_after_a_kill if case.goes_on else names_a_killed_worker_and_resumes)(case, folder)
+    (goes_on_after_a_kill if case.goes_on else begins_again)(case, folder)
 
 
 def resumes_as(case: Case, other: Case, folder: Path) -> None:
@@ -183,6 +189,7 @@ CHECKS = (
     equals_single_with_own_weights,
     repeats_and_resumes_bit_equal,
     survives_a_kill,
+    begins_again,
     reports_the_bytes_it_sends,
 )
 """All of them. `resumes_as` wants another case, too."""

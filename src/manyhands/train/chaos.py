@@ -116,8 +116,8 @@ def check(chaos: Chaos, *, strategy: str, goes_on: bool, workers: int, servers: 
     """Refuse what could never happen in such a run."""
     if not goes_on:
         raise UsageError(
-            f'--chaos "{chaos}": {strategy} does not go on when a worker dies: a fault would only end '
-            "the run. Choose a strategy that does, such as  --strategy allreduce --workers 3."
+            f'--chaos "{chaos}": {strategy} does not go on when a worker dies, but begins again from '
+            "its last checkpoint. Choose a strategy that does, such as  --strategy allreduce --workers 3."
         )
     for clause in chaos.clauses:
         role = clause.target.partition("-")[0]

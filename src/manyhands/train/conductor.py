@@ -29,7 +29,7 @@ from manyhands.cluster.coordinator import (
     signal_name,
 )
 from manyhands.cluster.launchers import cores
-from manyhands.errors import CheckpointError, Interrupted, MemberFailed, UsageError
+from manyhands.errors import CheckpointError, Interrupted, MemberFailed, UsageError, WeightsLost
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.train.brakes import Brakes
@@ -40,6 +40,7 @@ from manyhands.train.facts import (
     check_job,
     check_same,
     committed_event,
+    evaluated_event,
     rate_event,
     ready_event,
     syllabus_of,
@@ -48,7 +49,7 @@ from manyhands.train.failures import Failure, FirstFailure, Grade
 from manyhands.train.handout import Handout, make_handout
 from manyhands.train.injector import Injector
 from manyhands.train.options import Options
-from manyhands.train.reports import Row, combine
+from manyhands.train.reports import Row
 from manyhands.train.shelf import Shelf
 from manyhands.train.tally import Tally
 from manyhands.watch import events
@@ -68,34 +69,38 @@ class Conductor:
         entries: Mapping[str, str],
         checkpoint: Manifest | None = None,
         resumed: bool = False,
+        before: Conductor | None = None,
         on_ready: Callable[[], None] = lambda: None,
         tick: Callable[[], None] = lambda: None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
+        """`before`: in whose training the weights were lost; all begin again from the checkpoint."""
         self.coordinator = coordinator
         self.options = options
         self.run = run
         self.stream = stream
         self.shelf = Shelf(run, stream, options, newest=checkpoint)
-        self.tally = Tally(lockstep=options.manner.lockstep)
-        assignment = {
-            "job": options.job,
-            "settings": dict(options.settings),
-            "strategy": options.strategy,
-            "device": options.device,
-            "shared_cores": options.shared_cores,
-            "trust_network": options.trust_network,
-            "run": str(run.path.resolve()),
-            "checkpoint": str(checkpoint.path.resolve()) if checkpoint else None,
-        }
-        self.crew = Crew(coordinator, options, stream, entries=entries, assignment=assignment)
-        self.injector: Injector | None = None
-        if options.chaos is not None and not options.rehearse:
+        self.tally: Tally = Tally(
+            lockstep=options.manner.lockstep, before=before.tally if before else None
+        )
+        self.crew: Crew = Crew(
+            coordinator,
+            options,
+            stream,
+            entries=entries,
+            assignment=options.assignment(run.path, checkpoint.path if checkpoint else None),
+            before=before.crew if before else None,
+        )
+        self.injector: Injector | None = before.injector if before else None
+        if self.injector is not None:
+            self.injector.follow(self.crew)
+        elif options.chaos is not None and not options.rehearse:
             self.injector = Injector(options.chaos, coordinator, self.crew, stream)
         self.course: Course | None = None
         self._brakes: Brakes | None = None
         self._handout: Handout | None = None
         self._versions = dict(versions or {})
+        self._before = before
         self._resumed = resumed
         self._resumed_from = checkpoint
         self._on_ready = on_ready
@@ -117,8 +122,10 @@ class Conductor:
     def conduct(self) -> str:
         """Train. Returns the outcome; raises what ended it otherwise."""
         crew, options = self.crew, self.options
-        self._announce_start()
+        if self._before is None:
+            self._announce_start()
         self._until(self.coordinator.launcher.complete, "ready_s", "waiting for the hosts")
+        self._until(lambda: crew.has_room, "gather_s", "waiting for free slots")
         crew.start()
         self._until(lambda: len(crew.ready) == crew.num_started, "ready_s", "getting ready")
         handout = self._prepare()
@@ -231,6 +238,8 @@ class Conductor:
         handout.settle(crew.applied())
         self._commit_steps()
         redone = handout.restart(crew.view)
+        if self._before is not None and not self._view and self._before.course is not None:
+            redone = self._before.course.committed_step - handout.course.committed_step
         handout.listening, handout.whole_steps = crew.listening, crew.whole_steps
         self._view = crew.view.number
         self._evaluation, self._stopped = {}, set()
@@ -363,20 +372,8 @@ class Conductor:
             return
         parts = [self._evaluation[name] for name in self.handout.workers]
         self._evaluation = {}
-        samples, metrics = combine(parts)
         if self.course.awaiting:  # else a stop was asked meanwhile; a resumed run evaluates again
-            step, epoch = self.course.step, self.course.epoch
-            best = self.course.evaluated(metrics)
-            self.stream.emit(
-                events.Evaluated(
-                    step=step,
-                    epoch=epoch,
-                    samples=samples,
-                    metrics=metrics,
-                    best=best,
-                    seconds=max(part["seconds"] for part in parts),
-                )
-            )
+            self.stream.emit(evaluated_event(parts, self.course))
         self.handout.evaluated()
 
     def _on_signal(self, number: int) -> None:
@@ -417,6 +414,7 @@ class Conductor:
                 grade=Grade.CONSEQUENCE if said["consequence"] else Grade.CAUSE,
                 usage=said["usage"],
                 exit_code=said["exit_code"] or 1,  # leaving early is no success
+                by_chance=said["weights_lost"],
             ),
             time.monotonic(),
         )
@@ -424,17 +422,16 @@ class Conductor:
     def _on_death(self, member: str, code: int) -> None:
         """A process has ended without a goodbye."""
         crew, reason = self.crew, self.crew.reason(member, signal_name(code))
-        failure = Failure(member, reason, exit_code=exit_status(code) or 1)
+        by_itself = code == 0 and not crew.suspected(member)
+        failure = Failure(member, reason, exit_code=exit_status(code) or 1, by_chance=not by_itself)
         if not self._goes_on:
             self._failures.add(failure, time.monotonic())
         elif self._leaving:
             return  # all that it had to do is done
         elif crew.is_new(member):
             crew.give_up(member, reason)
-        elif member in crew.view.names:
-            by_itself = code == 0 and not crew.suspected(member)
-            if by_itself or not crew.lose(member, reason):
-                self._failures.add(failure, time.monotonic())
+        elif member in crew.view.names and (by_itself or not crew.lose(member, reason)):
+            self._failures.add(failure, time.monotonic())
 
     def _judge(self) -> None:
         """Raise for the first failure, a silent member, or a stop that takes too long."""
@@ -444,7 +441,7 @@ class Conductor:
             self.crew.enforce()
         elif failure is None and (overdue := self.coordinator.overdue()) is not None:
             member, reason = overdue
-            failure = Failure(member.name, reason)
+            failure = Failure(member.name, reason, by_chance=True)
         if failure is not None:
             self._raise(failure)
         if self._stop_by is not None and now > self._stop_by:
@@ -457,6 +454,10 @@ class Conductor:
     def _raise(self, failure: Failure) -> None:
         if failure.usage:
             raise UsageError(failure.reason)
+        begun = self.tally.trains or self._before is not None
+        if failure.by_chance and begun and self._signal is None and self.crew.may_begin_again:
+            self.crew.lose_all(failure.member, failure.reason)
+            raise WeightsLost(failure.reason, exit_code=failure.exit_code)
         self.stream.emit(
             events.MemberFailed(
                 member=failure.member,
@@ -472,11 +473,10 @@ class Conductor:
         members, late = self.coordinator.members, self.crew.absent
         if not late and self._handout is not None and self._handout.gathering.first is not None:
             late = self._handout.gathering.first.missing
-        told = ", ".join(
-            f"{name} ({members[name].phase} for {members[name].phase_since_s:.0f} s)"
-            for name in late or members
-        )
-        return f"Nothing has moved for {limit_s:.0f} s while {phase}; waited for {told}."
+        awaited = [members[name] for name in late or members if members[name].alive]
+        phases = (f"{each.name} ({each.phase} for {each.phase_since_s:.0f} s)" for each in awaited)
+        told = f"; waited for {', '.join(phases)}" if awaited else ""
+        return f"Nothing has moved for {limit_s:.0f} s while {phase}{told}."
 
     def _all_left(self) -> bool:
         members = [self.coordinator.members[name] for name in self.handout.members]

@@ -24,7 +24,7 @@ from typing import Any
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.view import SERVER, WORKER, Seat, View
 from manyhands.errors import ManyhandsError
-from manyhands.train.facts import Facts
+from manyhands.train.facts import Facts, why_not
 from manyhands.train.options import Options
 from manyhands.train.reports import PartKey, Sums
 from manyhands.watch import events
@@ -43,7 +43,9 @@ class Crew:
         *,
         entries: Mapping[str, str],
         assignment: Mapping[str, Any],
+        before: Crew | None = None,
     ) -> None:
+        """`before`: those of whom nobody was left that had the weights."""
         self.ready: dict[str, Facts] = {}
         """What each member said when it was ready, also of those that are gone."""
         self.joined: dict[str, Mapping[str, Any]] = {}
@@ -65,7 +67,7 @@ class Crew:
         """Started to take another's place, and in no view yet that they have joined."""
         self._owed: list[tuple[str, int]] = []
         """Role and place of those that are to be started as soon as a host has a free slot."""
-        self._wanted = options.workers
+        self.wanted = options.workers
         self._restarts = self._resized = 0
         self._joining = False
         self._formed = 0.0
@@ -81,6 +83,12 @@ class Crew:
         """Workers that are to leave for a while."""
         self._spared: list[int] = []
         """The places of those that have."""
+        self.num_again = 0
+        """How often all have begun again."""
+        if before is not None:
+            self.num_lost, self.num_replaced = before.num_lost, before.num_replaced
+            self.num_again, self._restarts = before.num_again + 1, before._used + 1
+            self._numbers, self._death_seen = before._numbers, before._death_seen
 
     @property
     def view(self) -> View:
@@ -108,8 +116,8 @@ class Crew:
     @property
     def absent(self) -> list[str]:
         """Who is not ready yet, at first; later, who has not joined the newest view."""
-        if self._coordinator.view is None:
-            return [name for name in self._coordinator.members if name not in self.ready]
+        if not self._formed:
+            return [name for name in self._roles if name not in self.ready]
         return [n for n in self.view.names if n not in self.joined] if self._joining else []
 
     def is_worker(self, member: str) -> bool:
@@ -119,6 +127,14 @@ class Crew:
         return member in self._new
 
     # The first ones ---------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """The hosts have free slots for as many as are needed to begin with."""
+        options, servers = self._options, self._options.manner.servers
+        fewer = options.manner.goes_on and not servers
+        workers = options.min_workers if fewer else options.workers
+        return self._coordinator.launcher.room(workers, servers)
 
     def start(self) -> None:
         launcher = self._coordinator.launcher
@@ -199,25 +215,34 @@ class Crew:
         enough = len(workers) >= self._options.min_workers or self._may_replace
         if not workers or not enough or not self._know(left):
             return False
-        if self._death_seen is None:
-            self._death_seen = time.monotonic()
-        self.num_lost += 1
-        self._stream.emit(
-            events.MemberLost(
-                member=member, reason=reason, view=self.view.number, workers=len(workers)
-            )
-        )
+        self._mourn(member, reason, len(workers))
         self._apart.clear()
         self._form(left)
         if member in self._left_out:
             message = (
                 f"nobody takes the place of {member}: it would not be reached either. When the way is mended "
-                f"(manyhands doctor --cluster shows it), manyhands scale RUN --workers {self._wanted}"
+                f"(manyhands doctor --cluster shows it), manyhands scale RUN --workers {self.wanted}"
             )
             self._stream.emit(events.Noticed(message=message))
         else:
             self._replace(member)
         return True
+
+    def lose_all(self, member: str, reason: str) -> None:
+        """With it the weights are lost, or a part of them. The others can be ended."""
+        if self._lives(member):
+            self._stream.emit(events.Noticed(message=f"{member}: {reason}"))
+        else:
+            self._mourn(member, reason, 0)
+
+    def _mourn(self, member: str, reason: str, workers: int) -> None:
+        """`workers`: so many are left."""
+        self._death_seen = self._death_seen or time.monotonic()
+        self.num_lost += 1
+        view = self._coordinator.view.number if self._coordinator.view else 0
+        self._stream.emit(
+            events.MemberLost(member=member, reason=reason, view=view, workers=workers)
+        )
 
     def meet_again(self, member: str, peer: str) -> None:
         """Two have lost each other, and both live: all of the view find each other anew. If they can't, one
@@ -273,19 +298,9 @@ class Crew:
 
     def resize(self, workers: Any) -> str:
         """So many are wanted from now on; or why they can't be had."""
-        manner, fields = self._options.manner, self.facts["fields"]
-        if not isinstance(workers, int) or workers < 1:
-            return "at least 1 is needed"
-        if not manner.goes_on:
-            return f"{self._options.strategy} has as many workers as it began with"
-        if workers < self.view.world and not manner.may_shrink:
-            return f"with {self._options.strategy} each has something that no other has"
-        batch = self._options.scaling.batch(fields["batch_size"], workers)
-        if workers > batch:
-            return f"they would share a global batch of {batch}"
-        if batch > self.facts["train_samples"]:
-            return f"their global batch would be {batch}, of {self.facts['train_samples']} samples"
-        self._wanted, self._resized = workers, self._resized + 1
+        if why := why_not(workers, self.view.world, self._options, self.facts):
+            return why
+        self.wanted, self._resized = workers, self._resized + 1
         self._sparing.clear()
         self._spared.clear()
         self._coordinator.launcher.want(workers)
@@ -307,7 +322,7 @@ class Crew:
         workers = self.seated
         if spared := [name for name in workers if name in self._sparing]:
             return spared[-1]
-        return workers[-1] if len(workers) > self._wanted - len(self._spared) else None
+        return workers[-1] if len(workers) > self.wanted - len(self._spared) else None
 
     @property
     def newcomers(self) -> list[str]:
@@ -409,6 +424,15 @@ class Crew:
         return name
 
     @property
+    def may_begin_again(self) -> bool:
+        return self._used < self._options.max_restarts
+
+    @property
+    def _used(self) -> int:
+        """Restarts, but for those who were to replace others, and have not come."""
+        return self._restarts - len(self._new)
+
+    @property
     def _may_replace(self) -> bool:
         return self._restarts < self._options.max_restarts
 
@@ -430,7 +454,7 @@ class Crew:
         """As many workers as are wanted are here, or on their way."""
         names = {*self.view.names, *self._new}
         owed = sum(role == WORKER for role, _ in self._owed) + len(self._spared)
-        return owed + sum(self.is_worker(n) and self._lives(n) for n in names) >= self._wanted
+        return owed + sum(self.is_worker(n) and self._lives(n) for n in names) >= self.wanted
 
     def _add(self, role: str, place: int, *, waited: bool = False) -> None:
         if not self._coordinator.launcher.slots(role):

@@ -1,9 +1,9 @@
 """What workers find when they have built the job: whether it fits, the syllabus that follows, and what people
-are told of it. Pure."""
+are told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import JobError, UsageError
@@ -11,7 +11,7 @@ from manyhands.train.course import Course, Syllabus
 from manyhands.train.options import Options
 from manyhands.train.plateau import Plateau, parse_plateau, resolve
 from manyhands.train.rates import Change
-from manyhands.train.reports import Committed
+from manyhands.train.reports import Committed, combine
 from manyhands.train.scaling import FIXED, Scaling
 from manyhands.watch import events
 
@@ -72,6 +72,23 @@ def check_same(first: Facts, other: Facts) -> None:
             )
 
 
+def why_not(workers: Any, present: int, options: Options, facts: Facts) -> str:
+    """Why there can't be so many workers from now on, where so many are present; "" if there can."""
+    manner, samples = options.manner, facts["train_samples"]
+    if not isinstance(workers, int) or workers < 1:
+        return "at least 1 is needed"
+    if not manner.goes_on:
+        return f"{options.strategy} has as many workers as it began with"
+    if workers < present and not manner.may_shrink:
+        return f"with {options.strategy} each has something that no other has"
+    batch = options.scaling.batch(facts["fields"]["batch_size"], workers)
+    if workers > batch:
+        return f"they would share a global batch of {batch}"
+    if batch > samples:
+        return f"their global batch would be {batch}, of {samples} samples"
+    return ""
+
+
 def plateau_of(facts: Facts) -> Plateau | None:
     """The job's plateau rule, if it has one, with the name of what it watches."""
     fields = facts["fields"]
@@ -128,6 +145,20 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
         bytes_sent=step.bytes_sent,
         left_out=sum(stop - start for start, stop in step.left_out),
         staleness=None if lockstep else step.mean_staleness,
+    )
+
+
+def evaluated_event(parts: Sequence[Mapping[str, Any]], course: Course) -> events.Evaluated:
+    """All workers have evaluated their parts: the course hears of it, too."""
+    samples, metrics = combine(parts)
+    step, epoch = course.step, course.epoch
+    return events.Evaluated(
+        step=step,
+        epoch=epoch,
+        samples=samples,
+        metrics=metrics,
+        best=course.evaluated(metrics),
+        seconds=max(part["seconds"] for part in parts),
     )
 
 

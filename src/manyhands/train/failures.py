@@ -26,6 +26,8 @@ class Failure:
     usage: bool = False
     """The person's mistake: told without a traceback."""
     exit_code: int = 1
+    by_chance: bool = False
+    """Nothing says that it would come again: a process was killed, a host is gone."""
 
 
 class FirstFailure:

@@ -86,6 +86,12 @@ class Injector:
         self._last_commit = 0.0
         self._last_cut = 0.0
 
+    def follow(self, crew: Crew) -> None:
+        """All have begun again: it goes on with these."""
+        self._crew, self._samples = crew, 0
+        for injury in self.injuries:
+            injury.lasts = False
+
     def tick(self, course: Course, *, samples: int, ending: bool) -> None:
         """`samples`: committed in this start, to see that anything was."""
         now = self._clock()

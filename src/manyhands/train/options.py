@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from manyhands.train.chaos import Chaos
 from manyhands.train.scaling import FIXED, Scaling
@@ -50,7 +52,7 @@ class Options:
     min_workers: int = 1
     """With fewer, and nobody to take their place, training does not go on."""
     max_restarts: int = 3
-    """How many members that died are replaced, where training goes on without them."""
+    """How often a member that died is replaced, or all begin again where nobody can go on without it."""
     equal_shares: bool = False
     """Every worker has as much of a batch, also where one computes faster than another."""
     scaling: Scaling = FIXED
@@ -63,6 +65,19 @@ class Options:
     """Faults to inject."""
     rehearse: bool = False
     """Do everything but train."""
+
+    def assignment(self, run: Path, checkpoint: Path | None) -> dict[str, Any]:
+        """What each member is told of it."""
+        return {
+            "job": self.job,
+            "settings": dict(self.settings),
+            "strategy": self.strategy,
+            "device": self.device,
+            "shared_cores": self.shared_cores,
+            "trust_network": self.trust_network,
+            "run": str(run.resolve()),
+            "checkpoint": str(checkpoint.resolve()) if checkpoint else None,
+        }
 
     @property
     def may_do_without(self) -> bool:

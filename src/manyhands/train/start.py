@@ -12,14 +12,14 @@ from manyhands.cluster.launchers import Launcher, LocalLauncher
 from manyhands.cluster.machine import versions
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import SERVER, WORKER
-from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageError
+from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageError, WeightsLost
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import EVENTS, Run
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options
 from manyhands.watch import Console, JsonlSink, Queued, Stream, TensorBoardSink
-from manyhands.watch.events import RunFinished
+from manyhands.watch.events import Noticed, RunFinished
 from manyhands.wire import Authority
 
 PROGRAMS = {WORKER: "manyhands.strategies.worker", SERVER: "manyhands.strategies.server"}
@@ -49,6 +49,10 @@ def train(
 
     def ready() -> None:
         checkpoints.clear_partials(run.path)
+        for step in checkpoints.steps(run.path):
+            if checkpoint is not None and step > checkpoint.step:
+                # Not deleted: it may be all that somebody has. Its steps are void from now on.
+                checkpoints.set_aside(checkpoints.final(run.path, step))
         run.forget_summary()
         on_ready()
 
@@ -67,35 +71,57 @@ def train(
             ) as coordinator:
                 run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
-                conductor = Conductor(
-                    coordinator,
-                    options,
-                    run,
-                    stream,
-                    entries=PROGRAMS,
-                    checkpoint=checkpoint,
-                    resumed=resumed,
-                    on_ready=ready,
-                    tick=console.tick,
-                    versions=versions(),
-                )
-                return _conduct(conductor)
+                before = None
+                while True:
+                    conductor = Conductor(
+                        coordinator,
+                        options,
+                        run,
+                        stream,
+                        entries=PROGRAMS,
+                        checkpoint=checkpoint,
+                        resumed=resumed,
+                        before=before,
+                        on_ready=ready,
+                        tick=console.tick,
+                        versions=versions(),
+                    )
+                    try:
+                        return _conduct(conductor)
+                    except WeightsLost:
+                        before, resumed = conductor, True
+                        checkpoint = _begin_again(conductor)
         finally:
             stream.close()
     finally:
         run.unlock()
 
 
+def _begin_again(conductor: Conductor) -> Manifest | None:
+    """Nobody is left who has the weights: end the others, too. The checkpoint to begin again from."""
+    run, crew, options = conductor.run, conductor.crew, conductor.options
+    conductor.coordinator.end_members()
+    checkpoint, complaints = checkpoints.newest(run.path)
+    source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
+    passed_over = "".join(f" {complaint} It is passed over." for complaint in complaints)
+    message = f"the weights are lost, and all begin again, from {source}.{passed_over}"
+    conductor.stream.emit(Noticed(message=message))
+    if crew.wanted != options.workers:
+        run.request(crew.wanted)  # as was asked for before
+    return checkpoint
+
+
 def _conduct(conductor: Conductor) -> int:
-    """The training and its end: whatever happens, members are gone and the summary is written."""
+    """The training and its end: whatever happens, members are gone and the summary is written. Only where
+    the weights are lost, and all may begin again, it is not the end: that is raised."""
     error: ManyhandsError | None = None
     try:
         outcome = conductor.conduct()
         code = EXIT_CODES[outcome]
     except Interrupted as caught:
         error, outcome, code = caught, "interrupted", caught.exit_code
-    except RecordError:
-        raise  # there is nowhere to write how it ended
+    except (RecordError, WeightsLost):
+        raise  # there is nowhere to write how it ended; or it has not
     except ManyhandsError as caught:
         error, outcome, code = caught, "failed", caught.exit_code
     conductor.coordinator.stop()
@@ -111,6 +137,7 @@ def _conduct(conductor: Conductor) -> int:
         error=str(error) if error else None,
         num_lost=conductor.crew.num_lost,
         num_replaced=conductor.crew.num_replaced,
+        num_again=conductor.crew.num_again,
         num_injected=len(injector.injuries) if injector else 0,
         chaos=injector.summary(finished=done) if injector else None,
     )

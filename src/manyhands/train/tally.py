@@ -16,7 +16,8 @@ from manyhands.train.staleness import StalenessTally
 class Tally:
     """Counts from this start on: a resumed run counts anew, its course does not."""
 
-    def __init__(self, *, lockstep: bool = True) -> None:
+    def __init__(self, *, lockstep: bool = True, before: Tally | None = None) -> None:
+        """`before`: that of the same start, from before all began again."""
         self.samples = 0
         self.parts = 0
         """Of committed steps."""
@@ -28,7 +29,7 @@ class Tally:
         self.last_loss: float | None = None
         self.staleness = None if lockstep else StalenessTally()
         """Of every part that was reported; in lockstep there is none."""
-        self._started = time.monotonic()
+        self._started: float = before._started if before else time.monotonic()
         self._training_since: float | None = None
         self._last_commit = 0.0
         self._finite = True
@@ -64,6 +65,7 @@ class Tally:
         error: str | None,
         num_lost: int = 0,
         num_replaced: int = 0,
+        num_again: int = 0,
         num_injected: int = 0,
         chaos: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
@@ -92,6 +94,7 @@ class Tally:
             "staleness": self.staleness.to_dict() if self.staleness else None,
             "lost": num_lost,
             "replaced": num_replaced,
+            "begun_again": num_again,
             "injected": num_injected,
             "chaos": chaos,
             "checkpoint": checkpoint,

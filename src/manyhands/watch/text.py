@@ -85,6 +85,7 @@ class Picture:
             case Recovered():
                 self.lost = None
             case Resumed():
+                self.lost = None
                 self.step, self.epoch = event.step, event.epoch
                 self.saved_step = event.step if event.checkpoint else None
                 if self.evaluation is not None and self.evaluation.step > event.step:
@@ -195,6 +196,8 @@ def injected_line(event: Injected) -> str:
 
 
 def lost_line(event: MemberLost) -> str:
+    if not event.workers:
+        return clean(f"{event.member} was lost ({event.reason}); nobody can go on without it")
     left = f"{plural(event.workers, 'worker')} {'goes' if event.workers == 1 else 'go'} on"
     return clean(f"{event.member} was lost ({event.reason}); {left}")
 
@@ -324,8 +327,11 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
     if known.get("bytes_sent"):
         rows.append(("sent", size(known["bytes_sent"])))
     if known.get("lost"):
-        replaced = known.get("replaced", 0)
-        rows.append(("members", f"{count(known['lost'])} lost, {count(replaced)} replaced"))
+        members = f"{count(known['lost'])} lost, {count(known.get('replaced', 0))} replaced"
+        again = known.get("begun_again", 0)
+        if again:
+            members += f", all begun again {'once' if again == 1 else f'{again} times'}"
+        rows.append(("members", members))
     if known.get("chaos"):
         rows.append(("chaos", _chaos(known.get("injected", 0), known["chaos"])))
     if known.get("staleness"):

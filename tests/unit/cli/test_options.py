@@ -57,12 +57,10 @@ def test_the_manner_is_what_the_strategy_says() -> None:
     assert manner.parts(5) == 10
 
 
-def test_restarts_are_refused_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="--max-restarts 2: single does not go on"):
-        options("--strategy", "single", "--max-restarts", "2")
+def test_restarts_are_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--max-restarts -1: it must be at least 0"):
         options("--strategy", "single", "--max-restarts", "-1")
-    # What is set for all runs must not stop one that has no use for it.
+    assert options("--strategy", "single")[0].max_restarts == 3
     monkeypatch.setenv("MANYHANDS_MAX_RESTARTS", "5")
     assert options("--strategy", "single")[0].max_restarts == 5
 

@@ -18,7 +18,7 @@ from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.launchers import LocalLauncher
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import SERVER, WORKER
-from manyhands.errors import MemberFailed
+from manyhands.errors import MemberFailed, WeightsLost
 from manyhands.state import checkpoints
 from manyhands.state.runs import Run
 from manyhands.train.conductor import Conductor
@@ -280,6 +280,16 @@ def test_when_nobody_is_left_the_run_fails(tmp_path: Path) -> None:
     with pytest.raises(MemberFailed, match="worker-0 killed by SIGKILL") as failed:
         conduct(tmp_path, PARTS, watcher, workers=1)
     assert failed.value.exit_code == 137
+
+
+def test_when_nobody_is_left_all_may_begin_again(tmp_path: Path) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(5), lambda: watcher.kill("worker-0")))
+    with pytest.raises(WeightsLost, match="killed by SIGKILL") as lost:
+        conduct(tmp_path, PARTS, watcher, workers=1, max_restarts=1)
+    assert lost.value.exit_code == 137
+    assert not watcher.of(ev.MemberFailed)
+    assert [(e.member, e.workers) for e in watcher.of(ev.MemberLost)] == [("worker-0", 0)]
 
 
 def test_servers_stand_beside_the_workers_and_may_die(tmp_path: Path) -> None:

@@ -123,6 +123,10 @@ def test_the_checkpoint_can_be_typed_from_here(given_as: str) -> None:
 def test_a_loss_and_the_going_on() -> None:
     lost = ev.MemberLost(member="worker-1", reason="killed by SIGKILL", view=1, workers=3)
     assert text.lost_line(lost) == "worker-1 was lost (killed by SIGKILL); 3 workers go on"
+    last = ev.MemberLost(member="worker-0", reason="killed by SIGKILL", view=1, workers=0)
+    assert text.lost_line(last) == (
+        "worker-0 was lost (killed by SIGKILL); nobody can go on without it"
+    )
     alone = ev.MemberLost(member="server-0", reason="killed by SIGKILL", view=1, workers=1)
     assert text.lost_line(alone) == "server-0 was lost (killed by SIGKILL); 1 worker goes on"
     went = ev.Recovered(view=2, seconds=0.314, redone_steps=0)

@@ -270,6 +270,10 @@ class AgentLauncher(Launcher):
     def slots(self, role: str) -> int:
         return sum(post.free for post in self._fitting(role))
 
+    def room(self, workers: int, servers: int) -> bool:
+        shared = 0 if self.spec.servers else servers  # else they have slots of their own
+        return self.slots(WORKER) >= workers + shared and self.slots(SERVER) >= servers
+
     def start(self, start: Start) -> Handle:
         """On the host that has the fewest of its role; of several, the first by rank."""
         tried: set[int] = set()

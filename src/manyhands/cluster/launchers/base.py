@@ -97,6 +97,10 @@ class Launcher(ABC):
         """How many members of this role could be started now."""
         return sys.maxsize
 
+    def room(self, workers: int, servers: int) -> bool:
+        """Whether all of these could be started now."""
+        return True
+
     def want(self, workers: int) -> None:  # noqa: B027 - most have room or have not
         """So many workers are wanted from now on: make room for them, if that can be done."""
 
