@@ -107,6 +107,9 @@ def test_ctrl_c_while_all_begin_again_ends_the_run(tmp_path: Path) -> None:
         done = running.wait()
     assert done.code == 130
     assert harness.gone(list(running.pids().values()))
+    summary = Run.open(run).summary
+    assert summary is not None
+    assert (summary["steps"], summary["checkpoint"]) == (None, "checkpoints/step-7")
     resumed = harness.resume(run, "--set", "pause_s=0")
     assert resumed.code == 0, resumed.err
     assert_once_an_epoch(resumed, epochs=50)

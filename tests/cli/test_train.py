@@ -20,7 +20,8 @@ from manyhands.testing.conformance import assert_same_bits
 SUMMARY_KEYS = {
     *("outcome", "strategy", "workers", "steps", "samples", "epochs", "wall_s", "samples_per_s"),
     *("final_metrics", "best_metrics", "bytes_sent", "checkpoint", "error"),
-    *("pushes", "staleness", "lost", "replaced", "injected", "chaos"),
+    *("pushes", "staleness", "lost", "replaced", "begun_again", "injected"),
+    "chaos",
 }
 
 

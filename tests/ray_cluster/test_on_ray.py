@@ -232,6 +232,7 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     assert any("of this machine alone was started" in text for text in notices(done))
+    assert any(f"{workers} workers share {workers - 1} cores" in text for text in notices(done))
     assert set(Path("/tmp").glob("mh-ray-*")) == before
 
 

@@ -45,6 +45,6 @@ def _row(run: Run) -> tuple[str, ...]:
         outcome,
         str(options["strategy"]["value"]),
         str(options["workers"]["value"]),
-        str(summary.get("steps", "")),
+        "" if (steps := summary.get("steps")) is None else str(steps),
         final,
     )

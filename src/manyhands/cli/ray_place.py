@@ -13,7 +13,14 @@ from manyhands.cluster.key import fresh_key
 from manyhands.cluster.launchers.ray import RayLauncher
 from manyhands.cluster.on_ray.far import command_there, run_there
 from manyhands.cluster.on_ray.line import Line, check_installed
-from manyhands.cluster.on_ray.wish import CLIENT, PLACEMENTS, check_possible, in_order, slots_for
+from manyhands.cluster.on_ray.wish import (
+    CLIENT,
+    LOCAL,
+    PLACEMENTS,
+    check_possible,
+    in_order,
+    slots_for,
+)
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import UsageError, closest
 from manyhands.strategies.registry import make_strategy
@@ -95,6 +102,7 @@ class RayCluster:
         except BaseException:
             line.close()
             raise
+        launcher.shares_cores = self.address == LOCAL  # it is given as many as are asked for
         launcher.again = f"--on ray={self.address}" if self.address else "--on ray"
         return Lead(
             self.control or str(Address(host=line.host, port=0)),

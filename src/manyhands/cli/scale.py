@@ -59,7 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
     """Tell what happens until there are so many, or somebody wants another number."""
     taken = False  # what was asked for before is not ours
-    note = ""
     for event in news:
         match event:
             case None:
@@ -79,12 +78,9 @@ def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> in
                 print(message)
                 if _workers(folder) == wanted:
                     return 0
-                if note:
-                    print(note)
-            case {"event": "Noticed", "message": str(message)} if "a free slot" in message:
-                if taken and not note:
+            case {"event": "Noticed", "message": str(message)} if "free slot" in message:
+                if taken:
                     print(message)
-                note = message
             case {"event": "ViewChanged", "members": list(members), "servers": int(servers)}:
                 now = len(members) - servers
                 print(f"{now} {'worker' if now == 1 else 'workers'}: {', '.join(members[:now])}")

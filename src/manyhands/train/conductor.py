@@ -44,6 +44,7 @@ from manyhands.train.facts import (
     rate_event,
     ready_event,
     syllabus_of,
+    why_not,
 )
 from manyhands.train.failures import Failure, FirstFailure, Grade
 from manyhands.train.handout import Handout, make_handout
@@ -156,7 +157,7 @@ class Conductor:
                 versions=self._versions,
             )
         )
-        if options.workers > cores() and self.coordinator.launcher.kind == "local":
+        if options.workers > cores() and self.coordinator.launcher.shares_cores:
             self._notice(
                 f"{options.workers} workers share {cores()} cores; "
                 "more workers than cores are slower than as many"
@@ -208,9 +209,11 @@ class Conductor:
                 return
             self._count_view()
         if (wanted := self.run.take_request()) is not None:
-            why = crew.resize(wanted)
+            why = why_not(wanted, crew.view.world, self.options, crew.facts)
             workers = f"{wanted} {'worker' if wanted == 1 else 'workers'}"
             self._notice(f"asked for {workers}" + (f", and refused: {why}" if why else ""))
+            if not why:
+                crew.resize(wanted)
         if self._brakes is not None:
             self._brakes.tick(handout.pace)
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.

@@ -24,7 +24,7 @@ from typing import Any
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.view import SERVER, WORKER, Seat, View
 from manyhands.errors import ManyhandsError
-from manyhands.train.facts import Facts, why_not
+from manyhands.train.facts import Facts
 from manyhands.train.options import Options
 from manyhands.train.reports import PartKey, Sums
 from manyhands.watch import events
@@ -296,10 +296,8 @@ class Crew:
 
     # Those that take their place --------------------------------------------------------------
 
-    def resize(self, workers: Any) -> str:
-        """So many are wanted from now on; or why they can't be had."""
-        if why := why_not(workers, self.view.world, self._options, self.facts):
-            return why
+    def resize(self, workers: int) -> None:
+        """So many are wanted from now on."""
         self.wanted, self._resized = workers, self._resized + 1
         self._sparing.clear()
         self._spared.clear()
@@ -312,9 +310,8 @@ class Crew:
             self._coordinator.members[name].handle.kill()
         places = {self._places[name] for name in (*here, *coming)}
         free = (place for place in itertools.count() if place not in places)
-        for _ in range(workers - len(here) - len(coming)):
-            self._add(WORKER, next(free))
-        return ""
+        missing = max(0, workers - len(here) - len(coming))
+        self._add(WORKER, *itertools.islice(free, missing))
 
     @property
     def surplus(self) -> str | None:
@@ -375,8 +372,7 @@ class Crew:
         """Others in the places of those that were spared."""
         self._sparing.clear()
         places, self._spared = self._spared, []
-        for place in places:
-            self._add(WORKER, place)
+        self._add(WORKER, *places)
 
     # ------------------------------------------------------------------------------------------
 
@@ -456,19 +452,24 @@ class Crew:
         owed = sum(role == WORKER for role, _ in self._owed) + len(self._spared)
         return owed + sum(self.is_worker(n) and self._lives(n) for n in names) >= self.wanted
 
-    def _add(self, role: str, place: int, *, waited: bool = False) -> None:
-        if not self._coordinator.launcher.slots(role):
-            self._owed.append((role, place))
-            if not waited:
-                message = f"another {role} is started as soon as a host has a free slot for it"
-                self._stream.emit(events.Noticed(message=message))
-            return
-        # Not from the checkpoint of the start, which may be deleted by now: its peers know better.
-        assignment = {**self._assignment, "checkpoint": None}
-        try:
-            self._new.add(self._start(role, place, assignment))
-        except ManyhandsError as error:
-            self._stream.emit(events.Noticed(message=f"No other {role} is started: {error}"))
+    def _add(self, role: str, *places: int, waited: bool = False) -> None:
+        """Start others in these places, or later where there is no slot."""
+        owed = []
+        for place in places:
+            if not self._coordinator.launcher.slots(role):
+                owed.append((role, place))
+                continue
+            # Not from the checkpoint of the start, which may be deleted by now: its peers know better.
+            assignment = {**self._assignment, "checkpoint": None}
+            try:
+                self._new.add(self._start(role, place, assignment))
+            except ManyhandsError as error:
+                self._stream.emit(events.Noticed(message=f"No other {role} is started: {error}"))
+        self._owed += owed
+        if owed and not waited:
+            who = f"another {role} is" if len(owed) == 1 else f"{len(owed)} {role}s are"
+            message = f"{who} started as soon as there are free slots"
+            self._stream.emit(events.Noticed(message=message))
 
     def _form(self, names: Iterable[str]) -> None:
         self.joined = {}

@@ -72,6 +72,7 @@ class Tally:
         """As in summary.json. Steps, samples and epochs are the whole run's, times this start's."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
         final = course.last_metrics if course else {}
+        none = None if checkpoint else 0  # one that did not come to go on has what is saved
         if not final and self.last_loss is not None:
             final = {"loss": self.last_loss}
         best = course.best if course else None
@@ -81,9 +82,11 @@ class Tally:
             "outcome": outcome,
             "strategy": options.strategy,
             "workers": options.workers,
-            "steps": course.committed_step if course else 0,
-            "samples": course.samples_used if course else 0,
-            "epochs": round(course.samples_used / course.syllabus.num_samples, 3) if course else 0,
+            "steps": course.committed_step if course else none,
+            "samples": course.samples_used if course else none,
+            "epochs": round(course.samples_used / course.syllabus.num_samples, 3)
+            if course
+            else none,
             "wall_s": round(time.monotonic() - self._started, 3),
             "samples_per_s": per_s,
             **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),

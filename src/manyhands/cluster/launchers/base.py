@@ -83,6 +83,8 @@ class Launcher(ABC):
     """As in `--on KIND`."""
     again: str = ""
     """What `resume` has to be given to find the same place."""
+    shares_cores: bool = False
+    """All members are on this machine, whose cores nobody counts for them."""
     spans_hosts: bool = False
     """Members may run on several hosts, now or later. It is known once `complete()` is true."""
 

@@ -60,6 +60,7 @@ class LocalHandle(Handle):
 
 class LocalLauncher(Launcher):
     kind = "local"
+    shares_cores = True
 
     def __init__(self, interface: str = "lo") -> None:
         self.interface = interface

@@ -125,12 +125,14 @@ class Lead:
                 else:
                     num_refused += not self._take(came)
         waited_s = time.monotonic() - began
+        in_time = f" within {waited_s:.0f} s" if waited_s > self._wait_s else ""
+        instead = "; somebody came who was refused" if num_refused and not in_time else ""
         for entry in self._missing:
             self.findings.append(
                 Finding(
                     _known(entry),
                     False,
-                    f"did not come to {self._listener.address} within {waited_s:.0f} s",
+                    f"did not come to {self._listener.address}{in_time}{instead}",
                     "Was this command started there, with the same key? Does that host reach this address? "
                     f"Look at what it printed. More time:  --wait {max(60, round(2 * self._wait_s))}",
                 )
