@@ -4,7 +4,8 @@
     python -m manyhands.testing.chaos --only allreduce --kills 100 --epochs 1500     a hundred in a row
 
 An ordeal is one run with several kills, now and then a member that stands still for a moment (SIGSTOP,
-SIGCONT), and in the middle, if asked, a death of the coordinator, after which the run is resumed. A member
+SIGCONT), and in the middle, if asked, a death of all members at once, after which all begin again from the
+last checkpoint, and one of the coordinator, after which the run is resumed. A single member
 may die whenever the others hold all that it held: not before the last death is recovered from, for a block
 is in two places and no more. It may well die while another one takes somebody's place. Everything is seeded
 but the clock.
@@ -74,6 +75,8 @@ class Ordeal:
     """Members that stood still for a moment."""
     num_resumed: int = 0
     """Deaths of the coordinator."""
+    num_again: int = 0
+    """Deaths of all members at once."""
     num_before: int = 0
     """Victims before the last of these: a resumed run begins with the same names."""
     pauses_s: list[float] = field(default_factory=list)
@@ -94,9 +97,11 @@ def suffer(
     epochs: int,
     role: str = "",
     job: str = "Regression",
+    everybody: bool = False,
     coordinator: bool = False,
 ) -> Ordeal:
-    """Train with so many kills, of members of that role or of any, and of the coordinator if asked."""
+    """Train with so many kills, of members of that role or of any, and of all of them at once and of the
+    coordinator if asked."""
     rng = random.Random(f"{seed} {case.strategy}")
     ordeal = Ordeal(case, run)
     with temporary_folder() as scratch:
@@ -111,11 +116,15 @@ def suffer(
                     _pause(running, ordeal, rng)
                 if not _kill(running, ordeal, rng, role):
                     break
+                if everybody and number == kills // 4 and not _kill_everybody(running, ordeal):
+                    break
                 if coordinator and number == kills // 2:
                     _kill_coordinator(running, ordeal)
                     again = harness.command("resume", str(run), run=run, environ=environ)
                     running = stack.enter_context(again)
-                    running.wait_for(lambda events: _goes_on(events, ordeal.num_resumed))
+                    running.wait_for(
+                        lambda events: _goes_on(events, ordeal.num_resumed + ordeal.num_again)
+                    )
             ordeal.done = running.wait(timeout_s=DONE_WITHIN_S)
             ordeal.pids |= {*running.pids().values(), running.process.pid}
         if not harness.gone(list(ordeal.pids)):
@@ -138,7 +147,7 @@ def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = ()) -> None:
     pushes = summary["pushes"]
     if not ordeal.num_resumed:  # else both count from there
         assert summary["lost"] == len(ordeal.victims)
-    if pushes is not None and not ordeal.num_resumed:
+    if pushes is not None and not ordeal.num_resumed and not ordeal.num_again:
         assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
     for pid, readings in ordeal.handles.items():
         for first, last in zip(readings[0], readings[-1], strict=True):
@@ -171,6 +180,24 @@ def _kill_coordinator(running: harness.Command, ordeal: Ordeal) -> None:
     assert harness.gone(list(ordeal.pids)), "members have outlived their coordinator"
     ordeal.num_resumed += 1
     ordeal.num_before = len(ordeal.victims)
+
+
+def _kill_everybody(running: harness.Command, ordeal: Ordeal) -> bool:
+    """All members at once; False if the run was over before."""
+    killed, pids = time.time(), running.pids()
+    ordeal.pids |= set(pids.values())
+    for name in _view(running)["members"]:
+        with suppress(ProcessLookupError):
+            running.kill(name)
+    ordeal.num_again += 1
+    times = ordeal.num_resumed + ordeal.num_again
+    deadline = time.monotonic() + RECOVERED_WITHIN_S
+    while not _goes_on(running.events(), times) and running.process.poll() is None:
+        assert time.monotonic() < deadline, f"nobody has begun again:\n{running.logs()}"
+        time.sleep(0.05)
+    lost = [e for e in running.events() if e["event"] == "MemberLost" and e["time"] >= killed]
+    ordeal.victims += [event["member"] for event in lost]
+    return running.process.poll() is None
 
 
 def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> bool:
@@ -320,6 +347,7 @@ def main() -> int:
                     seed=seed,
                     kills=asked.kills,
                     epochs=asked.epochs,
+                    everybody=True,
                     coordinator=True,
                 )
                 audit(ordeal, epochs=asked.epochs, alone=alone)
@@ -329,12 +357,10 @@ def main() -> int:
                 continue
         kind = f"{mode} {transport} {placement}".strip()
         pauses.setdefault(kind, []).extend(ordeal.pauses_s)
-        told = ", ".join(
-            f"{name} {pause:.2f} s"
-            for name, pause in itertools.zip_longest(ordeal.victims, ordeal.pauses_s, fillvalue=0.0)
-        )
-        more = f"; {ordeal.num_paused} stood still, {ordeal.num_resumed} resumed"
-        print(f"{case.strategy}, seed {seed}: {told}{more}", flush=True)
+        told = f"killed {', '.join(ordeal.victims)}; next step after "
+        told += ", ".join(f"{pause:.2f}" for pause in ordeal.pauses_s)
+        told += f" s; {ordeal.num_paused} stood still, all died {ordeal.num_again} times, "
+        print(f"{case.strategy}, seed {seed}: {told}{ordeal.num_resumed} resumed", flush=True)
     print_pauses(pauses)
     return 1 if num_bad else 0
 
