@@ -84,7 +84,9 @@ class Attendance:
     ticks: int = 0
     """What it has got done, as it counts itself."""
     left: bool = False
-    """It said goodbye."""
+    """It said goodbye, or was told to go."""
+    unheard: bool = False
+    """What it still says is not listened to any more."""
     read_out: threading.Event = field(default_factory=threading.Event)
     """All that it ever said is in the inbox."""
     exit_code: int | None = None
@@ -213,6 +215,8 @@ class Coordinator:
         except queue.Empty:
             return None
         self._note(happening)
+        if isinstance(happening, Said | LinkLost) and self.members[happening.member].unheard:
+            return None
         return happening
 
     def interrupt(self, number: int) -> None:
@@ -256,6 +260,7 @@ class Coordinator:
         for end in (lambda handle: handle.terminate(), lambda handle: handle.kill()):
             running = [member for member in self.members.values() if member.alive]
             for member in running:
+                member.left = member.unheard = True
                 end(member.handle)
             deadline = time.monotonic() + self.timeouts.kill_s
             while any(m.alive for m in running) and time.monotonic() < deadline:

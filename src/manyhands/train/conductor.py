@@ -230,10 +230,9 @@ class Conductor:
     def _inject(self) -> None:
         """Faults that are due, also while a view is joined: who is paused goes on when its time is over."""
         if self.injector is not None:
-            assert self.course is not None
             stopping = self._leaving or self._signal is not None
             ending = stopping or self.handout.finishing is not None
-            self.injector.tick(self.course, samples=self.tally.samples, ending=ending)
+            self.injector.tick(self.handout.course, samples=self.tally.samples, ending=ending)
 
     def _count_view(self) -> None:
         """All have joined: what is in the weights counts, and what was open besides is open again."""
@@ -352,9 +351,8 @@ class Conductor:
             case {"what": "saving", "step": int(step)}:
                 self.handout.saving(member, step)
             case {"what": "saved", "step": int(step)}:
-                assert self.course is not None
                 self.shelf.written(member, step, report)
-                self.shelf.settle(self.course)
+                self.shelf.settle(self.handout.course)
 
     def _commit_steps(self) -> None:
         assert self.course is not None
@@ -457,10 +455,11 @@ class Conductor:
     def _raise(self, failure: Failure) -> None:
         if failure.usage:
             raise UsageError(failure.reason)
-        begun = self.tally.trains or self._before is not None
+        words = f"{failure.member} {failure.reason}"
+        begun = (self.tally.trains or self._before is not None) and not self.options.rehearse
         if failure.by_chance and begun and self._signal is None and self.crew.may_begin_again:
             self.crew.lose_all(failure.member, failure.reason)
-            raise WeightsLost(failure.reason, exit_code=failure.exit_code)
+            raise WeightsLost(words, exit_code=failure.exit_code)
         self.stream.emit(
             events.MemberFailed(
                 member=failure.member,
@@ -469,7 +468,7 @@ class Conductor:
                 log=str(self.coordinator.members[failure.member].log),
             )
         )
-        raise MemberFailed(f"{failure.member} {failure.reason}", exit_code=failure.exit_code)
+        raise MemberFailed(words, exit_code=failure.exit_code)
 
     def _late(self, limit_s: float, phase: str) -> str:
         """Who has been waited for, in what phase, for how long."""

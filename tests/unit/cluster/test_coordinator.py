@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.coordinator import Coordinator, Said
+from manyhands.cluster.coordinator import Coordinator, Said, Signalled
 from manyhands.cluster.launchers import LocalLauncher
 from manyhands.cluster.view import Seat
 
@@ -88,3 +89,19 @@ def test_a_view_ends_the_wait_for_what_nobody_posts(tmp_path: Path) -> None:
         assert report["noted"] == [[1, False], [2, False]], "each before it can be heard"
         assert report["heard"]["view"]["number"] == 1
         assert report["seconds"] < 10
+
+
+def test_all_can_be_ended_and_others_started(tmp_path: Path) -> None:
+    """Also one that is frozen; what comes meanwhile is not lost, and what they said is not heard later."""
+    with coordinating(tmp_path) as coordinator:
+        for name in ("worker-0", "worker-1"):
+            start(coordinator, name)
+            await_said(coordinator, name, "ready")
+        os.kill(coordinator.members["worker-1"].handle.pid, signal.SIGSTOP)
+        coordinator.interrupt(signal.SIGTERM)
+        coordinator.end_members()
+        assert not any(member.alive for member in coordinator.members.values())
+        assert coordinator.next(1.0) == Signalled(signal.SIGTERM)
+        assert coordinator.next(0.0) is None
+        start(coordinator, "worker-2")
+        await_said(coordinator, "worker-2", "ready")
