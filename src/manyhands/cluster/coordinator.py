@@ -152,7 +152,7 @@ class Coordinator:
         launcher.attach(
             Ground(self._listener.address, self.scratch, logs, self.timeouts, self._tell)
         )
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        self._listener.hand_over(self._read, name="read")
 
     @property
     def port(self) -> int:
@@ -315,14 +315,6 @@ class Coordinator:
 
     def _tell(self, message: str) -> None:
         self._inbox.put(Told(message))
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept()
-            except LinkError:
-                return  # closed
-            threading.Thread(target=self._read, args=(link,), name="read", daemon=True).start()
 
     def _read(self, link: Link) -> None:
         """One member's link, from its hello to its end."""

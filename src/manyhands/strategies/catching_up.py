@@ -48,7 +48,7 @@ class Lender:
         self._links: list[Link] = []
         self._closed = False
         me.board.post(_key(view), self._listener.address)
-        threading.Thread(target=self._accept, name="lender", daemon=True).start()
+        self._listener.hand_over(self._send, name="lends")
 
     def close(self) -> None:
         self._closed = True
@@ -57,19 +57,11 @@ class Lender:
             link.close()
         self._tensors = []
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept()
-            except LinkError:
-                return
-            self._links.append(link)
-            if self._closed:
-                link.close()
-                return
-            threading.Thread(target=self._send, args=(link,), name="lends", daemon=True).start()
-
     def _send(self, link: Link) -> None:
+        self._links.append(link)
+        if self._closed:
+            link.close()
+            return
         with suppress(LinkError):  # whoever it was for is gone, or the view is over
             link.send({"k": "state", "text": self._text})
             for batch in batches(self._tensors):

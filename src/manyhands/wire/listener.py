@@ -104,6 +104,19 @@ class Listener:
             raise LinkClosed(f"The listener at {self.address} is closed.")
         return link
 
+    def hand_over(self, take: Callable[[Link], None], *, name: str) -> None:
+        """From now on each connection that passed goes to `take`, in a thread of its own."""
+
+        def accept() -> None:
+            while True:
+                try:
+                    link = self.accept()
+                except LinkError:
+                    return  # closed
+                threading.Thread(target=take, args=(link,), name=name, daemon=True).start()
+
+        threading.Thread(target=accept, name="accept", daemon=True).start()
+
     def close(self) -> None:
         """Stop listening, drop what was not accepted, remove the unix socket. Idempotent."""
         with self._lock:

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -101,7 +100,7 @@ class Lead:
         self._facts = HostFacts.here(self._machine.host)
         self._probe: Probe | None = None
         self._reach = Reach("lo", "127.0.0.1")
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        self._listener.hand_over(self._read, name="read")
 
     # Who is there -----------------------------------------------------------------------------
 
@@ -143,14 +142,6 @@ class Lead:
         there = {0, *(guest.entry.rank for guest in self._guests)}
         wanted = (entry for entry in self._spec.entries if entry.role != EVALUATOR)
         return [entry for entry in wanted if entry.rank not in there]
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept()
-            except LinkError:
-                return  # closed
-            threading.Thread(target=self._read, args=(link,), name="read", daemon=True).start()
 
     def _read(self, link: Link) -> None:
         try:

@@ -42,7 +42,7 @@ class Probe:
         where = str(Address(host=address, port=0))
         self._listener = Listener(where, secret=secret, limits=LIMITS, on_refused=lambda *_: None)
         self.address = self._listener.address
-        threading.Thread(target=self._accept, name="probe", daemon=True).start()
+        self._listener.hand_over(self._answer, name="answer")
 
     def measure(self, other: str, address: str, seconds: float) -> PairFacts:
         try:
@@ -114,14 +114,6 @@ class Probe:
 
     def _place(self, _head: object, num_bytes: int) -> memoryview:
         return memoryview(self._room)[:num_bytes]
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept()
-            except LinkError:
-                return  # closed
-            threading.Thread(target=self._answer, args=(link,), name="answer", daemon=True).start()
 
     def _answer(self, link: Link) -> None:
         with link, suppress(LinkError):
