@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes_validate import validate
 
 from manyhands.cluster.launch_files import KINDS, KubernetesJob
 from manyhands.cluster.launch_files.yaml import Flow, Script, render
@@ -68,9 +69,6 @@ ALL = {
 @pytest.mark.parametrize("more", [{}, ALL, {"claim": "here", "secret": "mine"}])
 def test_it_is_sound_by_the_published_schemas(kind: str, more: dict[str, Any]) -> None:
     """Those of Kubernetes itself; of what JobSet and KubeRay add, the jobs and pods inside."""
-    validate = pytest.importorskip(
-        "kubernetes_validate", reason="the schemas are not here: pip install manyhands[schemas]"
-    ).validate
     checked = [
         document
         for name, document in documents(kind=kind, **more).items()
