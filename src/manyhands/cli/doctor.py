@@ -25,7 +25,6 @@ from manyhands.cluster.specs import describe, detect
 from manyhands.errors import Interrupted
 from manyhands.watch.units import clean
 
-NAME = "doctor"
 HELP = "what this machine has, what works, and what to fix"
 EXAMPLES = """\
 examples:

@@ -11,7 +11,6 @@ import argparse
 
 from manyhands.cluster.key import fresh_key
 
-NAME = "key"
 HELP = "print a fresh key for a run over several hosts"
 EXAMPLES = """\
 examples:

@@ -22,7 +22,6 @@ from manyhands.cluster.lab.records import records
 from manyhands.errors import Interrupted, UsageError
 from manyhands.watch.units import duration, plural, size
 
-NAME = "lab"
 HELP = "several hosts on this machine, with links to slow down and to cut"
 EXAMPLES = """\
 examples:

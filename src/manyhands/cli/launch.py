@@ -20,7 +20,6 @@ from manyhands.errors import JobError, UsageError
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.scaling import RULES
 
-NAME = "launch"
 HELP = "write the file that starts a job on Slurm or Kubernetes"
 EXAMPLES = """\
 examples:

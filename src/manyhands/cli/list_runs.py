@@ -8,7 +8,6 @@ from pathlib import Path
 from manyhands.errors import RunFolderError
 from manyhands.state.runs import Run, runs_in
 
-NAME = "list"
 HELP = "the runs here, and how each ended"
 EXAMPLES = "example:\n  manyhands list\n"
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from manyhands import __version__
-from manyhands.cli import (
-    doctor,
-    key,
-    lab,
-    launch,
-    list_runs,
-    resume,
-    scale,
-    train,
-    words,
-)
 from manyhands.errors import ManyhandsError, closest
 
-VERBS = (train, resume, scale, list_runs, words, launch, key, doctor, lab)
+VERBS = {
+    "train": "train",
+    "resume": "resume",
+    "scale": "scale",
+    "list": "list_runs",
+    "words": "words",
+    "launch": "launch",
+    "key": "key",
+    "doctor": "doctor",
+    "lab": "lab",
+}
+"""And their files. Only the one that is wanted is loaded: it should start at once."""
 
 EXAMPLES = """\
 examples:
@@ -75,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"manyhands {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    for verb in VERBS:
+    words = sys.argv[1:] if argv is None else argv
+    for name in VERBS.keys() & words[:1] or VERBS:
+        verb = importlib.import_module(f"manyhands.cli.{VERBS[name]}")
         sub = verbs.add_parser(
-            verb.NAME,
+            name,
             help=verb.HELP,
             description=verb.__doc__,
             epilog=verb.EXAMPLES,

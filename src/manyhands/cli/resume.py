@@ -23,7 +23,6 @@ from manyhands.state.runs import Run
 from manyhands.train.start import train
 from manyhands.watch import make_console
 
-NAME = "resume"
 HELP = "go on where a run stopped, on any number of workers"
 EXAMPLES = """\
 examples:

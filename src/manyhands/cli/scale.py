@@ -15,7 +15,6 @@ from manyhands.errors import RunFolderError, UsageError
 from manyhands.state.runs import EVENTS, Run
 from manyhands.watch.units import plural
 
-NAME = "scale"
 HELP = "give a live run more workers, or fewer"
 EXAMPLES = """\
 examples:

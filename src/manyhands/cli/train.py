@@ -26,7 +26,6 @@ from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train
 from manyhands.watch import make_console
 
-NAME = "train"
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
 EXAMPLES = """\
 examples:

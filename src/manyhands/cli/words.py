@@ -14,7 +14,6 @@ from manyhands.errors import UsageError
 if TYPE_CHECKING:
     from manyhands.words.vectors import Vectors
 
-NAME = "words"
 HELP = "word vectors: neighbours, evaluations, a picture, other formats"
 EXAMPLES = """\
 examples:
