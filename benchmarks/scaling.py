@@ -4,9 +4,9 @@ Two workers, then four, then two again, without a stop. Each sample takes 2 ms i
 that four workers can be twice as fast on two cores. Measured from the moment at which `manyhands scale` is
 started, its own start included:
 
-    view      to the first step in which the new number take part
-    follows   to the end of the first half second from which on the throughput, over half seconds, is 90 %
-              of the new level or more (110 % or less, when it goes down)
+    view      to the first step committed in a view of the new number
+    follows   to the end of the first second in which the throughput is 90 % of the new level or more
+              (110 % or less, when it goes down)
 
     python benchmarks/scaling.py [--repeats 3] [--strategies allreduce ps:sync]
 """
@@ -30,7 +30,8 @@ SAMPLE_S = 0.002
 BATCH = 64
 STEADY_S = 6.0
 """So long each number of workers trains."""
-WINDOW_S = 0.5
+WINDOW_S, STRIDE_S = 1.0, 0.05
+"""Reports come every 0.1 s: shorter windows jump by a tenth."""
 
 
 def measure(strategy: str) -> dict[str, tuple[float, float]]:
@@ -58,29 +59,27 @@ def measure(strategy: str) -> dict[str, tuple[float, float]]:
                 scale = [sys.executable, "-m", "manyhands.cli.main", "scale", str(run)]
                 subprocess.run([*scale, "--workers", str(workers)], check=True, capture_output=True)
             time.sleep(STEADY_S)
-            steps = [e for e in running.events() if e["event"] == "StepCommitted"]
+            events = running.events()
             running.process.terminate()
             done = running.wait()
         assert [e["step"] for e in done.steps] == list(range(1, len(done.steps) + 1))
-        ends = {"up": asked["down"], "down": steps[-1]["time"]}
-        return {way: follows(steps, asked[way], ends[way], way) for way in asked}
+        ends = {"up": asked["down"], "down": events[-1]["time"]}
+        return {way: follows(events, asked[way], ends[way], way) for way in asked}
 
 
-def follows(steps: list[dict[str, Any]], asked: float, end: float, way: str) -> tuple[float, float]:
+def follows(
+    events: list[dict[str, Any]], asked: float, end: float, way: str
+) -> tuple[float, float]:
     count = 4 if way == "up" else 2
-    later = [step for step in steps if asked < step["time"] <= end]
-    view = next(s["time"] for s in later if len([n for n in s["shares"].values() if n]) == count)
+    views = [e for e in events if e["event"] == "ViewChanged" and e["time"] > asked]
+    formed = next(e["time"] for e in views if len(e["members"]) == count)
+    steps = [e for e in events if e["event"] == "StepCommitted"]
+    view = next(step["time"] for step in steps if step["time"] > formed)
     level = speed(steps, end - STEADY_S / 3, end)
-    windows = [asked + WINDOW_S * k for k in range(1, int((end - asked) / WINDOW_S))]
-    good = [
-        speed(steps, t - WINDOW_S, t) >= 0.9 * level
-        if way == "up"
-        else speed(steps, t - WINDOW_S, t) <= 1.1 * level
-        for t in windows
-    ]
-    pairs = zip(windows, good, good[1:], strict=False)
-    first = next((t for t, fine, after in pairs if fine and after), end)
-    return view - asked, first - asked
+    moments = [asked + WINDOW_S + STRIDE_S * k for k in range(int((end - asked) / STRIDE_S))]
+    speeds = ((t, speed(steps, t - WINDOW_S, t)) for t in moments)
+    there = (t for t, s in speeds if (s >= 0.9 * level if way == "up" else s <= 1.1 * level))
+    return view - asked, next(there, end) - asked
 
 
 def speed(steps: list[dict[str, Any]], began: float, ended: float) -> float:
