@@ -30,10 +30,11 @@ lint: setup  ## ruff: format and lint
 types: setup  ## mypy on src
 	@$(BIN)/mypy
 
-unit: setup  ## the tests: those of single parts beside those of whole runs, which mostly wait
-	@parts=$$(mktemp); $(BIN)/python -m pytest tests/unit > $$parts 2>&1 & parts_id=$$!; \
-	$(BIN)/python -m pytest --ignore=tests/unit; whole=$$?; \
-	wait $$parts_id; single=$$?; cat $$parts; rm $$parts; exit $$((whole + single))
+unit: setup  ## the tests, in two processes: those of whole runs mostly wait
+	@others=$$(mktemp); $(BIN)/python -m pytest --ignore=tests/chaos --ignore=tests/cli --ignore=tests/strategies \
+		> $$others 2>&1 & others_id=$$!; \
+	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies; whole=$$?; \
+	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
 chaos: setup  ## kill over 60 members of runs, then the long tests; half an hour
 	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1

@@ -100,7 +100,7 @@ def test_ctrl_c_while_all_begin_again_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, strategy="single", epochs=50, **SLOW)
     with harness.command(*arguments, run=run) as running:
-        running.wait_for_step(9)
+        running.wait_for(lambda events: any(e["event"] == "CheckpointSaved" for e in events))
         running.kill("worker-0")
         running.wait_for(lambda events: any(e["event"] == "MemberLost" for e in events))
         running.signal(signal.SIGINT)

@@ -51,7 +51,11 @@ class Stateful(Protocol):
 class Saver:
     """Saves one checkpoint at a time, beside the training."""
 
-    def __init__(self, run: Path, writer: str = "") -> None:
+    def __init__(self, run: Path, writer: str = "", *, soon: bool = False) -> None:
+        """`soon`: it will be asked to save. Others need not load what that takes, which is a quarter of the
+        time in which a worker starts."""
+        if soon:
+            _load()
         self._run = run
         self._writer = writer
         self._thread: threading.Thread | None = None
@@ -67,6 +71,7 @@ class Saver:
     def start(self, step: int, trained: Trained, learner: Stateful) -> None:
         assert self._thread is None, "one checkpoint at a time"
         started = time.perf_counter()
+        _load()  # not in the thread that writes, beside which steps would take longer
         state = gather_state(trained, learner, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
@@ -123,6 +128,11 @@ class Saver:
             self._outcome = {"step": step, "error": _reason(error)}
 
 
+def _load() -> None:
+    """What writes checkpoints: half a second, once."""
+    import torch.distributed.checkpoint  # noqa: F401
+
+
 def gather_state(
     trained: Trained, learner: Stateful, *, spare: Sequence[torch.Tensor] = ()
 ) -> dict[str, Any]:
@@ -151,8 +161,6 @@ def write_state(
 ) -> dict[str, dict[str, Any]]:
     """Write the state, flushed to the disk; each file's size and SHA-256. `needed`: bytes of what will be
     written beside it."""
-    # Here, in the thread that writes: it takes half a second, a quarter of the time in which a worker starts,
-    # and most workers never write.
     import torch.distributed.checkpoint as dcp
 
     shutil.rmtree(folder, ignore_errors=True)

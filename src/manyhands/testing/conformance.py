@@ -26,6 +26,8 @@ from manyhands.testing import harness
 from manyhands.testing.harness import Finished
 
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
+EQUAL = "--equal-shares"
+"""For bits: where other work makes a worker slow, shares, and with them the order of sums, follow."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ def equals_single_with_own_weights(case: Case, folder: Path) -> None:
 
 def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
     """Same seed, same bits, also of a run that was stopped in the middle of an epoch and resumed."""
-    whole = case.train("Dropout", folder / "whole")
+    whole = case.train("Dropout", folder / "whole", EQUAL)
     run = folder / "stopped"
-    with harness.command(*case.arguments("Dropout", run, pause_s=0.05), run=run) as running:
+    with harness.command(*case.arguments("Dropout", run, EQUAL, pause_s=0.05), run=run) as running:
         running.wait_for_step(3)
         running.signal(signal.SIGTERM)
         stopped = running.wait()
@@ -101,7 +103,7 @@ def begins_again(case: Case, folder: Path) -> None:
     """SIGKILL of all members: all begin again from the last checkpoint, and nothing of it can be told from
     the result."""
     run = folder / "run"
-    arguments = case.arguments("Dropout", run, "--checkpoint-every", "2", pause_s=0.05)
+    arguments = case.arguments("Dropout", run, EQUAL, "--checkpoint-every", "2", pause_s=0.05)
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(9)
         pids = running.pids()
@@ -116,7 +118,7 @@ def begins_again(case: Case, folder: Path) -> None:
     assert harness.gone([*pids.values(), running.process.pid])
     assert_once_an_epoch(done)
     if case.equals_single:
-        whole = case.train("Dropout", folder / "whole")
+        whole = case.train("Dropout", folder / "whole", EQUAL)
         assert done.losses == whole.losses
         assert_same_bits(done.state(), whole.state())
 

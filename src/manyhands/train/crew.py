@@ -143,7 +143,8 @@ class Crew:
         for role, number in wanted.items():
             for place in range(number):
                 if launcher.slots(role):
-                    self._start(role, place, self._assignment)
+                    saves = role == WORKER and place == 0  # as long as it lives
+                    self._start(role, place, {**self._assignment, "saves": saves})
                 else:
                     self._owed.append((role, place))
 

@@ -112,7 +112,7 @@ class Worker:
             with member.phase("loading the checkpoint"):
                 load_state(task["checkpoint"], trainee, learner)
             self._check_schedule(syllabus.num_steps)
-        self.saver = Saver(Path(task["run"]), member.name)
+        self.saver = Saver(Path(task["run"]), member.name, soon=bool(task.get("saves")))
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
         self._catching_up = False
