@@ -36,7 +36,7 @@ unit: setup  ## the tests, in two processes: those of whole runs mostly wait
 	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies; whole=$$?; \
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
-chaos: setup  ## kill over 60 members of runs, then the long tests; half an hour
+chaos: setup  ## kill over 60 members of runs, then the long tests; an hour
 	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1
 	@$(BIN)/python -m pytest -m long
 
