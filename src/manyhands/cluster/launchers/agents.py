@@ -272,7 +272,12 @@ class AgentLauncher(Launcher):
 
     def room(self, workers: int, servers: int) -> bool:
         shared = 0 if self.spec.servers else servers  # else they have slots of their own
-        return self.slots(WORKER) >= workers + shared and self.slots(SERVER) >= servers
+        if self.slots(WORKER) >= workers + shared and self.slots(SERVER) >= servers:
+            return True
+        if time.monotonic() - self._asked > self.ask_every_s:
+            self._asked = time.monotonic()
+            self.ground.tell(f"waiting for free slots: {workers + servers} are needed")
+        return False
 
     def start(self, start: Start) -> Handle:
         """On the host that has the fewest of its role; of several, the first by rank."""

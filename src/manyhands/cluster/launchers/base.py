@@ -100,7 +100,7 @@ class Launcher(ABC):
         return sys.maxsize
 
     def room(self, workers: int, servers: int) -> bool:
-        """Whether all of these could be started now."""
+        """Whether all of these could be started now. Raises when they never could."""
         return True
 
     def want(self, workers: int) -> None:  # noqa: B027 - most have room or have not

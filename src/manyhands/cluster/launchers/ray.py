@@ -24,6 +24,7 @@ from manyhands.cluster.on_ray.line import Line
 from manyhands.cluster.on_ray.wish import Slot, describe, in_order, waits
 from manyhands.cluster.spec import COORDINATOR, ClusterSpec, Entry
 from manyhands.cluster.view import WORKER
+from manyhands.errors import ManyhandsError
 
 HANDED_ON = ("MANYHANDS_DATA",)
 """Variables of the coordinator that members have, too, where a node does not say otherwise."""
@@ -67,6 +68,8 @@ class RayLauncher(AgentLauncher):
         self._told: set[str] = set()
         self._num_deaths = 0
         self._slots_lock = threading.Lock()
+        self._lost = ""
+        """Why Ray gives nothing any more."""
         self._surplus = 0
         """How many slots are to be given back."""
         self._next_rank = 1 + max(slot.rank for slot in slots)
@@ -94,6 +97,13 @@ class RayLauncher(AgentLauncher):
             together=self._num_together,
             terms={**self._terms, **told},
         )
+
+    def room(self, workers: int, servers: int) -> bool:
+        if super().room(workers, servers):
+            return True
+        if self._lost:
+            raise ManyhandsError(self._lost)
+        return False
 
     def want(self, workers: int) -> None:
         """Ask Ray for more; what is too much is given back when nobody is in it."""
@@ -139,7 +149,8 @@ class RayLauncher(AgentLauncher):
 
     def _on_ray_lost(self) -> None:
         text = f"the Ray cluster at {self._line.address} is lost ({self._line.last_words()})"
-        self._refused = self._refused or f"{text[0].upper()}{text[1:]}."
+        self._lost = f"{text[0].upper()}{text[1:]}."
+        self._refused = self._refused or self._lost
         if self._complete:
             self.ground.tell(f"{text}; whoever is lost now is not replaced")
 
