@@ -18,6 +18,7 @@ from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 
 SLOW = {"pause_s": 0.05}
+MINE = "from manyhands.testing.jobs import Regression\nclass Mine(Regression): pass\n"
 
 
 @pytest.mark.parametrize("control", ["unix", pytest.param("tcp", marks=pytest.mark.long)])
@@ -71,6 +72,59 @@ def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Pa
     assert "all begin again, from the beginning: nothing was saved" in done.out
     assert "1 lost, 0 replaced, all begun again once" in done.out
     assert_once_an_epoch(done)
+
+
+def test_a_job_that_is_broken_by_then_ends_it_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Its mistake is a person's, as before the start, but something was trained: the folder stays."""
+    job, run = tmp_path / "job.py", tmp_path / "run"
+    job.write_text(MINE)
+    arguments = harness.train_arguments(
+        job, run, "--checkpoint-every", "2", strategy="single", **SLOW
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for(lambda events: any(e["event"] == "CheckpointSaved" for e in events))
+        job.write_text("this is no Python\n")
+        running.kill("worker-0")
+        done = running.wait()
+    assert done.code == 2
+    assert "line 1: invalid syntax" in done.err
+    assert f"go on with:  manyhands resume {run}" in done.out
+    job.write_text(MINE)
+    resumed = harness.resume(run)
+    assert resumed.code == 0, resumed.err
+    assert_once_an_epoch(resumed)
+
+
+@pytest.mark.long
+def test_all_begin_again_only_so_many_times(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        "Regression", run, "--max-restarts", "1", strategy="single", epochs=50, **SLOW
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(2)
+        running.kill("worker-0")
+        running.wait_for(lambda events: any(e["event"] == "Recovered" for e in events))
+        running.kill("worker-1")
+        done = running.wait()
+    assert done.code == 128 + signal.SIGKILL
+    assert "worker-1 failed: killed by SIGKILL" in done.err
+
+
+@pytest.mark.long
+def test_nobody_begins_again_over_checkpoints_that_do_not_read(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = harness.train_arguments("Regression", run, strategy="single", epochs=50, **SLOW)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for(lambda events: any(e["event"] == "CheckpointSaved" for e in events))
+        running.kill("worker-0", signal.SIGSTOP)
+        for file in (run / "checkpoints").glob("step-*/*.distcp"):
+            file.write_bytes(b"")
+        running.kill("worker-0")
+        done = running.wait()
+    assert done.code == 1
+    assert "No checkpoint of this run is sound" in done.err
+    assert list((run / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.long

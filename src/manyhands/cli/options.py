@@ -96,7 +96,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="how many members that die are replaced (default: 3); 0: go on with fewer. Where nobody is left "
-        "who has the weights, all begin again from the last checkpoint, which counts as one",
+        "who has the weights, all begin again from the last checkpoint, as many times at most",
     )
     group.add_argument(
         "--equal-shares",

@@ -16,7 +16,7 @@ from manyhands.cli.options import (
     resolve_options,
 )
 from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
-from manyhands.errors import CheckpointError, RunFolderError, UsageError
+from manyhands.errors import RunFolderError, UsageError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
@@ -146,16 +146,9 @@ def _is_done(folder: Run, arguments: argparse.Namespace) -> bool:
 def _pick(folder: Run, wanted: str | None) -> tuple[Manifest | None, list[str]]:
     """The checkpoint to go on from, and what is wrong with newer ones."""
     if wanted is None:
-        checkpoint, complaints = checkpoints.newest(folder.path)
-        if checkpoint is None and complaints:
-            raise CheckpointError(
-                "No checkpoint of this run is sound:\n  " + "\n  ".join(complaints) + "\n"
-                "Nothing was changed. To begin anew, move the folder checkpoints/ away."
-            )
-    else:
-        name = wanted.removeprefix("checkpoints/")
-        there = [f"step-{step}" for step in checkpoints.steps(folder.path)]
-        if name not in there:
-            raise RunFolderError(f"There is no checkpoint {wanted}. There are: {', '.join(there)}.")
-        checkpoint, complaints = checkpoints.verify(folder.path / "checkpoints" / name), []
-    return checkpoint, complaints
+        return checkpoints.last_sound(folder.path)
+    name = wanted.removeprefix("checkpoints/")
+    there = [f"step-{step}" for step in checkpoints.steps(folder.path)]
+    if name not in there:
+        raise RunFolderError(f"There is no checkpoint {wanted}. There are: {', '.join(there)}.")
+    return checkpoints.verify(folder.path / "checkpoints" / name), []

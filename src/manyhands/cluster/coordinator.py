@@ -256,7 +256,7 @@ class Coordinator:
 
     def end_members(self) -> None:
         """End what still runs: ask, and a moment later insist. Others may be started afterwards."""
-        signals: list[Happening] = []
+        kept: list[Happening] = []
         for end in (lambda handle: handle.terminate(), lambda handle: handle.kill()):
             running = [member for member in self.members.values() if member.alive]
             for member in running:
@@ -265,9 +265,9 @@ class Coordinator:
             deadline = time.monotonic() + self.timeouts.kill_s
             while any(m.alive for m in running) and time.monotonic() < deadline:
                 happening = self.next(deadline - time.monotonic())
-                if isinstance(happening, Signalled):
-                    signals.append(happening)
-        for happening in signals:
+                if isinstance(happening, Signalled | Told):
+                    kept.append(happening)
+        for happening in kept:
             self._inbox.put(happening)  # whoever decides next shall hear of it
 
     def stop(self) -> None:

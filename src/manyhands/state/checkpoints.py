@@ -138,6 +138,17 @@ def newest(run: Path) -> tuple[Manifest | None, list[str]]:
     return None, complaints
 
 
+def last_sound(run: Path) -> tuple[Manifest | None, list[str]]:
+    """As `newest`, to go on from it; None only if nothing was ever saved."""
+    checkpoint, complaints = newest(run)
+    if checkpoint is None and complaints:
+        raise CheckpointError(
+            "No checkpoint of this run is sound:\n  " + "\n  ".join(complaints) + "\n"
+            "Nothing was changed. To begin anew, move the folder checkpoints/ away."
+        )
+    return checkpoint, complaints
+
+
 def set_aside(path: Path) -> None:
     """Out of the way, not deleted: it may be all that somebody has."""
     os.rename(path, _aside(path))

@@ -87,7 +87,7 @@ class Crew:
         """How often all have begun again."""
         if before is not None:
             self.num_lost, self.num_replaced = before.num_lost, before.num_replaced
-            self.num_again, self._restarts = before.num_again + 1, before._used + 1
+            self.num_again = before.num_again + 1
             self._numbers, self._death_seen = before._numbers, before._death_seen
 
     @property
@@ -422,12 +422,7 @@ class Crew:
 
     @property
     def may_begin_again(self) -> bool:
-        return self._used < self._options.max_restarts
-
-    @property
-    def _used(self) -> int:
-        """Restarts, but for those who were to replace others, and have not come."""
-        return self._restarts - len(self._new)
+        return self.num_again < self._options.max_restarts
 
     @property
     def _may_replace(self) -> bool:

@@ -52,7 +52,7 @@ class Options:
     min_workers: int = 1
     """With fewer, and nobody to take their place, training does not go on."""
     max_restarts: int = 3
-    """How often a member that died is replaced, or all begin again where nobody can go on without it."""
+    """How many members that died are replaced; and how often all begin again, where nobody can go on."""
     equal_shares: bool = False
     """Every worker has as much of a batch, also where one computes faster than another."""
     scaling: Scaling = FIXED

@@ -71,26 +71,28 @@ def train(
             ) as coordinator:
                 run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
-                before = None
-                while True:
-                    conductor = Conductor(
+
+                def life(before: Conductor | None) -> Conductor:
+                    return Conductor(
                         coordinator,
                         options,
                         run,
                         stream,
                         entries=PROGRAMS,
                         checkpoint=checkpoint,
-                        resumed=resumed,
+                        resumed=resumed or before is not None,
                         before=before,
                         on_ready=ready,
                         tick=console.tick,
                         versions=versions(),
                     )
-                    try:
-                        return _conduct(conductor)
-                    except WeightsLost:
-                        before, resumed = conductor, True
-                        checkpoint = _begin_again(conductor)
+
+                def again(before: Conductor) -> Conductor:
+                    nonlocal checkpoint
+                    checkpoint = _begin_again(before)
+                    return life(before)
+
+                return _conduct([life(None)], again)
         finally:
             stream.close()
     finally:
@@ -101,7 +103,7 @@ def _begin_again(conductor: Conductor) -> Manifest | None:
     """Nobody is left who has the weights: end the others, too. The checkpoint to begin again from."""
     run, crew, options = conductor.run, conductor.crew, conductor.options
     conductor.coordinator.end_members()
-    checkpoint, complaints = checkpoints.newest(run.path)
+    checkpoint, complaints = checkpoints.last_sound(run.path)
     source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
     passed_over = "".join(f" {complaint} It is passed over." for complaint in complaints)
     message = f"the weights are lost, and all begin again, from {source}.{passed_over}"
@@ -111,21 +113,22 @@ def _begin_again(conductor: Conductor) -> Manifest | None:
     return checkpoint
 
 
-def _conduct(conductor: Conductor) -> int:
-    """The training and its end: whatever happens, members are gone and the summary is written. Only where
-    the weights are lost, and all may begin again, it is not the end: that is raised."""
+def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> int:
+    """The training and its end: whatever happens, members are gone and the summary is written. Where the
+    weights are lost, and all may begin again, another life is added."""
     error: ManyhandsError | None = None
     try:
-        outcome = conductor.conduct()
+        outcome = _outlive(lives, again)
         code = EXIT_CODES[outcome]
     except Interrupted as caught:
         error, outcome, code = caught, "interrupted", caught.exit_code
-    except (RecordError, WeightsLost):
-        raise  # there is nowhere to write how it ended; or it has not
+    except RecordError:
+        raise  # there is nowhere to write how it ended
     except ManyhandsError as caught:
         error, outcome, code = caught, "failed", caught.exit_code
+    conductor = lives[-1]
     conductor.coordinator.stop()
-    if isinstance(error, UsageError) and conductor.tally.samples == 0:
+    if isinstance(error, UsageError) and not any(life.tally.samples for life in lives):
         raise error
     run, injector = conductor.run, conductor.injector
     done = outcome in ("finished", "early-stopped")
@@ -150,6 +153,14 @@ def _conduct(conductor: Conductor) -> int:
         command += f" {place}"  # without it, all members would be on this machine
     conductor.stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
     return code
+
+
+def _outlive(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> str:
+    while True:
+        try:
+            return lives[-1].conduct()
+        except WeightsLost:
+            lives.append(again(lives[-1]))
 
 
 def rehearse(
