@@ -1,4 +1,4 @@
-"""The house: imports point down, one room reads the environment, torch comes late, files stay short."""
+"""The house: imports point down, one room reads the environment, torch comes late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ FLOORS = [
     {"job", "errors", "__init__"},
 ]
 """From the top down. Beside the stairs: `data` stands on the ground, `testing` may look anywhere."""
-MAX_LINES = 500
 
 
 def room_of(path: Path) -> str:
@@ -156,9 +155,8 @@ def test_the_package_lists_every_name_that_it_gives() -> None:
     assert set(manyhands._HOMES) <= set(manyhands.__all__)
 
 
-def test_no_file_is_too_long_and_each_says_what_it_is() -> None:
+def test_each_file_says_what_it_is() -> None:
     for path in FILES:
         text = path.read_text()
-        assert len(text.splitlines()) <= MAX_LINES, path
         if text.strip():
             assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
