@@ -160,6 +160,28 @@ def test_options_of_the_environment_count_after_flags(tmp_path: Path) -> None:
     assert options["keep"] == {"value": 3, "from": "default"}
 
 
+@pytest.mark.parametrize("verb", [["train", str(EXAMPLES / "digits.py")], ["resume", "run"]])
+def test_torchrun_without_on_trains_nothing(tmp_path: Path, verb: list[str]) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
+    done = subprocess.run(
+        [*torchrun, "-m", "manyhands", *verb],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, "torchrun's own"
+    assert f"torchrun ... -m manyhands {' '.join(verb)} --on env" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, pause_s=0.05, epochs=50)

@@ -17,6 +17,7 @@ HOME = Path(manyhands.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
 FLOORS = [
+    {"__main__"},
     {"cli"},
     {"strategies"},
     {"ps", "train"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from manyhands.cluster.launchers.agents import AgentLauncher
 from manyhands.cluster.on_ray.wish import parse_place
 from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
 from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
-from manyhands.cluster.specs import detect
+from manyhands.cluster.specs import detect, one_of_several
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError, closest
@@ -56,10 +57,11 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--on",
         metavar="WHERE",
-        help="local (default): processes of this machine; env: torchrun, srun, Kubernetes or a person has "
-        "started this command on every host; the first process coordinates, the others serve it; ray: a "
-        "Ray cluster, that of this machine or of RAY_ADDRESS, or ray=HOST:PORT, or ray=local for one that "
-        "is started for the run; ray://HOST:10001: the same, from outside of the cluster",
+        help="local: processes of this machine (the default, unless torchrun, srun or the like has started "
+        "several of this command: then say which is meant); env: torchrun, srun, Kubernetes or a person "
+        "has started this command on every host; the first process coordinates, the others serve it; ray: "
+        "a Ray cluster, that of this machine or of RAY_ADDRESS, or ray=HOST:PORT, or ray=local for one "
+        "that is started for the run; ray://HOST:10001: the same, from outside of the cluster",
     )
     group.add_argument(
         "--cluster",
@@ -157,6 +159,8 @@ def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | Ray
                 "or add that."
             )
     if kind == "local":
+        if resolved.sources["on"]["from"] == "default":
+            _refuse_several()
         return None
     if address is not None:
         return find_ray(resolved, address, job=job)
@@ -165,6 +169,23 @@ def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | Ray
     authority = trust(spec, control, key_file)
     timeouts = Timeouts() if wait_s is None else Timeouts(gather_s=wait_s)
     return Cluster(spec, authority, control, timeouts)
+
+
+def _refuse_several() -> None:
+    """Each of these processes would train by itself, in a folder of its own."""
+    several = one_of_several()
+    if several is None:
+        return
+    line = several.line(sys.argv)
+    lines = [line]
+    if several.spec is not None and not one_host(several.spec) and read_key(None) is None:
+        lines = ["(umask 077; manyhands key > run.key)", f"{line} --key-file run.key"]
+    typed = "".join(f"\n    {each}" for each in lines)
+    raise UsageError(
+        f"{several.source} says that this is one of {several.size} processes, and nothing says that they "
+        f"train together: each would train by itself, in a folder of its own. Type:{typed}\n"
+        "If each is meant to train by itself, add  --on local  instead."
+    )
 
 
 def trust(

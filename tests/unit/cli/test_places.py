@@ -64,6 +64,21 @@ def test_nothing_in_the_environment_says_who_this_is() -> None:
 
 
 @pytest.mark.usefixtures("environ")
+def test_one_of_several_processes_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["manyhands", "resume", "runs/a"])
+    with pytest.raises(UsageError) as caught:
+        find_cluster(resolved())
+    assert caught.value.exit_code == 2
+    assert "one of 2 processes" in str(caught.value)
+    assert "\n    (umask 077; manyhands key > run.key)\n" in str(caught.value)
+    assert "\n    manyhands resume runs/a --on env --key-file run.key\n" in str(caught.value)
+    assert "--on local" in str(caught.value)
+    assert find_cluster(resolved(on="local")) is None
+    monkeypatch.setenv("MANYHANDS_ON", "local")
+    assert find_cluster(resolved()) is None
+
+
+@pytest.mark.usefixtures("environ")
 def test_over_hosts_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"(?s)no key was given.*manyhands key > run.key"):
         find_cluster(resolved(on="env"))

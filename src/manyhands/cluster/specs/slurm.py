@@ -19,6 +19,8 @@ from manyhands.cluster.specs.values import MAX_ENTRIES, host, number, port
 from manyhands.errors import ClusterError
 
 NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+SHELL_STEPS = {str(2**32 - back) for back in range(3, 7)}
+"""Pending, extern, batch and interactive steps: SLURM_PENDING_STEP to SLURM_INTERACTIVE_STEP in slurm.h."""
 FIRST_PORT, NUM_PORTS, STEPS_A_JOB = 15000, 16000, 8
 
 
@@ -82,7 +84,13 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
 
 
 def _step(environ: Mapping[str, str]) -> str | None:
-    return next((name for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in environ), None)
+    """The variable that names the step of srun, if there is one. The shell of an salloc (interactive) and
+    a job's script (batch) may have a step too: it is one process, with a number that no srun gets."""
+    names = ("SLURM_STEP_ID", "SLURM_STEPID")
+    name = next((name for name in names if name in environ), None)
+    if name is None or environ[name].strip() in SHELL_STEPS:
+        return None
+    return name
 
 
 def _port(environ: Mapping[str, str], job: str) -> int:
