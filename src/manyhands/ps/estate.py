@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from manyhands.ps.blocks import Layout
-from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of
+from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of, scale
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.memory import Flat, block_state, pieces_of
 from manyhands.ps.placement import Placement
@@ -161,7 +161,7 @@ class Estate:
         for decision in plan.ledger.after(self.ledger.version):
             if not self.sums.has(decision.version):
                 self.add_up(decision, self.sums.of(decision.version), self.own.runs)
-                _scale(self.sums.of(decision.version), self.own.runs, decision.factor)
+                scale(self.sums.of(decision.version), self.own.runs, decision.factor)
             self.apply(decision)
 
     def material(self, number: int) -> Material:
@@ -273,19 +273,13 @@ class Estate:
             if others is None or self.shared:  # never into the memory of its owner
                 others = self.others[owner] = Sums([Flat.private(self.layout)] * 2)
             self.add_up(decision, others.of(decision.version), holding.runs)
-            _scale(others.of(decision.version), holding.runs, decision.factor)
+            scale(others.of(decision.version), holding.runs, decision.factor)
         self.apply_replica(owner, decision)
 
     def _memory(self, label: str) -> Flat:
         if self.shared and self.replicas:
             return Flat.shared(self.layout, label=label)
         return Flat.private(self.layout)
-
-
-def _scale(sums: Flat, runs: Sequence[Run], factor: float) -> None:
-    if factor != 1.0:
-        for run in runs:
-            run.of(sums).mul_(factor)
 
 
 def spans(layout: Layout, numbers: Iterable[int]) -> list[Run]:

@@ -160,6 +160,12 @@ def add_up(
             total.add_(part, alpha=coefficient)
 
 
+def scale(sums: Flat, runs: Sequence[Run], factor: float) -> None:
+    if factor != 1.0:
+        for run in runs:
+            run.of(sums).mul_(factor)
+
+
 def squared_norm(sums: Flat, runs: Sequence[Run]) -> float:
     return sum(float(run.of(sums).double().pow(2).sum()) for run in runs)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from manyhands.errors import LinkTimeout
 from manyhands.ps.estate import Estate
-from manyhands.ps.holding import squared_norm
+from manyhands.ps.holding import scale, squared_norm
 from manyhands.ps.ledger import Decision, Given, lr_factor, progress_after
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import step_of
@@ -161,6 +161,9 @@ class Serving:
         self._base = estate.ledger.version
         self._me = table.servers.index(estate.name)
         self._summed: Decision | None = None
+        """What is added up, and not applied yet."""
+        self._clipped: Decision | None = None
+        """The same once its sum is clipped, in place: never a second time."""
         mine = placement.blocks_of(estate.name)
         keepers = {placement.replica_of(block) for block in mine} - {None}
         self._keepers = [table.servers.index(name) for name in keepers if name is not None]
@@ -173,21 +176,9 @@ class Serving:
             return True
         if not table.reached(table.pushed, number):
             return False
-        if self._summed is None and not self._add_up(number):
+        decision = self._whole_sum(number)
+        if decision is None:
             return False
-        decision = self._summed
-        assert decision is not None
-        sums = estate.sums.of(decision.version)
-        if self._clip_norm is not None:
-            if not table.reached(table.measured, number):
-                return False
-            # In one order: every server computes the same factor from the same numbers.
-            norm = math.sqrt(math.fsum(table.norm))
-            factor = min(1.0, self._clip_norm / (norm + 1e-6))
-            decision = replace(decision, factor=factor)
-            if factor != 1.0:
-                for run in estate.own.runs:
-                    run.of(sums).mul_(factor)
         rows, alone = estate.rows, False
         if rows is not None and not self._me and rows.evicts(decision):
             # While all others have done their part, and wait for this one.
@@ -199,7 +190,8 @@ class Serving:
         estate.apply(decision)
         if rows is not None and alone:
             rows.tables.evict(step_of(decision))
-        self._summed, self.done = None, number
+        self._summed = self._clipped = None
+        self.done = number
         if not self._me:
             table.ticks[0] = decision.ticks
         self._tell(table.applied, number, table.workers)
@@ -224,6 +216,26 @@ class Serving:
             for number in (self._table.summed[index] - 1, self._table.summed[index]):
                 if number > 0:
                     self._estate.others[owner].note(self._base + number)
+
+    def _whole_sum(self, number: int) -> Decision | None:
+        """Add up and clip, each once, however often a round is tried; None while others are waited for."""
+        table, estate = self._table, self._estate
+        if self._clipped is not None:
+            return self._clipped
+        if self._summed is None and not self._add_up(number):
+            return None
+        decision = self._summed
+        assert decision is not None
+        if self._clip_norm is not None:
+            if not table.reached(table.measured, number):
+                return None
+            # In one order: every server computes the same factor from the same numbers.
+            norm = math.sqrt(math.fsum(table.norm))
+            factor = min(1.0, self._clip_norm / (norm + 1e-6))
+            decision = replace(decision, factor=factor)
+            scale(estate.sums.of(decision.version), estate.own.runs, factor)
+        self._clipped = decision
+        return decision
 
     def _add_up(self, number: int) -> bool:
         table, estate = self._table, self._estate

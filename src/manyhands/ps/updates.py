@@ -28,7 +28,7 @@ from manyhands.ps.compensation import Compensation
 from manyhands.ps.council import Peer
 from manyhands.ps.early import Early
 from manyhands.ps.estate import Estate, Sums, spans, travelling
-from manyhands.ps.holding import Holding, Run, add_up, squared_norm
+from manyhands.ps.holding import Holding, Run, add_up, scale, squared_norm
 from manyhands.ps.lanes import Trailer, Uplink
 from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat, bytes_of
@@ -226,9 +226,7 @@ class Updates:
         norm = math.sqrt(math.fsum(norms[name] for name in sorted(norms)))
         factor = min(1.0, limit / (norm + 1e-6))
         work.decision = replace(work.decision, factor=factor)
-        if factor != 1.0:
-            for run in self.own.runs:
-                run.of(self._estate.sums.of(version)).mul_(factor)
+        scale(self._estate.sums.of(version), self.own.runs, factor)
         self._summed()
 
     def _summed(self) -> None:

@@ -1,0 +1,58 @@
+"""Rounds in shared memory, driven by hand: who is waited for, and that nothing is done twice."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from estates import Village, noise
+
+from manyhands.ps.holding import squared_norm
+from manyhands.ps.rounds import Bell, Serving, Table, Turns
+from manyhands.ps.rows import HeldBasket, RowEstate
+from manyhands.tables.held import EVICT_EVERY, Tables
+from manyhands.tables.spec import Table as TableSpec
+
+CLIP_NORM = 0.5
+
+
+@pytest.mark.parametrize("tries", [1, 4])
+def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_path: Path) -> None:
+    """The first server waits for the others where rows are evicted, and tries again and again."""
+    village = Village("plain", shared=True, chance=random.Random(1), block_bytes=128)
+    first, second = village.join(), village.join()
+    village.settle()
+    village.go()
+    rounds = Table.create(village.workers, [first.name, second.name])
+    bells = {name: Bell(tmp_path, 1, name) for name in (*village.workers, *rounds.servers)}
+    servings = {}
+    for estate in (first, second):
+        spec = TableSpec(2, evict_unused=5)
+        estate.rows = RowEstate(estate.name, Tables({"t": spec}, seed=0), shared=True, adds=False)
+        estate.rows.baskets = {worker: [HeldBasket()] for worker in village.workers}
+        servings[estate.name] = Serving(
+            rounds,
+            bells[estate.name],
+            estate,
+            estate.keep.placement,  # type: ignore[arg-type]
+            clip_norm=CLIP_NORM,
+        )
+    for worker in village.workers:
+        village.slots[worker][0].copy_(noise(village.layout, village.generator))
+        turns = Turns(worker, rounds, bells[worker], carry=None, check=lambda: None, timeout_s=10.0)
+        turns.push(step=EVICT_EVERY, part=0, samples=8.0, total=24.0, share=(8, 24))
+    try:
+        assert not servings[second.name].carry(1)  # its part of the norm is there
+        for _ in range(tries):
+            assert not servings[first.name].carry(1)
+        assert servings[second.name].carry(1)
+        assert servings[first.name].carry(1)
+        made = [squared_norm(e.sums.of(1), e.own.runs) for e in (first, second)]
+        assert math.sqrt(sum(made)) == pytest.approx(CLIP_NORM, rel=1e-4)
+        assert first.ledger.decisions[0] == second.ledger.decisions[0]
+    finally:
+        for each in (rounds, *bells.values()):
+            each.close()
+        village.close()
