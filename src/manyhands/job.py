@@ -46,8 +46,8 @@ class Job:
     eval_every: int = 1
     """Evaluate after every so many epochs."""
     monitor: str = "loss"
-    """The evaluation metric that decides which model is best: lower is better for names with "loss"
-    or "error" or "perplexity" in them, higher for all others."""
+    """The evaluation metric that decides which model is best: "min mae" or "max auc"; or only a name, if
+    its direction is well known, such as "loss" or "accuracy"."""
     patience: int | None = None
     """Stop after so many evaluations without a better `monitor`, or None for never."""
     plateau: str | None = None
@@ -287,7 +287,7 @@ def check_fields(job: Job) -> None:
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         _refuse(job, "clip_norm", "a number above 0, or None")
     if not isinstance(job.monitor, str):
-        _refuse(job, "monitor", "the name of a metric")
+        _refuse(job, "monitor", 'a metric, such as "accuracy" or "min mae"')
     if not isinstance(job.plateau, str | None):
         _refuse(job, "plateau", 'a text such as "factor=0.5; patience=3", or None')
 

@@ -134,6 +134,7 @@ def test_check_tries_everything_and_trains_nothing(tmp_path: Path) -> None:
     assert checked.code == 0, checked.err
     assert "All fine" in checked.out
     assert "7,000,000 steps" in checked.out
+    assert "  best        lowest loss\n" in checked.out
     assert not (tmp_path / "run").exists()
 
 
@@ -153,10 +154,10 @@ def test_check_finds_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
     assert "Vector.loss() must return a scalar tensor" in checked.err
 
 
-def test_check_finds_a_wrong_monitor(tmp_path: Path) -> None:
-    done = harness.train("Regression", tmp_path / "run", "--check", monitor="worse")
+def test_check_finds_a_monitor_without_a_direction(tmp_path: Path) -> None:
+    done = harness.train("Regression", tmp_path / "run", "--check", monitor="worst")
     assert done.code == 2
-    assert "monitor is 'worse', and the evaluation gives loss, worst" in done.err
+    assert 'Write  monitor="min worst"  if lower is better,  monitor="max worst"  if' in done.err
 
 
 def test_resume_remembers_the_flags_and_says_what_it_can_not_change(tmp_path: Path) -> None:
@@ -175,13 +176,21 @@ def test_resume_remembers_the_flags_and_says_what_it_can_not_change(tmp_path: Pa
 def test_patience_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     # A step that is far too large: the first evaluation stays the best.
     done = harness.train(
-        "Regression", tmp_path / "run", lr=30, clip_norm="none", epochs=20, patience=2
+        *("Regression", tmp_path / "run"),
+        lr=30,
+        clip_norm="none",
+        epochs=20,
+        patience=2,
+        monitor="min worst",
     )
     assert done.code == 0, done.err
+    assert "  best        lowest worst\n" in done.out
+    assert "lowest worst)\n" in done.out
     summary = json.loads((done.run / "summary.json").read_text())
+    assert summary["monitor"] == "min worst"
     assert summary["outcome"] == "early-stopped"
     assert summary["epochs"] < 20
-    losses = [e["metrics"]["loss"] for e in done.of("Evaluated")]
+    losses = [e["metrics"]["worst"] for e in done.of("Evaluated")]
     best = min(range(len(losses)), key=lambda i: math.inf if math.isnan(losses[i]) else losses[i])
     assert len(losses) == best + 1 + 2
     assert summary["best_metrics"]["step"] in checkpoints.steps(done.run)

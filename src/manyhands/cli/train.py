@@ -25,6 +25,7 @@ from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train
 from manyhands.watch import make_console
+from manyhands.watch.text import direction
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
 EXAMPLES = """\
@@ -133,4 +134,7 @@ def _check(options: Options, lead: Lead) -> int:
         f"{conductor.course.syllabus.num_steps:,} steps, by {options.strategy} on "
         f"{options.workers} x {facts['device']}."
     )
+    syllabus = conductor.course.syllabus
+    if syllabus.has_eval:
+        print(f"  best        {direction(str(syllabus.monitor))}")
     return 0

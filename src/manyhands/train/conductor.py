@@ -41,6 +41,7 @@ from manyhands.train.facts import (
     check_same,
     committed_event,
     evaluated_event,
+    monitor_note,
     rate_event,
     ready_event,
     syllabus_of,
@@ -170,11 +171,14 @@ class Conductor:
         for other in facts.values():
             check_same(first, other)
         options = self.options
-        syllabus = syllabus_of(first, options)
+        saved = self._resumed_from.course if self._resumed_from else None
+        syllabus = syllabus_of(first, options, saved)
         for name, told in facts.items():
             self.stream.emit(ready_event(name, told, syllabus))
             self.tally.unit = tuple(told["unit"])
-        self.course = Course(syllabus, self._resumed_from.course if self._resumed_from else None)
+        if note := monitor_note(syllabus.monitor, first):
+            self._notice(note)
+        self.course = Course(syllabus, saved)
         self._handout = make_handout(
             *(options.manner, self.course, self.shelf, self._tell), equal=options.equal_shares
         )
@@ -309,7 +313,12 @@ class Conductor:
         crew = self.crew
         if crew.is_worker(member) and not crew.is_new(member):
             # At the first: others may take their time.
-            check_job(facts, workers=self.options.workers, scaling=self.options.scaling)
+            check_job(
+                facts,
+                workers=self.options.workers,
+                scaling=self.options.scaling,
+                saved=self._resumed_from.course if self._resumed_from else None,
+            )
         elif crew.is_worker(member):
             assert self.course is not None
             try:

@@ -24,7 +24,8 @@ from typing import Any
 
 from manyhands.errors import CheckpointError
 from manyhands.train.leases import Leases, Range, Ranges, shares, split
-from manyhands.train.plateau import Plateau, lower_is_better
+from manyhands.train.monitor import LOSS, Monitor, saved_monitor
+from manyhands.train.plateau import Plateau
 from manyhands.train.rates import Change, Rates
 from manyhands.train.scaling import FIXED, Scaling
 
@@ -41,7 +42,7 @@ class Syllabus:
     checkpoint_every: int = 0
     """Steps between checkpoints besides those after each epoch; 0 for none."""
     checkpoints: bool = True
-    monitor: str = "loss"
+    monitor: Monitor = LOSS
     patience: int | None = None
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
@@ -62,10 +63,6 @@ class Syllabus:
     @property
     def num_steps(self) -> int:
         return self.steps_per_epoch * self.epochs
-
-    @property
-    def lower_is_better(self) -> bool:
-        return lower_is_better(self.monitor)
 
 
 @dataclass(frozen=True)
@@ -151,6 +148,9 @@ class Course:
         self.epoch: int = state.get("epoch", 0)
         self.step: int = state.get("step", 0)
         self.best = Best(**state.get("best", {}))
+        before = saved_monitor(state, syllabus.monitor.name)
+        if before is not None and before != syllabus.monitor:
+            self.best = Best()  # what was best is now the worst
         if self.best.metrics is not None:
             self.best.metrics = _numbers(self.best.metrics)
         self.last_metrics = _numbers(state.get("last_metrics", {}))
@@ -258,7 +258,7 @@ class Course:
         self._awaiting, self._evaluated = False, True
         self.last_metrics = dict(metrics)
         self._rates.evaluated(metrics, step=self.step)
-        value = metrics[self.syllabus.monitor]
+        value = metrics[self.syllabus.monitor.name]
         if not self._better(value):
             self.best.waited += 1
             if self.syllabus.patience is not None and self.best.waited >= self.syllabus.patience:
@@ -326,6 +326,7 @@ class Course:
             "num_samples": self.syllabus.num_samples,
             "committed": [list(piece) for piece in done.committed.to_list()],
             "evaluated": self._evaluated,
+            "monitor": str(self.syllabus.monitor),
             "best": dataclasses.asdict(self.best),
             "last_metrics": self.last_metrics,
             **({"rates": rates} if rates else {}),
@@ -400,12 +401,12 @@ class Course:
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):
             return False  # infinity too: a model that says so has diverged, and JSON has no name for it
-        best = (self.best.metrics or {}).get(self.syllabus.monitor)
+        best = (self.best.metrics or {}).get(self.syllabus.monitor.name)
         if best is None or math.isnan(best):
             return True  # the first one, or the first by this monitor
         if math.isclose(value, best, rel_tol=1e-6):
             return False  # equal, but for the order of sums
-        return value < best if self.syllabus.lower_is_better else value > best
+        return self.syllabus.monitor.better(value, best)
 
 
 def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:

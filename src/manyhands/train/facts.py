@@ -8,8 +8,15 @@ from typing import Any
 
 from manyhands.errors import JobError, UsageError
 from manyhands.train.course import Course, Syllabus
+from manyhands.train.monitor import (
+    Monitor,
+    lower_is_better,
+    metric_name,
+    read_monitor,
+    saved_monitor,
+)
 from manyhands.train.options import Options
-from manyhands.train.plateau import Plateau, parse_plateau, resolve
+from manyhands.train.plateau import Plateau, parse_plateau, resolve, saved_watch
 from manyhands.train.rates import Change
 from manyhands.train.reports import Committed, combine
 from manyhands.train.scaling import FIXED, Scaling
@@ -19,10 +26,13 @@ Facts = Mapping[str, Any]
 """What a worker says when it is ready."""
 
 
-def check_job(facts: Facts, *, workers: int, scaling: Scaling = FIXED) -> None:
-    """What only shows when the job is loaded."""
+def check_job(
+    facts: Facts, *, workers: int, scaling: Scaling = FIXED, saved: Facts | None = None
+) -> None:
+    """What only shows when the job is loaded. `saved`: the course of a resumed run."""
     fields, samples = facts["fields"], facts["train_samples"]
-    batch, monitor, metrics = fields["batch_size"], fields["monitor"], facts["metrics"]
+    batch, metrics = fields["batch_size"], facts["metrics"]
+    monitor = metric_name(fields["monitor"])
     if batch > samples:
         raise JobError(
             f"The data set has {samples} samples, and the global batch_size is {batch}. "
@@ -43,7 +53,8 @@ def check_job(facts: Facts, *, workers: int, scaling: Scaling = FIXED) -> None:
         )
     if not metrics and fields["patience"] is not None:
         raise JobError("patience needs something to watch: eval_data() must return a data set.")
-    plateau_of(facts)
+    monitor_of(facts, saved)
+    plateau_of(facts, saved)
 
 
 def _check_scaling(scaling: Scaling, batch: int, *, workers: int, samples: int) -> None:
@@ -89,16 +100,39 @@ def why_not(workers: Any, present: int, options: Options, facts: Facts) -> str:
     return ""
 
 
-def plateau_of(facts: Facts) -> Plateau | None:
-    """The job's plateau rule, if it has one, with the name of what it watches."""
-    fields = facts["fields"]
+def monitor_of(facts: Facts, saved: Facts | None = None) -> Monitor:
+    """The metric that decides which model is best. `saved`: the course of a resumed run, which keeps its
+    direction."""
+    text = facts["fields"]["monitor"]
+    if not facts["metrics"]:
+        return Monitor(metric_name(text), lower=True)  # nothing is evaluated, and nothing decided
+    before = saved_monitor(saved, metric_name(text))
+    return read_monitor(text, option='monitor="{}"', saved=before)
+
+
+def monitor_note(monitor: Monitor, facts: Facts) -> str:
+    """What to say of a direction that a resumed run has kept, and that its name does not say."""
+    text = facts["fields"]["monitor"]
+    unsaid = text.strip() == monitor.name and lower_is_better(monitor.name) != monitor.lower
+    if not facts["metrics"] or not unsaid:
+        return ""
+    other = Monitor(monitor.name, not monitor.lower)
+    return (
+        f'the best model is chosen by "{monitor}", as so far; to change it: --set monitor="{other}"'
+    )
+
+
+def plateau_of(facts: Facts, saved: Facts | None = None) -> Plateau | None:
+    """The job's plateau rule, if it has one, with the name and direction of what it watches."""
+    fields, metrics = facts["fields"], facts["metrics"]
     if not fields.get("plateau"):
         return None
     rule = parse_plateau(fields["plateau"])
-    return resolve(rule, monitor=fields["monitor"], metrics=facts["metrics"])
+    monitor = str(monitor_of(facts, saved)) if metrics else fields["monitor"]
+    return resolve(rule, monitor=monitor, metrics=metrics, saved=saved_watch(saved))
 
 
-def syllabus_of(facts: Facts, options: Options) -> Syllabus:
+def syllabus_of(facts: Facts, options: Options, saved: Facts | None = None) -> Syllabus:
     fields = facts["fields"]
     return Syllabus(
         num_samples=facts["train_samples"],
@@ -107,10 +141,10 @@ def syllabus_of(facts: Facts, options: Options) -> Syllabus:
         eval_every=fields["eval_every"],
         has_eval=facts["eval_samples"] > 0,
         checkpoint_every=options.checkpoint_every,
-        monitor=fields["monitor"],
+        monitor=monitor_of(facts, saved),
         patience=fields["patience"],
         scaling=options.scaling,
-        plateau=plateau_of(facts),
+        plateau=plateau_of(facts, saved),
         leaves_out=options.manner.leaves_out,
     )
 
@@ -128,6 +162,7 @@ def ready_event(member: str, facts: Facts, syllabus: Syllabus) -> events.MemberR
         unit=facts["unit"][0],
         units_per_sample=facts["unit"][1],
         tables=facts["tables"],
+        monitor=str(syllabus.monitor) if syllabus.has_eval else "",
     )
 
 

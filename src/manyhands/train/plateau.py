@@ -3,6 +3,7 @@
     plateau  = option (";" option)*
     option   = "factor=" NUMBER | "patience=" N | "watch=" METRIC | "every=" N
              | "threshold=" NUMBER | "cooldown=" N | "lowest=" NUMBER
+    METRIC   = a name, or "min " or "max " and a name (monitor.py)
 
 What is watched is of all workers together: a metric of the evaluation, judged after each, or the mean
 of the training losses over an epoch or so many steps. The coordinator decides, between two steps, so
@@ -14,16 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from manyhands.errors import JobError, closest
+from manyhands.train.monitor import Monitor, formerly_lower, metric_name, read_monitor
 
 TRAIN_LOSS = "train_loss"
 EXAMPLE = "factor=0.5; patience=3"
-
-
-def lower_is_better(metric: str) -> bool:
-    return any(word in metric.lower() for word in ("loss", "error", "perplexity"))
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Plateau:
     patience: int = 10
     """After so many in a row that were no better than the best."""
     watch: str = ""
-    """A metric of the evaluation, or train_loss; empty: the job's monitor, or train_loss without one."""
+    """A metric of the evaluation, or train_loss, as "accuracy" or "min mae"; empty: the job's monitor, or
+    train_loss without one."""
     every: int = 0
     """Steps over which train_loss is a mean; 0: an epoch."""
     threshold: float = 1e-4
@@ -50,7 +50,11 @@ class Plateau:
 
     @property
     def counts_losses(self) -> bool:
-        return self.watch == TRAIN_LOSS
+        return self.metric.name == TRAIN_LOSS
+
+    @cached_property
+    def metric(self) -> Monitor:
+        return read_monitor(self.watch, option="watch={}")
 
     def told(self, number: int) -> str:
         """So many of what patience is counted in."""
@@ -65,7 +69,7 @@ class Plateau:
         if best is None:
             return True
         by = self.threshold * abs(best)
-        return value < best - by if lower_is_better(self.watch) else value > best + by
+        return self.metric.better(value, best - by if self.metric.lower else best + by)
 
 
 def parse_plateau(text: str) -> Plateau:
@@ -85,9 +89,15 @@ def parse_plateau(text: str) -> Plateau:
     return Plateau(**given)
 
 
-def resolve(plateau: Plateau, *, monitor: str, metrics: list[str]) -> Plateau:
-    """The rule for a job whose evaluation gives these metrics: what is watched has a name."""
-    watch = plateau.watch or (monitor if metrics else TRAIN_LOSS)
+def resolve(
+    plateau: Plateau, *, monitor: str, metrics: list[str], saved: Monitor | None = None
+) -> Plateau:
+    """The rule for a job whose evaluation gives these metrics: what is watched has a name and a direction,
+    that of the job's `monitor` if it is the same metric. `saved`: what a resumed run has watched."""
+    text = plateau.watch or (monitor if metrics else TRAIN_LOSS)
+    if text == metric_name(monitor):
+        text = monitor
+    watch = metric_name(text)
     if watch != TRAIN_LOSS and watch not in metrics:
         gives = f"the evaluation gives {', '.join(metrics)}" if metrics else "nothing is evaluated"
         raise JobError(
@@ -99,7 +109,16 @@ def resolve(plateau: Plateau, *, monitor: str, metrics: list[str]) -> Plateau:
             f'plateau "{plateau}": every={plateau.every} is for watch={TRAIN_LOSS}; {watch} is known '
             "after each evaluation, which the job's eval_every sets."
         )
-    return replace(plateau, watch=watch)
+    option = f'plateau="{replace(plateau, watch="{}")}"'
+    return replace(plateau, watch=str(read_monitor(text, option=option, saved=saved)))
+
+
+def saved_watch(course: Mapping[str, Any] | None) -> Monitor | None:
+    """What the plateau rule of a saved course has watched."""
+    state = (course or {}).get("rates", {}).get("plateau", {})
+    if not state.get("watch"):
+        return None
+    return Monitor(state["watch"], state.get("lower", formerly_lower(state["watch"])))
 
 
 _WHOLE = {"patience": 1, "every": 1, "cooldown": 0}
@@ -140,7 +159,7 @@ class Watch:
         self.rule = rule
         self.factor: float = state.get("factor", 1.0)
         """What all lowerings so far multiply the learning rate by. Stays when the rule is given up."""
-        if rule is None or state.get("watch") != rule.watch:
+        if rule is None or saved_watch({"rates": {"plateau": state}}) != rule.metric:
             state = {}  # what was best is no measure for another number
         self.best: float | None = state.get("best")
         self.waited: int = state.get("waited", 0)
@@ -152,7 +171,8 @@ class Watch:
 
     def state(self) -> dict[str, Any]:
         return {
-            "watch": self.rule.watch if self.rule else "",
+            "watch": self.rule.metric.name if self.rule else "",
+            "lower": self.rule.metric.lower if self.rule else None,
             "factor": self.factor,
             "best": self.best,
             "waited": self.waited,
@@ -188,7 +208,7 @@ class Watch:
         if self.waited < rule.patience or lower >= self.factor:
             return ""
         than = "a number" if self.best is None else f"better than {self.best:.4g}"
-        why = f"{rule.watch} has not been {than} for {rule.told(self.waited)}"
+        why = f"{rule.metric.name} has not been {than} for {rule.told(self.waited)}"
         self.factor, self.waited, self.cooling = lower, 0, rule.cooldown
         return why
 

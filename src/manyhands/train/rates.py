@@ -72,8 +72,8 @@ class Rates:
 
     def evaluated(self, metrics: Mapping[str, float], *, step: int) -> None:
         rule = self.watch.rule
-        if rule is not None and not rule.counts_losses and rule.watch in metrics:
-            self._lowered(self.watch.judge(metrics[rule.watch]), step)
+        if rule is not None and not rule.counts_losses and rule.metric.name in metrics:
+            self._lowered(self.watch.judge(metrics[rule.metric.name]), step)
 
     def mean_due(self, *, num_open: int, epoch_over: bool) -> bool:
         """The mean of losses is complete, or will be when the open steps are committed."""

@@ -91,6 +91,9 @@ class Tally:
             "samples_per_s": per_s,
             **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),
             "final_metrics": final,
+            "monitor": str(course.syllabus.monitor)
+            if course and course.syllabus.has_eval
+            else None,
             "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
             "bytes_sent": self.bytes_sent,
             "pushes": self._books(),

@@ -79,6 +79,8 @@ class MemberReady(Event):
     units_per_sample: float = 1.0
     tables: Mapping[str, str] = field(default_factory=dict)
     """The model's sparse tables, each described in words."""
+    monitor: str = ""
+    """The metric that decides which model is best, and its direction: "min loss"; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

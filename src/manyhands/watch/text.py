@@ -160,10 +160,18 @@ def ready_rows(picture: Picture) -> Rows:
             rows.append(("table", clean(f"{name}: {words}")))
         rows.append(("data", data))
         rows.append(("training", f"{plural(plan.epochs, 'epoch')}, {steps}"))
+        if plan.monitor:
+            rows.append(("best", clean(direction(plan.monitor))))
     if picture.ready:
         transport = f", {view.transport}" if view and view.transport != "none" else ""
         rows.append(("devices", clean(_devices(picture.ready.values()) + transport)))
     return rows + placement_rows(view)
+
+
+def direction(monitor: str) -> str:
+    """What makes a model the best: "min loss" is the lowest loss."""
+    mode, _, name = monitor.partition(" ")
+    return f"{'lowest' if mode == 'min' else 'highest'} {name}"
 
 
 def placement_rows(view: ViewChanged | None) -> Rows:
@@ -341,8 +349,10 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
     if known.get("best_metrics"):
         best = dict(known["best_metrics"])
         step = best.pop("step", None)
-        where = "" if step is None else f"  (step {count(step)})"
-        rows.append(("best", clean(_figures(best)) + where))
+        where = [] if step is None else [f"step {count(step)}"]
+        where += [direction(known["monitor"])] if known.get("monitor") else []
+        told = f"  ({', '.join(where)})" if where else ""
+        rows.append(("best", clean(_figures(best) + told)))
     if known.get("checkpoint"):
         rows.append(("checkpoint", clean(_in_run(run, known["checkpoint"]))))
     if run:

@@ -12,6 +12,7 @@ from typing import Any
 
 from manyhands.state.files import jsonable
 from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Stop, Syllabus
+from manyhands.train.monitor import read_monitor
 
 
 @dataclass
@@ -71,7 +72,7 @@ def drive(
         elif (order := course.next(chance.randint(1, max_lease))) is None:
             if not course.open_steps:
                 life.results.append((course.step, course.epoch))
-                monitor = course.syllabus.monitor
+                monitor = course.syllabus.monitor.name
                 course.evaluated({"other": 0.5, monitor: metric(course.epoch)})
         else:
             life.orders.append(order)
@@ -103,8 +104,10 @@ def assert_once_an_epoch(plans: list[StepPlan], syllabus: Syllabus, epochs: int)
     assert all(1 <= plan.samples <= syllabus.batch_size for plan in plans)
 
 
-def finish(values: list[float], **changes: Any) -> tuple[Course, Life]:
+def finish(values: list[float], monitor: str | None = None, **changes: Any) -> tuple[Course, Life]:
     """One epoch of one step for each value of the monitored metric."""
+    if monitor is not None:
+        changes["monitor"] = read_monitor(monitor, option='monitor="{}"')
     syllabus = Syllabus(num_samples=4, batch_size=4, epochs=len(values), **changes)
     course = Course(syllabus)
     return course, drive(course, chance=random.Random(0), metric=lambda epoch: values[epoch])

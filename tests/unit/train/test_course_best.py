@@ -10,7 +10,8 @@ from course_driver import assert_once_an_epoch, drive, finish, through_json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.train.course import Checkpoint, Course, Evaluate, Syllabus
+from manyhands.train.course import Best, Checkpoint, Course, Evaluate, Syllabus
+from manyhands.train.monitor import Monitor
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,9 @@ from manyhands.train.course import Checkpoint, Course, Evaluate, Syllabus
         ("Perplexity", [9.0, 9.0, 9.0, 1.0], 3, 1),
         ("accuracy", [0.5, 0.6, 0.55, 0.6, 0.9], 4, 2),
         ("f1", [0.1, 0.2, 0.3, 0.4], 4, 4),
+        ("mae", [3.0, 2.0, 2.5, 2.0, 1.0], 4, 2),
+        ("min worst", [3.0, 2.0, 2.5, 2.0, 1.0], 4, 2),
+        ("max loss", [0.1, 0.2, 0.3, 0.4], 4, 4),
         ("loss", [math.nan, math.nan, 1.0], 2, 0),
         ("accuracy", [0.1, math.nan, math.inf, 0.9], 3, 1),
     ],
@@ -91,9 +95,21 @@ def test_a_resumed_course_compares_with_what_it_knew() -> None:
     again.next(1)
     assert not again.evaluated({"loss": 0.6, "other": 1.0})
     # By another monitor, which was no number then, the first number is the best.
-    other = Syllabus(num_samples=4, batch_size=4, epochs=3, monitor="other")
+    other = Syllabus(num_samples=4, batch_size=4, epochs=3, monitor=Monitor("other", lower=False))
     changed = Course(other, through_json(saved.state))
     changed.next(1)
     changed.commit(2)
     changed.next(1)
     assert changed.evaluated({"loss": 0.6, "other": 1.0})
+
+
+def test_what_was_best_counts_only_in_its_own_direction() -> None:
+    """Also in runs that were saved without it."""
+    course, life = finish([3.0, 2.0, 2.5], monitor="max mae")
+    saved = through_json(life.checkpoints[-1].state)
+    assert (saved["monitor"], course.best.step) == ("max mae", 1)
+    old = {name: value for name, value in saved.items() if name != "monitor"}
+    for state in (saved, old):
+        kept = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
+        turned = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
+        assert (kept.best.step, turned.best) == (1, Best())

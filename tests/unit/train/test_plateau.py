@@ -60,10 +60,11 @@ def test_a_mistake_says_what_to_write(text: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("text", "metrics", "watched"),
     [
-        ("", ["loss", "accuracy"], "accuracy"),
-        ("", [], "train_loss"),
-        ("watch=loss", ["loss", "accuracy"], "loss"),
-        ("watch=train_loss", ["loss", "accuracy"], "train_loss"),
+        ("", ["loss", "accuracy"], "max accuracy"),
+        ("", [], "min train_loss"),
+        ("watch=loss", ["loss", "accuracy"], "min loss"),
+        ("watch=max loss", ["loss", "accuracy"], "max loss"),
+        ("watch=train_loss", ["loss", "accuracy"], "min train_loss"),
     ],
 )
 def test_what_is_watched(text: str, metrics: list[str], watched: str) -> None:
@@ -96,7 +97,7 @@ values = st.lists(
         Plateau,
         factor=st.sampled_from([0.1, 0.5]),
         patience=st.integers(1, 4),
-        watch=st.sampled_from(["loss", "accuracy"]),
+        watch=st.sampled_from(["loss", "accuracy", "min gap", "max gap"]),
         threshold=st.sampled_from([0.0, 1e-4, 0.1]),
         cooldown=st.integers(0, 3),
         lowest=st.sampled_from([0.0, 0.2]),
@@ -108,7 +109,7 @@ def test_lowers_when_torch_would(values: list[float], rule: Plateau, cut: int) -
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = ReduceLROnPlateau(
         optimizer,
-        mode="min" if rule.watch == "loss" else "max",
+        mode="min" if rule.watch in ("loss", "min gap") else "max",
         factor=rule.factor,
         patience=rule.patience - 1,
         threshold=rule.threshold,
@@ -156,4 +157,7 @@ def test_what_was_lowered_stays_lowered_under_another_rule() -> None:
     other = Watch(Plateau(watch="accuracy"), state())
     assert (same.factor, same.best) == (0.5, 0.5)
     assert (other.factor, other.best) == (0.5, None)
+    old = {key: value for key, value in state().items() if key != "lower"}
+    assert Watch(Plateau(watch="loss"), old).best == 0.5
+    assert Watch(Plateau(watch="max loss"), state()).best is None
     assert math.isnan(Watch(Plateau(watch="loss"), state(sum=None))._sum)
