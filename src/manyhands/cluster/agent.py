@@ -35,6 +35,7 @@ from manyhands.cluster.machine import Machine
 from manyhands.cluster.spec import ClusterSpec
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.threads import describe, start_thread
 from manyhands.wire import Authority, Link
 
 LAST_WORDS_S = 2.0
@@ -169,9 +170,11 @@ class Engagement:
         self._launcher = LocalLauncher(self.reach.interface)
         self._handles: dict[str, LocalHandle] = {}
         self._scratch = Scratch(terms)
-        self._logs = LogStream(lambda name, data: self._tell("log", data, name=name))
+        self._logs = LogStream(
+            lambda name, data: self._tell("log", data, name=name), on_error=self._fail
+        )
         self._over = threading.Event()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        start_thread(self._beat, name="beat", on_error=self._fail)
         link.send({"kind": "settled", "sees_run": Path(terms["marker"]).exists()})
 
     def serve(self) -> int | None:
@@ -183,7 +186,8 @@ class Engagement:
                 self.trouble = f"has heard nothing of the coordinator for {silence_s:.0f} s"
                 return None
             except LinkError as error:
-                self.trouble = f"has lost the coordinator ({str(error).rstrip('.')})"
+                lost = f"has lost the coordinator ({str(error).rstrip('.')})"
+                self.trouble = self.trouble or lost
                 return None
             match head:
                 case {"kind": "start"}:
@@ -225,9 +229,13 @@ class Engagement:
         assert handle.output is not None
         reader = self._logs.follow(name, handle.output)
         self._tell("started", name=name, pid=handle.pid)
-        threading.Thread(
-            target=self._reap, args=(handle, reader), name=f"reap-{name}", daemon=True
-        ).start()
+        start_thread(self._reap, handle, reader, name=f"reap-{name}", on_error=self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        """A thread has: the coordinator would not hear of something. It gives this agent up, which then
+        dials again."""
+        self.trouble = f"failed ({describe(error)})"
+        self._link.close()
 
     def _reap(self, handle: LocalHandle, reader: threading.Thread) -> None:
         code = handle.wait()

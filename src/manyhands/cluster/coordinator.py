@@ -28,6 +28,7 @@ from manyhands.cluster.strangers import Strangers
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
 from manyhands.errors import LinkError, ManyhandsError, UsageError
+from manyhands.threads import describe, start_thread
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
 from manyhands.wire.address import parse_address
 
@@ -65,7 +66,14 @@ class Told:
     message: str
 
 
-Happening = Said | LinkLost | Exited | Signalled | Told
+@dataclass(frozen=True)
+class Broke:
+    """A thread of the coordinator has failed: something would not be noticed any more."""
+
+    error: BaseException
+
+
+Happening = Said | LinkLost | Exited | Signalled | Told | Broke
 
 
 @dataclass
@@ -150,9 +158,11 @@ class Coordinator:
                 f"The coordinator can't listen on {address}: {error} {remedy}"
             ) from error
         launcher.attach(
-            Ground(self._listener.address, self.scratch, logs, self.timeouts, self._tell)
+            Ground(
+                self._listener.address, self.scratch, logs, self.timeouts, self._tell, self.broke
+            )
         )
-        self._listener.hand_over(self._read, name="read")
+        self._listener.hand_over(self._read, name="read", on_error=self.broke)
 
     @property
     def port(self) -> int:
@@ -203,9 +213,7 @@ class Coordinator:
                 raise ManyhandsError(f"{name} can't be started: {error}") from error
             member = Attendance(name, handle, log)
             self.members[name] = member
-        threading.Thread(
-            target=self._reap, args=(member,), name=f"reap-{name}", daemon=True
-        ).start()
+        start_thread(self._reap, member, name=f"reap-{name}", on_error=self.broke)
         return member
 
     def next(self, timeout_s: float) -> Happening | None:
@@ -222,6 +230,10 @@ class Coordinator:
     def interrupt(self, number: int) -> None:
         """For signal handlers: a signal has come."""
         self._inbox.put(Signalled(number))
+
+    def broke(self, error: BaseException) -> None:
+        """An `on_error` for the threads behind the inbox."""
+        self._inbox.put(Broke(error))
 
     def say(self, name: str, kind: str, **fields: Any) -> None:
         """Say something to one member. A link that just broke is news of its own: it arrives as LinkLost."""
@@ -265,7 +277,7 @@ class Coordinator:
             deadline = time.monotonic() + self.timeouts.kill_s
             while any(m.alive for m in running) and time.monotonic() < deadline:
                 happening = self.next(deadline - time.monotonic())
-                if isinstance(happening, Signalled | Told):
+                if isinstance(happening, Signalled | Told | Broke):
                     kept.append(happening)
         for happening in kept:
             self._inbox.put(happening)  # whoever decides next shall hear of it
@@ -285,7 +297,7 @@ class Coordinator:
 
     def _note(self, happening: Happening) -> None:
         """Keep the attendance list right, before the caller sees the happening."""
-        if isinstance(happening, (Signalled, Told)):
+        if isinstance(happening, (Signalled, Told, Broke)):
             return
         member = self.members[happening.member]
         if isinstance(happening, Exited):
@@ -342,8 +354,10 @@ class Coordinator:
         while True:
             try:
                 self._inbox.put(Said(member.name, link.recv().head))
-            except LinkError as error:
-                self._inbox.put(LinkLost(member.name, str(error)))
+            except Exception as error:  # of any kind: nothing more is heard of this member
+                link.close()
+                known = isinstance(error, LinkError)
+                self._inbox.put(LinkLost(member.name, str(error) if known else describe(error)))
                 member.read_out.set()
                 return
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
+from manyhands.threads import OnError, describe, start_thread
+
 CHUNK_BYTES = 1 << 15
 BUFFER_BYTES = 1 << 20
 """Of each member, while they wait to be sent."""
@@ -19,22 +21,24 @@ BUFFER_BYTES = 1 << 20
 class LogStream:
     """Reads the outputs of members and hands them to `send(name, data)`, in one thread of its own."""
 
-    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+    def __init__(self, send: Callable[[str, bytes], None], *, on_error: OnError) -> None:
+        """`on_error`: called if nothing can be sent any more."""
         self._send = send
         self._waiting: dict[str, bytearray] = {}
         self._left_out: dict[str, int] = {}
         self._changed = threading.Condition()
         self._sending = False
         self._closed = False
-        threading.Thread(target=self._carry, name="logs", daemon=True).start()
+        self._on_error = on_error
+        start_thread(self._carry, name="logs", on_error=self._fail)
 
     def follow(self, name: str, output: IO[bytes]) -> threading.Thread:
         """Read until its end; the thread ends when all was read."""
-        thread = threading.Thread(
-            target=self._read, args=(name, output), name=f"log-{name}", daemon=True
-        )
-        thread.start()
-        return thread
+
+        def on_error(error: BaseException) -> None:
+            self.add(name, f"\n[its output can't be read any more: {describe(error)}]\n".encode())
+
+        return start_thread(self._read, name, output, name=f"log-{name}", on_error=on_error)
 
     def add(self, name: str, data: bytes) -> None:
         with self._changed:
@@ -59,6 +63,10 @@ class LogStream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        self.close()  # whoever waits in flush() need not
+        self._on_error(error)
 
     def _read(self, name: str, output: IO[bytes]) -> None:
         with output:

@@ -40,6 +40,7 @@ from manyhands.errors import (
     ViewChanging,
     WeightsLost,
 )
+from manyhands.threads import start_thread
 from manyhands.wire import Credentials, Link, connect
 
 PR_SET_PDEATHSIG = 1
@@ -87,8 +88,8 @@ class Member:
             host=self.host,
             python=platform.python_version(),
         )
-        threading.Thread(target=self._listen, name="control", daemon=True).start()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        start_thread(self._listen, name="control", on_error=self.fail_and_end)
+        start_thread(self._beat, name="beat", on_error=self.fail_and_end)
 
     @classmethod
     def from_launcher(cls) -> Member:
@@ -183,6 +184,10 @@ class Member:
         except LinkError:
             pass
         return code
+
+    def fail_and_end(self, error: BaseException) -> None:
+        """A thread that this process depends on has failed: tell the coordinator, and end at once."""
+        end_now(self.fail(error))
 
     def leave(self) -> None:
         """All done: the coordinator may close the link now."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from manyhands.cluster.interfaces import is_any, is_loopback, own_address, way_out
 from manyhands.cluster.spec import DEFAULT_PORT, ClusterSpec
 from manyhands.errors import UsageError
+from manyhands.threads import describe, start_thread
 from manyhands.wire import Address, parse_address
 
 NOTE = "manyhands.cluster.store_note"
@@ -81,6 +82,12 @@ def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
     if is_any(where.host):
         address = str(replace(where, host=way_out()))  # others can't dial "all addresses"
 
+    def tell_trouble(trouble: str) -> None:
+        tell(
+            f"the store at {store} can't be told where the coordinator is ({trouble}); give every "
+            "process the address, as  --control tcp://HOST:PORT"
+        )
+
     def put() -> None:
         try:
             done = subprocess.run(
@@ -94,12 +101,9 @@ def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
         except subprocess.TimeoutExpired:
             trouble = f"no answer within {PUBLISH_S:.0f} s"
         if trouble:
-            tell(
-                f"the store at {store} can't be told where the coordinator is ({trouble}); give every "
-                "process the address, as  --control tcp://HOST:PORT"
-            )
+            tell_trouble(trouble)
 
-    threading.Thread(target=put, name="publish", daemon=True).start()
+    start_thread(put, name="publish", on_error=lambda error: tell_trouble(describe(error)))
 
 
 class StoreReader:
@@ -115,13 +119,24 @@ class StoreReader:
         )
         self.address: str | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._read, name="store", daemon=True).start()
+        self._error: BaseException | None = None
+        start_thread(self._read, name="store", on_error=self._fail)
 
     def wait(self, timeout_s: float, *, other_than: str | None) -> str | None:
         """An address other than this one, if one comes in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.address not in (None, other_than), timeout_s)
+            self._changed.wait_for(
+                lambda: self._error is not None or self.address not in (None, other_than), timeout_s
+            )
+            if self._error is not None:
+                raise self._error
             return self.address if self.address != other_than else None
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._process.returncode is None:  # else it was closed
+                self._error = error
+            self._changed.notify_all()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -7,9 +7,10 @@ until its standard input closes, as it does when whoever started it is gone.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from datetime import timedelta
+
+from manyhands.threads import start_thread
 
 KEY = "manyhands/coordinator"
 CONNECT_S = 300.0
@@ -34,7 +35,7 @@ def main() -> None:
         sys.stdin.read()
         os._exit(0)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    start_thread(end_with_parent, name="parent", on_error=lambda error: os._exit(1))
     told = None
     while True:
         if store.check([KEY]) and (note := store.get(KEY).decode()) != told:

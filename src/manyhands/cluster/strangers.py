@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
+
+from manyhands.threads import start_thread
 
 MAX_STRANGERS = 100
 """Hosts whose refusal is told."""
@@ -23,7 +24,11 @@ class Strangers:
             return
         self._known.add(host)
         # Asking for its name may take a while.
-        threading.Thread(target=self._tell_of, args=(host, why), name="who", daemon=True).start()
+        start_thread(
+            *(self._tell_of, host, why),
+            name="who",
+            on_error=lambda error: self._tell(f"a process on {host} was refused: {why}"),
+        )
 
     def _tell_of(self, host: str, why: object) -> None:
         try:

@@ -10,14 +10,13 @@ servers count each push once. If the other side is dead, the coordinator knows, 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ViewChanging
 from manyhands.ps.asking import Asking
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import travelling
@@ -27,6 +26,7 @@ from manyhands.ps.lanes import LANES, Lanes, Uplink
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.tables.homes import Homes
+from manyhands.threads import start_thread
 from manyhands.wire import Link
 
 ASK_AFTER_S = 2.0
@@ -80,6 +80,8 @@ class Client(Asking):
         self._timeout_s = timeout_s
         self._closed = False
         self._refused = ""
+        self._error: BaseException | None = None
+        """What ended a thread that reads."""
         self._all_shared = False
         self._seq = 0
         self._last_push = 0
@@ -264,8 +266,7 @@ class Client(Asking):
             asked = began
             while names := missing():
                 self._check()
-                if self._refused:
-                    raise ManyhandsError(self._refused)
+                self._raise_error()
                 now = time.monotonic()
                 for name in names:
                     if now - began > self._timeout_s or self._hosts[name].lost:
@@ -276,7 +277,20 @@ class Client(Asking):
                 self._news.wait(0.5)
 
         with self._news:
+            self._raise_error()
             yield wait
+
+    def _raise_error(self) -> None:
+        if self._refused:
+            raise ManyhandsError(self._refused)
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        """A reader has failed: nothing that it would have heard arrives any more."""
+        with self._news:
+            self._error = self._error or error
+            self._news.notify_all()
 
     def _too_long(self, what: str, names: Sequence[str], waited_s: float) -> LinkError:
         lost = [f"{name} ({self._hosts[name].lost})" for name in names if self._hosts[name].lost]
@@ -313,9 +327,7 @@ class Client(Asking):
         return link
 
     def _listen(self, host: Host) -> None:
-        threading.Thread(
-            target=self._read, args=(host, host.link), name=f"news-{host.name}", daemon=True
-        ).start()
+        start_thread(self._read, host, host.link, name=f"news-{host.name}", on_error=self._fail)
 
     def _read(self, host: Host, link: Link) -> None:
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
@@ -329,8 +341,8 @@ class Client(Asking):
                 self._hear(host, message.head, message.payload)
         except LinkError as error:
             self._come_back(host, link, str(error))
-        except ManyhandsError:
-            return  # a view comes
+        except ViewChanging:
+            return  # whoever waits looks for the next view too
 
     def _come_back(self, host: Host, link: Link, why: str) -> None:
         """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
@@ -401,9 +413,7 @@ class Client(Asking):
         for seq, left_out, staleness in known:
             self._resolved(seq, left_out, staleness)
         for link in lanes:
-            threading.Thread(
-                target=self._read, args=(host, link), name=f"runs-{host.name}", daemon=True
-            ).start()
+            start_thread(self._read, host, link, name=f"runs-{host.name}", on_error=self._fail)
         for push in again:
             ahead += [(i, push.seq, push.slot) for i in range(len(runs))]
         if host.lanes is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from manyhands.errors import LinkClosed, LinkError
 from manyhands.ps.heads import ENTER, LANE, PEER, REFUSED, Nonsense, check_first, check_said
+from manyhands.threads import OnError, start_thread
 from manyhands.wire import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
@@ -64,9 +65,11 @@ class Door:
         workers: Sequence[str],
         identified: bool,
         place: Place,
+        on_error: OnError,
     ) -> None:
         """`identified`: the peer of a link is who its key says, so nobody can speak for another.
-        Otherwise it is a process, and the first one that says a name has it."""
+        Otherwise it is a process, and the first one that says a name has it. `on_error`: called if nobody
+        can be let in any more, or a server that was heard no longer is."""
         self.name = name
         self.inbox: Inbox = queue.SimpleQueue()
         self._listener = listener
@@ -79,15 +82,15 @@ class Door:
         self._closed = False
         self._readers: dict[Link, threading.Thread] = {}
         self._strangers: dict[Link, None] = {}
-        threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True).start()
+        self._on_error = on_error
+        start_thread(self._accept, name=f"{name}-accept", on_error=on_error)
 
     def read(self, link: Link, who: str) -> None:
         """Read from a link to another server that this side has made, from now on."""
-        thread = threading.Thread(
-            target=self._read, args=(link, who, PEER), name=f"{self.name}-reads-{who}", daemon=True
+        name = f"{self.name}-reads-{who}"
+        self._readers[link] = start_thread(
+            self._read, link, who, PEER, name=name, on_error=self._on_error
         )
-        self._readers[link] = thread
-        thread.start()
 
     def drain(self, link: Link, *, timeout_s: float) -> None:
         """Until all that a dead peer ever sent is in the inbox."""
@@ -97,9 +100,8 @@ class Door:
     def turn_away(self, link: Link, who: str, why: Nonsense) -> None:
         """Close a link, with a word why; does not wait for the one who is told."""
         logger.warning("%s refused %s: %s", self.name, who, why)
-        threading.Thread(
-            target=_part, args=(link, why), name=f"{self.name}-parts", daemon=True
-        ).start()
+        name = f"{self.name}-parts"
+        start_thread(_part, link, why, name=name, on_error=lambda error: self._drop(link, error))
 
     def close(self) -> None:
         self._closed = True
@@ -111,18 +113,16 @@ class Door:
         while True:
             try:
                 link = self._listener.accept()
-            except LinkError:
+            except LinkClosed:
                 return
             strangers = list(self._strangers)
             if len(strangers) >= MAX_STRANGERS:
                 self._strangers.pop(strangers[0], None)
                 strangers[0].close()
             self._strangers[link] = None
-            thread = threading.Thread(
-                target=self._welcome, args=(link,), name=f"{self.name}-reads", daemon=True
+            self._readers[link] = start_thread(
+                self._welcome, link, name=f"{self.name}-reads", on_error=self._on_error
             )
-            self._readers[link] = thread
-            thread.start()
 
     def _welcome(self, link: Link) -> None:
         def nowhere(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
@@ -139,6 +139,8 @@ class Door:
             reason = "too many others have not said who they are" if dropped else error
             logger.warning("%s refused %s: %s", self.name, link.peer, reason)
             link.close()
+        except Exception as error:  # of its first message: nobody depends on it yet
+            self._drop(link, error)
         else:
             self._strangers.pop(link, None)
             self.inbox.put(Happened(line, who, hello, link=link, by_worker=line != PEER))
@@ -171,11 +173,14 @@ class Door:
             logger.warning("%s refused %s (%s): %s", self.name, who, link.peer, why)
             _part(link, why)
         except Exception as error:  # whatever it was, it was not meant for us
-            logger.warning("%s dropped its link to %s: %r", self.name, who, error)
-            link.close()
+            self._drop(link, error)
         self._readers.pop(link, None)
         if line == PEER and not self._closed:
             self.inbox.put(Happened("torn", who, {}))
+
+    def _drop(self, link: Link, error: BaseException) -> None:
+        logger.warning("%s dropped its link to %s: %r", self.name, link.peer, error)
+        link.close()
 
     def _read_server(self, link: Link, who: str) -> None:
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import LinkError
+from manyhands.threads import fail_process, start_thread
 from manyhands.wire import Link
 
 LANES = 2
@@ -60,10 +61,13 @@ class Trailer:
         link.queue_little()
         self._link, self._uplink = link, uplink
         self._queue: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=self._send, name=name, daemon=True).start()
+        self._error: BaseException | None = None
+        start_thread(self._send, name=name, on_error=fail_process)
 
     def put(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
-        """In this order."""
+        """In this order. Raises what has kept an earlier one from being sent, unless the link is lost."""
+        if self._error is not None:
+            raise self._error
         self._queue.put((head, payload))
 
     def flush(self) -> None:
@@ -83,6 +87,11 @@ class Trailer:
                     self._link.send(*item)
                 except LinkError:  # it is dead, or the view is over
                     lost = True
+                except (
+                    BaseException
+                ) as error:  # the queue is emptied all the same: flush() waits for it
+                    lost, self._error = True, error
+                    self._link.close()
             self._queue.task_done()
         self._queue.task_done()
 
@@ -95,15 +104,17 @@ class Lanes:
         self._uplink.join(self)
         for link in links:
             link.queue_little()
+        self._error: BaseException | None = None
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         for number, link in enumerate(self._links):
-            threading.Thread(
-                target=self._send, args=(link,), name=f"{name}-lane-{number}", daemon=True
-            ).start()
+            start_thread(self._send, link, name=f"{name}-lane-{number}", on_error=self._fail)
 
     def put(self, priority: int, head: Mapping[str, Any], payload: memoryview) -> None:
-        """Smaller numbers go first."""
+        """Smaller numbers go first. Raises what has kept an earlier one from being sent, unless the link is
+        lost."""
+        if self._error is not None:
+            raise self._error
         self._uplink.add(self, 1)
         self._queue.put((priority, next(self._order), (head, payload)))
 
@@ -116,6 +127,10 @@ class Lanes:
         for link in self._links:
             self._queue.put((_LAST, next(self._order), None))
             link.close()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self.close()
 
     def _send(self, link: Link) -> None:
         while True:

@@ -46,6 +46,7 @@ from manyhands.ps.rows import NearRows
 from manyhands.ps.terms import Terms
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
 from manyhands.ps.updates import Updates
+from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.wire import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
@@ -69,10 +70,12 @@ class Server:
         rounds: tuple[Table, Bell] | None = None,
         torn: Callable[[str], None] = lambda peer: None,
         uplink: Uplink | None = None,
+        on_error: OnError = lambda error: None,
     ) -> None:
         """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
         rounds are agreed on, if not by messages. `torn`: told of a server whose link is lost though
-        no view comes without it."""
+        no view comes without it. `on_error`: called when the server fails, in whichever of its threads it
+        does; the error is in `error` by then."""
         self.name = estate.name
         self.address = listener.address
         self.estate = estate
@@ -82,7 +85,7 @@ class Server:
         self._servers, self._workers = list(servers), list(workers)
         self._num_statistics = sum(b.numel() for b in estate.trainee.model.buffers())
         self._frozen, self._local = False, local
-        self._torn, self._uplink = torn, uplink
+        self._torn, self._uplink, self._on_error = torn, uplink, on_error
         self._statistics: tuple[Mapping[str, Any], memoryview | None] | None = None
         """What the first worker told the others last."""
         self._guests: dict[str, Guest] = {}
@@ -108,10 +111,10 @@ class Server:
             workers=workers,
             identified=identified,
             place=self._place,
+            on_error=self._fail,
         )
         self._council = Council(estate, self._door, view=view, servers=servers)
-        self._thread = threading.Thread(target=self._serve, name=f"{self.name}-serve", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._serve, name=f"{self.name}-serve", on_error=self._fail)
 
     def meet(self, dial: Callable[[str], Link]) -> None:
         """Find the other servers."""
@@ -166,30 +169,29 @@ class Server:
     # In the server's thread ---------------------------------------------------------------------
 
     def _serve(self) -> None:
-        try:
-            while (happened := self._door.inbox.get()) is not None:
-                self._hear(happened)
-                happened.heard()
-        except BaseException as error:
+        while (happened := self._door.inbox.get()) is not None:
+            self._hear(happened)
+            happened.heard()
+
+    def _fail(self, error: BaseException) -> None:
+        """One of its threads has: whoever depends on this server must not wait for it."""
+        if self.error is None:
             self.error = error
-            logger.exception("%s failed", self.name)
-            self.begun.set()
-            for guest in list(self._guests.values()):
-                guest.close()
+        logger.error("%s failed", self.name, exc_info=error)
+        self.begun.set()
+        for guest in list(self._guests.values()):
+            guest.close()
+        self._on_error(error)
 
     def _carry_all(self) -> None:
         """Round after round, in a server that is nothing else."""
         assert self._meeting is not None
         (table, bell), number = self._meeting, 1
-        try:
-            while not self._frozen:
-                if self.carry(number):
-                    number += 1
-                else:
-                    bell.wait(table.patience(number))
-        except BaseException as error:
-            self.error = error
-            logger.exception("%s failed", self.name)
+        while not self._frozen:
+            if self.carry(number):
+                number += 1
+            else:
+                bell.wait(table.patience(number))
 
     def _hear(self, happened: Happened) -> None:
         try:
@@ -226,9 +228,12 @@ class Server:
 
     def _on_torn(self, who: str) -> None:
         """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
-        timer = threading.Timer(TORN_S, lambda: self._frozen or self._torn(who))
-        timer.daemon = True
-        timer.start()
+
+        def ask() -> None:
+            if not self._frozen:
+                self._torn(who)
+
+        start_timer(TORN_S, ask, name=f"{self.name}-torn", on_error=self._fail)
 
     def _hear_worker(self, happened: Happened) -> None:
         who, head, link = happened.who, happened.head, happened.link
@@ -299,7 +304,7 @@ class Server:
             self._rounds = Serving(table, bell, estate, placement, clip_norm=clip)
             if self.name not in self._workers:
                 name = f"{self.name}-rounds"
-                threading.Thread(target=self._carry_all, name=name, daemon=True).start()
+                start_thread(self._carry_all, name=name, on_error=self._fail)
         if estate.rows is not None:
             estate.rows.meet({n: p.undo[0] for n, p in self._council.peers.items() if p.undo})
         if self._council.leads or self._terms.for_all:

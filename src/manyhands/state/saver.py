@@ -29,6 +29,7 @@ from manyhands.errors import CheckpointError
 from manyhands.state import table_files
 from manyhands.state.checkpoints import facts_of, partial
 from manyhands.state.table_files import INDEX, Chain, Part, Tables
+from manyhands.threads import start_thread
 
 SPARE_BYTES = 1 << 20
 """Left free on the disk by a checkpoint, so that logs and events can still be written."""
@@ -79,10 +80,12 @@ class Saver:
             folder = partial(self._run, step, self._writer)
             rows = table_files.begin(folder, self._run, trained.tables, self._chain)
         stall_s = time.perf_counter() - started
-        self._thread = threading.Thread(
-            target=self._save, args=(step, state, rows, stall_s), name="saver", daemon=True
+        self._outcome = None
+        self._thread = start_thread(
+            *(self._save, step, state, rows, stall_s),
+            name="saver",
+            on_error=lambda error: self._fail(step, error),
         )
-        self._thread.start()
 
     def finish(self) -> None:
         """Wait for the checkpoint in hand."""
@@ -119,13 +122,16 @@ class Saver:
                 "stall_s": stall_s,
                 "write_s": time.perf_counter() - started,
             }
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException:  # torch's CheckpointException is no Exception
             # A full disk is the likeliest: what was written of it must not fill the disk further.
             shutil.rmtree(folder, ignore_errors=True)
             if rows is not None:
-                rows.discard()
                 self._chain = Chain()
-            self._outcome = {"step": step, "error": _reason(error)}
+                rows.discard()
+            raise
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        self._outcome = {"step": step, "error": _reason(error)}
 
 
 def _load() -> None:

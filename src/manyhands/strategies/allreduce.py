@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from manyhands.errors import ManyhandsError, SpecError, ViewChanging
+from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
+from manyhands.threads import describe
 from manyhands.train.reports import WHOLE
 
 if TYPE_CHECKING:
@@ -216,6 +217,11 @@ class AllReduceLearner(Learner):
         except (ManyhandsError, OSError) as error:
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"the state did not come: {error}") from error
+        except Exception as error:
+            # Not a matter of links: it would come again in the next view. Another may take this one's place.
+            raise PeerLost(
+                f"{self.me.name} could not take over the state of its peers: {describe(error)}"
+            ) from error
         if done:
             self._catching, self._agreed = None, True
 

@@ -12,6 +12,7 @@ the gradients of as many steps as the state takes to travel.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -23,12 +24,15 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.view import Me, View
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
+from manyhands.errors import LinkError, LinkTimeout
 from manyhands.state.flat import blanks, flatten, rebuild
 from manyhands.state.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
+from manyhands.threads import start_thread
 from manyhands.train.trainee import Trainee
 from manyhands.wire import Address, Limits, Link, Listener, Message, connect
+
+logger = logging.getLogger("manyhands.strategies")
 
 STALLED_S = 30.0
 """Without a byte of the state for so long, it is asked for anew, in another view."""
@@ -48,7 +52,7 @@ class Lender:
         self._links: list[Link] = []
         self._closed = False
         me.board.post(_key(view), self._listener.address)
-        self._listener.hand_over(self._send, name="lends")
+        self._listener.hand_over(self._send, name="lends", on_error=self._on_error)
 
     def close(self) -> None:
         self._closed = True
@@ -56,6 +60,10 @@ class Lender:
         for link in list(self._links):
             link.close()
         self._tensors = []
+
+    def _on_error(self, error: BaseException) -> None:
+        """The newcomer hears of it: its link is closed, or nobody answers."""
+        logger.error("the state could not be sent to a newcomer", exc_info=error)
 
     def _send(self, link: Link) -> None:
         self._links.append(link)
@@ -94,7 +102,7 @@ class CatchingUp:
         self._closed = False
         self._over = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._fetch, name="catching-up", daemon=True).start()
+        start_thread(self._fetch, name="catching-up", on_error=self._fail)
 
     def keep(self, parameters: Sequence[Tensor]) -> None:
         """Parameters have the gradients of a step, summed up over all."""
@@ -123,12 +131,12 @@ class CatchingUp:
         self._over.wait()  # else it might still change the weights
 
     def _fetch(self) -> None:
-        try:
-            self._load(self._receive())
-        except (ManyhandsError, RuntimeError, ValueError, KeyError) as error:
-            self._error = error
-        finally:
-            self._over.set()
+        self._load(self._receive())
+        self._over.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._over.set()
 
     def _receive(self) -> Any:
         with self._find() as link:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from manyhands.cluster.member import Member
 from manyhands.errors import LinkError
+from manyhands.threads import on_process_failure
 from manyhands.train.late import compile_late
 
 
@@ -33,6 +34,7 @@ def _run(live: Callable[[Member], None]) -> int:
     except LinkError as error:
         print(f"The coordinator can't be reached: {error}", file=sys.stderr)
         return 1
+    on_process_failure(member.fail_and_end)
     try:
         live(member)
     except BaseException as error:  # SystemExit of a job's code too: whoever ends this run is named

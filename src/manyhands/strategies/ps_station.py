@@ -26,6 +26,7 @@ from manyhands.ps.rows import RowEstate
 from manyhands.ps.server import Server
 from manyhands.strategies.ps import ParameterServer
 from manyhands.tables.modules import RowModel
+from manyhands.threads import fail_process
 from manyhands.train.trainee import Trainee
 from manyhands.wire import Address, Limits, Link, Listener, connect
 
@@ -36,6 +37,9 @@ DIAL_S = 0.5
 POLL_S = 0.1
 APART_S = 5.0
 """A server that has not answered for so long, and lives, is not reached from here."""
+
+FAILED_S = 2.0
+"""A server that has failed ends its process after this time, unless a view comes."""
 
 
 class Station:
@@ -145,6 +149,7 @@ class Station:
             rounds=self.rounds,
             torn=self._ask_for_a_view,
             uplink=self.uplink,
+            on_error=self._on_server_error,
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
         try:
@@ -263,6 +268,17 @@ class Station:
         assert self.me.board is not None
         with suppress(LinkError):
             self.me.board.say("report", what="torn", view=self.me.view.number, peer=peer)
+
+    def _on_server_error(self, error: BaseException) -> None:
+        """The server of this process has failed. A worker that waits for it raises that; one that waits for
+        orders would not, and the others would wait for this server. But where a view is on its way, it is
+        over anyway."""
+        view, deadline = self.me.view.number, time.monotonic() + FAILED_S
+        while time.monotonic() < deadline:
+            if self.me.newest_view > view:
+                return
+            time.sleep(POLL_S)
+        fail_process(error)
 
     def _post(self, key: str, value: str) -> None:
         assert self.me.board is not None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.cluster.coordinator import (
+    Broke,
     Coordinator,
     Exited,
     Happening,
@@ -29,9 +30,17 @@ from manyhands.cluster.coordinator import (
     signal_name,
 )
 from manyhands.cluster.launchers import cores
-from manyhands.errors import CheckpointError, Interrupted, MemberFailed, UsageError, WeightsLost
+from manyhands.errors import (
+    CheckpointError,
+    Interrupted,
+    ManyhandsError,
+    MemberFailed,
+    UsageError,
+    WeightsLost,
+)
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
+from manyhands.threads import describe
 from manyhands.train.brakes import Brakes
 from manyhands.train.course import Course
 from manyhands.train.crew import Crew
@@ -308,6 +317,10 @@ class Conductor:
                 self._on_signal(number)
             case Told(message):
                 self._notice(message)
+            case Broke(error):
+                raise ManyhandsError(
+                    f"A thread of the coordinator failed: {describe(error)}"
+                ) from error
 
     def _on_member_ready(self, member: str, facts: Facts) -> None:
         crew = self.crew

@@ -16,6 +16,7 @@ from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageErro
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import EVENTS, Run
+from manyhands.threads import on_process_failure
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options
 from manyhands.watch import Console, JsonlSink, Queued, Stream, TensorBoardSink
@@ -71,6 +72,7 @@ def train(
             ) as coordinator:
                 run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
+                on_process_failure(coordinator.broke)
 
                 def life(before: Conductor | None) -> Conductor:
                     return Conductor(
@@ -184,6 +186,7 @@ def rehearse(
         timeouts=timeouts,
     ) as coordinator:
         on_signals(coordinator)
+        on_process_failure(coordinator.broke)
         conductor = Conductor(
             coordinator, replace(options, rehearse=True), run, Stream(), entries=PROGRAMS
         )

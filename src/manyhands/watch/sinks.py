@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from manyhands.errors import RecordError
+from manyhands.threads import start_thread
 from manyhands.watch.events import Event
 
 log = logging.getLogger("manyhands.watch")
@@ -116,12 +117,10 @@ class Queued(Sink):
         self._changed = threading.Condition()
         self._closing = False
         self._failed = False
-        self._error: Exception | None = None
-        # A daemon: a sink that hangs for ever must not keep the process alive.
-        self._thread = threading.Thread(
-            target=self._run, name=f"manyhands-{type(sink).__name__}", daemon=True
+        self._error: BaseException | None = None
+        self._thread = start_thread(
+            self._run, name=f"manyhands-{type(sink).__name__}", on_error=self._fail
         )
-        self._thread.start()
 
     def handle(self, event: Event) -> None:
         with self._changed:
@@ -150,25 +149,24 @@ class Queued(Sink):
         if self._error is not None:
             # Raised once: the stream answers it with a close, which has nothing new to say.
             error, self._error = self._error, None
-            raise error
+            if isinstance(error, Exception):
+                raise error
+            raise RuntimeError(f"{_name(self)} ended with {error!r}") from error
 
     def _run(self) -> None:
         try:
             while (event := self._next()) is not None:
                 self.sink.handle(event)
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
-        try:
-            self.sink.close()
-        except Exception as error:
-            self._fail(error)
+        self.sink.close()
 
     def _next(self) -> Event | None:
         with self._changed:
             self._changed.wait_for(lambda: self._events or self._closing)
             return self._events.popleft() if self._events else None
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._changed:
             if not self._failed:
                 self._failed, self._error = True, error

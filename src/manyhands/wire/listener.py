@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.threads import OnError, describe, start_thread
 from manyhands.wire import proof, tls
 from manyhands.wire.address import Address, check_owner, check_trust, parse_address
 from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits
@@ -87,8 +88,8 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._sock, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="manyhands-listener", daemon=True)
-        self._thread.start()
+        self._failure = ""
+        self._thread = start_thread(self._serve, name="manyhands-listener", on_error=self._fail)
 
     def accept(self, timeout_s: float | None = None) -> Link:
         """The next connection that passed its handshake, from any number of threads."""
@@ -101,21 +102,31 @@ class Listener:
             ) from None
         if link is None:
             self._ready.put(None)  # for the next one who waits
+            if self._failure:
+                raise LinkError(f"The listener at {self.address} failed: {self._failure}")
             raise LinkClosed(f"The listener at {self.address} is closed.")
         return link
 
-    def hand_over(self, take: Callable[[Link], None], *, name: str) -> None:
-        """From now on each connection that passed goes to `take`, in a thread of its own."""
+    def hand_over(self, take: Callable[[Link], None], *, name: str, on_error: OnError) -> None:
+        """From now on each connection that passed goes to `take`, in a thread of its own. `on_error`: called
+        with what `take` raises, after its link was closed, and when no more connections come in."""
+
+        def guarded(link: Link) -> None:
+            try:
+                take(link)
+            except BaseException:
+                link.close()
+                raise
 
         def accept() -> None:
             while True:
                 try:
                     link = self.accept()
-                except LinkError:
-                    return  # closed
-                threading.Thread(target=take, args=(link,), name=name, daemon=True).start()
+                except LinkClosed:
+                    return
+                start_thread(guarded, link, name=name, on_error=on_error)
 
-        threading.Thread(target=accept, name="accept", daemon=True).start()
+        start_thread(accept, name="accept", on_error=on_error)
 
     def close(self) -> None:
         """Stop listening, drop what was not accepted, remove the unix socket. Idempotent."""
@@ -148,6 +159,12 @@ class Listener:
             now = time.monotonic()
             for half in [half for half in self._half_open if half.until <= now]:
                 self._drop(half, f"no handshake within {HANDSHAKE_S:g} s")
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody can come in any more."""
+        logger.error("%s failed", self.address, exc_info=error)
+        self._failure = describe(error)
+        self._ready.put(None)
 
     def _take(self) -> None:
         try:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+
+from manyhands.threads import fail_process, start_thread
 
 ASK_EVERY_S = 3
 TIMES = 5
@@ -53,7 +54,7 @@ def look_after(
                     with suppress(OSError):
                         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
-    threading.Thread(target=look, name="silence", daemon=True).start()
+    start_thread(look, name="silence", on_error=fail_process)
 
 
 def ask_now_and_then(sock: socket.socket) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from manyhands.cluster.log_stream import BUFFER_BYTES, CHUNK_BYTES, LogStream
+from manyhands.threads import fail_process
 
 LONG_S = 20.0
 
@@ -38,7 +39,7 @@ def far() -> Far:
 
 @pytest.fixture
 def stream(far: Far) -> Iterator[LogStream]:
-    made = LogStream(far)
+    made = LogStream(far, on_error=fail_process)
     yield made
     made.close()
 

@@ -46,6 +46,7 @@ from manyhands.errors import LinkClosed, LinkError, ManyhandsError
 from manyhands.ps.door import MAX_STRANGERS, MAX_UNHEARD, Door
 from manyhands.ps.lead import MAX_UNDER_WAY
 from manyhands.ps.memory import Flat, layout_of
+from manyhands.threads import fail_process
 from manyhands.wire import Link, Listener, connect
 
 
@@ -389,6 +390,7 @@ def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
         workers=[BAD],
         identified=False,
         place=lambda who, head: None,
+        on_error=fail_process,
     )
     try:
         with connect(f"unix:{tmp_path}/s", timeout_s=LONG_S) as link:

@@ -89,3 +89,71 @@ def test_a_lender_that_falls_silent_is_not_waited_for(
         with listener.accept(), pytest.raises(LinkTimeout, match="did not send"):
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
         catching.close()
+
+
+STATE = '{"model": {"a": {"~tensor": 0, "dtype": "float32", "shape": [2]}}}'
+
+
+def unusual(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(catching_up, "put_state", fail)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"k": "state"},
+        {"k": "state", "text": 7},
+        {"k": "state", "text": "["},
+        {"k": "state", "text": STATE.replace("float32", "nosuch")},
+        {"k": "state", "text": STATE.replace("float32", "nn")},
+        {"k": "state", "text": STATE.replace("[2]", '["x"]')},
+        {"k": "state", "text": STATE.replace("[2]", "[-1]")},
+        {"k": "state", "text": STATE.replace("[2]", "[1099511627776, 8]")},
+        {"k": "state", "text": STATE.replace('"~tensor": 0', '"~tensor": 5')},
+        {"k": "state", "text": STATE},
+        {"k": "state", "text": "{}"},
+        {"k": "state", "text": "null"},
+        {"k": "state", "text": '{"model": {}, "optimizer": {}}'},
+        {"k": "state", "text": "[" * 100_000},
+    ],
+    ids=lambda first: str(first.get("text", "none"))[:60],
+)
+def test_a_state_that_makes_no_sense_reaches_whoever_would_train_with_it(
+    tmp_path: Path, first: dict[str, Any]
+) -> None:
+    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
+    with Listener(f"unix:{tmp_path}/bad") as listener:
+        board.post(f"state/{VIEW.number}", listener.address)
+        catching = CatchingUp(me, VIEW, new, AllReduce().build())
+        with listener.accept() as link:
+            link.send(first)
+            if first.get("text") == STATE:
+                link.send({"k": "numbers"}, bytes(8))
+            with pytest.raises(Exception):  # noqa: B017 - any: what matters is that it is not taken
+                catching.caught_up(list(new.model.parameters()), wait_s=30.0)
+        catching.close()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), TypeError("t"), SystemExit(3), AttributeError("a"), OSError("o")]
+)
+def test_any_error_while_the_state_is_taken_over_reaches_whoever_would_train_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    unusual(monkeypatch, error)
+    old = Trainee.of(Regression(), device="cpu", num_steps=20)
+    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    learner = AllReduce().build()
+    seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
+    lender = Lender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
+    catching = CatchingUp(seats[1], VIEW, new, learner)
+    try:
+        with pytest.raises(type(error)):
+            catching.caught_up(list(new.model.parameters()), wait_s=30.0)
+    finally:
+        catching.close()
+        lender.close()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.launchers import Handle, LocalLauncher, Start
+from manyhands.threads import start_thread
 from manyhands.watch.units import clean, plural
 
 GROUP_S = 60.0
@@ -122,7 +123,7 @@ def try_group(backend: str, world: int, *, deadline_s: float = GROUP_S) -> Trial
 def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str:
     """What went wrong, or nothing. No process is left, whatever happens."""
     limit = time.monotonic() + deadline_s
-    ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[str, int] | BaseException] = queue.SimpleQueue()
     codes: dict[str, int] = {}
     launcher = LocalLauncher()
     watchers: list[threading.Thread] = []
@@ -138,13 +139,17 @@ def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str
             log = folder / f"rank-{rank}.log"
             with _uninterrupted():
                 handle = launcher.start(Start(f"rank {rank}", ADDER, task, log, threads=1))
-                watchers.append(threading.Thread(target=_watch, args=(handle, ended), daemon=True))
-                watchers[-1].start()
+                watchers.append(
+                    start_thread(_watch, handle, ended, name=f"watch {rank}", on_error=ended.put)
+                )
         while len(codes) < world and (left_s := limit - time.monotonic()) > 0:
             try:
-                name, code = ended.get(timeout=left_s)
+                outcome = ended.get(timeout=left_s)
             except queue.Empty:
                 break
+            if isinstance(outcome, BaseException):
+                raise outcome
+            name, code = outcome
             codes[name] = code
             if code:
                 limit = min(limit, time.monotonic() + SETTLE_S)
@@ -165,7 +170,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _watch(handle: Handle, ended: queue.SimpleQueue[tuple[str, int]]) -> None:
+def _watch(handle: Handle, ended: queue.SimpleQueue[tuple[str, int] | BaseException]) -> None:
     ended.put((handle.name, handle.wait()))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import queue
 import socket
 import tempfile
-import threading
 import time
 
 from manyhands.cluster.checkup.finding import Finding
 from manyhands.errors import ManyhandsError
+from manyhands.threads import start_thread
 from manyhands.wire import Authority, Credentials, Listener, connect
 
 RESOLVE_S = 10.0
@@ -91,21 +91,19 @@ def _round_trip(
 
 def _resolve(name: str, timeout_s: float) -> list[str]:
     """The addresses of a name. A name server that does not answer blocks far longer than we wait."""
-    answers: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[list[str] | BaseException] = queue.SimpleQueue()
 
     def ask() -> None:
-        try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            answers.put(list(dict.fromkeys(str(entry[4][0]) for entry in found)))
-        except Exception as error:  # OSError, or UnicodeError for a name longer than names may be
-            answers.put(error)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        answers.put(list(dict.fromkeys(str(entry[4][0]) for entry in found)))
 
-    threading.Thread(target=ask, name="resolve", daemon=True).start()
+    # It raises OSError, or UnicodeError for a name longer than names may be.
+    start_thread(ask, name="resolve", on_error=answers.put)
     try:
         answer = answers.get(timeout=timeout_s)
     except queue.Empty:
         raise TimeoutError from None
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         raise answer
     return answer
 

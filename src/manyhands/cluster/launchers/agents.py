@@ -29,6 +29,7 @@ from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import LinkError, ManyhandsError, UsageError
+from manyhands.threads import start_thread
 from manyhands.wire import Link, parse_address
 
 END_S = 3.0
@@ -79,7 +80,7 @@ class AgentLauncher(Launcher):
         self._own.reach = self._reach(ground.address)
         if self.spec.store is not None:
             publish(self.spec.store, ground.address, ground.tell)
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        start_thread(self._beat, name="beat", on_error=ground.on_error)
 
     def complete(self) -> bool:
         """All that were announced are there; or enough, after a while. A run that began goes on without."""

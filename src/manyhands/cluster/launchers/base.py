@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.timeouts import Timeouts
+from manyhands.threads import OnError, fail_process
 from manyhands.wire import Link
 
 AGENT = "agent-"
@@ -34,6 +35,8 @@ class Ground:
     timeouts: Timeouts
     tell: Callable[[str], None]
     """Says something to whoever watches the run, from any thread."""
+    on_error: OnError = fail_process
+    """Ends the run with an error of one of the launcher's threads."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ manyhands can say so, where Ray would only say that the actor has died.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from manyhands.cluster.spec import COORDINATOR, ClusterSpec, Entry
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.threads import start_thread
 from manyhands.wire import Authority
 
 NOT_THEIRS = ("PYTHONBREAKPOINT", "RAY_AUTH_TOKEN")
@@ -47,7 +47,7 @@ def actor_class() -> type:
 
 def serve(told: Mapping[str, Any]) -> dict[str, Any]:
     """Be an agent until the coordinator ends; how it ended."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="raylet", daemon=True).start()
+    start_thread(_end_with, os.getppid(), name="raylet", on_error=lambda error: os._exit(ORPHANED))
     try:
         _settle_in(told)
         authority = Authority.from_secret("manyhands run", told["key"])

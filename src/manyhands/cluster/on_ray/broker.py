@@ -25,7 +25,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,6 +34,7 @@ from typing import Any, TextIO
 
 from manyhands.cluster.on_ray.wish import CLIENT, LOCAL, Slot
 from manyhands.errors import UsageError
+from manyhands.threads import describe, start_thread
 
 DIAL_S = 5.0
 """Somebody listens where Ray's head should be."""
@@ -82,7 +82,7 @@ class Broker:
         self._freed = 0.0
 
     def run(self) -> int:
-        threading.Thread(target=self._read, name="read", daemon=True).start()
+        start_thread(self._read, name="read", on_error=self._deaf)
         asked = self._inbox.get()
         if asked["kind"] != "connect":
             return 0
@@ -104,6 +104,13 @@ class Broker:
     def _read(self) -> None:
         for line in sys.stdin:
             self._inbox.put(json.loads(line))
+        self._inbox.put({"kind": "gone"})
+        time.sleep(STUCK_S)
+        os._exit(1)
+
+    def _deaf(self, error: BaseException) -> None:
+        """The coordinator can't be understood any more: give everything back."""
+        print(describe(error), file=sys.stderr, flush=True)
         self._inbox.put({"kind": "gone"})
         time.sleep(STUCK_S)
         os._exit(1)

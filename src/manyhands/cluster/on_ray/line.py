@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.cluster.on_ray.wish import Node
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.threads import describe, start_thread
 
 PROGRAM = "manyhands.cluster.on_ray.broker"
 CONNECT_S = 60.0
@@ -52,8 +53,8 @@ class Line:
         self._said: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._hear: Callable[[Mapping[str, Any] | None], object] = self._said.put
         self._closing = False
-        self._reader = threading.Thread(target=self._read, name="ray", daemon=True)
-        self._reader.start()
+        self._trouble = ""
+        self._reader = start_thread(self._read, name="ray", on_error=self._fail)
         try:
             self.say("connect", address=address, cpus=cpus, ship=ship)
             hello = self._first(address)
@@ -102,8 +103,17 @@ class Line:
         if not self._closing:
             self._hear(None)
 
+    def _fail(self, error: BaseException) -> None:
+        """What the broker says is not understood any more: as good as gone."""
+        self._trouble = describe(error)
+        self._process.kill()
+        if not self._closing:
+            self._hear(None)
+
     def last_words(self) -> str:
         """What the broker or Ray in it has said last, without the time and place that Ray puts before it."""
+        if self._trouble:
+            return self._trouble
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "its process ended without a word"

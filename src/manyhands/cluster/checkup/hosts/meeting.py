@@ -81,8 +81,8 @@ class Lead:
         self._names = {self._machine.identity: self._machine.host}
         self._secret = secrets.token_hex(32)
         self._guests: list[Guest] = []
-        self._came: queue.SimpleQueue[Guest | str] = queue.SimpleQueue()
-        """A process, or what is to be said of one that was refused."""
+        self._came: queue.SimpleQueue[Guest | str | BaseException] = queue.SimpleQueue()
+        """A process, or what is to be said of one that was refused, or why nobody else can come."""
         try:
             self._listener = Listener(
                 address,
@@ -100,7 +100,7 @@ class Lead:
         self._facts = HostFacts.here(self._machine.host)
         self._probe: Probe | None = None
         self._reach = Reach("lo", "127.0.0.1")
-        self._listener.hand_over(self._read, name="read")
+        self._listener.hand_over(self._read, name="read", on_error=self._came.put)
 
     # Who is there -----------------------------------------------------------------------------
 
@@ -118,6 +118,8 @@ class Lead:
                 self._tell(f"waiting at {self._listener.address} for {names}")
             with suppress(queue.Empty):
                 came = self._came.get(timeout=0.2)
+                if isinstance(came, BaseException):
+                    raise came
                 if isinstance(came, str):
                     num_refused += 1
                     self.findings.append(_refused(came))
@@ -156,7 +158,7 @@ class Lead:
             entry = Entry(**{**hello["entry"], "devices": tuple(hello["entry"]["devices"])})
             machine, facts = Machine(**hello["machine"]), HostFacts.from_dict(hello["facts"])
             self._came.put(Guest(entry, machine, link, facts))
-        except (LinkError, KeyError, TypeError, ValueError):
+        except (LinkError, KeyError, TypeError, ValueError, AttributeError):
             link.close()  # it is gone, or not one of ours
 
     def _take(self, guest: Guest) -> bool:

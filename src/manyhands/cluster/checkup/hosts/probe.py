@@ -13,7 +13,6 @@ Cost: NUM_PINGS round trips, and twice the seconds that are allowed, of a pair.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import Any
 
 from manyhands.cluster.checkup.hosts.facts import PairFacts
 from manyhands.errors import LinkError, LinkTimeout
+from manyhands.threads import fail_process, start_timer
 from manyhands.wire import Address, Limits, Link, Listener, connect
 
 REACH_S = 3.0
@@ -42,7 +42,7 @@ class Probe:
         where = str(Address(host=address, port=0))
         self._listener = Listener(where, secret=secret, limits=LIMITS, on_refused=lambda *_: None)
         self.address = self._listener.address
-        self._listener.hand_over(self._answer, name="answer")
+        self._listener.hand_over(self._answer, name="answer", on_error=fail_process)
 
     def measure(self, other: str, address: str, seconds: float) -> PairFacts:
         try:
@@ -86,9 +86,7 @@ class Probe:
             address, secret=self._secret, name=name, timeout_s=REACH_S, peer=other, limits=LIMITS
         ) as link:
             # A send on a way that is cut blocks, and nothing but closing ends that.
-            stuck = threading.Timer(seconds + STUCK_S, link.close)
-            stuck.daemon = True
-            stuck.start()
+            stuck = start_timer(seconds + STUCK_S, link.close, name="stuck", on_error=fail_process)
             try:
                 yield link
             finally:
