@@ -38,16 +38,24 @@ class Nodes:
     def __init__(self, *cpus: int) -> None:
         # Short: Ray has unix sockets in it, whose paths can't be long.
         self.folder = Path(tempfile.mkdtemp(prefix="mh-", dir="/tmp"))
+        # Ray notes the address of a cluster in its default temp folder, and does not create that folder.
+        (self.folder / "ray").mkdir()
         environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self.folder), *map(str, cpus)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environ | PATIENT,
-        )
-        self.address, self.client = self._answer().split()
+        environ["RAY_TMPDIR"] = str(self.folder)
+        with open(self.folder / "errors", "w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(self.folder / "ray"), *map(str, cpus)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environ | PATIENT,
+            )
+        try:
+            self.address, self.client = self._answer().split()
+        except BaseException:
+            self.close()
+            raise
         """Of the head, and for clients."""
 
     def _answer(self) -> str:
@@ -55,7 +63,8 @@ class Nodes:
         for line in self._process.stdout:
             if line.startswith("> "):  # else it is Ray that speaks
                 return line[2:].strip()
-        raise AssertionError("the Ray cluster has ended")
+        errors = (self.folder / "errors").read_text()
+        raise AssertionError(f"the Ray cluster has ended:\n{errors[-4000:]}")
 
     def do(self, command: str) -> str:
         assert self._process.stdin is not None
