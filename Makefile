@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types unit chaos bench lock clean
+.PHONY: help setup demo test lint types unit chaos long bench lock clean
 
 help:  ## what can be made
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,8 +36,10 @@ unit: setup  ## the tests, in two processes: those of whole runs mostly wait
 	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies; whole=$$?; \
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
-chaos: setup  ## kill over 60 members of runs, then the long tests; an hour
-	@$(BIN)/python -m manyhands.testing.chaos --kills 4 --seeds 1
+chaos: setup  ## kill over 200 members of runs, and check that no sample was lost or counted twice
+	@$(BIN)/python -m manyhands.testing.chaos
+
+long: setup  ## the long tests; says at the end how long they took
 	@$(BIN)/python -m pytest -m long
 
 bench: setup  ## the overhead over a hand-written DDP loop

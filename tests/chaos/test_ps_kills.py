@@ -46,7 +46,7 @@ def test_training_goes_on(
     case = case_of(mode, transport, placement)
     coordinator = mode == "ps:sync"  # the others as `make chaos` runs them
     ordeal = suffer(case, tmp_path / "run", seed=7, kills=2, epochs=EPOCHS, coordinator=coordinator)
-    assert ordeal.victims, "the run was to last longer"
+    assert ordeal.killed, "the run was to last longer"
     audit(ordeal, epochs=EPOCHS, alone=alone.losses)
 
 
@@ -65,7 +65,7 @@ def test_a_dedicated_server_dies_and_no_bit_changes(
     ordeal = suffer(
         case, tmp_path / "run", seed=3, kills=1, epochs=SHORT, role="server", job="Dropout"
     )
-    assert ordeal.victims, "the run was to last longer"
+    assert ordeal.killed, "the run was to last longer"
     audit(ordeal, epochs=SHORT)
     assert ordeal.done is not None
     assert_same_bits(ordeal.done.state(), undisturbed.state())

@@ -18,6 +18,7 @@ from manyhands.testing.conformance import (
     CHECKS,
     Case,
     begins_again,
+    counts_every_sample_once,
     equals_single,
     equals_single_with_accumulation,
     equals_single_with_own_weights,
@@ -38,6 +39,8 @@ CASES = [
 WIDE = {"width": 20_000}
 """Enough parameters for every server to have some."""
 TRUSTED = ("--trust-network",)
+COUNTED = ("ps:sync(transport=shm)", "ps:async(transport=tcp)")
+"""Whose samples are counted in `make test`; those of the others in `make long`."""
 
 
 def plain() -> dict[str, Any]:
@@ -52,12 +55,12 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:sync(transport=shm)", workers=2, fields=WIDE),
-        (repeats_and_resumes_bit_equal,),
+        (repeats_and_resumes_bit_equal, counts_every_sample_once),
     ),
     (Case("ps:sync(servers=3)", workers=4, fields=WIDE), (equals_single, survives_a_kill)),
     (
         Case("ps:async(transport=shm)", workers=3, fields=WIDE, equals_single=False),
-        (begins_again,),
+        (begins_again, counts_every_sample_once),
     ),
     (
         Case("ps:sync(servers=1,replicas=0)", workers=2, fields=plain()),
@@ -65,7 +68,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:sync(transport=tcp)", workers=3, fields={**WIDE, "optim": "adamw", "lr": 1e-5}),
-        (equals_single, survives_a_kill),
+        (equals_single, survives_a_kill, counts_every_sample_once),
     ),
     (
         Case("ps:sync(transport=tcp)", workers=2, fields=WIDE, flags=TRUSTED),
@@ -85,7 +88,32 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:sync(placement=dedicated,transport=tcp)", workers=2, fields=WIDE, flags=TRUSTED),
-        (survives_a_kill,),
+        (survives_a_kill, counts_every_sample_once),
+    ),
+    (
+        Case("ps:sync(placement=dedicated)", workers=2, fields=WIDE),
+        (counts_every_sample_once,),
+    ),
+    (
+        Case("ps:async(transport=tcp)", workers=3, fields=WIDE, equals_single=False),
+        (counts_every_sample_once,),
+    ),
+    (
+        Case(
+            "ps:ssp(transport=tcp,placement=dedicated)",
+            workers=2,
+            fields=WIDE,
+            equals_single=False,
+        ),
+        (counts_every_sample_once,),
+    ),
+    (
+        Case("ps:ssp(transport=shm)", workers=3, fields=WIDE, equals_single=False),
+        (counts_every_sample_once,),
+    ),
+    (
+        Case("ps:backup(transport=tcp)", workers=3, fields=WIDE, equals_single=False),
+        (counts_every_sample_once,),
     ),
 ]
 
@@ -125,6 +153,7 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
                 "dedicated" in case.strategy
                 or case.workers == 4
                 or (case.workers == 3 and check in (survives_a_kill, begins_again))
+                or (check is counts_every_sample_once and case.strategy not in COUNTED)
                 or "servers=1" in case.strategy
             ),
         )

@@ -1,14 +1,19 @@
-"""Deaths on purpose: SIGKILL of random members of real runs at random moments, and an audit of the outcome.
+"""Kill random members of real runs at random moments, and check the outcome.
 
-    python -m manyhands.testing.chaos --kills 4 --seeds 1
-    python -m manyhands.testing.chaos --only allreduce --kills 100 --epochs 1500     a hundred in a row
+    python -m manyhands.testing.chaos                                  about 200 kills in runs of every kind
+    python -m manyhands.testing.chaos --only allreduce --kills 100 --doubles 0 --epochs 1500
 
-An ordeal is one run with several kills, now and then a member that stands still for a moment (SIGSTOP,
-SIGCONT), and in the middle, if asked, a death of all members at once, after which all begin again from the
-last checkpoint, and one of the coordinator, after which the run is resumed. A single member
-may die whenever the others hold all that it held: not before the last death is recovered from, for a block
-is in two places and no more. It may well die while another one takes somebody's place. Everything is seeded
-but the clock.
+Each run suffers a shuffled list of blows: one member killed, two killed up to 0.3 s apart, all killed at
+once, the coordinator killed and the run resumed. Now and then a member is stopped for a moment (SIGSTOP,
+SIGCONT). After each blow the run has to make a step before the next one comes. Everything is seeded but the
+clock.
+
+A single victim is always one that the others can do without. Two at once may be the only holders of a block:
+then all start again from the last checkpoint, by themselves.
+
+The runs train the counting job (counting.py): at the end its weights say whether any sample was lost or
+counted twice. A second, shorter run of each kind compares the losses of a job with momentum, a schedule and
+clipping with those of one worker alone.
 """
 
 from __future__ import annotations
@@ -26,12 +31,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from manyhands.testing import harness
-from manyhands.testing.conformance import EQUAL, Case, assert_once_an_epoch
+from manyhands.testing.conformance import EQUAL, Case, assert_once_an_epoch, counting_case
+from manyhands.testing.counting import COUNTING, Counting, check_counts
 
 MODES = ("ps:sync", "ps:async", "ps:ssp", "ps:backup")
 TRANSPORTS = ("shm", "tcp")
@@ -45,6 +52,8 @@ PAUSES = 0.3
 """How often a kill has a pause before it."""
 EVERY = ("--checkpoint-every", "20")
 """Something to resume from."""
+APART_S = 0.3
+"""At most, between the deaths of two members."""
 LIKE_ALONE, NEAR_ALONE = 1e-4, 0.25
 """How far a loss may be from that of one worker alone; where workers don't wait, the mean of the last."""
 
@@ -70,17 +79,13 @@ class Ordeal:
 
     case: Case
     run: Path
-    victims: list[str] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    num_before: int = 0
+    """Of these, those before the last death of the coordinator: a resumed run reuses names."""
     num_paused: int = 0
     """Members that stood still for a moment."""
-    num_resumed: int = 0
-    """Deaths of the coordinator."""
-    num_again: int = 0
-    """Deaths of all members at once."""
-    num_before: int = 0
-    """Victims before the last of these: a resumed run begins with the same names."""
     pauses_s: list[float] = field(default_factory=list)
-    """From each kill to the next committed step."""
+    """From each single kill to the next committed step."""
     pids: set[int] = field(default_factory=set)
     handles: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Of each process, before each kill: open files, and threads."""
@@ -95,59 +100,62 @@ def suffer(
     seed: int,
     kills: int,
     epochs: int,
+    doubles: int = 0,
     role: str = "",
     job: str = "Regression",
     everybody: bool = False,
     coordinator: bool = False,
 ) -> Ordeal:
-    """Train with so many kills, of members of that role or of any, and of all of them at once and of the
-    coordinator if asked."""
+    """Train with so many kills of one member (of that role, or of any) and so many of two members, and if
+    asked one of all members and one of the coordinator."""
     rng = random.Random(f"{seed} {case.strategy}")
     ordeal = Ordeal(case, run)
+    blows = ["two"] * doubles + ["all"] * everybody + ["coordinator"] * coordinator
+    blows += ["one"] * max(0, kills - 1)
+    rng.shuffle(blows)
+    blows = ["one"] * min(1, kills) + blows
     with temporary_folder() as scratch:
         arguments = case.arguments(job, run, *EVERY, epochs=epochs)
         environ = {"TMPDIR": str(scratch)}
         with ExitStack() as stack:
             running = stack.enter_context(harness.command(*arguments, run=run, environ=environ))
             running.wait_for_step(2)
-            for number in range(kills):
+            for blow in blows:
                 time.sleep(rng.uniform(0.0, 1.5))
                 if rng.random() < PAUSES:
                     _pause(running, ordeal, rng)
-                if not _kill(running, ordeal, rng, role):
-                    break
-                if everybody and number == kills // 4 and not _kill_everybody(running, ordeal):
-                    break
-                if coordinator and number == kills // 2:
+                if blow == "coordinator":
+                    if running.process.poll() is not None:
+                        break
                     _kill_coordinator(running, ordeal)
+                    known = len(running.events())
                     again = harness.command("resume", str(run), run=run, environ=environ)
                     running = stack.enter_context(again)
-                    running.wait_for(
-                        lambda events: _goes_on(events, ordeal.num_resumed + ordeal.num_again)
-                    )
+                    running.wait_for(partial(_makes_steps, known))
+                elif not _strike(running, ordeal, rng, blow, role):
+                    break
             ordeal.done = running.wait(timeout_s=DONE_WITHIN_S)
             ordeal.pids |= {*running.pids().values(), running.process.pid}
         if not harness.gone(list(ordeal.pids)):
             ordeal.left_over.append("processes")
-        ordeal.left_over += [str(path) for path in scratch.glob("manyhands-*")]
+        ordeal.left_over += [str(path) for path in scratch.iterdir()]
     ordeal.left_over += _shared_memory_of(ordeal.pids)
     return ordeal
 
 
-def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = ()) -> None:
+def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = (), samples: int = 98) -> None:
     """It finished by itself, every sample counts once, and so does every push; nothing is left over; and
     the losses are those of one worker `alone`, or near them where the strategy is not synchronous."""
     done, logs = ordeal.done, _logs(ordeal.run)
     assert done is not None
     assert done.code == 0, f"{done.out}\n{done.err}\n{logs}"
-    assert_once_an_epoch(done, epochs=epochs)
+    assert_once_an_epoch(done, epochs=epochs, samples=samples)
     lost = [e["member"] for e in done.of("MemberLost")]
-    assert lost == ordeal.victims, f"{ordeal.victims} were killed, {lost} are said to be lost"
+    assert set(lost) <= set(ordeal.killed), f"killed {ordeal.killed}, reported as lost {lost}"
+    assert not done.of("MemberFailed"), done.of("MemberFailed")
     summary = json.loads((ordeal.run / "summary.json").read_text())
     pushes = summary["pushes"]
-    if not ordeal.num_resumed:  # else both count from there
-        assert summary["lost"] == len(ordeal.victims)
-    if pushes is not None and not ordeal.num_resumed and not ordeal.num_again:
+    if pushes is not None and not done.of("Resumed"):  # else both count from there
         assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
     for pid, readings in ordeal.handles.items():
         for first, last in zip(readings[0], readings[-1], strict=True):
@@ -160,6 +168,14 @@ def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = ()) -> None:
         late = len(alone) // 4
         ours, theirs = (sum(losses[-late:]) / late for losses in (done.losses, alone))
         assert abs(ours / theirs - 1) < NEAR_ALONE, f"the loss ends at {ours:.3g}, not {theirs:.3g}"
+
+
+def audit_counts(ordeal: Ordeal, *, epochs: int) -> None:
+    """Of a run of the counting job: every sample is in the weights once an epoch."""
+    audit(ordeal, epochs=epochs, samples=Counting.samples)
+    assert ordeal.done is not None
+    if ordeal.case.counts:
+        check_counts(ordeal.done.state(), epochs=epochs, rows=ordeal.case.counts_rows)
 
 
 def _pause(running: harness.Command, ordeal: Ordeal, rng: random.Random) -> None:
@@ -178,61 +194,60 @@ def _kill_coordinator(running: harness.Command, ordeal: Ordeal) -> None:
     running.process.kill()
     running.process.wait()
     assert harness.gone(list(ordeal.pids)), "members have outlived their coordinator"
-    ordeal.num_resumed += 1
-    ordeal.num_before = len(ordeal.victims)
+    ordeal.num_before = len(ordeal.killed)
 
 
-def _kill_everybody(running: harness.Command, ordeal: Ordeal) -> bool:
-    """All members at once; False if the run was over before."""
-    killed, pids = time.time(), running.pids()
-    ordeal.pids |= set(pids.values())
-    for name in _view(running)["members"]:
-        with suppress(ProcessLookupError):
-            running.kill(name)
-    ordeal.num_again += 1
-    times = ordeal.num_resumed + ordeal.num_again
-    deadline = time.monotonic() + RECOVERED_WITHIN_S
-    while not _goes_on(running.events(), times) and running.process.poll() is None:
-        assert time.monotonic() < deadline, f"nobody has begun again:\n{running.logs()}"
-        time.sleep(0.05)
-    lost = [e for e in running.events() if e["event"] == "MemberLost" and e["time"] >= killed]
-    ordeal.victims += [event["member"] for event in lost]
-    return running.process.poll() is None
-
-
-def _kill(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> bool:
-    """One kill and the recovery from it; False if the run was over before."""
-    victim = _choose(running, ordeal, rng, role)
-    if victim is None or running.process.poll() is not None:
+def _strike(
+    running: harness.Command, ordeal: Ordeal, rng: random.Random, blow: str, role: str
+) -> bool:
+    """One blow and the recovery from it; False if the run was over before."""
+    spare = _choose(running, ordeal, rng, role)
+    if spare is None or running.process.poll() is not None:
         return False
-    pids = running.pids()
-    for pid in (running.process.pid, *(pids[name] for name in _view(running)["members"])):
+    members, pids = list(_view(running)["members"]), running.pids()
+    victims = {"one": [spare], "two": _pair(members, rng), "all": members}[blow]
+    for pid in (running.process.pid, *(pids[name] for name in members)):
         with suppress(OSError):
             ordeal.handles.setdefault(pid, []).append(_handles_of(pid))
     killed = time.time()
-    try:
-        running.kill(victim)
-    except ProcessLookupError:
-        return False
+    for victim in victims:
+        if blow == "two" and victim != victims[0]:
+            time.sleep(rng.uniform(0.0, APART_S))
+        with suppress(ProcessLookupError):
+            os.kill(pids[victim], signal.SIGKILL)
+    ordeal.killed += victims
     deadline = time.monotonic() + RECOVERED_WITHIN_S
-    while time.monotonic() < deadline and running.process.poll() is None:
-        events = running.events()
-        lost = _first(events, "MemberLost", after=killed, member=victim)
-        recovered = _first(events, "Recovered", after=lost["time"]) if lost else None
-        step = _first(events, "StepCommitted", after=recovered["time"]) if recovered else None
-        if step is not None:
-            ordeal.victims.append(victim)
-            ordeal.pauses_s.append(step["time"] - killed)
+    while running.process.poll() is None:
+        if (step := _recovered(running.events(), victims, killed)) is not None:
+            if blow == "one":
+                ordeal.pauses_s.append(step["time"] - killed)
             return True
+        if time.monotonic() > deadline:
+            running.process.kill()
+            raise AssertionError(
+                f"no step for {RECOVERED_WITHIN_S:.0f} s after {', '.join(victims)} died:\n{running.logs()}"
+            )
         time.sleep(0.05)
-    if running.process.poll() is None:
-        running.process.kill()
-        raise AssertionError(
-            f"no step for {RECOVERED_WITHIN_S:.0f} s after the death of {victim}:\n{running.logs()}"
-        )
-    if _first(running.events(), "MemberLost", after=killed, member=victim):
-        ordeal.victims.append(victim)  # and nothing was left to be done after it
     return False
+
+
+def _pair(members: Sequence[str], rng: random.Random) -> list[str]:
+    """Two members; the second is often the first of those that are left, who decides in the next view."""
+    first = rng.choice(members)
+    others = [name for name in members if name != first]
+    return [first, others[0] if rng.random() < 0.5 else rng.choice(others)]
+
+
+def _recovered(
+    events: Sequence[Mapping[str, Any]], victims: Sequence[str], killed: float
+) -> Mapping[str, Any] | None:
+    """The first step in a view without these."""
+    for number, event in enumerate(events):
+        if event["event"] != "ViewChanged" or event["time"] < killed:
+            continue
+        if not set(victims) & set(event["members"]):
+            return next((e for e in events[number:] if e["event"] == "StepCommitted"), None)
+    return None
 
 
 def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> str | None:
@@ -252,7 +267,7 @@ def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: 
             for group in spare
             for name in group
             if name.startswith(role)
-            if name not in ordeal.victims[ordeal.num_before :]
+            if name not in ordeal.killed[ordeal.num_before :]
         ]
         if candidates:
             ordeal.pids |= set(running.pids().values())
@@ -269,30 +284,14 @@ def _with_weights(events: Sequence[Mapping[str, Any]], workers: Sequence[str]) -
     return [name for name in workers if any(shares.get(name) for shares in steps)]
 
 
-def _goes_on(events: Sequence[Mapping[str, Any]], times: int) -> bool:
-    """It was resumed so many times, and has made a step since."""
-    resumed = [n for n, e in enumerate(events) if e["event"] == "Resumed"]
-    return len(resumed) == times and any(
-        e["event"] == "StepCommitted" for e in events[resumed[-1] :]
-    )
+def _makes_steps(known: int, events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is a step among the events behind those that were `known`."""
+    return any(e["event"] == "StepCommitted" for e in events[known:])
 
 
 def _view(running: harness.Command) -> Mapping[str, Any]:
     """The last one."""
     return [e for e in running.events() if e["event"] == "ViewChanged"][-1]
-
-
-def _first(
-    events: Sequence[Mapping[str, Any]], kind: str, *, after: float, **fields: Any
-) -> Mapping[str, Any] | None:
-    return next(
-        (
-            e
-            for e in events
-            if e["event"] == kind and e["time"] >= after and fields.items() <= e.items()
-        ),
-        None,
-    )
 
 
 @contextmanager
@@ -320,49 +319,75 @@ def _logs(run: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kills", type=int, default=4, help="in each run (default: 4)")
-    parser.add_argument("--epochs", type=int, default=40, help="of each run (default: 40)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=5, help="of one member a run (default: 5)")
+    parser.add_argument("--doubles", type=int, default=2, help="of two members a run (default: 2)")
+    parser.add_argument("--epochs", type=int, default=120, help="of each run (default: 120)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (default: 1)")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", default="", help="strategies that begin so")
+    parser.add_argument("--no-losses", action="store_true", help="count samples only")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pauses: dict[str, list[float]] = {}
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
     kinds = [kind for kind in KINDS if kind[0].startswith(asked.only)]
-    num_bad = 0
-    with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
-        fields = {**case_of("allreduce", "", "").fields, "pause_s": 0}
-        run = Path(folder) / "run"
-        arguments = harness.train_arguments("Regression", run, epochs=asked.epochs, **fields)
-        with harness.command(*arguments, run=run) as undisturbed:
-            alone = undisturbed.wait(timeout_s=DONE_WITHIN_S).losses
+    num_bad = num_killed = 0
+    began = time.monotonic()
+    alone = [] if asked.no_losses else _losses_alone()
     for seed, (mode, transport, placement) in itertools.product(seeds, kinds):
         case = case_of(mode, transport, placement)
+        kind = f"{mode} {transport} {placement}".strip()
         with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
             try:
                 ordeal = suffer(
-                    *(case, Path(folder) / "run"),
+                    *(counting_case(case), Path(folder) / "counts"),
+                    job=COUNTING,
                     seed=seed,
                     kills=asked.kills,
+                    doubles=asked.doubles,
                     epochs=asked.epochs,
                     everybody=True,
                     coordinator=True,
                 )
-                audit(ordeal, epochs=asked.epochs, alone=alone)
+                audit_counts(ordeal, epochs=asked.epochs)
+                told = [_told(ordeal)]
+                if alone:
+                    second = suffer(case, Path(folder) / "losses", seed=seed, kills=2, epochs=20)
+                    audit(second, epochs=20, alone=alone)
+                    told.append(_told(second))
+                    num_killed += len(second.killed)
             except AssertionError as error:
                 num_bad += 1
-                print(f"{case.strategy}, seed {seed}: FAILED\n{error}", flush=True)
+                print(f"{kind}, seed {seed}: FAILED\n{error}", flush=True)
                 continue
-        kind = f"{mode} {transport} {placement}".strip()
+        num_killed += len(ordeal.killed)
         pauses.setdefault(kind, []).extend(ordeal.pauses_s)
-        told = f"killed {', '.join(ordeal.victims)}; next step after "
-        told += ", ".join(f"{pause:.2f}" for pause in ordeal.pauses_s)
-        told += f" s; {ordeal.num_paused} stood still, all died {ordeal.num_again} times, "
-        print(f"{case.strategy}, seed {seed}: {told}{ordeal.num_resumed} resumed", flush=True)
+        print(f"{kind}, seed {seed}: {'; then '.join(told)}", flush=True)
     print_pauses(pauses)
+    print(f"\n{num_killed} members killed, {num_bad} runs wrong, {time.monotonic() - began:.0f} s")
     return 1 if num_bad else 0
+
+
+def _losses_alone() -> list[float]:
+    """Of an undisturbed run of one worker."""
+    with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
+        fields = {**case_of("allreduce", "", "").fields, "pause_s": 0}
+        done = harness.train("Regression", Path(folder) / "run", epochs=20, **fields)
+        assert done.code == 0, done.err
+        return done.losses
+
+
+def _told(ordeal: Ordeal) -> str:
+    assert ordeal.done is not None
+    pauses = ", ".join(f"{pause:.2f}" for pause in ordeal.pauses_s)
+    restarts = len(ordeal.done.of("Resumed"))
+    return (
+        f"killed {', '.join(ordeal.killed)}; next step after {pauses} s; {ordeal.num_paused} paused, "
+        f"{restarts} restarts from a checkpoint"
+    )
 
 
 def print_pauses(pauses: Mapping[str, Sequence[float]]) -> None:

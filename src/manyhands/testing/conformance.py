@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import pytest
 
 from manyhands.strategies.registry import make_strategy
 from manyhands.testing import harness
+from manyhands.testing.counting import COUNTING, Counting, check_counts
 from manyhands.testing.harness import Finished
 
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
@@ -38,6 +40,10 @@ class Case:
     """Synchronous: the same mathematics as one worker, up to the order of sums."""
     flags: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+    counts: bool = True
+    """Every sample is in the weights once an epoch, with a weight of 1."""
+    counts_rows: bool = True
+    """And in the rows of tables."""
 
     def __str__(self) -> str:
         more = (*self.flags, *(f"{name}={value}" for name, value in self.fields.items()))
@@ -150,6 +156,38 @@ def survives_a_kill(case: Case, folder: Path) -> None:
     (goes_on_after_a_kill if case.goes_on else begins_again)(case, folder)
 
 
+def counting_case(case: Case) -> Case:
+    """The case as it trains the counting job, where every update counts in full."""
+    strategy, rows = case.strategy, True
+    if strategy.startswith(("ps:async", "ps:ssp")):
+        name, _, options = strategy.rstrip(")").partition("(")
+        strategy = f"{name}({','.join(filter(None, (options, 'lr_rule=none')))})"
+        # Rows in shared memory are updated in place: some of what a killed worker did may count twice.
+        rows = "transport=tcp" in strategy
+    counts = not strategy.startswith("ps:backup")  # a late part may be worth more or less than 1
+    fields = {name: value for name, value in case.fields.items() if name == "pause_s"}
+    return replace(case, strategy=strategy, fields=fields, counts=counts, counts_rows=rows)
+
+
+def counts_every_sample_once(case: Case, folder: Path) -> None:
+    """SIGKILL of two members: what the weights have counted is every sample, once an epoch."""
+    case, run, epochs = counting_case(case), folder / "run", 6
+    arguments = case.arguments(
+        COUNTING, run, "--checkpoint-every", "5", epochs=epochs, pause_s=0.03
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(7)
+        for member in list(running.pids())[-2:]:
+            running.kill(member)
+            time.sleep(0.1)
+        done = running.wait()
+        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
+    assert done.of("MemberLost"), "they were to be killed before the end"
+    assert_once_an_epoch(done, epochs=epochs, samples=Counting.samples)
+    if case.counts:
+        check_counts(done.state(), epochs=epochs, rows=case.counts_rows)
+
+
 def resumes_as(case: Case, other: Case, folder: Path) -> None:
     """Stopped in the middle of an epoch, a run goes on as another strategy, or on other workers."""
     run = folder / "run"
@@ -192,6 +230,7 @@ CHECKS = (
     repeats_and_resumes_bit_equal,
     survives_a_kill,
     begins_again,
+    counts_every_sample_once,
     reports_the_bytes_it_sends,
 )
 """All of them. `resumes_as` wants another case, too."""

@@ -1,0 +1,93 @@
+"""A job that counts: its weights say how often each sample went into them.
+
+Every sample has a row of a dense parameter and a row of a sparse table, both zero at first. The loss is the
+mean of the rows of the batch, so the gradient of each number is 1/batch_size, and SGD with a learning rate of
+batch_size subtracts exactly 1 for each use of a sample. After E epochs every number is -E if and only if
+every sample went into the weights once an epoch. A lost sample shows as -E+1, a sample that counted twice as
+-E-1.
+
+The numbers are whole, and the batch size is a power of two, so float32 adds them up without rounding,
+in whatever order updates come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from manyhands.job import Job
+from manyhands.tables.modules import SparseEmbedding
+
+COUNTING = f"{Path(__file__)}:Counting"
+"""As `manyhands train` takes it."""
+FAR_APART = 1_000_003
+"""Between the ids of two samples: any 64-bit number may be an id."""
+
+
+@dataclass
+class Counting(Job):
+    """Count how often each sample is used."""
+
+    samples: int = 96
+    batch_size: int = 16
+    epochs: int = 3
+    width: int = 256
+    """Numbers for each sample in the dense parameter; 256 make enough blocks for several servers."""
+    tables: bool = True
+    """If true, a sparse table counts beside the dense parameter."""
+    pause_s: float = 0.0
+    """Makes each step slow, so that it can be interrupted."""
+
+    def model(self) -> nn.Module:
+        return Counters(self.samples, self.width, lr=self.batch_size if self.tables else None)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=self.batch_size)
+
+    def data(self) -> TensorDataset:
+        return TensorDataset(torch.arange(self.samples))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        return output.sum() / len(output)
+
+
+class Counters(nn.Module):
+    """A dense row and a sparse row for each sample."""
+
+    def __init__(self, samples: int, width: int, *, lr: float | None) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(samples, width))
+        self.sparse: nn.Module | None = None
+        if lr is not None:
+            self.sparse = SparseEmbedding(None, 2, optimizer="sgd", lr=lr, init="zeros")
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        counts = self.dense[numbers].sum(1)
+        if self.sparse is not None:
+            counts = counts + self.sparse(numbers * FAR_APART).sum(1)
+        return counts
+
+
+def check_counts(
+    state: Mapping[str, Any], *, epochs: int, samples: int = 96, rows: bool = True
+) -> None:
+    """Assert that every sample is in the weights of a checkpoint once an epoch; in `rows` of tables, too."""
+    found = {"dense": state["model"]["dense"]}
+    if rows and state["tables"]:
+        table = state["tables"]["sparse"]
+        assert table["ids"].tolist() == [n * FAR_APART for n in range(samples)]
+        found["sparse"] = table["rows"]
+    for name, numbers in found.items():
+        assert numbers.shape[0] == samples
+        wrong = (numbers != -epochs).any(dim=1).nonzero().flatten().tolist()
+        used = {n: sorted({-float(value) for value in numbers[n]}) for n in wrong[:8]}
+        assert not wrong, f"{name}: {len(wrong)} samples were not used {epochs} times: {used}"
