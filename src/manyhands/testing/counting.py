@@ -89,5 +89,5 @@ def check_counts(
     for name, numbers in found.items():
         assert numbers.shape[0] == samples
         wrong = (numbers != -epochs).any(dim=1).nonzero().flatten().tolist()
-        used = {n: sorted({-float(value) for value in numbers[n]}) for n in wrong[:8]}
+        used = {n: sorted({0.0 - float(value) for value in numbers[n]}) for n in wrong[:8]}
         assert not wrong, f"{name}: {len(wrong)} samples were not used {epochs} times: {used}"
