@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
+import os
+import pkgutil
+import re
 import sys
 import traceback
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Union
 
-from manyhands.errors import JobError, UsageError, closest
+from manyhands.errors import JobError, RunFolderError, UsageError, closest
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +123,7 @@ REQUIRED_METHODS = ("model", "optimizer", "data", "loss")
 
 
 def load_job(reference: str, settings: Mapping[str, str] | None = None) -> Job:
-    """The job of `path.py` or `path.py:Name`, with `settings` ("lr": "0.05") put into its fields."""
+    """The job of a reference (see `find_job`), with `settings` ("lr": "0.05") put into its fields."""
     cls = load_job_class(reference)
     values = parse_settings(cls, settings or {})
     try:
@@ -129,8 +135,8 @@ def load_job(reference: str, settings: Mapping[str, str] | None = None) -> Job:
 
 
 def load_job_class(reference: str) -> type[Job]:
-    path_text, _, name = reference.partition(":")
-    module = _load_module(Path(path_text), reference)
+    text, _, name = reference.partition(":")
+    module = _load_module(find_job(reference))
     jobs = {
         key: value
         for key, value in vars(module).items()
@@ -142,30 +148,164 @@ def load_job_class(reference: str) -> type[Job]:
     if name:
         if name not in jobs:
             raise JobError(
-                f"{path_text} has no Job called {name!r}{closest(name, jobs)} "
+                f"{text} has no Job called {name!r}{closest(name, jobs)} "
                 f"It has: {', '.join(jobs) or 'none'}."
             )
         cls = jobs[name]
     elif not jobs:
         raise JobError(
-            f"{path_text} has no Job. Write one:\n\n"
+            f"{text} has no Job. Write one:\n\n"
             "    @dataclass\n    class MyJob(mh.Job):\n        def model(self): ...\n\n"
             "See examples/digits.py for a whole one."
         )
     else:
         # The first one of a file is its default, as a reader would guess.
         cls = next(iter(jobs.values()))
-    _check_class(cls, path_text)
+    _check_class(cls, text)
     return cls
 
 
-def _load_module(path: Path, reference: str) -> types.ModuleType:
+# Where a job is -----------------------------------------------------------------------------------
+
+ROOT = "/./"
+"""In a path, after the folder that imports begin from, as in rsync: /home/me/./pkg/job.py is pkg.job."""
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """Where a job's code is, and how it is imported. Nothing of it has been run."""
+
+    path: Path
+    """Of the file, absolute."""
+    name: str
+    """Of the class; empty: the first one."""
+    module: str = ""
+    """What it is imported as; empty: a script, in no package."""
+    folder: Path | None = None
+    """Where imports of the package begin; None: Python finds it by itself."""
+
+    @property
+    def title(self) -> str:
+        """What runs of it are called."""
+        path = self.path
+        return self.name or (path.parent.name if path.stem == "__init__" else path.stem)
+
+    @property
+    def anywhere(self) -> str:
+        """A reference that means the same in every working folder of this machine."""
+        text = str(self.path)
+        if self.folder is not None and _dotted(self.path, _package_root(self.path)) != self.module:
+            text = f"{self.folder}{ROOT}{self.path.relative_to(self.folder)}"
+        return f"{text}:{self.name}" if self.name else text
+
+
+def find_job(reference: str) -> JobFile:
+    """Where the job of a reference is, without running any of its code:
+
+    path.py, path.py:Name               a file; its package, if the folders around it have an __init__.py
+    pkg.module, pkg.module:Name         a module, from the working folder or installed, as for  python -m
+    folder/./pkg/module.py              a module of a package without __init__.py
+    """
+    text, _, name = reference.partition(":")
+    path = Path(text)
+    if not path.is_file() and path.suffix != ".py" and re.fullmatch(r"\w+(\.\w+)*", text):
+        return _find_module(text, name)
     if not path.exists():
-        hint = "" if path.suffix == ".py" else " (a job is a Python file: path.py or path.py:Name)"
-        raise JobError(f"There is no file {path}{hint}.")
+        there = path.with_name(f"{path.name}.py")
+        hint = f". Did you mean {there}?" if there.is_file() else f"{_ALLOWED}."
+        raise JobError(f"There is no file {path}{'.' if path.suffix == '.py' else hint}")
     if path.is_dir() or path.suffix != ".py":
         raise JobError(f"A job is a Python file, path.py or path.py:Name; {reference!r} is not.")
     path = path.resolve()
+    root, marked, rest = text.rpartition(ROOT)
+    folder = Path(root).resolve() if marked and "/" in rest else _package_root(path)
+    module = _dotted(path, folder)
+    return JobFile(path, name, module, folder) if module else JobFile(path, name)
+
+
+def job_of_run(config: Mapping[str, Any], run: Path) -> JobFile:
+    """The job of a run's config.json, from any working folder: where it was, or as it was given."""
+    noted = config["job"]
+    _, _, name = noted["reference"].partition(":")
+    there = noted.get("anywhere") or (f"{noted['file']}:{name}" if name else noted["file"])
+    for reference in (there, noted["reference"]):
+        with suppress(JobError):
+            return find_job(reference)
+    raise RunFolderError(f"The job file of {run} is gone: {noted['file']}. Put it back there.")
+
+
+_ALLOWED = " (a job is a Python file: path.py or path.py:Name, or a module: pkg.module:Name)"
+
+
+def _package_root(path: Path) -> Path:
+    """The folder that the file's outermost package is in; that of the file if it is in none."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        folder = folder.parent
+    return folder
+
+
+def _dotted(path: Path, folder: Path) -> str:
+    """The module's name as seen from the folder; empty if it is in no package, or has no such name."""
+    if not path.is_relative_to(folder):
+        return ""
+    parts = path.relative_to(folder).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    inside = path.parent != folder and all(part.isidentifier() for part in parts)
+    return ".".join(parts) if inside else ""
+
+
+def _find_module(module: str, name: str) -> JobFile:
+    here = os.getcwd()
+    top, *parts = module.split(".")
+    spec = PathFinder.find_spec(top, [here])
+    if spec is None or spec.loader is None:  # a mere folder gives way to anything installed
+        spec = _find_installed(top) or spec
+    if spec is None:
+        raise JobError(
+            f"There is no file {module}{_ALLOWED}, and no module {top!r}, neither in {here} nor "
+            "among what is installed."
+        )
+    known = top
+    for part in parts:
+        places = spec.submodule_search_locations
+        if places is None:
+            hint = f" Write {known}:{part}." if not name else ""
+            raise JobError(f"{known} is a module, and no package with {part!r} in it.{hint}")
+        known = f"{known}.{part}"
+        spec = PathFinder.find_spec(
+            part, list(places)
+        )  # find_spec() of importlib.util would import
+        if spec is None:
+            there = [found.name for found in pkgutil.iter_modules(list(places))]
+            raise JobError(
+                f"There is no module {known}{closest(part, there)} "
+                f"{known.rpartition('.')[0]} has: {', '.join(sorted(there)) or 'none'}."
+            )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise JobError(
+            f"{module} is not a Python file, so no job is in it. Name a module: {module}.job:Name."
+        )
+    path = Path(spec.origin).resolve()
+    depth = len(parts) + (path.stem == "__init__")
+    folder = path.parents[depth] if depth < len(path.parents) else path.parent
+    if path.stem == "__init__" or parts:
+        told = _dotted(path, folder) == module
+        return JobFile(path, name, module, folder if told else None)
+    return JobFile(path, name)  # a file of its own: as by its path
+
+
+def _find_installed(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # __main__
+        return None
+
+
+def _load_module(job: JobFile) -> types.ModuleType:
+    if job.module and not _is_taken(job):
+        return _import(job)
+    path = job.path
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = f"manyhands_job_{path.stem}_{digest}"
     if name in sys.modules:
@@ -176,18 +316,45 @@ def _load_module(path: Path, reference: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickling look the module up by name; the job's neighbours import as in a script.
     sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _search(path.parent)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise JobError(_import_problem(path, error)) from error
+        raise JobError(_import_problem(job, error)) from error
     return module
 
 
-def _import_problem(path: Path, error: Exception) -> str:
+def _import(job: JobFile) -> types.ModuleType:
+    _search(job.path.parent)  # neighbours import as in a script, too
+    if job.folder is not None:
+        _search(job.folder)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(job.module)
+    except Exception as error:
+        raise JobError(_import_problem(job, error)) from error
+
+
+def _is_taken(job: JobFile) -> bool:
+    """If true, Python has another module of that name already: the file is loaded as a script."""
+    top = job.module.partition(".")[0]
+    if job.folder is None or top not in {*sys.modules, *sys.stdlib_module_names}:
+        return False
+    if top not in sys.modules:
+        return True
+    places = getattr(sys.modules[top], "__path__", [])
+    return str(job.folder / top) not in [str(Path(place).resolve()) for place in places]
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _import_problem(job: JobFile, error: Exception) -> str:
     """What is wrong in which line of a job file."""
+    path = job.path
     if isinstance(error, SyntaxError) and error.filename is not None:
         line = (error.text or "").rstrip()
         caret = f"\n    {' ' * (len(line[: (error.offset or 1) - 1].lstrip()))}^" if line else ""
@@ -197,9 +364,30 @@ def _import_problem(path: Path, error: Exception) -> str:
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f"{path}, line {lines[-1]}" if lines else str(path)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        return f"{where}: {error}. Install it: pip install {package}"
+        return f"{where}: {error}. {_missing_module(job, error.name)}"
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        folder = path.parent if not job.module else _package_root(path)
+        return (
+            f"{where}: {error}. Relative imports need a package: put an empty __init__.py into {folder}, "
+            "or import what is beside the job by its plain name:  from model import Net."
+        )
     return f"{where} can't be imported: {type(error).__name__}: {error}"
+
+
+def _missing_module(job: JobFile, name: str) -> str:
+    """What to do about it."""
+    package, _, inside = name.partition(".")
+    around = [job.path.parent, *job.path.parents[1:]]
+    own = next((folder for folder in around if folder.name == package), None)
+    if own is None:
+        return f"Install it: pip install {package}"
+    if inside and job.module:
+        there = [found.name for found in pkgutil.iter_modules([str(own)])]
+        return f"{own} has: {', '.join(sorted(there)) or 'no module'}."
+    return (
+        f"It is the name of the job's own folder, {own}: put an empty __init__.py into it, and into every "
+        "folder between it and the job."
+    )
 
 
 def _check_class(cls: type[Job], path: str) -> None:

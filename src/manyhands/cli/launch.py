@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from manyhands.cli.options import job_file, number_or_range, parse_set, parse_workers
+from manyhands.cli.options import number_or_range, parse_set, parse_workers
 from manyhands.cluster.launch_files import KINDS, KubernetesJob, SlurmJob
-from manyhands.errors import JobError, UsageError
+from manyhands.errors import UsageError
+from manyhands.job import find_job
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.scaling import RULES
 
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             epilog=EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        place.add_argument("job", metavar="JOB", help="path.py, or path.py:Name")
+        place.add_argument("job", metavar="JOB", help="path.py, path.py:Name or pkg.module:Name")
         add(place)
         _add_passed(place)
         group = place.add_argument_group("the file")
@@ -142,8 +143,7 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
 
 
 def _slurm(arguments: argparse.Namespace) -> tuple[str, str]:
-    if not job_file(arguments.job).is_file():
-        raise JobError(f"There is no file {job_file(arguments.job)}.")
+    find_job(arguments.job)
     tasks = arguments.tasks_per_node
     if tasks is None:
         gpus = (arguments.gpus or "1").rpartition(":")[2]
@@ -331,6 +331,7 @@ def _check_room(arguments: argparse.Namespace, room: int, noun: str, flags: str)
 def _name(job: str, forbidden: str) -> str:
     """A name from that of the job: examples/My Job.py:Large is my-job-large."""
     path, _, chosen = job.partition(":")
-    text = "-".join(part for part in (Path(path).stem, chosen) if part)
+    stem = Path(path).stem if path.endswith(".py") else path.rpartition(".")[2]
+    text = "-".join(part for part in (stem, chosen) if part)
     slug = re.sub(forbidden, "-", text).strip("-._")
     return slug if slug[:1].isalpha() else f"run-{slug}".rstrip("-")

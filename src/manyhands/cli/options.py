@@ -313,10 +313,6 @@ def parse_set(pairs: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def job_file(reference: str) -> Path:
-    return Path(reference.partition(":")[0])
-
-
 def file_digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -23,6 +23,7 @@ from manyhands.cluster.on_ray.wish import (
 )
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import UsageError, closest
+from manyhands.job import find_job
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.options import Options
 from manyhands.wire import Address, Authority, parse_address
@@ -113,11 +114,11 @@ class RayCluster:
 
     def _job(self, reference: str) -> Path:
         """The job's file, as members find it: in the folder that was sent to them, or where it is."""
-        path = Path(reference.partition(":")[0])
+        path = find_job(reference).path
         if self.ship is None:
-            return path.resolve()
+            return path
         try:
-            return path.resolve().relative_to(self.ship.resolve())
+            return path.relative_to(self.ship.resolve())
         except ValueError:
             raise UsageError(
                 f"--ray-ship {self.ship}: the job {path} is not in that folder. Give one that it is in."

@@ -11,12 +11,12 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     file_digest,
-    job_file,
     parse_set,
     resolve_options,
 )
 from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
 from manyhands.errors import RunFolderError, UsageError
+from manyhands.job import job_of_run
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
@@ -62,13 +62,7 @@ def _resume(
         )
         return 0
     config = folder.config
-    path = Path(config["job"]["file"])
-    reference = job_file(config["job"]["reference"])
-    if not path.is_file() and reference.is_file():
-        path = reference.resolve()  # as it was given, from here
-    if not path.is_file():
-        raise RunFolderError(f"The job file of {folder.path} is gone: {path}. Put it back there.")
-    _, _, name = config["job"]["reference"].partition(":")
+    job = job_of_run(config, folder.path)
     changed = parse_set(arguments.set)
     if "seed" in changed:
         raise UsageError(
@@ -84,13 +78,13 @@ def _resume(
         resolved.forget("workers")  # another strategy, another number
     options = resolve_options(
         resolved,
-        job=f"{path}:{name}" if name else str(path),
+        job=job.anywhere,
         settings={**config["settings"], **changed},
         cluster=cluster.spec if cluster else None,
         elsewhere=cluster is not None,
     )
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
-    for note in _notes(config, path, changed, checkpoint, complaints):
+    for note in _notes(config, job.path, changed, checkpoint, complaints):
         print(f"note: {note}")
 
     def on_ready() -> None:

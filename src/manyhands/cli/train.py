@@ -13,13 +13,13 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     file_digest,
-    job_file,
     parse_set,
     resolve_options,
 )
 from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
-from manyhands.errors import JobError, UsageError
+from manyhands.errors import UsageError
+from manyhands.job import JobFile, find_job
 from manyhands.state.runs import Run
 from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
@@ -32,6 +32,7 @@ EXAMPLES = """\
 examples:
   manyhands train examples/digits.py
   manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
+  manyhands train mypackage.jobs.digits:Digits    a module, as python -m finds it
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --check        job, strategy and cluster, without training
   manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
@@ -48,7 +49,9 @@ EXAMPLES += GRAMMAR
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "job", metavar="JOB", help="path.py, or path.py:Name for one of several jobs"
+        "job",
+        metavar="JOB",
+        help="path.py, or path.py:Name for one of several jobs; or a module, pkg.module:Name",
     )
     add_training_flags(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<job>-<time>")
@@ -62,10 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = find_cluster(resolved, job=arguments.job)
     if cluster is not None and not cluster.leads:
         return cluster.serve()
-    path = job_file(arguments.job)
-    if not path.is_file():
-        hint = "" if path.suffix == ".py" else " A job is a Python file: path.py or path.py:Name."
-        raise JobError(f"There is no file {path}.{hint}")
+    job = find_job(arguments.job)
     settings = parse_set(arguments.set)
     options = resolve_options(
         resolved,
@@ -77,14 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     with leading(cluster, resolved, options) as (lead, done):
         if arguments.check:
             return done(_check(options, lead))
-        return done(_train(arguments, resolved, options, lead))
+        return done(_train(arguments, resolved, options, lead, job))
 
 
-def _train(arguments: argparse.Namespace, resolved: Resolved, options: Options, lead: Lead) -> int:
-    path = job_file(arguments.job)
-    folder = resolved.get("run_dir", None, Path)
-    _, _, name = arguments.job.partition(":")
-    folder_run = Run.create(name or path.stem, path=folder)
+def _train(
+    arguments: argparse.Namespace, resolved: Resolved, options: Options, lead: Lead, job: JobFile
+) -> int:
+    folder_run = Run.create(job.title, path=resolved.get("run_dir", None, Path))
     folder_run.write_config(
         {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -92,8 +91,9 @@ def _train(arguments: argparse.Namespace, resolved: Resolved, options: Options, 
             "versions": versions(),
             "job": {
                 "reference": arguments.job,
-                "file": str(path.resolve()),
-                "sha256": file_digest(path),
+                "anywhere": job.anywhere,
+                "file": str(job.path),
+                "sha256": file_digest(job.path),
             },
             "settings": dict(options.settings),
             "options": resolved.sources,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from manyhands.errors import RunFolderError
-from manyhands.job import load_job
+from manyhands.job import job_of_run, load_job
 from manyhands.state.checkpoints import newest
 from manyhands.state.runs import Run
 from manyhands.state.saver import read_state
@@ -19,9 +19,7 @@ def vectors_of_run(folder: Path) -> Vectors:
     """From the newest checkpoint of a run that trained a WordModel; its text must still be there."""
     run = Run.open(folder)
     config = run.config
-    _, _, name = config["job"]["reference"].partition(":")
-    file = config["job"]["file"]
-    job = load_job(f"{file}:{name}" if name else file, config["settings"])
+    job = load_job(job_of_run(config, run.path).anywhere, config["settings"])
     model = job.model()
     if not isinstance(model, WordModel):
         raise RunFolderError(

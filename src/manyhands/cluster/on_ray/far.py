@@ -28,6 +28,7 @@ from manyhands.cluster.key import VARIABLE
 from manyhands.cluster.member import die_with
 from manyhands.cluster.on_ray.broker import dial, trouble
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.job import find_job
 
 COMMAND = "manyhands.cli.main"
 PROGRAM = "manyhands.cluster.on_ray.far"
@@ -54,16 +55,17 @@ def command_there(
         return words
     words += ["--ray-ship", "."]  # from there to the other nodes
     if job is not None:
-        path, colon, name = job.partition(":")
+        found = find_job(job)
         try:
-            there = Path(path).resolve().relative_to(ship.resolve())
+            there = found.path.relative_to(ship.resolve())
         except ValueError:
             raise UsageError(
-                f"--ray-ship {ship}: the job {path} is not in that folder. Give one that it is in."
+                f"--ray-ship {ship}: the job {job} is not in that folder. Give one that it is in."
             ) from None
-        words = [f"{there}{colon}{name}" if word == job else word for word in words]
+        text = f"{there}:{found.name}" if found.name else str(there)
+        words = [text if word == job else word for word in words]
         if run_dir is None:  # Ray removes the folder that was sent
-            title = f"{name or there.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            title = f"{found.title}-{time.strftime('%Y%m%d-%H%M%S')}"
             words += ["--run-dir", f"~/runs/{title}"]
     return words
 

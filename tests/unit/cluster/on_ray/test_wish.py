@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -159,11 +160,11 @@ def test_the_command_there() -> None:
 
 
 def test_the_command_there_with_a_folder_that_is_sent(
-    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pathlib import Path
-
-    monkeypatch.chdir(str(tmp_path))
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "a.py").touch()
+    monkeypatch.chdir(tmp_path)
     argv = ["train", "jobs/a.py:Job", "--ray-ship", "jobs"]
     words = command_there(argv, job="jobs/a.py:Job", ship=Path("jobs"), run_dir=None)
     assert words[:2] == ["train", "a.py:Job"]
