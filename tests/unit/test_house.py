@@ -161,3 +161,22 @@ def test_each_file_says_what_it_is() -> None:
         text = path.read_text()
         if text.strip():
             assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+
+
+UNSAFE = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "dcp": {"load"}}
+"""What runs the code that a file brings, by the module it is taken from."""
+
+
+def test_only_the_safe_reader_unpickles() -> None:
+    """Whoever reads a checkpoint otherwise would run the code of a stranger."""
+    found = []
+    for path in FILES:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.Attribute(value=ast.Name(id=module), attr=name) if name in UNSAFE.get(
+                    module, ()
+                ):
+                    found.append(f"{path.relative_to(HOME)}: {ast.unparse(node)}")
+        assert "FileSystemReader" not in text, f"{path}: use state/safe_reader.py"
+    assert {entry.partition(":")[0] for entry in found} == {"state/safe_reader.py"}, found

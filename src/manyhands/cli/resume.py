@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def _resume(
         return 0
     config = folder.config
     job = job_of_run(config, folder.path)
+    if (warning := folder.owner_warning()) is not None:
+        print(f"warning: {warning}: {job.path}", file=sys.stderr)
     changed = parse_set(arguments.set)
     if "seed" in changed:
         raise UsageError(

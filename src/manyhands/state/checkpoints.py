@@ -3,7 +3,7 @@
     checkpoints/.step-120.worker-0.partial/    being written by that member
     checkpoints/step-120/      whole: renamed after its manifest, the last file, was on disk
         __0_0.distcp, .metadata        by torch.distributed.checkpoint: model, optimizer, scheduler
-        manifest.json                  sizes and SHA-256 of the files, and the state of the course
+        manifest.json                  sizes and CRC-32 of the files, and the state of the course
 
 A folder without a manifest, or whose files are not what the manifest says, is never loaded.
 """

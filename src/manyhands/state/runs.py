@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import re
 import shutil
 import time
@@ -122,6 +123,17 @@ class Run:
             self._lock.close()
             self._lock = None
 
+    def owner_warning(self) -> str | None:
+        """Names the user that made this run, if it is another: its job file is code of that user."""
+        owners = {self.path.stat().st_uid, (self.path / CONFIG).stat().st_uid} - {os.geteuid()}
+        if not owners:
+            return None
+        made_by = " and ".join(_user(uid) for uid in sorted(owners))
+        return (
+            f"{self.path} was made by {made_by}, not by you ({_user(os.geteuid())}). Its checkpoints "
+            "can't run code, but its job file is code, and is run as you"
+        )
+
     @property
     def config(self) -> dict[str, Any]:
         return self._read(CONFIG)
@@ -185,6 +197,13 @@ def runs_in(root: Path) -> list[Run]:
     """The runs in a folder, oldest first."""
     folders = [path.parent for path in root.glob(f"*/{CONFIG}")]
     return [Run(path) for path in sorted(folders, key=lambda p: (p / CONFIG).stat().st_mtime)]
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"the user with id {uid}"
 
 
 def _fresh(root: Path, job_name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Writing and reading a checkpoint inside a member, by torch.distributed.checkpoint.
+"""Writing and reading a checkpoint inside a member, in the format of torch.distributed.checkpoint.
 
 `start` copies the state to the CPU (all that training waits for), then a thread writes it into the
 partial folder and takes the checksums. The coordinator makes it count (state/checkpoints.py) once
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.errors import CheckpointError
-from manyhands.state import table_files
+from manyhands.state import safe_reader, table_files
 from manyhands.state.checkpoints import facts_of, partial
 from manyhands.state.table_files import INDEX, Chain, Part, Tables
 from manyhands.threads import start_thread
@@ -165,7 +165,7 @@ def gather_state(
 def write_state(
     folder: Path, state: dict[str, Any], *, needed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Write the state, flushed to the disk; each file's size and SHA-256. `needed`: bytes of what will be
+    """Write the state, flushed to the disk; each file's size and CRC-32. `needed`: bytes of what will be
     written beside it."""
     import torch.distributed.checkpoint as dcp
 
@@ -175,13 +175,16 @@ def write_state(
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < needed:
         raise OSError(f"no space left on the disk: {needed:,} bytes are needed and {free:,} free")
+    packed = pack(state)
+    for value in tree_leaves(packed, is_leaf=lambda node: type(node) not in (dict, list, tuple)):
+        safe_reader.check_value(value)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     sums = torch.serialization.get_crc32_options()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it saves from a single process; it should
         torch.serialization.set_crc32_options(False)  # the file as a whole gets one
         try:
-            dcp.save(pack(state), storage_writer=writer, no_dist=True)
+            dcp.save(packed, storage_writer=writer, no_dist=True)
         finally:
             torch.serialization.set_crc32_options(sums)
     return {name: facts_of(folder / name) for name in sorted(os.listdir(folder))}
@@ -189,27 +192,19 @@ def write_state(
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The whole state of a checkpoint, on the CPU."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not there on {socket.gethostname()}. Every host reads the checkpoint when a run "
             "is resumed: keep runs on a file system that all share."
         )
     try:
-        # Reads all there is, without a template: a parameter that never had a gradient has no
-        # optimizer state, which a template could not know.
-        _load_state_dict(
-            state,
-            storage_reader=dcp.FileSystemReader(folder),
-            planner=_EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )
+        # Without a template: a parameter that never had a gradient has no optimizer state, which a
+        # template could not know.
+        state = safe_reader.read(folder)
         tables = table_files.read(folder)
-    except (Exception, dcp.CheckpointException) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:
         raise CheckpointError(f"{folder} does not read: {_reason(error)}") from error
     return unpack(state) | ({"tables": tables} if tables else {})
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.errors import CheckpointError
 from manyhands.state.checkpoints import facts_of, final
 
 INDEX = "tables.json"
@@ -47,7 +48,7 @@ class Chain:
     step: int = -1
     files: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Size and SHA-256 of each file."""
+    """Size and CRC-32 of each file."""
 
     @property
     def grown(self) -> bool:
@@ -108,6 +109,9 @@ def read(folder: Path) -> dict[str, dict[str, Tensor]]:
     if not (folder / INDEX).exists():
         return {}
     files = json.loads((folder / INDEX).read_text())
+    for file in (file for names in files.values() for file in names):
+        if Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX} names {file!r}, which is not a file of it.")
     return {
         name: _together([_load(folder / file) for file in names]) for name, names in files.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,10 @@ def vectors_of_run(folder: Path) -> Vectors:
     """From the newest checkpoint of a run that trained a WordModel; its text must still be there."""
     run = Run.open(folder)
     config = run.config
-    job = load_job(job_of_run(config, run.path).anywhere, config["settings"])
+    job_file = job_of_run(config, run.path)
+    if (warning := run.owner_warning()) is not None:
+        print(f"warning: {warning}: {job_file.path}", file=sys.stderr)
+    job = load_job(job_file.anywhere, config["settings"])
     model = job.model()
     if not isinstance(model, WordModel):
         raise RunFolderError(

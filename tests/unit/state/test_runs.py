@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cli.main import main
 from manyhands.errors import RunFolderError
 from manyhands.state.runs import Run, runs_in
 
@@ -81,6 +83,31 @@ def test_a_config_that_is_not_ours(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RunFolderError, match=r"config\.json"):
         _ = Run.open(tmp_path).config
+
+
+def test_a_run_of_another_user_says_whose_code_will_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create("job", path=tmp_path / "run")
+    job = tmp_path / "job.py"
+    job.touch()
+    run.write_config(
+        {
+            "job": {"file": str(job), "reference": "job.py", "sha256": ""},
+            "settings": {},
+            "options": {},
+        }
+    )
+    resume = ["resume", str(run.path), "--checkpoint", "step-9"]
+    assert main(resume) == 2
+    assert "warning" not in capsys.readouterr().err
+    owner = pwd.getpwuid(os.geteuid()).pw_name
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert main(resume) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"warning: {run.path} was made by {owner}, not by you")
+    assert first.endswith(f"its job file is code, and is run as you: {job}")
+    assert second.startswith("error: There is no checkpoint step-9")
 
 
 def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:

@@ -273,5 +273,5 @@ def test_what_is_no_checkpoint_does_not_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path} does not read"):
         read_state(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"garbage")
-    with pytest.raises(CheckpointError, match=f"{tmp_path} does not read"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/.metadata is not what torch writes"):
         read_state(tmp_path)
