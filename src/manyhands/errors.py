@@ -9,6 +9,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   └── DataError            2   a data set that is absent, truncated or not what it says
 ├── RecordError              1   events.jsonl can't be written any more: the disk is full, or gone
 ├── CheckpointError          1   a checkpoint that can't be written or does not read back
+├── Diverged                65   the loss or the weights are no finite numbers any more
 ├── LinkError                1   a connection between members
 │   ├── LinkClosed           1   the other side is gone
 │   ├── LinkTimeout          1   the other side did not answer in time
@@ -33,6 +34,7 @@ __all__ = [
     "ClusterError",
     "CoordinatorLost",
     "DataError",
+    "Diverged",
     "Interrupted",
     "JobError",
     "LabError",
@@ -88,6 +90,10 @@ class CheckpointError(ManyhandsError):
 
 class DataError(UsageError):
     pass
+
+
+class Diverged(ManyhandsError):
+    exit_code = 65
 
 
 class LinkError(ManyhandsError):

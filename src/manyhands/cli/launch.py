@@ -35,6 +35,7 @@ See docs/guides/slurm.md and docs/guides/kubernetes.md.
 LEAST = {
     "threads": 1,
     "max_restarts": 0,
+    "max_bad_steps": 0,
     "checkpoint_every": 0,
     "keep": 1,
     "scale_reference": 1,

@@ -36,8 +36,8 @@ examples:
   manyhands doctor                                       what works on this machine
   manyhands lab run --hosts 3 -- python train.py         three hosts on this machine
 
-exit codes: 0 done, 2 wrong use, 75 preempted and saved, 130/143 stopped by Ctrl-C/SIGTERM,
-otherwise that of the first member that failed.
+exit codes: 0 done, 2 wrong use, 65 diverged, 75 preempted and saved, 130/143 stopped by
+Ctrl-C/SIGTERM, otherwise that of the first member that failed.
 """
 
 

@@ -15,6 +15,7 @@ from manyhands.cluster.spec import ClusterSpec
 from manyhands.errors import UsageError, closest
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.registry import make_strategy
+from manyhands.train.bad_steps import MAX_BAD_STEPS
 from manyhands.train.chaos import EXAMPLE, Chaos, check, parse_chaos
 from manyhands.train.options import Manner, Options
 from manyhands.train.scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
@@ -97,6 +98,13 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many members that die are replaced (default: 3); 0: go on with fewer. Where nobody is left "
         "who has the weights, all begin again from the last checkpoint, as many times at most",
+    )
+    group.add_argument(
+        "--max-bad-steps",
+        type=int,
+        metavar="N",
+        help=f"end as diverged after N steps in a row without a finite loss (default: {MAX_BAD_STEPS}); "
+        "0: never",
     )
     group.add_argument(
         "--equal-shares",
@@ -190,11 +198,13 @@ def resolve_options(
     every = resolved.get("checkpoint_every", 0, int)
     keep = resolved.get("keep", 3, int)
     restarts = resolved.get("max_restarts", 3, int)
+    bad_steps = resolved.get("max_bad_steps", MAX_BAD_STEPS, int)
     for flag, value, least in (
         ("threads", threads, min(1, share)),
         ("keep", keep, 1),
         ("checkpoint-every", every, 0),
         ("max-restarts", restarts, 0),
+        ("max-bad-steps", bad_steps, 0),
     ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
@@ -210,6 +220,7 @@ def resolve_options(
         keep=keep,
         min_workers=fewest,
         max_restarts=restarts,
+        max_bad_steps=bad_steps,
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         scaling=_scaling(resolved, config, count),
         trust_network=resolved.get("trust_network", False, _yes_or_no),

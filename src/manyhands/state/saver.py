@@ -1,9 +1,9 @@
 """Writing and reading a checkpoint inside a member, in the format of torch.distributed.checkpoint.
 
-`start` copies the state to the CPU (all that training waits for), then a thread writes it into the
-partial folder and takes the checksums. The coordinator makes it count (state/checkpoints.py) once
-every step up to it is on record. Optimizer state is kept by parameter name, not number, so that it
-fits a model that is split another way.
+`start` copies the state to the CPU (all that training waits for), then a thread checks that the weights
+are finite numbers, writes the copy into the partial folder and takes the checksums. The coordinator
+makes it count (state/checkpoints.py) once every step up to it is on record. Optimizer state is kept by
+parameter name, not number, so that it fits a model that is split another way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,13 +52,21 @@ class Stateful(Protocol):
 class Saver:
     """Saves one checkpoint at a time, beside the training."""
 
-    def __init__(self, run: Path, writer: str = "", *, soon: bool = False) -> None:
+    def __init__(
+        self,
+        run: Path,
+        writer: str = "",
+        *,
+        soon: bool = False,
+        infinite: Collection[str] = (),
+    ) -> None:
         """`soon`: it will be asked to save. Others need not load what that takes, which is a quarter of the
-        time in which a worker starts."""
+        time in which a worker starts. `infinite`: parameters that hold infinities on purpose."""
         if soon:
             _load()
         self._run = run
         self._writer = writer
+        self._infinite = set(infinite)
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] | None = None
         self._chain = Chain()
@@ -79,10 +87,12 @@ class Saver:
         if trained.tables is not None and self._run.exists():
             folder = partial(self._run, step, self._writer)
             rows = table_files.begin(folder, self._run, trained.tables, self._chain)
+        trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
+        weights = set(trains) - self._infinite
         stall_s = time.perf_counter() - started
         self._outcome = None
         self._thread = start_thread(
-            *(self._save, step, state, rows, stall_s),
+            *(self._save, step, state, rows, weights, stall_s),
             name="saver",
             on_error=lambda error: self._fail(step, error),
         )
@@ -100,7 +110,14 @@ class Saver:
         self._thread = None
         return self._outcome
 
-    def _save(self, step: int, state: dict[str, Any], rows: Part | None, stall_s: float) -> None:
+    def _save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        rows: Part | None,
+        weights: Collection[str],
+        stall_s: float,
+    ) -> None:
         started = time.perf_counter()
         folder = partial(self._run, step, self._writer)
         try:
@@ -109,6 +126,9 @@ class Saver:
                     f"{self._writer} runs on {socket.gethostname()}, where there is no folder {self._run}; "
                     "keep runs on a file system that all hosts share"
                 )
+            copied = {name: t for name, t in state["model"].items() if name in weights}
+            if bad := not_finite(copied, rows):
+                raise NotFiniteError(bad)
             files = write_state(folder, state, needed=0 if rows is None else _num_bytes(rows.rows))
             if rows is not None:
                 self._chain = rows.write(folder)
@@ -132,6 +152,31 @@ class Saver:
 
     def _fail(self, step: int, error: BaseException) -> None:
         self._outcome = {"step": step, "error": _reason(error)}
+        if isinstance(error, NotFiniteError):
+            self._outcome["not_finite"] = error.names
+
+
+class NotFiniteError(Exception):
+    """A checkpoint would hold weights that are no finite numbers."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = list(names)
+
+
+def not_finite(weights: Mapping[str, torch.Tensor], rows: Part | None = None) -> list[str]:
+    """The names of weights and tables that hold NaN or an infinity. Reads each tensor once."""
+    found = [name for name, weight in weights.items() if not _is_finite(weight)]
+    tables = rows.rows if rows is not None else {}
+    return found + [name for name, table in tables.items() if not _is_finite(table["rows"])]
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
+        return True
+    numbers = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
+    low, high = torch.aminmax(numbers.detach())  # NaN goes through
+    return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
 def _load() -> None:

@@ -32,6 +32,7 @@ from manyhands.cluster.coordinator import (
 from manyhands.cluster.launchers import cores
 from manyhands.errors import (
     CheckpointError,
+    Diverged,
     Interrupted,
     ManyhandsError,
     MemberFailed,
@@ -41,6 +42,7 @@ from manyhands.errors import (
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.threads import describe
+from manyhands.train.bad_steps import BadSteps
 from manyhands.train.brakes import Brakes
 from manyhands.train.course import Course
 from manyhands.train.crew import Crew
@@ -108,6 +110,9 @@ class Conductor:
         elif options.chaos is not None and not options.rehearse:
             self.injector = Injector(options.chaos, coordinator, self.crew, stream)
         self.course: Course | None = None
+        self.bad_steps = BadSteps(options.max_bad_steps)
+        self.would_repeat = False
+        """It was ended by the job's own code, which would do the same again."""
         self._brakes: Brakes | None = None
         self._handout: Handout | None = None
         self._versions = dict(versions or {})
@@ -151,10 +156,20 @@ class Conductor:
             self._until(lambda: self._rehearsed == everybody, "step_s", "rehearsing")
             handout.finish("checked")
         self._until(self._all_left, "step_s", "training", wake=self._go_on)
+        assert handout.finishing is not None
+        if handout.finishing not in ("interrupted", "preempted"):
+            self._check_finite()
         if self.shelf.error:
             raise CheckpointError(self.shelf.error)
-        assert handout.finishing is not None
         return handout.finishing
+
+    def _check_finite(self) -> None:
+        """All is trained, or it was no use to go on: raise if no finite weights came of it."""
+        if self.bad_steps.too_many:
+            raise Diverged(f"The run has diverged: {self.bad_steps}.")
+        if (step := self.shelf.not_finite) is not None:
+            row = f": {self.bad_steps}" if self.bad_steps.count else ""
+            raise Diverged(f"The run has diverged: the weights of step {step} are not finite{row}.")
 
     def _announce_start(self) -> None:
         options = self.options
@@ -379,12 +394,17 @@ class Conductor:
     def _commit_steps(self) -> None:
         assert self.course is not None
         for step in self.handout.committed():
+            self.bad_steps.add(step.plan.step, step.loss, weight=step.weight)
             if self.tally.add(step):
+                limit = self.options.max_bad_steps
+                until = f" until {limit} steps in a row have no finite loss" if limit else ""
                 self._notice(
                     f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
-                    "rate, warm-up or clip_norm may help; training goes on"
+                    f"rate, warm-up or clip_norm may help; training goes on{until}"
                 )
             self.stream.emit(committed_event(step, lockstep=self.options.manner.lockstep))
+        if self.bad_steps.too_many:
+            self.course.stop("diverged", save=False)
         self.shelf.settle(self.course)
         for worker, times in self.handout.pace.news(self.handout.workers):
             self._notice(f"{worker} computes {times:.1f} times slower than the median")
@@ -482,6 +502,7 @@ class Conductor:
         if failure.by_chance and begun and self._signal is None and self.crew.may_begin_again:
             self.crew.lose_all(failure.member, failure.reason)
             raise WeightsLost(words, exit_code=failure.exit_code)
+        self.would_repeat = not failure.by_chance
         self.stream.emit(
             events.MemberFailed(
                 member=failure.member,

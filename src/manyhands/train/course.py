@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,8 @@ class Course:
             self.best = Best()  # what was best is now the worst
         if self.best.metrics is not None:
             self.best.metrics = _numbers(self.best.metrics)
+        self._better_before: list[Best] = []
+        """Those that were the best before, oldest first."""
         self.last_metrics = _numbers(state.get("last_metrics", {}))
         _check_samples(syllabus, state)
         self._leases = Leases(
@@ -168,6 +170,7 @@ class Course:
         self._saved = self.step if state else -1
         self._owed = False
         self._stop: str | None = None
+        self._saves_last = syllabus.checkpoints
         if self.epoch >= syllabus.epochs:
             self._stop = "finished"
 
@@ -265,13 +268,23 @@ class Course:
                 self._next_epoch()
                 self._stop = self._stop or "early-stopped"
             return False
+        if self.best.metrics is not None:
+            self._better_before.append(self.best)
         self.best = Best(metrics=dict(metrics), step=self.step)
         return True
 
-    def stop(self, reason: str) -> None:
-        """End at the next step boundary, with a checkpoint."""
+    def keep_best(self, saved: Collection[int]) -> None:
+        """The best is the best of these steps: no other has a checkpoint, or will have one."""
+        while self.best.metrics is not None and self.best.step not in saved:
+            waited = self.best.waited + 1
+            before = self._better_before.pop() if self._better_before else Best()
+            self.best = dataclasses.replace(before, waited=before.waited + waited)
+
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """End at the next step boundary, with a checkpoint unless there is nothing worth saving."""
         self._stop = self._stop or reason
         self._awaiting = False
+        self._saves_last &= save
 
     @property
     def awaiting(self) -> bool:
@@ -390,7 +403,7 @@ class Course:
             self._stop = self._stop or "finished"
 
     def _due_at_the_end(self) -> bool:
-        return self.syllabus.checkpoints and self._saved != self.step
+        return self._saves_last and self._saved != self.step
 
     def _checkpoint(self) -> Checkpoint | Wait:
         if self._open and self._rates.counts_losses:

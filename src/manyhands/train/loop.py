@@ -34,7 +34,7 @@ from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import JobError, ViewChanging
 from manyhands.job import Job, load_job
 from manyhands.state.files import jsonable
-from manyhands.state.saver import Saver, load_state
+from manyhands.state.saver import Saver, load_state, not_finite
 from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
@@ -112,7 +112,12 @@ class Worker:
             with member.phase("loading the checkpoint"):
                 load_state(task["checkpoint"], trainee, learner)
             self._check_schedule(syllabus.num_steps)
-        self.saver = Saver(Path(task["run"]), member.name, soon=bool(task.get("saves")))
+        self.saver = Saver(
+            Path(task["run"]),
+            member.name,
+            soon=bool(task.get("saves")),
+            infinite=not_finite(dict(trainee.model.named_parameters())),
+        )
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
         self._catching_up = False

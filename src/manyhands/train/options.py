@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.train.bad_steps import MAX_BAD_STEPS
 from manyhands.train.chaos import Chaos
 from manyhands.train.scaling import FIXED, Scaling
 
@@ -53,6 +54,8 @@ class Options:
     """With fewer, and nobody to take their place, training does not go on."""
     max_restarts: int = 3
     """How many members that died are replaced; and how often all begin again, where nobody can go on."""
+    max_bad_steps: int = MAX_BAD_STEPS
+    """After so many steps in a row without a finite loss the run ends as diverged; 0: never."""
     equal_shares: bool = False
     """Every worker has as much of a batch, also where one computes faster than another."""
     scaling: Scaling = FIXED

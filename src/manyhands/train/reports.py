@@ -92,6 +92,8 @@ class Committed:
     wait_s: float | None
     bytes_sent: int
     num_parts: int = 0
+    weight: float = 1.0
+    """What its samples count together. A step that weighs nothing has no loss."""
     left_out: tuple[Range, ...] = ()
     """Samples of the plan that are not in the weights."""
     staleness: tuple[int, ...] = ()
@@ -236,6 +238,7 @@ class Gathering:
             wait_s=_mean([row.wait_s for row in rows]),
             bytes_sent=sum(row.bytes_sent for row in rows) + sum(p.wasted_bytes for p in parts),
             num_parts=len(parts),
+            weight=weight,
             left_out=tuple(left_out.to_list()),
             staleness=tuple(row.staleness for row in rows),
         )

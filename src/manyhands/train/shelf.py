@@ -1,13 +1,14 @@
 """The coordinator's side of checkpoints: a written one counts once every step up to it is on record.
 
 A checkpoint that can't be written is told and forgotten; training goes on, and nothing already saved
-is touched. Only when the last one fails does the run. One whose writer dies is void.
+is touched. Only when the last one fails does the run. One whose writer dies is void. One whose weights
+are not finite is not written at all.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,9 @@ class Shelf:
         """Relative to the run folder."""
         self.error = ""
         """What was wrong with the last attempt."""
+        self.not_finite: int | None = None
+        """The step of the last attempt, if its weights were not finite."""
+        self._told_not_finite = False
 
     @property
     def unstarted(self) -> bool:
@@ -84,6 +88,9 @@ class Shelf:
         """Make those count whose every step is committed."""
         for step in [s for s in self._written if s <= course.committed_step]:
             report, expected = self._written.pop(step), self._expected.pop(step)
+            if "not_finite" in report:
+                self._pass_over(step, report["not_finite"], course)
+                continue
             try:
                 self._commit(expected, report)
             except CheckpointError as error:
@@ -95,6 +102,18 @@ class Shelf:
             there = {*checkpoints.steps(self._run.path), *self._lost}
             if best is None or best in there:  # else it is on its way
                 checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
+
+    def _pass_over(self, step: int, names: Sequence[str], course: Course) -> None:
+        """The weights of this checkpoint are not finite: it counts neither as the last nor as the best."""
+        self.not_finite = step
+        if course.best.step == step:
+            course.keep_best(checkpoints.steps(self._run.path))
+        if not self._told_not_finite:
+            self._told_not_finite = True
+            where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
+            last = f"The last good one is {self.newest}" if self.newest else "There is no good one"
+            what = f"The weights of step {step} are not finite ({where}): no checkpoint of them is saved"
+            self._stream.emit(events.Noticed(message=f"{what}. {last}"))
 
     def _commit(self, expected: Expected, report: Mapping[str, Any]) -> None:
         order = expected.order
@@ -109,7 +128,7 @@ class Shelf:
             workers=expected.workers,
             writer=expected.writer,
         )
-        self.error = ""
+        self.error, self.not_finite = "", None
         self.newest = f"checkpoints/{path.name}"
         self._stream.emit(
             events.CheckpointSaved(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,14 @@ from manyhands.cluster.launchers import Launcher, LocalLauncher
 from manyhands.cluster.machine import versions
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import SERVER, WORKER
-from manyhands.errors import Interrupted, ManyhandsError, RecordError, UsageError, WeightsLost
+from manyhands.errors import (
+    Diverged,
+    Interrupted,
+    ManyhandsError,
+    RecordError,
+    UsageError,
+    WeightsLost,
+)
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import EVENTS, Run
@@ -124,6 +131,8 @@ def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
         code = EXIT_CODES[outcome]
     except Interrupted as caught:
         error, outcome, code = caught, "interrupted", caught.exit_code
+    except Diverged as caught:
+        error, outcome, code = caught, "diverged", caught.exit_code
     except RecordError:
         raise  # there is nowhere to write how it ended
     except ManyhandsError as caught:
@@ -150,11 +159,38 @@ def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
         run.write_summary(summary)
     except OSError as caught:
         raise RecordError(f"{run.path} can't be written: {caught}") from caught
-    command = None if done else f"manyhands resume {shlex.quote(str(run.path))}"
-    if command and (place := conductor.coordinator.launcher.again):
-        command += f" {place}"  # without it, all members would be on this machine
-    conductor.stream.emit(RunFinished(outcome=outcome, summary=summary, resume_command=command))
+    advice, command = ("", None) if done else _what_next(lives, outcome)
+    conductor.stream.emit(
+        RunFinished(outcome=outcome, summary=summary, resume_command=command, advice=advice)
+    )
     return code
+
+
+def _what_next(lives: Sequence[Conductor], outcome: str) -> tuple[str, str | None]:
+    """What to do after a run that did not come to its end, and what to type to go on."""
+    conductor = lives[-1]
+    command = f"manyhands resume {shlex.quote(str(conductor.run.path))}"
+    if place := conductor.coordinator.launcher.again:
+        command += f" {place}"  # without it, all members would be on this machine
+    saved, job = conductor.shelf.newest, conductor.options.job
+    if outcome == "diverged":
+        if not saved:
+            return (
+                "Nothing good was saved. Train again with a lower learning rate, warm-up or clip_norm.",
+                None,
+            )
+        lr = conductor.crew.facts["fields"].get("lr")
+        if isinstance(lr, float):
+            return "A lower learning rate may help.", f"{command} --set lr={lr / 10:g}"
+        return "It would diverge again. Lower the learning rate of the job first.", command
+    if conductor.would_repeat and not any(life.tally.samples for life in lives):
+        if not saved:
+            return (
+                f"Nothing was trained, and it would fail again. Correct {job}, then train again.",
+                None,
+            )
+        return f"It would fail again. Correct {job} first.", command
+    return "", command
 
 
 def _outlive(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> str:

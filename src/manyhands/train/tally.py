@@ -52,7 +52,8 @@ class Tally:
             for value in step.staleness:
                 self.staleness.add(value)
         self._last_commit = time.monotonic()
-        was_finite, self._finite = self._finite, self._finite and math.isfinite(step.loss)
+        finite = math.isfinite(step.loss) or not step.weight
+        was_finite, self._finite = self._finite, self._finite and finite
         return was_finite and not self._finite
 
     def summary(

@@ -47,7 +47,12 @@ LABEL_CELLS = 12
 
 # Styles as rich names them; only the terminal shows them.
 GOOD, BAD, WARN, STRONG = "green", "bold red", "yellow", "bold"
-OUTCOME_STYLES = {"finished": "bold green", "early-stopped": "bold green", "failed": BAD}
+OUTCOME_STYLES = {
+    "finished": "bold green",
+    "early-stopped": "bold green",
+    "failed": BAD,
+    "diverged": BAD,
+}
 
 
 class Console(Sink):
@@ -112,7 +117,7 @@ class Console(Sink):
 
     def _finish(self, event: RunFinished) -> None:
         error = event.summary.get("error")
-        if event.outcome == "failed" and self.picture.failure is None and error:
+        if event.outcome in ("failed", "diverged") and self.picture.failure is None and error:
             self.failure(text.Failure(text.clean(str(error)), (), ""))
         run = self.picture.started.run if self.picture.started else None
         style = OUTCOME_STYLES.get(event.outcome, "bold yellow")
@@ -122,8 +127,11 @@ class Console(Sink):
         self.line()
         self.line((text.outcome(event), style))
         self.rows(text.summary_rows(event, run))
-        if event.resume_command is not None:
+        if event.advice or event.resume_command is not None:
             self.line()
+        if event.advice:
+            self.line(text.clean(event.advice))
+        if event.resume_command is not None:
             self.line("go on with:  ", (text.clean(event.resume_command), STRONG))
 
     @property

@@ -243,11 +243,13 @@ class MemberExited(Event):
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
     outcome: str
-    """"finished", "early-stopped", "interrupted", "preempted", "failed"."""
+    """"finished", "early-stopped", "interrupted", "preempted", "diverged", "failed"."""
     summary: Mapping[str, Any]
     """As in summary.json."""
     resume_command: str | None
     """What to type to go on, or None if there is nothing left to do."""
+    advice: str = ""
+    """What to do before, if it would only end in the same way again."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {

@@ -309,6 +309,7 @@ _OUTCOMES = {
     "early-stopped": "stopped early after",
     "interrupted": "interrupted after",
     "preempted": "preempted after",
+    "diverged": "diverged after",
     "failed": "failed after",
 }
 
@@ -371,6 +372,8 @@ def summary_tail(event: RunFinished, run: str | None) -> str:
         parts.append(clean(_figures(event.summary["final_metrics"])))
     if run:
         parts.append(clean(run))
+    if event.advice:
+        parts.append(clean(event.advice).rstrip("."))
     if event.resume_command is not None:
         parts.append(f"go on with:  {clean(event.resume_command)}")
     return "; ".join(parts)

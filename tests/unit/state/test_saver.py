@@ -228,6 +228,46 @@ def test_what_can_not_be_written_is_told_and_cleared_away(
         assert not partial(run, 8).exists()
 
 
+def saved(run: Path, trained: Trained, **options: Any) -> dict[str, Any]:
+    saving = Saver(run, **options)
+    saving.start(8, trained, Learner())
+    saving.finish()
+    outcome = saving.outcome()
+    assert outcome is not None
+    return outcome
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, bad: float) -> None:
+    trained = build()
+    with torch.no_grad():
+        trained.model.get_parameter("first.weight")[2, 1] = bad
+    assert saved(tmp_path, trained)["not_finite"] == ["first.weight"]
+    assert not partial(tmp_path, 8).exists()
+
+
+def test_infinities_on_purpose_are_no_harm(tmp_path: Path) -> None:
+    """As masks are: buffers, parameters that are not trained, and those that had them from the start."""
+    trained = build()
+    trained.model.register_buffer("mask", torch.full((2,), -torch.inf))
+    frozen = nn.Parameter(torch.full((2,), torch.inf), requires_grad=False)
+    trained.model.register_parameter("frozen", frozen)
+    with torch.no_grad():
+        trained.model.get_parameter("unused").fill_(-torch.inf)
+    parameters = dict(trained.model.named_parameters())
+    given = saver.not_finite(parameters)
+    assert given == ["unused", "frozen"]
+    assert "error" not in saved(tmp_path, trained, infinite=given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_kind_of_number_is_looked_at(dtype: torch.dtype) -> None:
+    weights = {"empty": torch.zeros(0, dtype=dtype), "good": torch.ones(3, dtype=dtype)}
+    assert saver.not_finite({**weights, "whole": torch.ones(3, dtype=torch.int64)}) == []
+    weights["bad"] = weights["good"] / 0
+    assert saver.not_finite(weights) == ["bad"]
+
+
 def wider(net: Trained) -> Trained:
     model = Net(width=6)
     return Trained(model, OPTIMIZERS["momentum"](model))

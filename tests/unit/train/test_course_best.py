@@ -10,7 +10,7 @@ from course_driver import assert_once_an_epoch, drive, finish, through_json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.train.course import Best, Checkpoint, Course, Evaluate, Syllabus
+from manyhands.train.course import Best, Checkpoint, Course, Evaluate, Stop, Syllabus
 from manyhands.train.monitor import Monitor
 
 
@@ -113,3 +113,22 @@ def test_what_was_best_counts_only_in_its_own_direction() -> None:
         kept = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
         turned = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
         assert (kept.best.step, turned.best) == (1, Best())
+
+
+def test_the_best_is_one_that_is_saved() -> None:
+    course, _ = finish([3.0, 2.0, 1.0, 1.5], monitor="loss", patience=None)
+    assert course.best.step == 3
+    course.keep_best([1, 2, 3, 4])
+    assert course.best.step == 3
+    course.keep_best([1, 2, 4])
+    assert course.best == Best({"loss": 2.0, "other": 0.5}, step=2, waited=2)
+    course.keep_best([4])
+    assert course.best == Best(waited=4)
+
+
+def test_a_course_that_stops_with_nothing_worth_saving_asks_for_no_checkpoint() -> None:
+    course = Course(Syllabus(6, 2, 5))
+    steps = course.next(2)
+    course.stop("diverged", save=False)
+    assert [plan.step for plan in steps.plans] == [1, 2]
+    assert course.next(2) == Stop("diverged")

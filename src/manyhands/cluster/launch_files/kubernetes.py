@@ -259,9 +259,10 @@ exec manyhands train {shlex.quote(self.job)} --on {place} --run-dir "$RUN"{flags
             "podFailurePolicy": {
                 "rules": [
                     {
-                        "#": "2: wrong use, such as a flag that does not exist. Another start won't help.",
+                        "#": "2: wrong use, such as a flag that does not exist. 65: the training has "
+                        "diverged. Another start won't help.",
                         "action": "FailJob",
-                        "onExitCodes": _codes(2),
+                        "onExitCodes": _codes(2, 65),
                     },
                     {
                         "#": "75: asked to go, and saved. 143: asked to go before there was anything to "

@@ -190,6 +190,7 @@ done"""
 if [ "$RUN/summary.json" -nt "$RUN.started" ]; then
     case "$(sed -n 's/.*"outcome": "\\([a-z-]*\\)".*/\\1/p' "$RUN/summary.json")" in
         preempted) code=75 ;;
+        diverged) code=65 ;;
         finished | early-stopped) code=0 ;;
     esac
 fi

@@ -134,7 +134,7 @@ def test_a_preempted_pod_goes_on_and_a_mistake_does_not(kind: str) -> None:
         for rule in rules
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
-    assert codes == {2: "FailJob", 75: "Ignore", 143: "Ignore"}
+    assert codes == {2: "FailJob", 65: "FailJob", 75: "Ignore", 143: "Ignore"}
     assert rules[2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
 
 
