@@ -200,9 +200,12 @@ def test_an_exception_in_a_job_is_shown_with_its_log(tmp_path: Path) -> None:
     assert done.code == 1
     (failed,) = done.of("MemberFailed")
     assert "ValueError: the loss exploded" in done.err
-    assert 'job.py", line 6, in loss' in done.err
-    assert failed["log"] in done.err
-    assert "the loss exploded" in Path(failed["log"]).read_text()
+    first, *_ = done.err.partition("Traceback (most recent call last):\n")[2].splitlines()
+    assert first.endswith('job.py", line 6, in loss'), "it begins at the user's line"
+    assert f"{failed['log']} (with the whole traceback)" in done.err
+    log = Path(failed["log"]).read_text()
+    assert "the loss exploded" in log
+    assert "manyhands/train/loop.py" in log
 
 
 def test_a_jobs_own_exit_code_is_handed_on(tmp_path: Path) -> None:

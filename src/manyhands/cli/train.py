@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cli.lead import Lead
@@ -18,13 +19,14 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
-from manyhands.errors import UsageError
+from manyhands.errors import MemberFailed, UsageError
 from manyhands.job import JobFile, find_job
 from manyhands.state.runs import Run
 from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train
-from manyhands.watch import make_console
+from manyhands.watch import Sink, events, make_console
+from manyhands.watch.events import Event
 from manyhands.watch.text import direction
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
@@ -115,17 +117,40 @@ def _train(
         raise
 
 
+class _Failures(Sink):
+    """Shows where a member failed. Its log is gone when that is read."""
+
+    def __init__(self) -> None:
+        self._console = make_console(quiet=True)
+        self.shown = False
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, events.MemberFailed):
+            self._console.handle(replace(event, log=""))
+            self.shown = True
+
+    def close(self) -> None:
+        pass
+
+
 def _check(options: Options, lead: Lead) -> int:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        conductor = rehearse(
-            options,
-            Path(folder) / "run",
-            control=lead.control,
-            launcher=lead.launcher,
-            authority=lead.authority,
-            timeouts=lead.timeouts,
-        )
+    failures = _Failures()
+    try:
+        with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+            conductor = rehearse(
+                options,
+                Path(folder) / "run",
+                control=lead.control,
+                launcher=lead.launcher,
+                authority=lead.authority,
+                timeouts=lead.timeouts,
+                sinks=[failures],
+            )
+    except MemberFailed as error:
+        if not failures.shown:
+            raise
+        return error.exit_code
     facts = conductor.crew.facts
     assert conductor.course is not None
     print(

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster import tracebacks
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import (
@@ -40,6 +41,7 @@ from manyhands.errors import (
     ViewChanging,
     WeightsLost,
 )
+from manyhands.job import find_job
 from manyhands.threads import start_thread
 from manyhands.wire import Credentials, Link, connect
 
@@ -175,7 +177,7 @@ class Member:
                 "failed",
                 reason=(str(error) if known else f"{type(error).__name__}: {error}")[:4000],
                 # What manyhands itself reports is written for people; the log has the rest.
-                traceback="" if known else trace[-20_000:],
+                traceback="" if known else self._shown(error)[-20_000:],
                 usage=usage,
                 consequence=isinstance(error, PeerLost),
                 weights_lost=isinstance(error, WeightsLost),
@@ -188,6 +190,14 @@ class Member:
     def fail_and_end(self, error: BaseException) -> None:
         """A thread that this process depends on has failed: tell the coordinator, and end at once."""
         end_now(self.fail(error))
+
+    def _shown(self, error: BaseException) -> str:
+        """The traceback from the job's own code on."""
+        try:
+            job = find_job(self.assignment["job"]).path
+        except (ManyhandsError, KeyError):
+            job = None
+        return tracebacks.shown(error, job)
 
     def leave(self) -> None:
         """All done: the coordinator may close the link now."""

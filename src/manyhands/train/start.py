@@ -26,7 +26,7 @@ from manyhands.state.runs import EVENTS, Run
 from manyhands.threads import on_process_failure
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options
-from manyhands.watch import Console, JsonlSink, Queued, Stream, TensorBoardSink
+from manyhands.watch import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
 from manyhands.watch.events import Noticed, RunFinished
 from manyhands.wire import Authority
 
@@ -209,6 +209,7 @@ def rehearse(
     launcher: Launcher | None = None,
     authority: Authority | None = None,
     timeouts: Timeouts | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Conductor:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
     run = Run.create("check", path=folder)
@@ -224,7 +225,7 @@ def rehearse(
         on_signals(coordinator)
         on_process_failure(coordinator.broke)
         conductor = Conductor(
-            coordinator, replace(options, rehearse=True), run, Stream(), entries=PROGRAMS
+            coordinator, replace(options, rehearse=True), run, Stream(sinks), entries=PROGRAMS
         )
         conductor.conduct()
     return conductor

@@ -36,7 +36,8 @@ from manyhands.watch.units import clean, count, duration, figure, plural, short,
 Rows = list[tuple[str, str]]
 """Label and value."""
 
-TRACEBACK_LINES = 30
+TRACEBACK_LINES = (12, 18)
+"""How many are shown of its begin and of its end."""
 HOSTS_WITHIN_S = 1.0
 """On one machine members are started sooner than this."""
 SMOOTHING_STEPS = 50
@@ -297,11 +298,14 @@ class Failure:
 
 def failure(event: MemberFailed) -> Failure:
     lines = clean(event.traceback).rstrip().splitlines()
-    if len(lines) > TRACEBACK_LINES:
-        left_out = len(lines) - TRACEBACK_LINES
-        lines = [f"... {plural(left_out, 'line')} above, in the log", *lines[-TRACEBACK_LINES:]]
+    if len(lines) > sum(TRACEBACK_LINES):
+        # It begins at the user's own line and ends with what is wrong: the middle is in the log.
+        first, last = TRACEBACK_LINES
+        left_out = f"  ... {plural(len(lines) - first - last, 'line')} more, in the log"
+        lines = [*lines[:first], left_out, *lines[-last:]]
     head = f"{event.member} failed: {event.reason}"
-    return Failure(clean(head), tuple(lines), clean(event.log))
+    log = f"{event.log} (with the whole traceback)" if lines and event.log else event.log
+    return Failure(clean(head), tuple(lines), clean(log))
 
 
 _OUTCOMES = {

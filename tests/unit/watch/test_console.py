@@ -135,7 +135,7 @@ def test_a_failure_names_the_first_member_its_traceback_and_its_log(
         "    Traceback (most recent call last):\n"
         '      File "job.py", line 3\n'
         "    ValueError: no\n"
-        "  log: runs/a b/logs/worker-1.log\n"
+        "  log: runs/a b/logs/worker-1.log (with the whole traceback)\n"
     )
     assert "failed after 1 m 12 s\n" in written(plain.out)
     assert written(plain.out).endswith(f"go on with:  {RESUME}\n")

@@ -98,12 +98,14 @@ def test_going_back_forgets_what_is_void(
     assert len(picture.recent) == 0
 
 
-def test_a_long_traceback_keeps_its_end() -> None:
+def test_a_long_traceback_keeps_its_begin_and_its_end() -> None:
     traceback = "\n".join(f"line {number}" for number in range(100))
     failed = ev.MemberFailed(member="w", reason="r", traceback=traceback, log="l")
-    lines = text.failure(failed).traceback
-    assert lines[0] == "... 70 lines above, in the log"
-    assert lines[1:] == tuple(f"line {number}" for number in range(70, 100))
+    shown = text.failure(failed)
+    assert shown.traceback[:12] == tuple(f"line {number}" for number in range(12))
+    assert shown.traceback[12] == "  ... 70 lines more, in the log"
+    assert shown.traceback[13:] == tuple(f"line {number}" for number in range(82, 100))
+    assert shown.log == "l (with the whole traceback)"
 
 
 def test_a_summary_of_nothing_is_short() -> None:
