@@ -65,8 +65,11 @@ class Job:
         """The model, built anew. The seed is set before this is called."""
         raise NotImplementedError
 
-    def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """A torch optimizer over `params`."""
+    def optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """A torch optimizer over all parameters that can be trained.
+
+        Write it as `optimizer(self, params)`, or as `optimizer(self, params, model)` for groups by name.
+        """
         raise NotImplementedError
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:

@@ -67,7 +67,11 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
         (equals_single,),
     ),
     (
-        Case("ps:sync(transport=tcp)", workers=3, fields={**WIDE, "optim": "adamw", "lr": 1e-5}),
+        Case(
+            "ps:sync(transport=tcp)",
+            workers=3,
+            fields={**WIDE, "optim": "adamw", "lr": 1e-5, "grouped": True},
+        ),
         (equals_single, survives_a_kill, counts_every_sample_once),
     ),
     (
@@ -78,7 +82,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
         Case(
             "ps:sync(placement=dedicated,servers=4,replicas=0)",
             workers=2,
-            fields={**WIDE, "optim": "adam", "lr": 1e-5},
+            fields={**WIDE, "optim": "adam", "lr": 1e-5, "grouped": True},
         ),
         (equals_single,),
     ),

@@ -116,6 +116,23 @@ def test_a_strategy_that_needs_a_coordinator_is_refused() -> None:
         raise AssertionError("it should not have joined")
 
 
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    import torch
+    from torch import nn
+
+    from manyhands.errors import UsageError
+    from manyhands.strategies.join import join
+
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    with join("single", device="cpu") as hands:
+        with pytest.raises(
+            UsageError, match=r"2 parameters of shape \(2, 4\), \(2,\) that the model"
+        ):
+            hands.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
+        with pytest.warns(UserWarning, match=r"leaves out 1 parameter of the model \(bias\)"):
+            hands.prepare(model, torch.optim.SGD([model.weight], lr=0.1))
+
+
 def test_servers_are_not_for_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.errors import ClusterError
     from manyhands.strategies.join import join

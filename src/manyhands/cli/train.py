@@ -26,6 +26,7 @@ from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train
 from manyhands.watch import Sink, events, make_console
+from manyhands.watch.console import LABEL_CELLS
 from manyhands.watch.events import Event
 from manyhands.watch.text import direction
 
@@ -160,6 +161,7 @@ def _check(options: Options, lead: Lead) -> int:
         f"{options.workers} x {facts['device']}."
     )
     syllabus = conductor.course.syllabus
-    if syllabus.has_eval:
-        print(f"  best        {direction(str(syllabus.monitor))}")
+    best = [("best", direction(str(syllabus.monitor)))] if syllabus.has_eval else []
+    for label, value in [*facts["optimizer"], *best]:
+        print(f"  {label:<{LABEL_CELLS}}{value}")
     return 0

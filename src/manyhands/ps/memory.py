@@ -109,10 +109,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, in the optimizer's order."""
+    """The parameters that are trained, by name, in the optimizer's order. Not those that are frozen: a
+    server would let weight decay change them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
-    return {names.get(id(p), f"#{number}"): p for number, p in enumerate(listed)}
+    return {names[id(p)]: p for p in listed if p.requires_grad}
 
 
 def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Layout:

@@ -60,7 +60,7 @@ class BlockOptimizer:
                 **{
                     key: value
                     for key, value in group.items()
-                    if key not in ("params", "initial_lr")
+                    if key not in ("params", "param_names", "initial_lr")
                 },
                 "params": [self._parameters[n] for n, (g, _) in blocks.items() if g == index],
             }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.feed import Feed, Portion, Share
 from manyhands.train.leases import Leases, shares, split
+from manyhands.train.param_groups import foreign_parameters, listed, untrained_parameters
 from manyhands.train.seeds import seed_compute
 from manyhands.train.step import StepReport
 from manyhands.train.trainee import Loss, Trainee, find_tables, to_device
@@ -72,6 +74,17 @@ class Hands:
         clip_norm: float | None = None,
     ) -> tuple[nn.Module, Optimizer]:
         """Hand over what is trained. Every worker starts from the weights of rank 0."""
+        if foreign := foreign_parameters(model, optimizer):
+            raise UsageError(
+                f"prepare(model, optimizer): the optimizer has {foreign}, which would train nothing. Build "
+                "it from the same model:  torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+        if left_out := untrained_parameters(model, optimizer):
+            # Not refused: a loop of one's own may have another optimizer for them.
+            warnings.warn(
+                f"the optimizer leaves out {listed(left_out)}; hands.step() does not change them",
+                stacklevel=2,
+            )
         self._trainee = Trainee(
             model=model.to(self.device),
             optimizer=optimizer,

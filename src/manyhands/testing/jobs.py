@@ -40,6 +40,8 @@ class Regression(Job):
     """From 20000 on, parameter servers have ten blocks to spread, and more."""
     optim: str = "momentum"
     """One of OPTIMIZERS."""
+    grouped: bool = False
+    """Biases are a group of their own: another learning rate, and no weight decay."""
     anneal: bool = True
     """The learning rate falls along a cosine."""
     pause_s: float = 0.0
@@ -48,7 +50,14 @@ class Regression(Job):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, 2))
 
-    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+    def optimizer(self, params: Any, model: nn.Module) -> torch.optim.Optimizer:
+        if self.grouped:
+            named = dict(model.named_parameters())
+            biases = {"lr": 3 * self.lr, "weight_decay": 0.0}
+            params = [
+                {"params": [p for name, p in named.items() if "bias" in name], **biases},
+                {"params": [p for name, p in named.items() if "bias" not in name]},
+            ]
         return OPTIMIZERS[self.optim](params, lr=self.lr)
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
@@ -73,9 +82,10 @@ class Regression(Job):
 
 @dataclass
 class Adam(Regression):
-    """The same with Adam."""
+    """The same with Adam, and two groups of parameters."""
 
     lr: float = 0.01
+    grouped: bool = True
     optim: str = "adamw"
 
 

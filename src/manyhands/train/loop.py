@@ -38,6 +38,7 @@ from manyhands.state.saver import Saver, load_state, not_finite
 from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
+from manyhands.train.param_groups import describe_optimizer
 from manyhands.train.seeds import seed_compute, seed_loading
 from manyhands.train.step import DeviceTime, StepReport, rehearse
 from manyhands.train.trainee import Trainee
@@ -138,6 +139,7 @@ class Worker:
             train_samples=len(self.data),
             eval_samples=0 if self.eval_data is None else len(self.eval_data),
             unit=self.job.unit(),
+            optimizer=describe_optimizer(model, self.trainee.optimizer),
             tables={name: t.describe() for name, t in self.trainee.tables.specs.items()}
             if self.trainee.tables is not None
             else {},

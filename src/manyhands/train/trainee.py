@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.tables.modules import tables_of
+from manyhands.train.param_groups import ANCHOR, build_optimizer, check_optimizer
 
 if TYPE_CHECKING:
     from manyhands.tables.held import Tables
@@ -60,9 +61,10 @@ class Trainee:
                 raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
             add_anchor(model)
         model = model.to(device)
-        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        optimizer = build_optimizer(job, model)
         if not isinstance(optimizer, Optimizer):
             raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
+        check_optimizer(job, model, optimizer)
         scheduler = job.schedule(optimizer, num_steps)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise JobError(
@@ -103,9 +105,8 @@ class Trainee:
         if scheduler is not None and self.scheduler is not None:
             scheduler.load_state_dict(self.scheduler.state_dict())
         for theirs, ours in zip(other.param_groups, self.optimizer.param_groups, strict=True):
-            theirs.update(
-                {k: v for k, v in ours.items() if k not in ("params", "fused", "foreach")}
-            )
+            own = ("params", "param_names", "fused", "foreach")
+            theirs.update({k: v for k, v in ours.items() if k not in own})
         return scheduler
 
     def update(self) -> None:
@@ -132,9 +133,6 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-ANCHOR = "manyhands_anchor"
 
 
 def find_tables(model: nn.Module, *, seed: int) -> Tables | None:

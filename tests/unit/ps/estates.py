@@ -46,6 +46,14 @@ EVERY_KIND: dict[str, Make] = {
     "adadelta": lambda p: torch.optim.Adadelta(p),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "named": lambda p: torch.optim.SGD(
+        [
+            {"params": [("a", p[0]), ("b", p[1])], "lr": 0.2},
+            {"params": list(zip("cdef", p[2:], strict=True))},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    ),
 }
 """What is remembered differs: nothing, scalars, numbers of each element, and all of it."""
 

@@ -105,6 +105,15 @@ def test_a_layout_depends_on_the_model_and_its_optimizer_alone() -> None:
     assert [small.shape_of(block) for block in small.blocks] == [(b.numel,) for b in small.blocks]
 
 
+def test_what_is_frozen_is_not_served() -> None:
+    """Else a server's weight decay would change it."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    assert list(pieces_of(model, optimizer)) == ["1.weight", "1.bias"]
+    assert [piece.name for piece in layout_of(model, optimizer).pieces] == ["1.weight", "1.bias"]
+
+
 def test_a_scalar_and_an_empty_parameter_have_their_place() -> None:
     model = nn.ParameterDict(
         {

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from manyhands.errors import JobError
 from manyhands.train.course import Course, Syllabus
+from manyhands.train.param_groups import describe_optimizer
 from manyhands.train.scaling import Scaling
 from manyhands.train.trainee import Trainee, call, evaluating, job_loss, to_device
 
@@ -97,6 +98,79 @@ def test_the_optimizer_gets_what_can_be_trained(make_job: Any) -> None:
     built = trainee(make_job(model=model))
     (group,) = built.optimizer.param_groups
     assert [tuple(p.shape) for p in group["params"]] == [(2, 3), (2,)]
+
+
+def elsewhere(self: Any, params: Any) -> Any:
+    return torch.optim.SGD(self.model().parameters(), lr=0.1)
+
+
+def too_few(self: Any, params: Any) -> Any:
+    return torch.optim.SGD([p for p in params if p.dim() > 1], lr=0.1)
+
+
+def one_more(self: Any, params: Any) -> Any:
+    return torch.optim.SGD([*params, nn.Parameter(torch.ones(7))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (
+            elsewhere,
+            r"Mine.optimizer\(\) has 2 parameters of shape \(2, 4\), \(2,\) that the model does not have and "
+            r"none of the model's, .*def optimizer\(self, params\): return torch.optim.SGD\(params",
+        ),
+        (
+            one_more,
+            r"1 parameter of shape \(7,\) that the model does not have, which would train n",
+        ),
+        (
+            too_few,
+            r"Mine.optimizer\(\) leaves out 1 parameter of the model \(bias\), .* group for it.*"
+            r"parameter.requires_grad_\(False\)",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_train_the_model(
+    make_job: Any, optimizer: Any, says: str
+) -> None:
+    with pytest.raises(JobError, match=says):
+        trainee(make_job(optimizer=optimizer))
+
+
+def test_groups_by_name(make_job: Any) -> None:
+    def optimizer(self: Any, params: Any, net: nn.Module) -> Any:
+        decayed, plain = net[1].weight, [net[1].bias, net[0].weight]  # type: ignore[index]
+        assert {id(p) for p in params} == {id(p) for p in net[1].parameters()}  # type: ignore[index]
+        groups = [{"params": [decayed], "weight_decay": 0.1}, {"params": plain, "lr": 0.3}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def model(self: Any) -> nn.Module:
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        net[0].requires_grad_(False)
+        return net
+
+    built = trainee(make_job(model=model, optimizer=optimizer))
+    assert describe_optimizer(built.model, built.optimizer) == [
+        ("optimizer", "SGD, 2 groups"),
+        ("group 1", "1 tensor, 6 numbers: lr 0.1, momentum 0.9, weight_decay 0.1 (1.weight)"),
+        (
+            "group 2",
+            "2 tensors, 14 numbers: lr 0.3, momentum 0.9, weight_decay 0 (1.bias, 0.weight)",
+        ),
+        ("frozen", "2 tensors, 15 numbers (0.weight, 0.bias)"),
+    ]
+    plain = trainee(make_job())
+    assert describe_optimizer(plain.model, plain.optimizer) == [
+        ("optimizer", "SGD, 2 tensors, 10 numbers: lr 0.1")
+    ]
+
+
+def test_a_second_argument_with_a_default_is_not_the_model(make_job: Any) -> None:
+    def optimizer(self: Any, params: Any, lr: float = 0.7) -> Any:
+        return torch.optim.SGD(params, lr=lr)
+
+    assert trainee(make_job(optimizer=optimizer)).lr == 0.7
 
 
 def test_update_clips_steps_schedules_and_forgets(make_job: Any) -> None:
