@@ -263,3 +263,20 @@ def test_nobody_comes(tmp_path: Path) -> None:
         assert not made.launcher.complete(), "the other may come yet"
         time.sleep(0.3)
         assert made.launcher.complete(), "one is enough"
+
+
+def test_a_log_that_cannot_be_written_ends_nothing_and_a_kill_is_noticed(tmp_path: Path) -> None:
+    with scene(tmp_path, world=2) as made:
+        made.agent(1)
+        made.gather()
+        (tmp_path / "worker-1.log").symlink_to("/dev/full")
+        made.start("worker-0")
+        handle = made.start("worker-1", print="to a full disk")
+        made.ready("worker-1")
+        until(lambda: made.listen(0.01) or "the log of worker-1 can't be written" in made.told)
+        handle.kill()
+        assert made.exit_of("worker-1") == -signal.SIGKILL
+        made.start("worker-2", print="again")
+        made.ready("worker-2")
+        assert "is lost" not in made.told, "the agent is still heard"
+        made.coordinator.stop()

@@ -1,7 +1,8 @@
 """What members print, on its way to the coordinator: bounded, so that nobody ever waits for it.
 
 A member that prints must not stand still because a network is slow. So its output is read as fast as it
-comes, and what does not fit into the buffer is left out and counted.
+comes, and what does not fit into the buffer is left out and counted (LogStream, in an agent). At the other
+end a full disk must not end the run: what can't be written is left out and counted too (LogFiles).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 from manyhands.threads import OnError, describe, start_thread
@@ -88,3 +90,38 @@ class LogStream:
                     self._waiting[name] = rest
                 self._sending = True
             self._send(name, data)
+
+
+class LogFiles:
+    """Writes the logs of members on other hosts. A log that can't be written never ends anything."""
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        """`tell`: says something to whoever watches the run."""
+        self._folder = folder
+        self._tell = tell
+        self._told = False
+        self._left_out: dict[str, int] = {}
+
+    def add(self, name: str, data: bytes | memoryview) -> None:
+        """Append to the log of a member; without data, see that there is one. Called by one thread for each
+        member."""
+        try:
+            with open(self._folder / f"{name}.log", "ab", buffering=0) as log:
+                if left_out := self._left_out.get(name, 0):
+                    log.write(f"\n[{left_out:,} bytes were left out: the disk]\n".encode())
+                    self._left_out.pop(name)
+                written = log.write(data) or 0
+        except OSError as error:
+            self._lose(name, len(data), str(error))
+        else:
+            if written < len(data):
+                self._lose(name, len(data) - written, "only a part was written; is the disk full?")
+
+    def _lose(self, name: str, num_bytes: int, why: str) -> None:
+        self._left_out[name] = self._left_out.get(name, 0) + num_bytes
+        if not self._told:
+            self._told = True
+            self._tell(
+                f"the log of {name} can't be written ({why}); the run goes on, and logs of members on other "
+                "hosts lack what they print until there is room"
+            )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.log_stream import BUFFER_BYTES, CHUNK_BYTES, LogStream
+from manyhands.cluster.log_stream import BUFFER_BYTES, CHUNK_BYTES, LogFiles, LogStream
 from manyhands.threads import fail_process
 
 LONG_S = 20.0
@@ -91,3 +94,41 @@ def test_closed_nobody_waits(stream: LogStream, far: Far) -> None:
     stream.close()
     assert stream.flush(LONG_S)
     far.open.set()
+
+
+def test_a_full_disk_is_told_once_and_what_it_cost_is_in_the_log(tmp_path: Path) -> None:
+    told: list[str] = []
+    files = LogFiles(tmp_path, told.append)
+    log = tmp_path / "worker-0.log"
+    files.add("worker-0", b"")
+    assert log.read_bytes() == b""
+    log.unlink()
+    log.symlink_to("/dev/full")  # as a disk or a quota that is used up
+    (tmp_path / "worker-1.log").mkdir()  # can't be opened at all, as with too many open files
+    for name in ("worker-0", "worker-1", "worker-0"):
+        files.add(name, memoryview(b"12345"))
+    assert len(told) == 1
+    assert "the log of worker-0 can't be written" in told[0]
+    log.unlink()
+    files.add("worker-0", b"there is room\n")
+    assert log.read_text() == "\n[10 bytes were left out: the disk]\nthere is room\n"
+
+
+def test_what_is_written_in_part_is_counted(tmp_path: Path) -> None:
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from manyhands.cluster.log_stream import LogFiles
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+files = LogFiles(Path(sys.argv[1]), print)
+files.add("w", b"123456789012345")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+files.add("w", b"end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=LONG_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("can't be written") == 1
+    assert (tmp_path / "w.log").read_text() == "1234567890\n[5 bytes were left out: the disk]\nend"

@@ -14,6 +14,7 @@ Cost: one thread and one small message a second for each agent; a start is a rou
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -24,13 +25,16 @@ from typing import Any
 from manyhands.cluster.interfaces import Reach, is_any, is_loopback, reach, way_out
 from manyhands.cluster.launchers.base import Ground, Handle, Launcher, Start
 from manyhands.cluster.launchers.posts import AgentPost, OwnPost, Post
+from manyhands.cluster.log_stream import LogFiles
 from manyhands.cluster.machine import Machine, unfit
 from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import LinkError, ManyhandsError, UsageError
-from manyhands.threads import start_thread
+from manyhands.threads import describe, start_thread
 from manyhands.wire import Link, parse_address
+
+logger = logging.getLogger("manyhands.cluster")
 
 END_S = 3.0
 """Agents that were told of the end have hung up."""
@@ -60,6 +64,7 @@ class AgentLauncher(Launcher):
         self._refused = ""
         self._lock = threading.Lock()
         self._ground: Ground | None = None
+        self._logs: LogFiles | None = None
         self._began = time.monotonic()
         self._asked = self._began
         self._complete = False
@@ -76,6 +81,7 @@ class AgentLauncher(Launcher):
     def attach(self, ground: Ground) -> None:
         self._ground = ground
         self._began = self._asked = time.monotonic()
+        self._logs = LogFiles(ground.logs, ground.tell)
         (ground.logs / f".{self._token}").touch()
         self._own.reach = self._reach(ground.address)
         if self.spec.store is not None:
@@ -148,7 +154,11 @@ class AgentLauncher(Launcher):
             return
         if post is None:
             return
-        why = post.listen(self._on_settled)
+        try:
+            why = post.listen(self._on_settled)
+        except Exception as error:  # whatever it is, its members count as dead, and not as silent
+            logger.error("%s can't be listened to any more", post.host, exc_info=error)
+            why = f"can't be listened to any more ({describe(error)})"
         with self._lock:
             there = post in self._posts
             if there:
@@ -187,11 +197,15 @@ class AgentLauncher(Launcher):
             self._turn_away(link, text)
             return None
         with self._lock:
-            if self._ground is None or self._over.is_set():
+            if self._ground is None or self._logs is None or self._over.is_set():
                 link.close()
                 return None
             host = self._name_of(machine)
-            post = AgentPost(entry, machine, host, link, self._ground, process=hello["process"])
+            post = AgentPost(
+                *(entry, machine, host, link, self._ground),
+                process=hello["process"],
+                logs=self._logs,
+            )
             old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
             if isinstance(old, AgentPost) and old.process == post.process:
                 self._posts.remove(old)  # it has given up that link itself

@@ -19,6 +19,7 @@ from typing import Any
 from manyhands.cluster.interfaces import Reach
 from manyhands.cluster.launchers.base import Ground, Handle, Start
 from manyhands.cluster.launchers.local import LocalLauncher
+from manyhands.cluster.log_stream import LogFiles
 from manyhands.cluster.machine import Machine
 from manyhands.cluster.spec import Entry
 from manyhands.cluster.view import SERVER
@@ -125,9 +126,18 @@ class AgentPost(Post):
     """An agent, at the other end of its link."""
 
     def __init__(
-        self, entry: Entry, machine: Machine, host: str, link: Link, ground: Ground, *, process: str
+        self,
+        entry: Entry,
+        machine: Machine,
+        host: str,
+        link: Link,
+        ground: Ground,
+        *,
+        process: str,
+        logs: LogFiles,
     ) -> None:
         super().__init__(entry, machine, host)
+        self._logs = logs
         self.process = process
         """The same when this agent dials again, and no other's."""
         self.link = link
@@ -141,8 +151,7 @@ class AgentPost(Post):
             self.link.send({"kind": kind, **fields})
 
     def start(self, start: Start) -> Handle:
-        assert start.log is not None
-        start.log.touch()  # also one who says nothing has a log
+        self._logs.add(start.name, b"")  # also one who says nothing has a log
         handle = self._handles[start.name] = RemoteHandle(start.name, self)
         self.say(
             "start",
@@ -185,8 +194,7 @@ class AgentPost(Post):
                 case {"kind": "exited", "code": int(code)} if handle is not None:
                     handle.ended(code)
                 case {"kind": "log"} if handle is not None and message.payload is not None:
-                    with open(self._ground.logs / f"{handle.name}.log", "ab") as log:
-                        log.write(message.payload)
+                    self._logs.add(handle.name, message.payload)
                 case {"kind": "leaving", "signal": str(name)}:
                     if not self.leaving:
                         self.leaving = True
