@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
+from manyhands.cluster.scratch import Scratch
 from manyhands.errors import MemberFailed, UsageError
 from manyhands.job import JobFile, find_job
 from manyhands.state.runs import Run
@@ -138,10 +138,10 @@ def _check(options: Options, lead: Lead) -> int:
     started = time.monotonic()
     failures = _Failures()
     try:
-        with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+        with Scratch() as folder:
             conductor = rehearse(
                 options,
-                Path(folder) / "run",
+                folder / "run",
                 control=lead.control,
                 launcher=lead.launcher,
                 authority=lead.authority,

@@ -13,12 +13,9 @@ in the main thread, which also starts the members, for the kernel means the thre
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import secrets
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -32,6 +29,7 @@ from manyhands.cluster.launchers.base import AGENT, Start
 from manyhands.cluster.launchers.local import LocalHandle, LocalLauncher
 from manyhands.cluster.log_stream import LogStream
 from manyhands.cluster.machine import Machine
+from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.spec import ClusterSpec
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
@@ -169,7 +167,12 @@ class Engagement:
         self._told = 0
         self._launcher = LocalLauncher(self.reach.interface)
         self._handles: dict[str, LocalHandle] = {}
-        self._scratch = Scratch(terms)
+        self._scratch: Scratch | None = None
+        self._scratch_path = terms["scratch"]  # the coordinator's, if it is on this host
+        if self._scratch_path is None:
+            # The same for all agents of this run here.
+            self._scratch = Scratch(f"{terms['token']}-{terms['identity'][:8]}")
+            self._scratch_path = str(self._scratch.path)
         self._logs = LogStream(
             lambda name, data: self._tell("log", data, name=name), on_error=self._fail
         )
@@ -204,7 +207,8 @@ class Engagement:
         self._over.set()
         self._launcher.close()
         self._logs.close()
-        self._scratch.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def kill_all(self) -> None:
         for handle in self._handles.values():
@@ -214,7 +218,7 @@ class Engagement:
         name = head["name"]
         invitation = {
             **head["invitation"],
-            "scratch": str(self._scratch.path),
+            "scratch": self._scratch_path,
             "reach": self.reach.address,
             "address": self._address,  # where this agent has found it, members will, too
         }
@@ -254,31 +258,3 @@ class Engagement:
     def _tell(self, kind: str, payload: bytes | None = None, **fields: Any) -> None:
         with suppress(LinkError):  # the main thread sees the same
             self._link.send({"kind": kind, **fields}, payload)
-
-
-class Scratch:
-    """The run's private folder on this host, the same for all agents here; the last one removes it."""
-
-    def __init__(self, terms: Mapping[str, Any]) -> None:
-        self._lock: int | None = None
-        if terms["scratch"] is not None:  # the coordinator is on this host, and it is its
-            self.path = Path(terms["scratch"])
-            return
-        # Short: the path of a unix socket has about a hundred bytes.
-        name = f"manyhands-{terms['token']}-{terms['identity'][:8]}"
-        self.path = Path(tempfile.gettempdir()) / name
-        with suppress(FileExistsError):
-            self.path.mkdir(mode=0o700)
-        if self.path.stat(follow_symlinks=False).st_uid != os.getuid():
-            raise ManyhandsError(f"{self.path} belongs to somebody else.")
-        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        if self._lock is None:
-            return
-        with suppress(BlockingIOError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import queue
 import secrets
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -24,6 +22,7 @@ from typing import Any
 from manyhands.cluster.interfaces import is_any
 from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.log_stream import CHUNK_BYTES
+from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.strangers import Strangers
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
@@ -125,7 +124,8 @@ class Coordinator:
         self.members: dict[str, Attendance] = {}
         self.view: View | None = None
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
-        self.scratch = Path(tempfile.mkdtemp(prefix="manyhands-"))
+        self._scratch = Scratch()
+        self.scratch = self._scratch.path
         self._inbox: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         # A member may say hello before its launcher has returned.
         self._starting = threading.Lock()
@@ -148,7 +148,7 @@ class Coordinator:
                 on_refused=Strangers(self._tell),
             )
         except (ManyhandsError, OSError) as error:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._scratch.close()
             remedy = (
                 "Use  --control tcp  for any free port, or  --control unix  inside one machine."
                 if launcher.kind == "local"
@@ -293,7 +293,7 @@ class Coordinator:
         for member in self.members.values():
             if member.link is not None:
                 member.link.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._scratch.close()
 
     def _note(self, happening: Happening) -> None:
         """Keep the attendance list right, before the caller sees the happening."""

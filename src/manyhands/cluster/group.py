@@ -180,7 +180,7 @@ def _store(me: Me, view: View) -> dist.Store:
     if me.rendezvous is not None:
         return _given_store(me, view, limit)
     if view.one_host:
-        file = dist.FileStore(str(me.scratch / f"view-{view.number}"), view.world)
+        file = dist.FileStore(str(me.view_folder(view) / "store"), view.world)
         file.set_timeout(timedelta(seconds=CONNECT_S))
         return file
     assert me.board is not None, "members on several hosts meet by way of a coordinator"

@@ -8,6 +8,7 @@ name for life.
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,6 +111,18 @@ class Me:
     """Who is where, as far as this member has met them: errors of torch name addresses."""
     in_doubt: bool = False
     """Peers were lost though nobody died: whether all are reached is to be tried before the next meeting."""
+
+    def view_folder(self, view: View) -> Path:
+        """Where members of this host put the sockets and files of a view."""
+        folder = self.scratch / f"view-{view.number}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def forget_views(self) -> None:
+        """Delete what is left of views before this one: of members that died, too. All have joined it."""
+        for folder in self.scratch.glob("view-*"):
+            if int(folder.name.removeprefix("view-")) < self.view.number:
+                shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def view_changing(self) -> bool:

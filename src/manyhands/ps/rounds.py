@@ -106,8 +106,8 @@ class Table:
 class Bell:
     """Wakes one member."""
 
-    def __init__(self, folder: Path, view: int, name: str) -> None:
-        self._folder, self._view = folder, view
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
         self._path = self._path_of(name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.setblocking(False)
@@ -137,7 +137,7 @@ class Bell:
             Path(self._path).unlink()
 
     def _path_of(self, name: str) -> str:
-        return f"{self._folder}/bell-{self._view}-{name}"
+        return f"{self._folder}/bell-{name}"
 
 
 class Serving:

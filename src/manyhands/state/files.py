@@ -20,12 +20,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write JSON atomically: a reader sees the old file or the new one, never half of one."""
     text = json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n"
     beside = path.with_name(f".{path.name}.new")
-    with open(beside, "w") as file:
+    with open(beside, "w", opener=opened_here) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
     sync_folder(path.parent)
+
+
+def opened_here(path: str, flags: int) -> int:
+    """For `open`: not what a symlink leads to. A folder of somebody else may have one to a file of yours."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def exchange(first: Path, second: Path) -> None:

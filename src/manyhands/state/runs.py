@@ -19,12 +19,11 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from manyhands.errors import RunFolderError
-from manyhands.state.files import write_json
+from manyhands.state.files import opened_here, write_json
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 REQUEST = "request.json"
@@ -79,7 +78,9 @@ class Run:
         if self._lock is not None:
             return
         try:
-            file = open(self.path / "run.lock", "a+")  # noqa: SIM115 - open as long as the run is
+            file = open(  # noqa: SIM115 - open as long as the run is
+                self.path / "run.lock", "a+", opener=opened_here
+            )
         except OSError as error:
             raise RunFolderError(f"{self.path} can't be written: {error.strerror}.") from error
         try:
@@ -91,20 +92,10 @@ class Run:
             raise RunFolderError(
                 f"{self.path} is being trained right now, by process {holder}."
             ) from None
-        file.seek(0)
-        _, *scratch = file.read().splitlines() or [""]
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
-        for folder in scratch:
-            _forget_scratch(Path(folder))
-
-    def note_scratch(self, folder: Path) -> None:
-        """Where the coordinator has its sockets: if it is killed, the next one clears them away."""
-        assert self._lock is not None
-        self._lock.write(f"{folder}\n")
-        self._lock.flush()
 
     @property
     def locked(self) -> bool:
@@ -218,11 +209,3 @@ def _fresh(root: Path, job_name: str) -> Path:
             continue
         return path
     raise RunFolderError(f"{root} has a thousand runs of this second already.")
-
-
-def _forget_scratch(folder: Path) -> None:
-    """What a coordinator that was killed has left."""
-    with suppress(OSError):
-        ours = folder.name.startswith("manyhands-") and not folder.is_symlink()
-        if ours and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)

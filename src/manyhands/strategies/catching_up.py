@@ -191,7 +191,7 @@ def _key(view: View) -> str:
 
 def _listen(me: Me, view: View) -> Listener:
     if view.one_host:
-        return Listener(f"unix:{me.scratch}/state-{me.name}-{view.number}", limits=LIMITS)
+        return Listener(f"unix:{me.view_folder(view)}/state-{me.name}", limits=LIMITS)
     address = str(Address(host=me.address))
     if me.credentials is None or me.trust_network:
         return Listener(address, secret=me.secret, limits=LIMITS)

@@ -13,12 +13,10 @@ for one. `batch_size` is the global batch; `batches` gives each worker its share
 from __future__ import annotations
 
 import socket
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.devices import device_id, pick_device
+from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.spec import EVALUATOR
 from manyhands.cluster.specs import alone, look
 from manyhands.cluster.view import Me, Seat, View
@@ -183,12 +182,12 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
         )
         for rank in range(world)
     )
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as scratch:
+    with Scratch() as scratch:
         me = Me(
             name=f"worker-{place.rank}",
             host=socket.gethostname(),
             device=mine,
-            scratch=Path(scratch),
+            scratch=scratch,
             view=View(1, seats),
             rendezvous=cluster.meeting,
         )

@@ -109,7 +109,7 @@ class Station:
         me, servers = self.me, self.servers_in(view)
         workers = [seat.name for seat in view.workers]
         key = f"ps/{view.number}/rounds"
-        bell = Bell(me.scratch, view.number, me.name)
+        bell = Bell(me.view_folder(view), me.name)
         if servers[0] == me.name:
             table = Table.create(workers, servers)
             self._post(key, table.address)
@@ -287,7 +287,7 @@ class Station:
     def _listen(self, view: View) -> Listener:
         me = self.me
         if self.shared:
-            path = f"unix:{me.scratch}/ps-{me.name}-{view.number}"
+            path = f"unix:{me.view_folder(view)}/ps-{me.name}"
             return Listener(path, limits=self._limits)
         address = str(Address(host=me.address if me.spans_hosts else "127.0.0.1"))
         if me.trust_network:

@@ -122,6 +122,8 @@ class Worker:
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
         self._catching_up = False
+        self._tidied = 0
+        """The last view whose predecessors' files were deleted."""
         self._joined = 0
         """The number of the view that this worker has joined, and reports of."""
 
@@ -175,6 +177,9 @@ class Worker:
                 with self.member.phase("joining its peers"):
                     self._on_view(View.from_dict(self._newest(view, agenda)))
             case {"order": "steps", "portions": portions}:
+                if self._tidied != self.me.view.number:
+                    self._tidied = self.me.view.number
+                    self.me.forget_views()  # the first order of a view: all have joined it
                 with self.member.phase(f"training from step {portions[0].step}"):
                     self._train(portions, agenda)
             case {"order": "rest"}:

@@ -77,7 +77,6 @@ def train(
                 keys=options.manner.needs_keys and not options.trust_network,
                 authority=authority,
             ) as coordinator:
-                run.note_scratch(coordinator.scratch)
                 on_signals(coordinator)
                 on_process_failure(coordinator.broke)
 

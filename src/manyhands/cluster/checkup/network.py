@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import queue
 import socket
-import tempfile
 import time
 
 from manyhands.cluster.checkup.finding import Finding
+from manyhands.cluster.scratch import Scratch
 from manyhands.errors import ManyhandsError
 from manyhands.threads import start_thread
 from manyhands.wire import Authority, Credentials, Listener, connect
@@ -43,7 +43,7 @@ def check_hostname(name: str | None = None, *, timeout_s: float = RESOLVE_S) -> 
 
 def check_unix_sockets() -> Finding:
     try:
-        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        with Scratch() as folder:
             took_s = _round_trip(f"unix:{folder}/s")
     except (ManyhandsError, OSError) as error:
         remedy = "Members meet in the temporary folder; choose another:  export TMPDIR=/tmp"
