@@ -41,6 +41,15 @@ def fails(
             "did you mean '--hosts'?\nSee: manyhands lab run",
         ),
         (["train", "x.py", "y.py"], "'y.py' is one too many"),
+        (
+            ["train", str(EXAMPLES / "digits.py"), "--lr", "0.1", "--batch-size=8"],
+            "there is no flag --lr: lr is a field of the job. Type  --set lr=0.1 --set batch_size=8",
+        ),
+        (["train", str(EXAMPLES / "digits.py"), "--set", "lr", "0.1"], "as  --set lr=0.1"),
+        (
+            ["train", str(EXAMPLES / "digits.py"), "--strategy", "ddp"],
+            "it is called 'allreduce' here. Type  --strategy allreduce.",
+        ),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "0"], "at least 1 worker"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "-3"], "at least 1 worker"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "two"], "--workers two: write"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from manyhands import __version__
+from manyhands.cli.habits import check_set, fields_meant
 from manyhands.errors import ManyhandsError, closest
 
 VERBS = {
@@ -46,13 +47,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.set_defaults(parser=self)  # the innermost one knows which flags there are
 
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """These were left over."""
-        flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
-        if flag is None:
-            self.error(f"{' '.join(words)!r} is one too many.")
+    def refuse(self, left_over: Sequence[str], words: Sequence[str]) -> NoReturn:
+        """These were left over, of these words."""
+        flags = [word.partition("=")[0] for word in left_over if word.startswith("-")]
+        if not flags:
+            self.error(f"{' '.join(left_over)!r} is one too many.")
         known = [name for action in self._actions for name in action.option_strings]
-        self.error(f"there is no flag {flag}{closest(flag, known)}")
+        settings = fields_meant(flags, words) if "--set" in known else {}
+        if flags[0] in settings:
+            typed = " ".join(f"--set {pair}" for pair in settings.values())
+            name = settings[flags[0]].partition("=")[0]
+            self.error(f"there is no flag {flags[0]}: {name} is a field of the job. Type  {typed}")
+        self.error(f"there is no flag {flags[0]}{closest(flags[0], known)}")
 
     def error(self, message: str) -> NoReturn:
         """argparse says what is wrong; we add the closest verb and where help is."""
@@ -88,10 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         verb.add_arguments(sub)
         sub.set_defaults(run=verb.run)
-    arguments, left_over = parser.parse_known_args(argv)
-    if left_over:
-        arguments.parser.refuse(left_over)
     try:
+        check_set(words)
+        arguments, left_over = parser.parse_known_args(argv)
+        if left_over:
+            arguments.parser.refuse(left_over, words)
         return int(arguments.run(arguments))
     except ManyhandsError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import types
 import typing
 from typing import Any
@@ -12,11 +13,32 @@ from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.ps import PsAsync, PsBackup, PsSsp, PsSync
 from manyhands.strategies.single import Single
-from manyhands.strategies.spec import Part, Value, parse_spec
+from manyhands.strategies.spec import Part, Spec, Value, parse_spec
 
 STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (Single, AllReduce, PsSync, PsAsync, PsSsp, PsBackup)
 }
+
+PLANNED = {
+    "local": "allreduce",
+    "diloco": "allreduce",
+    "gossip": "ps:async",
+    "sharded": "allreduce",
+    "mesh": "allreduce",
+}
+"""Strategies that don't exist yet, and for each the nearest one that does."""
+PLANNED_CODECS = ("int8", "fp8", "fp16", "bf16", "topk", "randomk", "powersgd", "signsgd", "onebit")
+OTHER_NAMES = {
+    **dict.fromkeys(
+        ("ddp", "dp", "dataparallel", "horovod", "mirrored", "all-reduce"), "allreduce"
+    ),
+    **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero1", "zero2", "zero3", "deepspeed"), "sharded"),
+    **dict.fromkeys(("tp", "pp", "megatron", "pipeline", "tensor"), "mesh"),
+    **dict.fromkeys(("localsgd", "local-sgd"), "local"),
+    **dict.fromkeys(("asgd", "hogwild", "downpour"), "ps:async"),
+    **dict.fromkeys(("none", "one", "cpu"), "single"),
+}
+"""What other frameworks call it."""
 
 _UNIONS = (types.UnionType, typing.Union)
 """`int | None` is the one, `int | Literal["auto"]` the other."""
@@ -27,17 +49,47 @@ def make_strategy(text: str) -> Strategy:
     spec = parse_spec(text)
     cls = STRATEGIES.get(spec.strategy.name)
     if cls is None:
-        raise SpecError(
-            f"There is no strategy {spec.strategy.name!r}{closest(spec.strategy.name, STRATEGIES)} "
-            f"There are: {', '.join(STRATEGIES)}."
-        )
+        raise SpecError(_no_strategy(spec.strategy.name))
     if spec.codecs:
-        names = " + ".join(part.name for part in spec.codecs)
-        raise SpecError(
-            f"{text}: {cls.name} sends plain gradients and can't be combined with {names}. "
-            f"Write  {spec.strategy}"
-        )
+        raise SpecError(_no_codec(text, spec))
     return cls(**_options(cls, spec.strategy))
+
+
+def _no_strategy(name: str) -> str:
+    """What to type instead."""
+    there = f"There are: {', '.join(STRATEGIES)}."
+    lower = name.lower()
+    meant = OTHER_NAMES.get(lower, lower)
+    called = "" if meant == lower else f"There is no strategy {name!r}: it is called {meant!r} here"
+    if meant in PLANNED:
+        subject = f"{called}, which" if called else f"The strategy {name!r}"
+        return (
+            f"{subject} is planned and doesn't exist yet. The nearest that works:  "
+            f"--strategy {PLANNED[meant]}. {there}"
+        )
+    if called:
+        return f"{called}. Type  --strategy {meant}. {there}"
+    family = [known for known in STRATEGIES if known.startswith("ps:")]
+    if lower in ("ps", "parameter-server", "parameterserver", "parameter_server"):
+        return (
+            f"{name!r} is a family of strategies: say how it treats slow workers, with --strategy "
+            f"{', '.join(family[:-1])} or {family[-1]}. Most like all-reduce is ps:sync."
+        )
+    return f"There is no strategy {name!r}{closest(name, [*STRATEGIES, *PLANNED])} {there}"
+
+
+def _no_codec(text: str, spec: Spec) -> str:
+    names = [part.name for part in spec.codecs]
+    unknown = [name for name in names if name.lower() not in PLANNED_CODECS]
+    if unknown:
+        known = closest(unknown[0], PLANNED_CODECS)
+        planned = f"there is no codec {unknown[0]!r}{known} Codecs are planned. Today"
+    else:
+        planned = f"{' + '.join(names)} is planned. Today"
+    return (
+        f"{text}: {planned} {spec.strategy.name} sends plain gradients and can't be combined with "
+        f"{' + '.join(names)}. Write  --strategy {shlex.quote(str(spec.strategy))}"
+    )
 
 
 def spec_of(strategy: Strategy) -> str:

@@ -114,7 +114,7 @@ def test_what_can_not_work_is_refused_with_what_would(text: str, workers: int, s
         ("ps:async(lr_rule=log)", "lr_rule must be inverse or sqrt or none"),
         ("ps:backup(late=keep)", "late must be drop or decay"),
         ("ps:ssp(staleness=1.5)", "staleness must be a whole number"),
-        ("ps:ssp+int8", "can't be combined with int8. Write  ps:ssp"),
+        ("ps:ssp+int8", "can't be combined with int8. Write  --strategy ps:ssp"),
     ],
 )
 def test_a_mistake_says_what_would_be_right(text: str, says: str) -> None:

@@ -32,8 +32,11 @@ from manyhands.strategies.single import Single
         ("allreduce(bucket_mb=none)", "bucket_mb must be a whole number, and is None"),
         ("allreduce(tables=1)", "tables must be replicated or shared, and is 1"),
         ("allreduce(tables=maybe)", "must be replicated or shared, and is 'maybe'"),
-        ("allreduce + int8", r"can't be combined with int8. Write  allreduce"),
-        ("allreduce(bucket_mb=9)+topk+sign", r"topk \+ sign. Write  allreduce\(bucket_mb=9\)"),
+        ("allreduce + int8", r"can't be combined with int8. Write  --strategy allreduce"),
+        (
+            "allreduce(bucket_mb=9)+topk+sign",
+            r"topk \+ sign. Write  --strategy 'allreduce\(bucket_mb=9\)'",
+        ),
         ("allreduce(", "does not parse"),
     ],
 )

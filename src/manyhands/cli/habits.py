@@ -1,0 +1,83 @@
+"""What people type out of habit from other trainers, and what to type here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+
+from manyhands.errors import JobError, UsageError
+from manyhands.job import Job, find_job
+
+WITH_SET = ("train", "resume", "launch")
+SYNONYMS = {
+    "learning_rate": "lr",
+    "bs": "batch_size",
+    "batch": "batch_size",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "n_epochs": "epochs",
+    "wd": "weight_decay",
+    "gradient_accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "gradient_clip_val": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "num_workers": "loader_processes",
+}
+"""Fields by the names that other trainers have for them."""
+
+
+def check_set(words: Sequence[str]) -> None:
+    """Refuse `--set lr 0.1`, whose value would be taken for something else."""
+    if not words or words[0] not in WITH_SET:
+        return
+    for flag, name, value in zip(words, words[1:], words[2:], strict=False):
+        if flag == "--set" and name.isidentifier() and not value.startswith("--"):
+            if ".py" in value or "/" in value:  # the job or the run
+                raise UsageError(f"--set {name}: write it as NAME=VALUE, as  --set {name}=0.1")
+            raise UsageError(
+                f"--set {name} {value}: write it with an equals sign, as  "
+                f"--set {shlex.quote(f'{name}={value}')}"
+            )
+
+
+def fields_meant(flags: Sequence[str], words: Sequence[str]) -> dict[str, str]:
+    """For each unknown flag that is a field of the job: the NAME=VALUE that was meant, for a shell."""
+    known = {field.name for field in dataclasses.fields(Job)}
+    for word in words[1:]:
+        if not word.startswith("-"):
+            known |= _own_fields(word)
+    meant = {}
+    for flag in flags:
+        name = flag.lstrip("-").replace("-", "_")
+        name = name if name in known or SYNONYMS.get(name) not in known | {"lr"} else SYNONYMS[name]
+        if name in known or name == "lr":
+            meant[flag] = shlex.quote(f"{name}={_value(flag, words)}")
+    return meant
+
+
+def _value(flag: str, words: Sequence[str]) -> str:
+    for at, word in enumerate(words):
+        given, equals, value = word.partition("=")
+        if given == flag and equals:
+            return value
+        if given == flag:
+            following = words[at + 1 : at + 2]
+            return next((text for text in following if not text.startswith("--")), "true")
+    return "true"
+
+
+def _own_fields(reference: str) -> set[str]:
+    """The annotated names in the classes of a job's file, which is read but not run."""
+    with suppress(JobError, OSError, SyntaxError, ValueError):
+        tree = ast.parse(find_job(reference).path.read_text())
+        return {
+            line.target.id
+            for cls in ast.walk(tree)
+            if isinstance(cls, ast.ClassDef)
+            for line in cls.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        }
+    return set()
