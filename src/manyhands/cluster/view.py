@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.errors import PeerLost
+from manyhands.errors import LinkError, LinkTimeout, PeerLost, ViewChanging
 from manyhands.wire import Credentials
 
 WORKER = "worker"
 SERVER = "server"
+TORN_S = 1.0
+"""Grace period before a lost link or collective counts as a network failure rather than a death."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,18 @@ class Me:
     @property
     def world(self) -> int:
         return self.view.world
+
+    @contextmanager
+    def heeding_views(self) -> Iterator[None]:
+        """Turn a vanished peer into a change of view. Whatever broke with it, a link or an attempt to attach
+        its memory, is no failure of this member."""
+        try:
+            yield
+        except LinkTimeout:
+            raise  # it names who was waited for, and for how long
+        except LinkError as error:
+            self.wait_for_a_view(error, torn_s=TORN_S)
+            raise ViewChanging(f"a peer is gone: {error}") from error
 
     def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
         """What this member does with its peers broke: wait for the view without whoever died. If none comes

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ViewChanging
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ViewChanging, WeightsLost
 from manyhands.ps.asking import Asking
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import travelling
@@ -79,7 +79,7 @@ class Client(Asking):
         self._replica, self._uplink = replica, uplink
         self._timeout_s = timeout_s
         self._closed = False
-        self._refused = ""
+        self._refused: ManyhandsError | None = None
         self._error: BaseException | None = None
         """What ended a thread that reads."""
         self._all_shared = False
@@ -281,8 +281,8 @@ class Client(Asking):
             yield wait
 
     def _raise_error(self) -> None:
-        if self._refused:
-            raise ManyhandsError(self._refused)
+        if self._refused is not None:
+            raise self._refused
         if self._error is not None:
             raise self._error
 
@@ -446,7 +446,8 @@ class Client(Asking):
                         host.asked.pop("pull", None)
                     self._note_word(head)
                 case "refused":
-                    self._refused = f"{host.name} refused {self._worker}: {head['why']}"
+                    kind = WeightsLost if head["lost"] else ManyhandsError
+                    self._refused = kind(f"{host.name} refused {self._worker}: {head['why']}")
                 case "late":
                     if int(head["seq"]) in self._under_way:
                         self._late.add(int(head["seq"]))

@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import LinkClosed, LinkError
-from manyhands.ps.heads import ENTER, LANE, PEER, REFUSED, Nonsense, check_first, check_said
+from manyhands.ps.heads import (
+    ENTER,
+    LANE,
+    PEER,
+    REFUSED,
+    Forgotten,
+    Nonsense,
+    check_first,
+    check_said,
+)
 from manyhands.threads import OnError, start_thread
 from manyhands.wire import Link, Listener
 
@@ -224,5 +233,5 @@ def _part(link: Link, why: Nonsense) -> None:
 def _told(link: Link, why: Nonsense) -> Nonsense:
     """`why`, after a word of it: where a payload has no place, recv() closes the link at once."""
     with suppress(LinkError):
-        link.send({"k": REFUSED, "why": str(why)})
+        link.send({"k": REFUSED, "why": str(why), "lost": isinstance(why, Forgotten)})
     return why

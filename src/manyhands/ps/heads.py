@@ -24,7 +24,8 @@ from manyhands.ps.ledger import Given
 
 PEER, ENTER, LANE = "peer", "enter", "lane"
 REFUSED = "refused"
-"""The kind of the last word to a worker that talks nonsense; it has the field `why`."""
+"""The kind of the last word to a worker that talks nonsense; it has the fields `why` and
+`lost`: whether the weights are, and nobody is to blame."""
 
 _LARGEST = 1 << 53
 SPARSE_BYTES = 256 << 20
@@ -37,6 +38,10 @@ _TICKS = 1 << 16
 
 class Nonsense(LinkError):
     """A message that no worker of ours sends."""
+
+
+class Forgotten(Nonsense):
+    """A worker has seen weights that no server of its view knows of: they are lost."""
 
 
 def _whole(value: Any) -> bool:

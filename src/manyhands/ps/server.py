@@ -29,13 +29,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from manyhands.cluster.view import TORN_S
 from manyhands.errors import LinkError, ManyhandsError
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.council import KINDS, Council
 from manyhands.ps.door import Door, Happened
 from manyhands.ps.estate import Estate
 from manyhands.ps.guest import Guest, find_slots
-from manyhands.ps.heads import Nonsense, given_of
+from manyhands.ps.heads import Forgotten, Nonsense, given_of
 from manyhands.ps.lanes import Uplink
 from manyhands.ps.lead import Lead
 from manyhands.ps.ledger import Decision
@@ -50,9 +51,6 @@ from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.wire import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
-
-TORN_S = 1.0
-"""So long after a link to another server is lost, it is lost while both live."""
 
 
 class Server:
@@ -251,7 +249,7 @@ class Server:
             return
         if happened.kind == "enter":
             if head["seen"] > self.estate.ledger.version:
-                raise Nonsense(
+                raise Forgotten(
                     f"{who} has seen version {head['seen']}, and here is {self.estate.ledger.version}: "
                     "all who held the parameters are gone, and what was learnt is lost"
                 )

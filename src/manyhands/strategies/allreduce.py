@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from manyhands.cluster.view import TORN_S
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
 from manyhands.strategies.base import Learner, Strategy
 from manyhands.threads import describe
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from manyhands.train.step import StepReport
     from manyhands.train.trainee import Trainee
 
-TORN_S = 1.0
-"""So long after a collective broke, both ends live: it was the connection."""
 LATEST = 2_000
 """Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""
 

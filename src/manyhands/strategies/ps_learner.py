@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import JobError, LinkError, LinkTimeout, SpecError
+from manyhands.errors import JobError, SpecError
 from manyhands.ps.client import Client
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
@@ -242,39 +242,32 @@ class PsLearner(Learner):
     def step(self, share: Share) -> StepReport:
         client, trainee, started = self._joined(), self.trainee, time.perf_counter()
         turns = self._turns
-        try:
-            seq, slot = (0, 0) if turns else client.begin(rounds=self._rounds)
-            began, version = time.perf_counter(), client.version
-            self._in_step = (share.step, share.part)
-            self._before = [buffer.clone() for buffer in trainee_buffers(trainee)]
-            self._station.ticker.advance(turns.ticks if turns else client.ticks)
-            if self._rounds and self._computed is not None:
-                client.wait_for_runs()
-            self._refresh()
-            lr = trainee.lr
-            self._landing.begin(self._gradient or self._slots[slot])
-            self._overlap.begin(seq, slot)
-            weight, loss = gradients(
-                trainee, share, total=_not_known, local=self._overlap.accumulating
-            )
-            self._landing.finish()
-            self._give_rows(share, slot, weight, lr)
-            if self._gradient is not None:
-                self._slots[slot].copy_(self._gradient)
-            self._overlap.finish()
-            report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
-            computed = time.perf_counter()
-            report.compute_s, report.wait_s = computed - began, began - started
-            self._in_flight = report
-            self._push(client, share, seq, slot, weight, version, report)
-            if turns is not None:
-                turns.finish()
-            elif self._rounds:
-                client.finish(seq)
-        except LinkTimeout:
-            raise
-        except LinkError as error:
-            raise self.me.lost_a_peer(error) from error
+        seq, slot = (0, 0) if turns else client.begin(rounds=self._rounds)
+        began, version = time.perf_counter(), client.version
+        self._in_step = (share.step, share.part)
+        self._before = [buffer.clone() for buffer in trainee_buffers(trainee)]
+        self._station.ticker.advance(turns.ticks if turns else client.ticks)
+        if self._rounds and self._computed is not None:
+            client.wait_for_runs()
+        self._refresh()
+        lr = trainee.lr
+        self._landing.begin(self._gradient or self._slots[slot])
+        self._overlap.begin(seq, slot)
+        weight, loss = gradients(trainee, share, total=_not_known, local=self._overlap.accumulating)
+        self._landing.finish()
+        self._give_rows(share, slot, weight, lr)
+        if self._gradient is not None:
+            self._slots[slot].copy_(self._gradient)
+        self._overlap.finish()
+        report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
+        computed = time.perf_counter()
+        report.compute_s, report.wait_s = computed - began, began - started
+        self._in_flight = report
+        self._push(client, share, seq, slot, weight, version, report)
+        if turns is not None:
+            turns.finish()
+        elif self._rounds:
+            client.finish(seq)
         ended = time.perf_counter()
         self._in_step, self._in_flight = None, None
         report.wait_s = (began - started) + (ended - computed)

@@ -109,13 +109,12 @@ class Station:
         me, servers = self.me, self.servers_in(view)
         workers = [seat.name for seat in view.workers]
         key = f"ps/{view.number}/rounds"
-        bell = Bell(me.view_folder(view), me.name)
         if servers[0] == me.name:
             table = Table.create(workers, servers)
             self._post(key, table.address)
         else:
             table = Table.attach(self.fetch(key), workers, servers)
-        self.rounds = (table, bell)
+        self.rounds = (table, Bell(me.view_folder(view), me.name))
 
     def enter(self, view: View, local: Mapping[str, Sequence[Flat]] | None = None) -> None:
         """Find the memory and, if this member serves, the other servers. Does not wait for them."""

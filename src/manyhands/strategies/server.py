@@ -81,9 +81,10 @@ class Keeper:
             return  # the next one is in the queue
         self.me.view = view
         try:
-            self.station.leave(view)
-            self.station.enter(view)
-            self.station.wait_until_begun()
+            with self.me.heeding_views():
+                self.station.leave(view)
+                self.station.enter(view)
+                self.station.wait_until_begun()
         except ViewChanging:
             return
         self._report("joined", transport="", settled=self.station.settled(), placement="")

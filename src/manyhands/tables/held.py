@@ -90,10 +90,11 @@ class Tables:
         """Use the tables that another process of this host has shared."""
         from manyhands.tables.store import Store
 
+        # Whoever shares them may be gone: what is here is given up only when all of theirs are.
+        theirs = {n: Store.attach(n, table, addresses[n]) for n, table in self.specs.items()}
         self.close()
         self._saved.clear()
-        for name, table in self.specs.items():
-            self._stores[name] = Store.attach(name, table, addresses[name])
+        self._stores.update(theirs)
 
     def addresses(self) -> dict[str, str]:
         """Where others can attach what this process uses."""

@@ -435,11 +435,10 @@ class Crew:
         self._add(self._roles[member], self._places[member])
 
     def _know(self, names: Collection[str]) -> bool:
-        """Somebody of these has the weights: servers, if there are any, or a worker that is not new."""
-        keepers = [name for name in names if not self.is_worker(name)]
-        if not self._options.manner.servers:
-            keepers = [name for name in names if name not in self.listening | self._new]
-        return bool(keepers)
+        """Somebody of these has the weights, and is not new: a server, if there are any, or a worker."""
+        serve = bool(self._options.manner.servers)
+        keepers = {name for name in names if self.is_worker(name) is not serve}
+        return bool(keepers - self.listening - self._new)
 
     @property
     def _enough(self) -> bool:

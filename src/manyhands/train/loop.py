@@ -163,7 +163,8 @@ class Worker:
             if head.get("kind") != "view" and self.me.view_changing:
                 continue  # of a view that is over: a checkpoint of it would claim steps that are void
             try:
-                self._do(head, agenda)
+                with self.me.heeding_views():
+                    self._do(head, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
         self._report("left", settled=self.learner.settled())  # nothing changes any more

@@ -51,7 +51,7 @@ class House:
         self.pushed = 0
         self.client = self.enter(GOOD)
 
-    def enter(self, name: str) -> Client:
+    def enter(self, name: str, *, seen: int = 0) -> Client:
         self.slots[name] = [
             Flat.shared(self.layout, label="test-gradients")
             if self._shared
@@ -68,6 +68,7 @@ class House:
             check=self.check,
             resolved=lambda seq, left_out, staleness: None,
             timeout_s=LONG_S,
+            seen=seen,
         )
 
     def _dial_for_client(self, name: str) -> Link:

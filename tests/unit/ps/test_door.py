@@ -42,7 +42,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.errors import LinkClosed, LinkError, ManyhandsError
+from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
 from manyhands.ps.door import MAX_STRANGERS, MAX_UNHEARD, Door
 from manyhands.ps.lead import MAX_UNDER_WAY
 from manyhands.ps.memory import Flat, layout_of
@@ -318,6 +318,12 @@ def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
             finally:
                 client.close()
             at.train()
+
+
+def test_weights_that_no_server_knows_of_any_more_are_lost(tmp_path: Path) -> None:
+    """All who held them died: the run begins again from its checkpoint."""
+    with house("proof", tmp_path) as at, pytest.raises(WeightsLost, match="has seen version 3"):
+        at.enter(BAD, seen=3)
 
 
 @pytest.mark.parametrize("kind", ["tls", "unix"])

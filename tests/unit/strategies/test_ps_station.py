@@ -1,8 +1,13 @@
-"""Which workers serve, if nobody says how many."""
+"""Which workers serve, if nobody says how many; and what becomes of memory whose owner has died."""
 
 from __future__ import annotations
 
-from typing import cast
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +15,8 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.errors import LinkError, ViewChanging
+from manyhands.ps.memory import Flat, layout_of
 from manyhands.strategies.ps import ParameterServer
 from manyhands.strategies.ps_station import Station
 from manyhands.strategies.registry import make_strategy
@@ -57,3 +64,81 @@ def test_all_serve_where_each_has_rows_of_tables_or_a_host_of_its_own() -> None:
     assert servers("ps:sync", with_table(), shared=True) == NAMES
     assert servers("ps:async", with_table(), shared=True) == NAMES[:2], "workers change the rows"
     assert servers("ps:async", with_table(), shared=False) == NAMES
+
+
+class Posts:
+    """A board that already has what a member posted before it died, and notes what is asked for."""
+
+    def __init__(self, posted: dict[str, str]) -> None:
+        self.posted = posted
+        self.said: list[dict[str, Any]] = []
+
+    def post(self, key: str, value: str) -> None:
+        self.posted[key] = value
+
+    def fetch(self, key: str, *, timeout_s: float) -> str:
+        return self.posted[key]
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.said.append({"kind": kind, **fields})
+
+
+def memory_of_the_dead() -> str:
+    """The address of shared memory that a process has told, before it ended."""
+    code = "from manyhands.wire.shm import Segment; print(Segment.create(1 << 20).address)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("what", ["rounds", "params", "tables"])
+def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
+    what: str, tmp_path: Path
+) -> None:
+    """worker-0 leads, has told where its memory is, and is killed before worker-1 has attached it."""
+    model, gone = with_table(), memory_of_the_dead()
+    trainee = Trainee(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch).sum(),
+        tables=find_tables(model, seed=1),
+    )
+    lead = Flat.shared(layout_of(trainee.model, trainee.optimizer), label="test-parameters")
+    assert lead.segment is not None
+    assert trainee.tables is not None
+    told = {
+        "params": gone if what == "params" else lead.segment.address,
+        "tables": json.dumps(dict.fromkeys(trainee.tables.specs, gone)),
+        "rounds": gone,
+    }
+    view = View(2, tuple(Seat(name, "here") for name in NAMES[:3]))
+    board = Posts({f"ps/2/{key}": value for key, value in told.items()})
+    me = Me(NAMES[1], "here", "cpu", tmp_path, view, board=board, newest_view=2)
+    config = make_strategy("ps:sync")
+    assert isinstance(config, ParameterServer)
+    station = Station(config, trainee, me)
+    station._has_tables = what == "rounds"
+
+    def form_a_view() -> None:
+        me.newest_view = 3
+
+    coming = threading.Timer(0.05, form_a_view)
+    coming.start()
+    with pytest.raises(ViewChanging, match="gone"), me.heeding_views():
+        station.enter(view)
+    coming.join()
+    lead.close()
+    assert not board.said, "the view came by itself"
+
+
+def test_tables_are_kept_until_those_of_another_are_here() -> None:
+    """Else the rows would be nobody's, if that other dies before they could be attached."""
+    tables = find_tables(nn.ModuleDict({"users": mh.SparseEmbedding(100, 4)}), seed=1)
+    assert tables is not None
+    (name,) = tables.specs
+    before = tables.store(name)
+    with pytest.raises(LinkError, match="gone"):
+        tables.attach({name: memory_of_the_dead()})
+    assert tables.store(name) is before
+    tables.close()
