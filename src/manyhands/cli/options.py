@@ -137,6 +137,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FAULTS",
         help=f'break things while it trains, as "{EXAMPLE}"; see the end of  manyhands train --help',
     )
+    group.add_argument(
+        "--debug",
+        action="store_true",
+        help="give the worker the terminal, so that breakpoint() works in the job: strategy single, samples "
+        "loaded in the worker, no timeouts; Ctrl-C and the debugger's quit end the run at once",
+    )
     add_place_flags(parser)
     group = parser.add_argument_group("saving and seeing")
     group.add_argument(
@@ -173,6 +179,7 @@ def resolve_options(
     settings: dict[str, str],
     cluster: ClusterSpec | None = None,
     elsewhere: bool = False,
+    debug: bool = False,
 ) -> Options:
     """All options, checked. `cluster`: where members run, if somebody has described it. `elsewhere`: not all
     of them on this machine."""
@@ -226,7 +233,25 @@ def resolve_options(
         trust_network=resolved.get("trust_network", False, _yes_or_no),
         manner=manner_of(config, count),
         chaos=_chaos(resolved.get("chaos", None), config, count),
+        debug=debug,
     )
+
+
+def fit_debug(arguments: argparse.Namespace) -> None:
+    """With --debug there is one worker, on this machine."""
+    if not arguments.debug:
+        return
+    for flag, value, allowed in (
+        ("--strategy", arguments.strategy, ("single",)),
+        ("--workers", arguments.workers, (1,)),
+        ("--on", arguments.on, ("local",)),
+    ):
+        if value is not None and value not in allowed:
+            raise UsageError(
+                f"{flag} {value} with --debug: only one worker, on this machine, can have the terminal. "
+                f"Leave {flag} out: the strategy is single then."
+            )
+    arguments.strategy, arguments.workers, arguments.on = "single", 1, "local"
 
 
 def _shared_cores(resolved: Resolved, *, local: bool) -> int:

@@ -19,6 +19,7 @@ from manyhands.cli.lead import Lead
 from manyhands.cli.ray_place import RayCluster, add_ray_flags, find_ray
 from manyhands.cluster.dialling import check_only_lead
 from manyhands.cluster.key import no_key, read_key
+from manyhands.cluster.launchers import LocalLauncher
 from manyhands.cluster.launchers.agents import AgentLauncher
 from manyhands.cluster.on_ray.wish import parse_place
 from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
@@ -229,11 +230,16 @@ def leading(
 ) -> Iterator[tuple[Lead, Callable[[int], int]]]:
     """While it is led. Call what is given with the exit code: the agents end with the same."""
     if cluster is None:
-        yield Lead(resolved.get("control", "unix")), lambda code: code
+        control = resolved.get("control", "unix")
+        if options.debug:
+            launcher = LocalLauncher(terminal=True)
+            yield Lead(control, launcher, timeouts=Timeouts.endless()), lambda code: code
+        else:
+            yield Lead(control), lambda code: code
         return
     lead = cluster.lead(options, is_range=":" in str(resolved.sources["workers"]["value"]))
-    launcher, codes = lead.launcher, [1]
-    assert isinstance(launcher, AgentLauncher)
+    agents, codes = lead.launcher, [1]
+    assert isinstance(agents, AgentLauncher)
 
     def done(code: int) -> int:
         codes.append(code)
@@ -248,7 +254,7 @@ def leading(
         done(130)
         raise
     finally:
-        launcher.end(codes[-1])
+        agents.end(codes[-1])
 
 
 # What there is room for ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     file_digest,
+    fit_debug,
     parse_set,
     resolve_options,
 )
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    fit_debug(arguments)
     cluster = find_cluster(Resolved(arguments))
     if cluster is not None and not cluster.leads:
         return cluster.serve()
@@ -85,16 +87,18 @@ def _resume(
         settings={**config["settings"], **changed},
         cluster=cluster.spec if cluster else None,
         elsewhere=cluster is not None,
+        debug=arguments.debug,
     )
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
     for note in _notes(config, job.path, changed, checkpoint, complaints):
         print(f"note: {note}")
 
     def on_ready() -> None:
-        sources = {**config["options"], **resolved.sources}
+        # What a debugger was looked at with is not how the run goes on later.
+        sources = {**config["options"], **({} if options.debug else resolved.sources)}
         folder.write_config({**config, "settings": dict(options.settings), "options": sources})
 
-    console = make_console(quiet=arguments.quiet)
+    console = make_console(quiet=arguments.quiet, shared=arguments.debug)
     with leading(cluster, resolved, options) as (lead, done):
         return done(
             train(

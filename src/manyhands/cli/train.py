@@ -13,6 +13,7 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     file_digest,
+    fit_debug,
     parse_set,
     resolve_options,
 )
@@ -37,6 +38,7 @@ examples:
   manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
   manyhands train mypackage.jobs.digits:Digits    a module, as python -m finds it
   manyhands train job.py --strategy single --run-dir runs/reference
+  manyhands train job.py --debug        with breakpoint() in the job: the debugger has the terminal
   manyhands train job.py --check        job, strategy and cluster, without training
   manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
                                         four times the batch and the learning rate of one worker
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    fit_debug(arguments)
     resolved = Resolved(arguments)
     cluster = find_cluster(resolved, job=arguments.job)
     if cluster is not None and not cluster.leads:
@@ -76,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings=settings,
         cluster=cluster.spec if cluster else None,
         elsewhere=cluster is not None,
+        debug=arguments.debug,
     )
     with leading(cluster, resolved, options) as (lead, done):
         if arguments.check:
@@ -102,7 +106,7 @@ def _train(
             "options": resolved.sources,
         }
     )
-    console = make_console(quiet=arguments.quiet)
+    console = make_console(quiet=arguments.quiet, shared=arguments.debug)
     try:
         return train(
             options,

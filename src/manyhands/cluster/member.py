@@ -13,6 +13,7 @@ everything it started.
 
 from __future__ import annotations
 
+import bdb
 import ctypes
 import json
 import os
@@ -27,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from manyhands.cluster import tracebacks
 from manyhands.cluster.timeouts import Timeouts
@@ -96,12 +97,24 @@ class Member:
     @classmethod
     def from_launcher(cls) -> Member:
         """The member that this process was started to be."""
-        invitation = json.load(sys.stdin)
+        if len(sys.argv) > 1:  # standard input is the terminal
+            with open(int(sys.argv.pop())) as pipe:
+                invitation = json.load(pipe)
+        else:
+            invitation = json.load(sys.stdin)
         die_with(invitation.get("parent"))
         # Ctrl-C and a scheduler's warning are the coordinator's to handle; it says what to do.
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        return cls(invitation)
+        member = cls(invitation)
+        if member.debugged:
+            sys.breakpointhook = _breakpoint
+        return member
+
+    @property
+    def debugged(self) -> bool:
+        """If true, this member has the terminal."""
+        return bool(self.assignment.get("debug"))
 
     def me(self, seat: Seat) -> Me:
         """What this member knows of itself, before it has joined anybody."""
@@ -169,7 +182,12 @@ class Member:
         else:
             code = getattr(error, "exit_code", 1)
         trace = "".join(traceback.format_exception(error))
-        if not usage:
+        if isinstance(error, bdb.BdbQuit) and self.debugged:
+            self._quit()
+        if self.debugged:
+            log = Path(self.assignment["run"]) / "logs" / f"{self.name}.log"
+            log.write_text(trace)
+        elif not usage:
             print(trace, file=sys.stderr, flush=True)
         known = isinstance(error, ManyhandsError)
         try:
@@ -198,6 +216,12 @@ class Member:
         except (ManyhandsError, KeyError):
             job = None
         return tracebacks.shown(error, job)
+
+    def _quit(self) -> NoReturn:
+        """A debugger was told to quit: as Ctrl-C, which the coordinator ends the run on."""
+        os.kill(os.getppid(), signal.SIGINT)
+        while True:
+            time.sleep(60)
 
     def leave(self) -> None:
         """All done: the coordinator may close the link now."""
@@ -237,6 +261,16 @@ class Member:
                 self.say("beat", phase=name, since_s=since_s, ticks=self.ticks)
             except LinkError:
                 return  # the listener acts on it
+
+
+def _breakpoint(*arguments: Any, **options: Any) -> Any:
+    """As Python's own, but Ctrl-C stays the coordinator's."""
+    import pdb
+
+    if os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*arguments, **options)
+    pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
+    return None
 
 
 def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ENDLESS_S = 7 * 24 * 3600.0
+"""In milliseconds it still fits what poll() takes."""
+
 
 @dataclass(frozen=True)
 class Timeouts:
@@ -42,6 +45,13 @@ class Timeouts:
     """A member asked to end has ended, before it is killed."""
     beat_s: float = 1.0
     """Not a limit: how often a member says that it lives."""
+
+    @classmethod
+    def endless(cls) -> Timeouts:
+        """For a person who looks at one member for as long as it takes: nothing ends by time."""
+        short = ("settle_s", "kill_s", "beat_s")
+        names = (field.name for field in dataclasses.fields(cls) if field.name not in short)
+        return cls(**dict.fromkeys(names, ENDLESS_S))
 
     def to_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)

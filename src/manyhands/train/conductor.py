@@ -423,7 +423,7 @@ class Conductor:
         name = signal.Signals(number).name
         if self._signal == signal.SIGUSR1 and number == signal.SIGTERM:
             return  # as schedulers do: first a warning, later the order; the warning is being heeded
-        if self._signal is not None or not self.tally.trains:
+        if self._signal is not None or not self.tally.trains or self.options.debug:
             code = 130 if number == signal.SIGINT else 128 + number
             raise Interrupted(f"Stopped at once by {name}.", exit_code=code)
         self._signal = number

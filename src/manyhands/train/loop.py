@@ -100,7 +100,7 @@ class Worker:
         trainee = Trainee.of(self.job, device=self.device, num_steps=syllabus.num_steps)
         self.trainee = trainee
         loaders = None
-        if self.job.loader_processes:
+        if self.job.loader_processes and not member.debugged:
             loaders = Loaders(task["job"], task["settings"], self.job.loader_processes)
         self.loaders = loaders
         pieces = max(self.job.accumulate, learner.pieces)

@@ -68,6 +68,8 @@ class Options:
     """Faults to inject."""
     rehearse: bool = False
     """Do everything but train."""
+    debug: bool = False
+    """If true, the only worker has the terminal."""
 
     def assignment(self, run: Path, checkpoint: Path | None) -> dict[str, Any]:
         """What each member is told of it."""
@@ -78,6 +80,7 @@ class Options:
             "device": self.device,
             "shared_cores": self.shared_cores,
             "trust_network": self.trust_network,
+            "debug": self.debug,
             "run": str(run.resolve()),
             "checkpoint": str(checkpoint.resolve()) if checkpoint else None,
         }

@@ -10,6 +10,7 @@ thread.
 from __future__ import annotations
 
 import io
+import math
 import sys
 import time
 from abc import abstractmethod
@@ -188,6 +189,8 @@ class PlainConsole(Console):
 
     def progress(self) -> None:
         now, step = self.clock(), self.picture.step
+        if math.isinf(self.every_s):
+            return
         if self.starting:
             # The banner has just been written; only a slow start needs words.
             said_at = self._said[0] if self._said else self.started_at
@@ -212,15 +215,22 @@ class PlainConsole(Console):
 
 
 def make_console(
-    out: TextIO | None = None, err: TextIO | None = None, *, quiet: bool = False
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+    *,
+    quiet: bool = False,
+    shared: bool = False,
 ) -> Console:
-    """The console that fits where `out` (stdout) and `err` (stderr) lead to."""
+    """The console that fits where `out` (stdout) and `err` (stderr) lead to. `shared`: somebody else writes
+    there too, so nothing is drawn and there are no lines about progress."""
     out = sys.stdout if out is None else out
     err = sys.stderr if err is None else err
     for stream in (out, err):
         if isinstance(stream, io.TextIOWrapper):
             # A member's words may hold what an ASCII terminal can't show.
             stream.reconfigure(errors="backslashreplace")
+    if shared:
+        return PlainConsole(out, err, quiet=quiet, every_s=math.inf)
     if quiet or not out.isatty():
         return PlainConsole(out, err, quiet=quiet)
     # Only a terminal pays for the import of rich, which is also what reads NO_COLOR and TERM.

@@ -2,8 +2,9 @@
 
 Each member is a fresh Python (never a fork of one that has loaded torch), in a process group of its
 own so that Ctrl-C reaches only the coordinator, with its output in its own log. The invitation goes
-through standard input. A member asks the kernel to kill it when its parent dies and ends itself when
-the control link closes (see cluster/member.py): two independent reasons why none is ever left over.
+through standard input; a member that has the terminal gets it through a pipe. A member asks the kernel
+to kill it when its parent dies and ends itself when the control link closes (see cluster/member.py):
+two independent reasons why none is ever left over.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from manyhands.cluster.key import VARIABLE
 from manyhands.cluster.launchers.base import Handle, Launcher, Start
@@ -25,8 +28,11 @@ NOT_THEIRS = (VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", 
 
 
 class LocalHandle(Handle):
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], *, own_group: bool = True
+    ) -> None:
         self.name = name
+        self._own_group = own_group
         self.pid = process.pid
         self.host = socket.gethostname()
         self.output = process.stdout
@@ -55,19 +61,25 @@ class LocalHandle(Handle):
         """To it and everything it started, if it is still there."""
         if not self.gone:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
+                (os.killpg if self._own_group else os.kill)(self.pid, number)
 
 
 class LocalLauncher(Launcher):
     kind = "local"
     shares_cores = True
 
-    def __init__(self, interface: str = "lo") -> None:
+    def __init__(self, interface: str = "lo", *, terminal: bool = False) -> None:
         self.interface = interface
         """Of the network, over which members of other hosts are reached."""
+        self.terminal = terminal
+        """If true, members have our terminal, for a debugger. They are in our process group then: another
+        one could not read from it."""
+        self._modes = _terminal_modes() if terminal else None
         self._handles: list[LocalHandle] = []
 
     def start(self, start: Start) -> LocalHandle:
+        if self.terminal:
+            return self._start_at_terminal(start)
         with ExitStack() as stack:
             # Appended to: a resumed run keeps what was logged before.
             output = (
@@ -92,6 +104,23 @@ class LocalLauncher(Launcher):
         self._handles.append(handle)
         return handle
 
+    def _start_at_terminal(self, start: Start) -> LocalHandle:
+        if start.log is not None:
+            start.log.touch()  # what it prints is on the terminal
+        reading, writing = os.pipe()
+        with open(writing, "wb") as pipe:
+            process = subprocess.Popen(
+                [sys.executable, "-m", start.entry, str(reading)],
+                pass_fds=(reading,),
+                env=self._environment(start),
+            )
+            os.close(reading)
+            with suppress(BrokenPipeError):
+                pipe.write(json.dumps({**start.invitation, "parent": os.getpid()}).encode())
+        handle = LocalHandle(start.name, process, own_group=False)
+        self._handles.append(handle)
+        return handle
+
     def _environment(self, start: Start) -> dict[str, str]:
         # Its invitation has all the secrets that it needs, and the variables of whoever started us are
         # not about it: it has a rank of its own.
@@ -110,6 +139,13 @@ class LocalLauncher(Launcher):
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
+        if self._modes is not None:
+            # A debugger that was killed at its prompt has left it without echo.
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._modes)
+
+
+def _terminal_modes() -> list[Any] | None:
+    return termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
 
 
 def cores() -> int:
