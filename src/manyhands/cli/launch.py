@@ -36,6 +36,7 @@ LEAST = {
     "threads": 1,
     "max_restarts": 0,
     "max_bad_steps": 0,
+    "stuck_after": 0,
     "checkpoint_every": 0,
     "keep": 1,
     "scale_reference": 1,

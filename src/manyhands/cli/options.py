@@ -19,6 +19,7 @@ from manyhands.train.bad_steps import MAX_BAD_STEPS
 from manyhands.train.chaos import EXAMPLE, Chaos, check, parse_chaos
 from manyhands.train.options import Manner, Options
 from manyhands.train.scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
+from manyhands.train.stuck import STUCK_AFTER_S
 
 
 class Resolved:
@@ -105,6 +106,13 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"end as diverged after N steps in a row without a finite loss (default: {MAX_BAD_STEPS}); "
         "0: never",
+    )
+    group.add_argument(
+        "--stuck-after",
+        type=float,
+        metavar="SECONDS",
+        help="name a worker that hangs in the job's code for so long, with the stacks of its threads in its "
+        f"log (default: {STUCK_AFTER_S:.0f}), and give it up after ten times as long; 0: never",
     )
     group.add_argument(
         "--equal-shares",
@@ -206,12 +214,14 @@ def resolve_options(
     keep = resolved.get("keep", 3, int)
     restarts = resolved.get("max_restarts", 3, int)
     bad_steps = resolved.get("max_bad_steps", MAX_BAD_STEPS, int)
+    stuck_after = resolved.get("stuck_after", STUCK_AFTER_S, float)
     for flag, value, least in (
         ("threads", threads, min(1, share)),
         ("keep", keep, 1),
         ("checkpoint-every", every, 0),
         ("max-restarts", restarts, 0),
         ("max-bad-steps", bad_steps, 0),
+        ("stuck-after", stuck_after, 0),
     ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
@@ -228,6 +238,7 @@ def resolve_options(
         min_workers=fewest,
         max_restarts=restarts,
         max_bad_steps=bad_steps,
+        stuck_after_s=stuck_after,
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         scaling=_scaling(resolved, config, count),
         trust_network=resolved.get("trust_network", False, _yes_or_no),

@@ -5,7 +5,7 @@ says hello, and from then on a thread reads what the coordinator says while anot
 second. What is said, as the `kind` of each message:
 
     member:       hello, ready, beat, report, post, failed, bye
-    coordinator:  view, order, posted
+    coordinator:  view, order, posted, stacks
 
 When the link closes without a bye, the coordinator is gone, and the member ends itself at once, with
 everything it started.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bdb
 import ctypes
+import faulthandler
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhands.cluster import tracebacks
+from manyhands.cluster.activity import Activity
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import (
@@ -82,8 +84,10 @@ class Member:
         self._board_changed = threading.Condition()
         self._leaving = threading.Event()
         self._phase = ("starting", time.monotonic())
-        self.ticks = 0
-        """Counts whatever was got done: while it grows, nobody calls this member stuck."""
+        self.activity = Activity()
+        """While it changes, nobody calls this member stuck."""
+        self.on_stacks: Callable[[], None] = lambda: None
+        """Called in the control thread after the stacks of this process were written to its log."""
         self.say(
             "hello",
             member=self.name,
@@ -245,6 +249,8 @@ class Member:
                 with self._board_changed:
                     self._board[head["key"]] = head["value"]
                     self._board_changed.notify_all()
+            elif head.get("kind") == "stacks":
+                self._write_stacks()
             else:
                 if head.get("kind") == "view":
                     with self._board_changed:
@@ -253,12 +259,29 @@ class Member:
                     self.on_view()
                 self._heard.put(head)
 
+    def _write_stacks(self) -> None:
+        """Where every thread is, into the log."""
+        print(f"{time.strftime('%F %T')} {self.name} seems to hang. Its stacks:", file=sys.stderr)
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        self.on_stacks()
+
     def _beat(self) -> None:
+        activity, used, looked = self.activity, time.process_time(), time.monotonic()
         while not self._leaving.wait(self.timeouts.beat_s):
             name, since = self._phase
+            used_before, used = used, time.process_time()
+            looked_before, looked = looked, time.monotonic()
             try:
-                since_s = round(time.monotonic() - since, 1)
-                self.say("beat", phase=name, since_s=since_s, ticks=self.ticks)
+                self.say(
+                    "beat",
+                    phase=name,
+                    since_s=round(looked - since, 1),
+                    busy=used - used_before > 0.5 * (looked - looked_before),
+                    ticks=activity.ticks,
+                    step=activity.step,
+                    doing=activity.doing,
+                )
             except LinkError:
                 return  # the listener acts on it
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from manyhands.cluster.activity import WAITING, Activity
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ViewChanging, WeightsLost
 from manyhands.ps.asking import Asking
 from manyhands.ps.blocks import Layout
@@ -53,6 +54,7 @@ class Client(Asking):
         baskets: Sequence[str] = (),
         replica: Callable[[str], int] | None = None,
         uplink: Uplink | None = None,
+        activity: Activity | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
         `resolved(seq, left out, staleness)` is called from another thread, once for each push.
@@ -77,6 +79,7 @@ class Client(Asking):
         self._resolved = resolved
         self._baskets = list(baskets)
         self._replica, self._uplink = replica, uplink
+        self._activity = activity or Activity()
         self._timeout_s = timeout_s
         self._closed = False
         self._refused: ManyhandsError | None = None
@@ -276,7 +279,7 @@ class Client(Asking):
                     self._send(self._lead, {"k": "who", "seq": asks})
                 self._news.wait(0.5)
 
-        with self._news:
+        with self._news, self._activity.during(WAITING):
             self._raise_error()
             yield wait
 

@@ -107,6 +107,7 @@ class PsLearner(Learner):
             baskets=[basket.address for basket in self._baskets],
             replica=station.replica_version if station.server is not None else None,
             uplink=station.uplink,
+            activity=self.trainee.activity,
         )
         if station.server is not None:
             station.server.followed = self._client.wake_up

@@ -64,6 +64,7 @@ from manyhands.train.injector import Injector
 from manyhands.train.options import Options
 from manyhands.train.reports import Row
 from manyhands.train.shelf import Shelf
+from manyhands.train.stuck import StuckWatch
 from manyhands.train.tally import Tally
 from manyhands.watch import events
 from manyhands.watch.sinks import Stream
@@ -128,6 +129,9 @@ class Conductor:
         self._view = 0
         """The number of the view that counts: reports of older ones are void."""
         self._ticks: dict[str, int] = {}
+        self._stuck = StuckWatch(options.stuck_after_s)
+        self._given_up: set[str] = set()
+        """Members that were stuck for too long."""
         self._failures = FirstFailure(coordinator.timeouts.settle_s)
         self._signal: int | None = None
         self._stop_by: float | None = None
@@ -313,7 +317,8 @@ class Conductor:
             case Said(member, {"kind": "report"} as report):
                 self._progress = now
                 self._on_report(member, report)
-            case Said(member, {"kind": "beat", "ticks": int(ticks)}):
+            case Said(member, {"kind": "beat", "ticks": int(ticks)} as beat):
+                self._on_beat(member, beat)
                 if ticks != self._ticks.get(member, 0):
                     self._ticks[member] = ticks
                     self._progress = now
@@ -325,6 +330,7 @@ class Conductor:
                 else:
                     self._failures.add(Failure(member, reason, grade=Grade.SUSPICION), now)
             case Exited(member, code):
+                self._stuck.forget(member)
                 self.stream.emit(events.MemberExited(member=member, exit_code=code))
                 if not self.coordinator.members[member].left:
                     self._on_death(member, code)
@@ -336,6 +342,16 @@ class Conductor:
                 raise ManyhandsError(
                     f"A thread of the coordinator failed: {describe(error)}"
                 ) from error
+
+    def _on_beat(self, member: str, beat: Mapping[str, Any]) -> None:
+        match beat:
+            case {"ticks": int(ticks), "step": int(step), "doing": str(doing)}:
+                now, busy = time.monotonic(), beat.get("busy") is True
+                moves = self._stuck.hear(
+                    member, step=step, doing=doing, ticks=ticks, now=now, busy=busy
+                )
+                if moves is not None:
+                    self._notice(f"{member} {moves}")
 
     def _on_member_ready(self, member: str, facts: Facts) -> None:
         crew = self.crew
@@ -487,6 +503,8 @@ class Conductor:
             failure = Failure(member.name, reason, by_chance=True)
         if failure is not None:
             self._raise(failure)
+        if self.tally.trains and not self._leaving:
+            self._mind_the_stuck(now)
         if self._stop_by is not None and now > self._stop_by:
             assert self._signal is not None
             raise Interrupted(
@@ -494,10 +512,25 @@ class Conductor:
                 exit_code=128 + self._signal,
             )
 
+    def _mind_the_stuck(self, now: float) -> None:
+        """Name members that hang in the job's code. Give them up after a while, or if the run is to end."""
+        members = self.coordinator.members
+        for name, words in self._stuck.newly_stuck(now).items():
+            self._notice(f"{name} {words}. Its stacks are in {members[name].log}")
+            self.coordinator.say(name, "stacks")
+        for name, words in self._stuck.hopeless(now, ending=self._signal is not None).items():
+            self._given_up.add(name)
+            self.crew.end(name, words)
+
     def _raise(self, failure: Failure) -> None:
         if failure.usage:
             raise UsageError(failure.reason)
         words = f"{failure.member} {failure.reason}"
+        if self._signal is not None and failure.member in self._given_up:
+            since = f" since {self.shelf.newest}" if self.shelf.newest else ""
+            message = f"{words}: nothing could be saved{since}"
+            self._notice(message)
+            raise Interrupted(f"{message}.", exit_code=128 + self._signal)
         begun = (self.tally.trains or self._before is not None) and not self.options.rehearse
         if failure.by_chance and begun and self._signal is None and self.crew.may_begin_again:
             self.crew.lose_all(failure.member, failure.reason)

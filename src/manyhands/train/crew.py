@@ -267,7 +267,7 @@ class Crew:
         chosen = max(counts, key=lambda n: (counts[n], self.is_worker(n), names.index(n)))
         others = sorted({n for pair in self._apart if chosen in pair for n in pair} - {chosen})
         self._left_out.add(chosen)
-        self._end(chosen, f"it and {' and '.join(others)} live, and do not reach each other")
+        self.end(chosen, f"it and {' and '.join(others)} live, and do not reach each other")
 
     def give_up(self, member: str, reason: str) -> None:
         """A new one came to nothing before it had joined."""
@@ -286,14 +286,14 @@ class Crew:
         """End those that are silent, cut off, or don't join: their exit is then their death."""
         now, timeouts = time.monotonic(), self._coordinator.timeouts
         if (overdue := self._coordinator.overdue()) is not None:
-            self._end(overdue[0].name, overdue[1])
+            self.end(overdue[0].name, overdue[1])
         for member, since in self._cut_off.items():
             if now - since > timeouts.settle_s:
-                self._end(member, "lost its link")
+                self.end(member, "lost its link")
         if self._joining and now - self._formed > timeouts.view_s:
             for name in self.view.names:
                 if name not in self.joined:
-                    self._end(name, f"did not join its peers within {timeouts.view_s:.0f} s")
+                    self.end(name, f"did not join its peers within {timeouts.view_s:.0f} s")
 
     # Those that take their place --------------------------------------------------------------
 
@@ -483,7 +483,8 @@ class Crew:
     def _lives(self, name: str) -> bool:
         return self._coordinator.members[name].alive
 
-    def _end(self, name: str, reason: str) -> None:
+    def end(self, name: str, reason: str) -> None:
+        """Kill a member: its exit is then its death, for this reason."""
         member = self._coordinator.members[name]
         if member.alive and not member.left:
             self.suspect(name, reason)

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from manyhands.cluster.activity import EVALUATING, LOADING, SAVING
 from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
@@ -99,6 +100,7 @@ class Worker:
         syllabus = Syllabus(len(self.data), self.job.batch_size, self.job.epochs)
         trainee = Trainee.of(self.job, device=self.device, num_steps=syllabus.num_steps)
         self.trainee = trainee
+        self.activity = trainee.activity = member.activity
         loaders = None
         if self.job.loader_processes and not member.debugged:
             loaders = Loaders(task["job"], task["settings"], self.job.loader_processes)
@@ -257,13 +259,14 @@ class Worker:
         coming: Share | None = None
         for portion, following in zip(portions, [*portions[1:], None], strict=True):
             self._heed_the_view()
-            share, coming = coming or self.feed.share(portion), None
-            if self.learner.looks_ahead and following is not None:
-                coming = self.feed.share(following)
-                self.learner.ahead(coming)
-            seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
-            self.trainee.lr_factor, self.trainee.ticks = portion.lr_factor, portion.ticks
-            report = self.learner.step(share)
+            with self.activity.in_step(portion.step):
+                share, coming = coming or self._load(portion), None
+                if self.learner.looks_ahead and following is not None:
+                    coming = self._load(following)
+                    self.learner.ahead(coming)
+                seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
+                self.trainee.lr_factor, self.trainee.ticks = portion.lr_factor, portion.ticks
+                report = self.learner.step(share)
             report.part = portion.part
             self._reports.append(report)
             self._tick()
@@ -277,6 +280,10 @@ class Worker:
                 self._mind_the_saver()
             if self.member.heard():
                 self._listen(agenda)
+
+    def _load(self, portion: Portion) -> Share:
+        with self.activity.during(LOADING):
+            return self.feed.share(portion)
 
     def _tell_when_caught_up(self) -> None:
         if self._catching_up and not self.learner.catching_up:
@@ -314,19 +321,21 @@ class Worker:
         self._drain()
         assert self.eval_data is not None
         started = time.perf_counter()
-        found = evaluate(
-            self.job,
-            self.learner.eval_model(),
-            self.eval_data,
-            part=part,
-            device=self.device,
-            progress=self._tick_and_heed,
-        )
+        model = self.learner.eval_model()
+        with self.activity.during(EVALUATING):
+            found = evaluate(
+                self.job,
+                model,
+                self.eval_data,
+                part=part,
+                device=self.device,
+                progress=self._tick_and_heed,
+            )
         seconds = time.perf_counter() - started
         self._report("evaluated", seconds=seconds, **found)
 
     def _tick(self) -> None:
-        self.member.ticks += 1
+        self.activity.ticks += 1
 
     def _tick_and_heed(self) -> None:
         self._tick()
@@ -342,12 +351,14 @@ class Worker:
     def _checkpoint(self, step: int) -> None:
         self._drain()
         if self.me.rank == 0:
-            self.saver.finish()
+            with self.activity.during(SAVING):
+                self.saver.finish()
             self._mind_the_saver()
             if self.trainee.tables is not None:
                 self.trainee.tables.now = step  # others may have come further than this worker
             self.learner.collect()
-            self.saver.start(step, self.trainee, self.learner)
+            with self.activity.during(SAVING):
+                self.saver.start(step, self.trainee, self.learner)
             # From here on the weights may change.
             self._report("saving", step=step)
 
@@ -383,7 +394,8 @@ class Worker:
 
     def _stop(self) -> None:
         self._drain()
-        self.saver.finish()
+        with self.activity.during(SAVING):
+            self.saver.finish()
         self._mind_the_saver()
         # Not before all are done: another may still need what this one holds, to save it.
         self._report("stopped")

@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.train.bad_steps import MAX_BAD_STEPS
 from manyhands.train.chaos import Chaos
 from manyhands.train.scaling import FIXED, Scaling
+from manyhands.train.stuck import STUCK_AFTER_S
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Options:
     """How many members that died are replaced; and how often all begin again, where nobody can go on."""
     max_bad_steps: int = MAX_BAD_STEPS
     """After so many steps in a row without a finite loss the run ends as diverged; 0: never."""
+    stuck_after_s: float = STUCK_AFTER_S
+    """A worker that hangs in the job's code for so long is named, and given up after ten times as long;
+    0: never."""
     equal_shares: bool = False
     """Every worker has as much of a batch, also where one computes faster than another."""
     scaling: Scaling = FIXED

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyhands.cluster.activity import COMPUTING
 from manyhands.tables.modules import RowModel
 from manyhands.train.feed import Share
 from manyhands.train.seeds import derive
@@ -106,7 +107,7 @@ def gradients(
         if index and enough(index):
             weights = weights[:index]
             break
-        with local() if index < last else nullcontext():
+        with local() if index < last else nullcontext(), trainee.activity.during(COMPUTING):
             loss = None
             if weight != 0:
                 if trainee.tables is not None:
@@ -120,6 +121,7 @@ def gradients(
                 continue
             factor = weight / whole
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
+        trainee.activity.ticks += 1
     return sum(weights[1:], weights[0]), losses
 
 
@@ -147,9 +149,11 @@ def _touch(
     for index, (batch, samples) in enumerate(share.batches):
         if samples:
             seed = row_seed(trainee, share, index)
-            with trainee.tables.lend(model, batch, seed) as rows:
+            lent = trainee.tables.lend(model, batch, seed)
+            with trainee.activity.during(COMPUTING), lent as rows:
                 loss, counted = model.touch(batch, rows, lr=trainee.lr, seed=seed)
             losses, weight = losses + loss, weight + counted
+            trainee.activity.ticks += 1
     return weight, losses
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.cluster.activity import Activity
 from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.tables.modules import tables_of
@@ -47,6 +48,8 @@ class Trainee:
     """What the learning rate of the next step is multiplied by; the coordinator says it with each."""
     ticks: int = 1
     """How often the schedule is stepped after it, likewise."""
+    activity: Activity = field(default_factory=Activity)
+    """What the worker does right now, for whoever has to say why everybody waits."""
 
     @classmethod
     def of(cls, job: Job, *, device: str, num_steps: int) -> Trainee:
