@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from manyhands.errors import CheckpointError
 from manyhands.state import safe_reader, table_files
 from manyhands.state.checkpoints import facts_of, partial
+from manyhands.state.dense import dense_state, load_dense_state
 from manyhands.state.table_files import INDEX, Chain, Part, Tables
 from manyhands.threads import start_thread
 
@@ -199,7 +200,7 @@ def gather_state(
         return target.copy_(leaf.detach())
 
     state = {
-        "model": trained.model.state_dict(),
+        "model": dense_state(trained.model),
         "optimizer": optimizer_state(trained.model, trained.optimizer),
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
         "learner": learner.state_dict(),
@@ -307,7 +308,7 @@ def put_state(
     state: Mapping[str, Any], trained: Trained, learner: Stateful, *, tables: bool = True
 ) -> None:
     """What `gather_state` has gathered, and the tables unless they are elsewhere."""
-    trained.model.load_state_dict(state["model"])
+    load_dense_state(trained.model, state["model"])
     load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
     if trained.scheduler is not None and state["scheduler"]:
         trained.scheduler.load_state_dict(state["scheduler"])

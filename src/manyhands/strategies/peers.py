@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.state.dense import dense_state, load_dense_state
 from manyhands.state.flat import blanks, flatten, rebuild
 from manyhands.state.saver import Stateful, gather_state, put_state
 from manyhands.train.trainee import Trainee
+
+if TYPE_CHECKING:
+    from manyhands.tables.held import Tables
 
 BATCH_BYTES = 64 << 20
 """So much of a state is sent at once."""
@@ -53,10 +57,11 @@ def agree(
     source = ranks.index(best)
     if not best[0]:
         # The first view: optimizers and schedules begin alike, and models do if they heed the seed.
-        model = trainee.model
-        state = _send(model.state_dict(), trainee, source)
+        state = _send(dense_state(trainee.model), trainee, source)
         if dist.get_rank() != source:
-            model.load_state_dict(state)
+            load_dense_state(trainee.model, state)
+        if trainee.tables is not None and tables:
+            _agree_on_rows(trainee, trainee.tables, source)
     elif may_wait and all(each == best for each in ranks if each[0]):
         new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
         return Agreed(int(best[1]), new, source)
@@ -70,6 +75,22 @@ def agree(
         if dist.get_rank() != source:
             put_state(state, trainee, learner, tables=tables)
     return Agreed(int(best[1]))
+
+
+def _agree_on_rows(trainee: Trainee, tables: Tables, source: int) -> None:
+    """Rows are loaded by all workers alike, in a run; a user's own loop may have loaded them in one."""
+    mine = torch.tensor([tables.fingerprint()], device=trainee.device)
+    told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, mine)
+    if len({int(each) for each in told}) == 1:
+        return
+    state = {}
+    if dist.get_rank() == source:
+        state = {"tables": tables.state_dict(), "salts": tables.salts}
+    state = _send(state, trainee, source)
+    if dist.get_rank() != source:
+        tables.salts = state["salts"]
+        tables.load_state_dict(state["tables"])
 
 
 def _send(state: Any, trainee: Trainee, source: int) -> Any:

@@ -7,8 +7,24 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.tables.spec import Table
+
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The rows of a table without its optimizer's numbers: what a state dict has of it."""
+
+    ids: Ids
+    """Ascending."""
+    rows: Floats
+    """[n, dim]"""
+    shared: Floats
+    """The row that new ids share when the table is full: [1, dim], or [0, dim]."""
+    salt: int
+    """What the initial row of an id is made from, besides the id. 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +52,29 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         return sum(getattr(self, one.name).nbytes for one in fields(self))
+
+    def without_optimizer(self, salt: int) -> Weights:
+        dim = self.rows.shape[1]
+        return Weights(self.ids, self.rows, self.shared[:, :dim], salt)
+
+
+def untrained(weights: Weights, spec: Table, *, now: int) -> Chunk:
+    """Rows whose optimizer remembers nothing yet. They count as admitted, and as used now."""
+    optimizer = spec.row_optimizer
+    width = spec.dim * optimizer.slots + optimizer.scalar
+    count, none = len(weights.ids), np.empty(0, np.int64)
+    least = max(spec.admit_after, spec.evict_below or 1)
+
+    def state(num_rows: int) -> Floats:
+        return np.full((num_rows, width), optimizer.first, np.float32)
+
+    return Chunk(
+        ids=weights.ids,
+        rows=weights.rows,
+        state=state(count),
+        counts=np.full(count, least, np.int64),
+        last_used=np.full(count, now, np.int64),
+        waiting_ids=none,
+        waiting_counts=none,
+        shared=np.concatenate([weights.shared, state(len(weights.shared))], axis=1),
+    )

@@ -7,6 +7,8 @@ basket: each id once, its gradients added up.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhands.errors import JobError
 from manyhands.tables.basket import Basket, Sparse, together
-from manyhands.tables.chunk import Chunk
-from manyhands.tables.modules import RowModel, bind, tables_of
+from manyhands.tables.chunk import Chunk, Weights, untrained
+from manyhands.tables.modules import RowModel, TableHolder, bind, tables_of
 from manyhands.tables.shards import shard_of
-from manyhands.tables.spec import Table
+from manyhands.tables.spec import Table, salt_of
 from manyhands.tables.undo import UndoLog
 
 if TYPE_CHECKING:
@@ -56,6 +59,10 @@ class Tables:
         self.spread = False
         """This process will have a part of the rows."""
         self.seed = seed
+        self.changed = False
+        """Rows were loaded or trained."""
+        self._salts: dict[str, int] = {}
+        """Of tables whose initial rows are not made from the seed and their name: loaded ones."""
         self._stores: dict[str, Store] = {}
         self._saved: dict[str, Chunk] = {}
         self._noted: list[_Noted] = []
@@ -63,14 +70,28 @@ class Tables:
 
     @classmethod
     def of(cls, model: nn.Module, *, seed: int) -> Tables | None:
-        """Those of a model, which gets its rows from here from now on. None if it has none."""
+        """Those of a model, which gets its rows from here from now on. What it has loaded or trained
+        before comes along. None if it has no table."""
         specs = tables_of(model)
         if not specs:
             return None
         tables = cls(specs, seed=seed)
         tables.in_place = isinstance(model, RowModel)
+        tables._take_over(model)
         bind(model, tables)
         return tables
+
+    def _take_over(self, model: nn.Module) -> None:
+        names = {id(table): name for name, table in self.specs.items()}
+        for module in model.modules():
+            if not isinstance(module, TableHolder):
+                continue
+            for own, table in module.own_tables().items():
+                bound = module.bound(own)
+                if bound is None or not isinstance(bound.access, Tables):
+                    continue
+                if bound.access.changed and names[id(table)] not in self._saved:
+                    self._put(names[id(table)], *bound.access.whole(bound.name))
 
     # Where the rows are -------------------------------------------------------------------------
 
@@ -104,7 +125,12 @@ class Tables:
         from manyhands.tables.store import Store  # and numba: not where there is no table
 
         store = Store.create(
-            name, self.specs[name], seed=self.seed, shared=shared, spread=self.spread
+            name,
+            self.specs[name],
+            seed=self.seed,
+            salt=self._salts.get(name),
+            shared=shared,
+            spread=self.spread,
         )
         before = self._stores.pop(name, None)
         if (saved := self._saved.pop(name, None)) is not None:
@@ -135,6 +161,7 @@ class Tables:
 
     def rows(self) -> dict[str, TouchedRows]:
         """For a RowModel. The same ones, as long as the tables are where they are."""
+        self.changed = True
         for name in self.specs:
             touched = self._touched.get(name)
             if touched is None or touched.store is not self.store(name):
@@ -193,6 +220,7 @@ class Tables:
         it began with. `mine`, (number, of how many): only the ids that fall to one of several.
         `undo`: where the rows are kept as they were, and the version that they will have. `make`: the
         ids count as seen now, and get rows, as looking them up has made none."""
+        self.changed = True
         if mine is not None and mine[1] > 1:
             number, count = mine
             baskets = [
@@ -266,6 +294,100 @@ class Tables:
             name: Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
             for name, tensors in state.items()
         }
+        self.changed = True
+
+    # As part of a model's state dict ------------------------------------------------------------
+
+    def weights(self, name: str) -> Weights:
+        """All rows of a table as they are now, without its optimizer's numbers."""
+        if name in self._stores:
+            return self._stores[name].weights()
+        if name in self._saved:
+            return self._saved[name].without_optimizer(self.salt(name))
+        none = np.empty((0, self.specs[name].dim), np.float32)
+        return Weights(np.empty(0, np.int64), none, none, self.salt(name))
+
+    def put_weights(self, name: str, weights: Weights) -> None:
+        """Let these be all rows of a table. Its optimizer begins anew."""
+        self._put(name, untrained(weights, self.specs[name], now=self.now), weights.salt)
+
+    def whole(self, name: str) -> tuple[Chunk, int]:
+        """All rows of a table with all that belongs to them, and its salt."""
+        chunk = self._stores[name].export() if name in self._stores else self._saved.get(name)
+        if chunk is None:
+            chunk = untrained(self.weights(name), self.specs[name], now=self.now)
+        return chunk, self.salt(name)
+
+    def salt(self, name: str) -> int:
+        """What initial rows of a table are made from."""
+        return self._salts.get(name, salt_of(name, self.seed))
+
+    @property
+    def salts(self) -> dict[str, int]:
+        return {name: self.salt(name) for name in self.specs}
+
+    @salts.setter
+    def salts(self, salts: Mapping[str, int]) -> None:
+        self._salts = dict(salts)
+
+    def fingerprint(self) -> int:
+        """The same for two processes with the same rows. 32 bits."""
+        value = 0
+        for name in sorted(self.specs):
+            weights = self.weights(name)
+            value = zlib.crc32(f"{name} {weights.salt}".encode(), value)
+            for array in (weights.ids, weights.rows, weights.shared):
+                value = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, value)
+        return value
+
+    def _put(self, name: str, chunk: Chunk, salt: int) -> None:
+        store = self._stores.get(name)
+        if store is not None:
+            if store.shared:
+                raise JobError(
+                    f"The rows of the table {name!r} are shared with other workers by now. Call "
+                    "model.load_state_dict(...)  before  hands.prepare(model, optimizer)."
+                )
+            self._stores.pop(name).close()
+        self._saved[name] = chunk
+        self._salts[name] = salt
+        self.changed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: the rows, wherever they are."""
+        saved = {name: self.whole(name)[0] for name in self.specs}
+        return {
+            **vars(self),
+            "_stores": {},
+            "_saved": saved,
+            "_noted": [],
+            "_touched": {},
+            "batch": None,
+        }
+
+
+class OwnTables(Tables):
+    """The tables of a model in a loop of the user's own: nobody steps them, so rows learn in the backward."""
+
+    def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        rows.register_post_accumulate_grad_hook(lambda leaf: self._learn(name, ids, leaf))
+
+    def _learn(self, name: str, ids: Tensor, leaf: Tensor) -> None:
+        grads, leaf.grad = leaf.grad, None
+        lr = self.specs[name].lr
+        if grads is None:
+            return
+        if lr is None:
+            warnings.warn(
+                f"A table ({self.specs[name].describe()}) does not learn: a loop of your own has no learning "
+                "rate that it could follow. Give it one, as  mh.SparseEmbedding(None, 64, lr=0.05),  or let "
+                "mh.join()  or  manyhands train  train the model.",
+                stacklevel=2,
+            )
+            return
+        self.now += 1
+        found = Sparse(ids.numpy(), grads.to("cpu", torch.float32).contiguous().numpy())
+        self.apply([{name: found}], [1.0], lr=lr, base_lr=lr, now=self.now)
 
 
 class TouchedRows:

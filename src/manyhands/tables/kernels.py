@@ -47,7 +47,7 @@ def birth_of(spec: Table, salt: np.uint64) -> Birth:
     kind, scale = spec.initial_scale()
     kinds = {"zeros": ZEROS, "uniform": UNIFORM, "normal": NORMAL}
     optimizer = spec.row_optimizer
-    first = np.float32(optimizer.initial if "adagrad" in optimizer.name else 0.0)
+    first = np.float32(optimizer.first)
     return Birth(spec.dim, salt, kinds[kind], scale, state=first, scalar=first)
 
 

@@ -5,13 +5,25 @@ gets the rows of the batch's distinct ids from wherever the strategy keeps them,
 autograd graph, whose gradient is all that a push carries.
 
 A RowModel computes without autograd: it reads and changes rows in place, in one pass, as word2vec does.
-Not bound to a training, a module keeps its rows to itself.
+Not bound to a training, a module keeps its rows to itself, and they learn in the backward.
+
+A state dict has for each table
+
+    PATH.ids      int64 [n], ascending
+    PATH.rows     float32 [n, dim]
+    PATH.salt     what the initial row of any other id is made from
+    PATH.shared   the row that new ids share, where the table is full
+
+Modules that share a table all have it, in the same tensors, as torch does with tied weights.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,10 +32,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.errors import JobError
-from manyhands.tables.spec import Table
+from manyhands.state.dense import rows_wanted
+from manyhands.tables.chunk import Weights
+from manyhands.tables.spec import Table, salt_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+ALONE = "table"
+"""The name of a table whose module is bound to no model."""
+ANCHOR = "manyhands_anchor"
+"""The one parameter of a model that is all tables."""
 
 
 class Access(Protocol):
@@ -37,6 +56,12 @@ class Access(Protocol):
 
     def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
         """These rows are part of a graph: their gradient is wanted."""
+
+    def weights(self, name: str) -> Weights:
+        """All rows, as they are now."""
+
+    def put_weights(self, name: str, weights: Weights) -> None:
+        """Let these be all rows that there are."""
 
 
 class Rows(Protocol):
@@ -58,7 +83,189 @@ class Rows(Protocol):
         """Which rows of the matrix the ids have; new ids get one."""
 
 
-class TableModule(nn.Module):
+@dataclass(frozen=True)
+class Bound:
+    """Where a module gets the rows of one of its tables."""
+
+    access: Access
+    name: str
+    """Of the table, there."""
+
+
+class TableHolder(nn.Module):
+    """A module with tables, whose rows are part of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bound: dict[str, Bound] = {}
+
+    def own_tables(self) -> dict[str, Table]:
+        """By its name in this module; empty for the only one."""
+        raise NotImplementedError
+
+    def bind(self, names: Mapping[int, str], access: Access) -> None:
+        """`names`: by the id of the table's object."""
+        self._bound = {
+            own: Bound(access, names[id(table)]) for own, table in self.own_tables().items()
+        }
+
+    def bound(self, own: str) -> Bound | None:
+        """None if the table was never bound, loaded or trained."""
+        return self._bound.get(own)
+
+    def bind_alone(self, own: str) -> Bound:
+        """To a training of its own, which other modules with the same table share."""
+        if own not in self._bound:
+            self._bound[own] = Bound(_alone(self.own_tables()[own]), ALONE)
+        return self._bound[own]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if rows_wanted():
+            for own, table in self.own_tables().items():
+                at = _below(prefix, own)
+                for key, tensor in self._tensors(own, table, destination, at).items():
+                    destination[at + key] = tensor
+
+    def _tensors(
+        self, own: str, table: Table, destination: dict[str, Any], at: str
+    ) -> dict[str, Tensor]:
+        bound = self.bound(own)
+        if bound is None:
+            none = np.empty((0, table.dim), np.float32)
+            salt = salt_of(ALONE, torch.initial_seed())
+            return _to_tensors(Weights(np.empty(0, np.int64), none, none, salt))
+        before = _Written.of(bound.access, destination).paths.setdefault(bound.name, at)
+        if before + "ids" in destination:
+            return {key: destination[before + key] for key in KEYS if before + key in destination}
+        return _to_tensors(bound.access.weights(bound.name))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        if not rows_wanted():
+            return
+        for own, table in self.own_tables().items():
+            at = _below(prefix, own)
+            ours = {at + key for key in KEYS}
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in ours]
+            missing = [at + key for key in ("ids", "rows") if at + key not in state_dict]
+            missing_keys += missing if strict else []
+            if missing:
+                continue
+            found = {key: state_dict[at + key] for key in KEYS if at + key in state_dict}
+            if problem := _problem(found, table):
+                error_msgs.append(f"the rows of {at.rstrip('.') or 'the table'}: {problem}.")
+                continue
+            bound = self.bind_alone(own)
+            bound.access.put_weights(bound.name, _to_weights(found, table))
+
+
+KEYS = ("ids", "rows", "salt", "shared")
+"""Of a table in a state dict."""
+
+
+class _Written:
+    """Where the tables of an access are in the state dict that is being made."""
+
+    def __init__(self, destination: dict[str, Any]) -> None:
+        self.paths: dict[str, str] = {}
+        self._destination: Callable[[], Any] = lambda: None
+        with suppress(TypeError):  # a plain dict that somebody gave
+            self._destination = weakref.ref(destination)
+
+    @classmethod
+    def of(cls, access: Access, destination: dict[str, Any]) -> _Written:
+        written = _written.get(access)
+        if written is None or written._destination() is not destination:
+            written = _written[access] = cls(destination)
+        return written
+
+
+_written: weakref.WeakKeyDictionary[Access, _Written] = weakref.WeakKeyDictionary()
+_trained_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""By the id of the table's object, which lives as long as this."""
+
+
+def _alone(table: Table) -> Access:
+    from manyhands.tables.held import OwnTables
+
+    access = _trained_alone.get(id(table))
+    if access is None:
+        access = OwnTables({ALONE: table}, seed=torch.initial_seed())
+        _trained_alone[id(table)] = access
+    found: Access = access
+    return found
+
+
+def _below(prefix: str, own: str) -> str:
+    return f"{prefix}{own}." if own else prefix
+
+
+def _to_tensors(weights: Weights) -> dict[str, Tensor]:
+    tensors = {
+        "ids": torch.from_numpy(weights.ids),
+        "rows": torch.from_numpy(weights.rows),
+        "salt": torch.tensor(np.uint64(weights.salt).astype(np.int64)),
+    }
+    return tensors | ({"shared": torch.from_numpy(weights.shared)} if len(weights.shared) else {})
+
+
+def _problem(found: Mapping[str, Any], table: Table) -> str:
+    """Why these can't be rows of the table, or nothing."""
+    if not all(isinstance(value, Tensor) for value in found.values()):
+        return "ids, rows, salt and shared must be tensors"
+    ids, rows = found["ids"], found["rows"]
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        return (
+            f"ids must be whole numbers in one dimension, and are {ids.dtype} of {list(ids.shape)}"
+        )
+    wanted = [len(ids), table.dim]
+    if list(rows.shape) != wanted or not rows.is_floating_point():
+        return f"rows must be floats of shape {wanted}, and are {rows.dtype} of {list(rows.shape)}"
+    if "shared" in found and list(found["shared"].shape) != [1, table.dim]:
+        return f"shared must have the shape {[1, table.dim]}, and has {list(found['shared'].shape)}"
+    if len(ids) and table.rows is not None and not 0 <= ids.min() <= ids.max() < table.rows:
+        return f"ids must be 0 to {table.rows - 1}, and are {int(ids.min())} to {int(ids.max())}"
+    if len(torch.unique(ids)) != len(ids):
+        return "an id is there more than once"
+    return ""
+
+
+def _to_weights(found: Mapping[str, Tensor], table: Table) -> Weights:
+    """Copies, as load_state_dict makes them."""
+    order = torch.argsort(found["ids"].cpu())
+    shared = found.get("shared", torch.empty(0, table.dim))
+    salt = salt_of(ALONE, torch.initial_seed())
+    if "salt" in found:
+        salt = int(np.int64(found["salt"].item()).astype(np.uint64))
+    return Weights(
+        ids=found["ids"].cpu().to(torch.int64)[order].numpy(),
+        rows=found["rows"].detach().cpu().to(torch.float32)[order].numpy(),
+        shared=shared.detach().to("cpu", torch.float32, copy=True).numpy(),
+        salt=salt,
+    )
+
+
+class TableModule(TableHolder):
     """A module with a table."""
 
     def __init__(
@@ -81,11 +288,9 @@ class TableModule(nn.Module):
             )
         self.table = table
         self.padding_idx = padding_idx
-        self._name = ""
-        self._access: Access | None = None
 
-    def bind(self, name: str, access: Access) -> None:
-        self._name, self._access = name, access
+    def own_tables(self) -> dict[str, Table]:
+        return {"": self.table}
 
     def extra_repr(self) -> str:
         return self.table.describe()
@@ -95,23 +300,26 @@ class TableModule(nn.Module):
         were given."""
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise JobError(f"{type(self).__name__} looks up whole numbers, and got {ids.dtype}.")
-        if self._access is None:
-            from manyhands.tables.held import Tables
-
-            Tables.of(self, seed=torch.initial_seed())
-        access = self._access
-        assert access is not None
+        training = torch.is_grad_enabled()
+        if self.bound("") is None and not (training and self.training):
+            raise JobError(
+                f"{type(self).__name__} has no rows: it was never trained, loaded or part of a run, so all "
+                'it could give are initial numbers. Load a trained model by  mh.load("runs/NAME"),  or '
+                "give  model.load_state_dict(...)  a state dict that has the rows."
+            )
+        bound = self.bind_alone("")
+        access, name = bound.access, bound.name
         distinct, places = torch.unique(ids.reshape(-1).to("cpu", torch.int64), return_inverse=True)
         padding = None
         if self.padding_idx is not None:
             place = int(torch.searchsorted(distinct, self.padding_idx))
             here = place < len(distinct) and int(distinct[place]) == self.padding_idx
             padding = place if here else None
-        if torch.is_grad_enabled():
-            rows = access.pull(self._name, distinct, source).to(ids.device).requires_grad_()
-            access.note(self._name, distinct, rows)
+        if training:
+            rows = access.pull(name, distinct, source).to(ids.device).requires_grad_()
+            access.note(name, distinct, rows)
         else:
-            rows = access.look(self._name, distinct).to(ids.device)
+            rows = access.look(name, distinct).to(ids.device)
         if padding is not None:
             kept = torch.ones(len(distinct), 1, device=ids.device)
             kept[padding] = 0.0
@@ -193,7 +401,7 @@ class SparseEmbeddingBag(TableModule):
         return summed / counts.clamp(min=1.0).unsqueeze(1)
 
 
-class RowModel(nn.Module):
+class RowModel(TableHolder):
     """A model that is all tables, and changes their rows itself.
 
     Give `tables` a name for each table in `__init__`, and write `touch`. The rows are shared with
@@ -202,6 +410,9 @@ class RowModel(nn.Module):
     """
 
     tables: dict[str, Table]
+
+    def own_tables(self) -> dict[str, Table]:
+        return self.tables
 
     @abstractmethod
     def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
@@ -222,16 +433,12 @@ def tables_of(model: nn.Module) -> dict[str, Table]:
     found: dict[str, Table] = {}
     known: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, RowModel):
-            owned = {f"{path}.{name}".lstrip("."): t for name, t in module.tables.items()}
-        elif isinstance(module, TableModule):
-            owned = {path or "table": module.table}
-        else:
+        if not isinstance(module, TableHolder):
             continue
-        for name, table in owned.items():
+        for own, table in module.own_tables().items():
             if id(table) not in known:
                 known.add(id(table))
-                found[name] = table
+                found[".".join(filter(None, (path, own))) or ALONE] = table
     return found
 
 
@@ -239,5 +446,11 @@ def bind(model: nn.Module, access: Access) -> None:
     """From now on the modules of a model get their rows there."""
     names = {id(table): name for name, table in tables_of(model).items()}
     for module in model.modules():
-        if isinstance(module, TableModule):
-            module.bind(names[id(module.table)], access)
+        if isinstance(module, TableHolder):
+            module.bind(names, access)
+
+
+def add_anchor(model: nn.Module) -> None:
+    """A model that is all tables gets one number to train, which stays 0: optimizers, schedules and
+    whatever shares gradients want a parameter."""
+    model.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from manyhands.errors import JobError
 from manyhands.tables import index as finding
-from manyhands.tables.chunk import Chunk, Floats, Ids
+from manyhands.tables.chunk import Chunk, Floats, Ids, Weights
 from manyhands.tables.layout import (
     FREE,
     FULL,
@@ -80,6 +80,20 @@ def export(store: Store, shards: Sequence[int] | None, of: int, since: int | Non
         waiting_ids=waiting[mine],
         waiting_counts=sights[mine],
         shared=np.concatenate([t.records[shared, :dim], _state(store, shared)], axis=1),
+    )
+
+
+def weights(store: Store) -> Weights:
+    t, dim = store.arrays, store.spec.dim
+    slots = live(store)
+    ids = ids_of(store, slots)
+    order = np.argsort(ids)
+    shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
+    return Weights(
+        ids=ids[order],
+        rows=t.records[slots[order], :dim],
+        shared=t.records[shared, :dim],
+        salt=int(store.birth.salt),
     )
 
 

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.errors import JobError
 from manyhands.state.table_files import KEYED
 from manyhands.tables.basket import Basket, Sparse, from_wire, num_bytes, pack_into, travelling
+from manyhands.tables.chunk import Chunk, Weights
 from manyhands.tables.foresight import Foresight
 from manyhands.tables.held import Tables
 from manyhands.tables.homes import Homes
@@ -85,6 +87,7 @@ class RemoteTables(Tables):
         """`adds`: for a RowModel, which pushes differences. `bits`: of a number on the wire. `age`: steps
         that a row may be used for before it is asked for again; None: it has to be of the last step."""
         super().__init__(tables.specs, seed=tables.seed)
+        self.salts = tables.salts
         self.in_place = adds
         self._bits = bits
         self._wire = travelling(tables.specs, adds=adds)
@@ -191,6 +194,16 @@ class RemoteTables(Tables):
             )
             for name in self.specs
         }
+
+    def weights(self, name: str) -> Weights:
+        state = {key: tensor.numpy() for key, tensor in self.state_dict()[name].items()}
+        return Chunk(**state).without_optimizer(self.salt(name))
+
+    def put_weights(self, name: str, weights: Weights) -> None:
+        raise JobError(
+            f"The rows of the table {name!r} are at the parameter servers by now. Load them in the job's "
+            "model(), or start with  manyhands train JOB --init-from RUN."
+        )
 
     # For a RowModel -----------------------------------------------------------------------------
 

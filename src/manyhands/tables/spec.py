@@ -108,6 +108,11 @@ class RowOptimizer:
         """Whether it remembers one number more for a row as a whole."""
         return self.name in ("rowwise_adagrad", "adam")
 
+    @property
+    def first(self) -> float:
+        """What each number that it remembers begins with."""
+        return self.initial if "adagrad" in self.name else 0.0
+
 
 @dataclass(frozen=True)
 class Table:
@@ -261,10 +266,10 @@ def salt_of(name: str, seed: int) -> int:
 
 def check_name(name: str) -> str:
     """Names of tables stand in paths, labels and messages."""
-    if not re.fullmatch(r"[A-Za-z_][\w.-]{0,99}", name):
+    if not re.fullmatch(r"\w[\w.-]{0,199}", name):
         raise JobError(
-            f"{name!r} can't be the name of a table: a letter first, then letters, digits, "
-            "'_', '-' and '.', 100 in all; write it like  users  or  item_tags."
+            f"{name!r} can't be the name of a table, which is the path of its module: letters, digits, '_', "
+            "'-' and '.', 200 at most. Name the module like  users  or  item_tags."
         )
     return name
 

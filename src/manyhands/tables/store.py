@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from manyhands.errors import JobError, LinkError, UsageError
 from manyhands.tables import index as finding
 from manyhands.tables import kernels, moving
-from manyhands.tables.chunk import Chunk, Floats, Ids
+from manyhands.tables.chunk import Chunk, Floats, Ids, Weights
 from manyhands.tables.index import Arrays
 from manyhands.tables.kernels import Birth
 from manyhands.tables.layout import (
@@ -93,10 +93,18 @@ class Store:
 
     @classmethod
     def create(
-        cls, name: str, spec: Table, *, seed: int, shared: bool = True, spread: bool = False
+        cls,
+        name: str,
+        spec: Table,
+        *,
+        seed: int,
+        salt: int | None = None,
+        shared: bool = True,
+        spread: bool = False,
     ) -> Store:
-        """A new table without rows. Refused with the numbers if the host has no memory for it. `spread`:
-        other hosts have other rows, so a large table takes memory only for those that come here."""
+        """A new table without rows. Refused with the numbers if the host has no memory for it. `salt`: what
+        initial rows are made from, where it is not the seed and the name. `spread`: other hosts have other
+        rows, so a large table takes memory only for those that come here."""
         check_name(name)
         spread = spread and spec.rows is not None and spec.rows * spec.bytes_per_row() > SPREAD_FROM
         limit = total_bytes() if spec.limit is None else spec.limit
@@ -114,11 +122,11 @@ class Store:
                 "Spread it over more servers, choose a smaller dim or rowwise_adagrad, or leave rows "
                 "out: then only the rows in use take memory."
             )
-        memory = Memory(Segment.create(layout.nbytes, label=f"manyhands-table-{name}"))
+        memory = Memory(Segment.create(layout.nbytes, label=f"manyhands-table-{name[:50]}"))
         store = cls(name, spec, layout, memory)
         store._shared = shared
         try:
-            store._begin(seed)
+            store._begin(salt_of(name, seed) if salt is None else salt)
         except BaseException:
             store.close()
             raise
@@ -149,6 +157,11 @@ class Store:
                 f"The table {self.name!r} is private to its process; create it with shared=True."
             )
         return self.memory.address
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes may use it too."""
+        return self._shared
 
     def close(self) -> None:
         """Nobody can attach by way of this process any more, and here the table can't grow."""
@@ -294,6 +307,10 @@ class Store:
         """A copy of rows: of some shards (see `shard_of`), or only those touched after step `since`."""
         return moving.export(self, shards, of, since)
 
+    def weights(self) -> Weights:
+        """A copy of all rows, without what the optimizer remembers."""
+        return moving.weights(self)
+
     def load(self, chunk: Chunk) -> None:
         """Put the chunk's rows in, over rows of the same ids."""
         moving.load(self, chunk)
@@ -358,11 +375,11 @@ class Store:
         finding.raise_word(head, LEVELS, levels)
         finding.raise_word(head, READY, target)
 
-    def _begin(self, seed: int) -> None:
+    def _begin(self, salt: int) -> None:
         head, layout = self._head, self.layout
         self.memory.take(self.name, [(0, HEADER_BYTES)], advice="End other programs.")
         head[CAPACITY], head[WAITING_MOST] = layout.capacity, layout.waiting_levels
-        head[SALT : SALT + 1].view(np.uint64)[0] = salt_of(self.name, seed)
+        head[SALT : SALT + 1].view(np.uint64)[0] = salt
         head[DIGEST] = _digest(self.name, self.spec)
         if layout.hashed:
             head[NEXT] = SHARED + 1

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from manyhands.errors import JobError
 from manyhands.job import Job
+from manyhands.tables.modules import ANCHOR
 
-ANCHOR = "manyhands_anchor"
-"""The one parameter of a model that is all tables."""
 MAX_NAMES = 5
 """Parameters that are listed by name."""
 

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.cluster.activity import Activity
 from manyhands.errors import JobError
 from manyhands.job import Job
-from manyhands.tables.modules import tables_of
-from manyhands.train.param_groups import ANCHOR, build_optimizer, check_optimizer
+from manyhands.tables.modules import ANCHOR, add_anchor, tables_of
+from manyhands.train.param_groups import build_optimizer, check_optimizer
 
 if TYPE_CHECKING:
     from manyhands.tables.held import Tables
@@ -145,12 +145,6 @@ def find_tables(model: nn.Module, *, seed: int) -> Tables | None:
     from manyhands.tables.held import Tables
 
     return Tables.of(model, seed=seed)
-
-
-def add_anchor(model: nn.Module) -> None:
-    """A model that is all tables gets one number to train, which stays 0: optimizers, schedules and
-    whatever shares gradients want a parameter."""
-    model.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1)))
 
 
 def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
