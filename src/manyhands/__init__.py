@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from manyhands.errors import JobError, ManyhandsError
     from manyhands.job import Job
     from manyhands.strategies.join import join
+    from manyhands.tables.from_run import load
     from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
     from manyhands.tables.spec import Table
 
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "data",
     "join",
+    "load",
     "words",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {
     "SparseEmbeddingBag": "manyhands.tables.modules",
     "Table": "manyhands.tables.spec",
     "join": "manyhands.strategies.join",
+    "load": "manyhands.tables.from_run",
 }
 
 

@@ -6,8 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+import manyhands as mh
+from manyhands.job import load_job
 from manyhands.testing import harness
+from manyhands.train.evaluate import evaluate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOPICS = [[f"{topic}{i}" for i in range(12)] for topic in ("sea", "wood", "town", "star")]
@@ -102,6 +106,11 @@ def test_vectors_are_saved_judged_and_drawn(text: Path, tmp_path: Path) -> None:
     assert "4 of 4 pairs" in told.out
     assert "1 questions" in told.out
     assert picture.read_text().startswith("<svg")
+    model = mh.load(folder)
+    assert isinstance(model, mh.words.WordModel)
+    number = list(model.vocabulary.words).index("sea0")
+    rows = model.look_up("inputs", torch.tensor([number]))
+    assert mh.words.Vectors.load(saved)["sea0"] == pytest.approx(rows[0].numpy())
     again = run("words", str(saved), "--similar", "sea0,sea1,-sea2", folder=folder, cache=tmp_path)
     assert again.code == 0, again.err
     assert len(again.out.splitlines()) == 11
@@ -155,3 +164,7 @@ def test_clicks_come_near_the_truth(tmp_path: Path) -> None:
     assert done.code == 0, f"{done.out}\n{done.err}"
     last = done.of("Evaluated")[-1]["metrics"]
     assert last["loss"] < 0.597, "whoever always says how often people click has 0.607"
+    model = mh.load(folder, step="last")
+    job = load_job(str(EXAMPLES / "clicks.py"), {"samples": "60000"})
+    found = evaluate(job, model, job.eval_data(), device="cpu")["sums"]
+    assert {name: value / weight for name, (value, weight) in found.items()} == pytest.approx(last)

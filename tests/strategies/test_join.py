@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,92 @@ def test_two_workers_under_srun_equal_one(tmp_path: Path) -> None:
     assert both[0] == both[1]
     assert both[0]["world"] == 2
     assert both[0]["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
+
+
+WITH_TABLES = """
+import sys
+import torch
+from torch import nn
+import manyhands as mh
+
+torch.manual_seed(0)
+ids = torch.randint(0, 9, (40, 2)) * 10**12
+dataset = mh.data.Arrays(ids, (ids.sum(dim=1, keepdim=True) % 7).float())
+
+def make():
+    return nn.Sequential(mh.SparseEmbedding(None, 4, lr=0.1, init="normal(1)"), nn.Flatten(), nn.Linear(8, 1))
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+def train(strategy, to, saved=None):
+    with mh.join(strategy, device="cpu") as hands:
+        torch.manual_seed(hands.rank)
+        model = make()
+        if saved and hands.rank == 0:  # the others get it from there
+            model.load_state_dict(torch.load(saved))
+        hands.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        with torch.no_grad():
+            before = hands.mean(loss(model, dataset.tensors)), float(loss(model, dataset.tensors))
+        for batch in hands.batches(dataset, batch_size=8):
+            hands.step(loss, batch)
+        hands.mean(0.0)  # waits for all: nobody changes shared rows any more
+        with torch.no_grad():
+            after = float(loss(model, dataset.tensors))
+        if hands.rank == 0:
+            torch.save(model.state_dict(), f"{sys.argv[1]}/{to}.pt")
+        hands.mean(0.0)
+        return before, after
+
+first = train("allreduce", 1)
+second = train("allreduce", 2, f"{sys.argv[1]}/1.pt")
+assert abs(second[0][0] - first[1]) < 1e-6, (first, second)  # the mean over workers: both have the rows
+assert abs(second[0][1] - first[1]) < 1e-6, (first, second)
+third = train("allreduce(tables=shared)", 3, f"{sys.argv[1]}/1.pt")
+assert abs(third[0][0] - first[1]) < 1e-6, (first, third)
+torch.manual_seed(5)
+plain = make()
+plain.load_state_dict(torch.load(f"{sys.argv[1]}/3.pt"))
+with torch.no_grad():
+    found = float(loss(plain, dataset.tensors))
+assert abs(found - third[1]) < 1e-6, (found, third)
+print("fine")
+"""
+
+
+def test_rows_of_tables_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Loaded by the first worker alone, and all have them."""
+    script = tmp_path / "loop.py"
+    script.write_text(WITH_TABLES)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["fine", "fine"]
+
+
+def test_data_that_can_not_be_shared_out_is_refused() -> None:
+    from torch.utils.data import IterableDataset
+
+    from manyhands.errors import JobError
+    from manyhands.strategies.join import join
+
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+
+    with join("single", device="cpu") as hands:
+        with pytest.raises(
+            JobError, match=r"map-style dataset \(len\(\) and \[\]\).*it got Endless"
+        ):
+            hands.batches(Endless(), batch_size=2)
+        with pytest.raises(JobError, match="without samples"):
+            hands.batches([], batch_size=2)
 
 
 def test_a_strategy_that_needs_a_coordinator_is_refused() -> None:

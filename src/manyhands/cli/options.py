@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -358,10 +357,3 @@ def parse_set(pairs: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--set {pair}: write it as NAME=VALUE, for example --set lr=0.05")
         settings[name.strip()] = value.strip()
     return settings
-
-
-def file_digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""

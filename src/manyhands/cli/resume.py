@@ -11,7 +11,6 @@ from typing import Any
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
-    file_digest,
     fit_debug,
     parse_set,
     resolve_options,
@@ -21,6 +20,7 @@ from manyhands.errors import RunFolderError, UsageError
 from manyhands.job import job_of_run
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
+from manyhands.state.files import file_digest
 from manyhands.state.runs import Run
 from manyhands.train.start import train
 from manyhands.watch import make_console

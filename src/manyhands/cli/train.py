@@ -12,7 +12,6 @@ from manyhands.cli.lead import Lead
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
-    file_digest,
     fit_debug,
     parse_set,
     resolve_options,
@@ -22,6 +21,7 @@ from manyhands.cluster.machine import versions
 from manyhands.cluster.scratch import Scratch
 from manyhands.errors import MemberFailed, UsageError
 from manyhands.job import JobFile, find_job
+from manyhands.state.files import file_digest
 from manyhands.state.runs import Run
 from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options

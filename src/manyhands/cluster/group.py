@@ -201,8 +201,9 @@ def _store(me: Me, view: View) -> dist.Store:
 
 def _given_store(me: Me, view: View, limit: timedelta) -> dist.Store:
     """The store at the address that every worker was given; who opens it is for torch to know."""
+    from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     address = f"tcp://{me.rendezvous}?rank={me.rank}&world_size={view.world}"
     store, _, _ = next(iter(rendezvous(address, timeout=limit)))
-    return store
+    return PrefixStore(f"view-{view.number}", store)  # it outlives a view

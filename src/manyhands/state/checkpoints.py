@@ -16,12 +16,12 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import CheckpointError
+from manyhands.errors import CheckpointError, UsageError
 from manyhands.state.files import exchange, sync_folder, write_json
 
 FORMAT = 2
@@ -147,6 +147,47 @@ def last_sound(run: Path) -> tuple[Manifest | None, list[str]]:
             "Nothing was changed. To begin anew, move the folder checkpoints/ away."
         )
     return checkpoint, complaints
+
+
+def choose(run: Path, step: str | int) -> Manifest:
+    """The checkpoint of a step: a number, "last", or "best" by the job's monitor. In a run that has
+    evaluated nothing the best is the last."""
+    there = steps(run)
+    if not there:
+        raise CheckpointError(f"{run} has no checkpoint.")
+    known = f"{run} has the checkpoints of steps {', '.join(map(str, there))}."
+    match str(step):
+        case "last":
+            number = there[-1]
+        case "best":
+            number = _best(run, there)
+            if number not in there:
+                raise CheckpointError(
+                    f"The best evaluation of {run} was at step {number}, and its checkpoint is gone. {known}"
+                )
+        case text if text.isdecimal():
+            number = int(text)
+        case _:
+            raise UsageError(
+                f'The step {step!r} can\'t be: give "best", "last" or a number. {known}'
+            )
+    if number not in there:
+        raise CheckpointError(f"There is no checkpoint of step {number}. {known}")
+    try:
+        return verify(final(run, number))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {known}") from error
+
+
+def _best(run: Path, there: Sequence[int]) -> int:
+    """The step of the best evaluation, as the newest checkpoint that can be read knows it."""
+    for step in reversed(there):
+        try:
+            best = json.loads((final(run, step) / MANIFEST).read_text())["course"]["best"]
+            return int(best["step"]) if best["metrics"] else there[-1]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # what is wrong with it is told when it is asked for
+    return there[-1]
 
 
 def set_aside(path: Path) -> None:

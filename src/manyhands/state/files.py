@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import math
 import os
@@ -46,6 +47,14 @@ def exchange(first: Path, second: Path) -> None:
     os.rename(second, between)
     os.rename(first, second)
     os.rename(between, first)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file; empty if it can't be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def sync_folder(path: Path) -> None:

@@ -8,6 +8,9 @@
 
 Start it with `torchrun --nproc-per-node 2 script.py` for two workers, or with plain `python script.py`
 for one. `batch_size` is the global batch; `batches` gives each worker its share of it.
+
+Save and load as with any model, rows of sparse tables included: `model.load_state_dict(...)` before
+`prepare`, in the first worker at least, and `model.state_dict()` in one of them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,11 +33,11 @@ from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.spec import EVALUATOR
 from manyhands.cluster.specs import alone, look
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import ClusterError, SpecError, UsageError
+from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.job import Job
 from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.feed import Feed, Portion, Share
+from manyhands.train.feed import Feed, Portion, Share, is_map_style
 from manyhands.train.leases import Leases, shares, split
 from manyhands.train.param_groups import foreign_parameters, listed, untrained_parameters
 from manyhands.train.seeds import seed_compute
@@ -72,7 +76,7 @@ class Hands:
         scheduler: LRScheduler | None = None,
         clip_norm: float | None = None,
     ) -> tuple[nn.Module, Optimizer]:
-        """Hand over what is trained. Every worker starts from the weights of rank 0."""
+        """Hand over what is trained. Every worker starts from the weights and table rows of rank 0."""
         if foreign := foreign_parameters(model, optimizer):
             raise UsageError(
                 f"prepare(model, optimizer): the optimizer has {foreign}, which would train nothing. Build "
@@ -106,13 +110,23 @@ class Hands:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
         """This worker's share of every global batch of one epoch; over all workers, each sample once."""
+        if not is_map_style(dataset):
+            raise JobError(
+                "hands.batches() needs a map-style dataset (len() and []), to share out its samples; it got "
+                f"{type(dataset).__name__}. Give it one, or give each worker batches of its own: "
+                "hands.step(loss, batch)  takes them."
+            )
+        if len(dataset) == 0:
+            raise JobError("hands.batches() got a data set without samples.")
         if batch_size < self.world:
             raise UsageError(
                 f"{self.world} workers share a global batch of {batch_size}: every worker needs at "
                 f"least one sample. Use batch_size={self.world} or more."
             )
         data = Job(seed=self._seed) if collate is None else _Collating(self._seed, collate)
-        feed = Feed(data, dataset, device=self.device)
+        return self._batches(Feed(data, dataset, device=self.device), dataset, batch_size, epoch)
+
+    def _batches(self, feed: Feed, dataset: Any, batch_size: int, epoch: int) -> Iterator[Any]:
         leases = Leases(len(dataset))
         while ranges := leases.take(batch_size):
             total = sum(stop - start for start, stop in ranges)
@@ -188,13 +202,17 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             host=socket.gethostname(),
             device=mine,
             scratch=scratch,
-            view=View(1, seats),
+            view=View(next(_views), seats),
             rendezvous=cluster.meeting,
         )
         hands = Hands(config.build(), me, seed=seed)
         yield hands
         # Not after an error: leaving a group waits for peers, and one of them may be the error.
         hands.close()
+
+
+_views = count(1)
+"""All workers join as often: what they meet by in a store is never that of a join before."""
 
 
 class _Collating(Job):

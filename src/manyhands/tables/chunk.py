@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,14 @@ class Chunk:
     def without_optimizer(self, salt: int) -> Weights:
         dim = self.rows.shape[1]
         return Weights(self.ids, self.rows, self.shared[:, :dim], salt)
+
+
+def fitted(chunk: Chunk, spec: Table) -> Chunk:
+    """The chunk for a table with another optimizer: what that remembers begins anew."""
+    fresh = untrained(chunk.without_optimizer(0), spec, now=0)
+    if fresh.state.shape == chunk.state.shape:
+        return chunk
+    return replace(chunk, state=fresh.state, shared=fresh.shared)
 
 
 def untrained(weights: Weights, spec: Table, *, now: int) -> Chunk:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import JobError
 from manyhands.tables.basket import Basket, Sparse, together
-from manyhands.tables.chunk import Chunk, Weights, untrained
+from manyhands.tables.chunk import Chunk, Weights, fitted, untrained
 from manyhands.tables.modules import RowModel, TableHolder, bind, tables_of
 from manyhands.tables.shards import shard_of
 from manyhands.tables.spec import Table, salt_of
@@ -295,6 +295,20 @@ class Tables:
             for name, tensors in state.items()
         }
         self.changed = True
+
+    def load_rows(self, state: Mapping[str, Any], *, anew: bool) -> None:
+        """As load_state_dict, for tables whose optimizers may be others. `anew`: these rows are where a
+        training begins, and nothing else counts."""
+        chunks = {
+            name: Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
+            for name, tensors in state.items()
+        }
+        for name, chunk in chunks.items():
+            spec, salt = self.specs[name], self.salt(name)
+            if anew:
+                self.put_weights(name, chunk.without_optimizer(salt))
+            else:
+                self._put(name, fitted(chunk, spec), salt)
 
     # As part of a model's state dict ------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.errors import JobError
+from manyhands.errors import JobError, closest
 from manyhands.state.dense import rows_wanted
 from manyhands.tables.chunk import Weights
 from manyhands.tables.spec import Table, salt_of
@@ -118,6 +118,17 @@ class TableHolder(nn.Module):
         if own not in self._bound:
             self._bound[own] = Bound(_alone(self.own_tables()[own]), ALONE)
         return self._bound[own]
+
+    def known(self, own: str) -> Bound:
+        """Where the rows are; refuses a table that was never bound, loaded or trained."""
+        bound = self.bound(own)
+        if bound is None:
+            raise JobError(
+                f"{type(self).__name__} has no rows: it was never trained, loaded or part of a run, so all "
+                'it could give are initial numbers. Load a trained model by  mh.load("runs/NAME"),  or '
+                "give  model.load_state_dict(...)  a state dict that has the rows."
+            )
+        return bound
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -301,13 +312,7 @@ class TableModule(TableHolder):
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise JobError(f"{type(self).__name__} looks up whole numbers, and got {ids.dtype}.")
         training = torch.is_grad_enabled()
-        if self.bound("") is None and not (training and self.training):
-            raise JobError(
-                f"{type(self).__name__} has no rows: it was never trained, loaded or part of a run, so all "
-                'it could give are initial numbers. Load a trained model by  mh.load("runs/NAME"),  or '
-                "give  model.load_state_dict(...)  a state dict that has the rows."
-            )
-        bound = self.bind_alone("")
+        bound = self.bind_alone("") if training and self.training else self.known("")
         access, name = bound.access, bound.name
         distinct, places = torch.unique(ids.reshape(-1).to("cpu", torch.int64), return_inverse=True)
         padding = None
@@ -423,6 +428,16 @@ class RowModel(TableHolder):
         self, batch: Any, rows: Mapping[str, Rows], *, lr: float, seed: int
     ) -> tuple[float, float]:
         """One pass over the batch; (sum of the losses, what it was summed over)."""
+
+    def look_up(self, table: str, ids: Tensor) -> Tensor:
+        """The rows of some ids of a table, one below the other. Nothing is made or counted."""
+        if table not in self.tables:
+            raise JobError(
+                f"{type(self).__name__} has no table {table!r}{closest(table, self.tables)} "
+                f"It has: {', '.join(self.tables)}."
+            )
+        bound = self.known(table)
+        return bound.access.look(bound.name, ids.reshape(-1).to("cpu", torch.int64))
 
     def forward(self, *inputs: Any) -> Any:
         raise JobError(f"{type(self).__name__} changes rows itself, and has no forward.")

@@ -184,13 +184,16 @@ def _speaks_for(dataset: Any, method: str) -> bool:
 def check_dataset(job: Job, method: str, dataset: Any) -> None:
     """A data set of a job must be map-style and hold something."""
     name = f"{type(job).__name__}.{method}()"
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if not is_map_style(dataset):
         got = "None (is a return missing?)" if dataset is None else type(dataset).__name__
         raise JobError(f"{name} must return a map-style dataset (len() and []); it returned {got}.")
     if len(dataset) == 0:
         raise JobError(f"{name} returned a data set without samples.")
+
+
+def is_map_style(dataset: Any) -> bool:
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return sized and not isinstance(dataset, IterableDataset)
 
 
 class Loaders:

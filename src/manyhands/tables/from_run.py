@@ -1,0 +1,147 @@
+"""Trained weights out of a run folder: into a model that predicts, or into the beginning of another run.
+
+model = mh.load("runs/clicks-20260101-120000")
+with torch.no_grad():
+    clicked = model(ids, numbers).sigmoid()
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import CheckpointError, JobError, RunFolderError
+from manyhands.job import Job, job_of_run, load_job
+from manyhands.state.checkpoints import choose
+from manyhands.state.dense import dense_state, load_dense_state
+from manyhands.state.files import file_digest
+from manyhands.state.runs import Run
+from manyhands.state.saver import read_state
+from manyhands.tables.modules import ANCHOR, tables_of
+from manyhands.tables.spec import Table
+
+if TYPE_CHECKING:
+    from manyhands.tables.held import Tables
+
+
+def load(
+    run: str | os.PathLike[str],
+    *,
+    step: str | int = "best",
+    job: str | os.PathLike[str] | Job | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """The trained model of a run with its tables, in evaluation mode.
+
+    `step`: "best" by the job's monitor, "last", or a number. `job`: path.py:Name, or a Job, where the file
+    named in the run's config.json is gone or not the one to use; a name gets the run's settings.
+    """
+    folder = Run.open(Path(run))
+    checkpoint = choose(folder.path, step)
+    made = job if isinstance(job, Job) else _load_job(folder, job)
+    state = read_state(checkpoint.path)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(
+            made.seed
+        )  # for whatever the model draws and does not save
+        model = made.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"{type(made).__name__}.model() returned no model, but {model!r}.")
+    specs, tables = tables_of(model), None
+    if specs:
+        from manyhands.tables.held import OwnTables
+
+        tables = OwnTables.of(model, seed=made.seed)
+    if not hasattr(model, ANCHOR):
+        state["model"].pop(ANCHOR, None)
+    put_weights(
+        state, model, tables, source=str(checkpoint.path), model_of=type(made).__name__, anew=False
+    )
+    return model.to(device).eval()
+
+
+def _load_job(folder: Run, given: str | os.PathLike[str] | None) -> Job:
+    config = folder.config
+    if given is not None:
+        return load_job(os.fspath(given), config["settings"])
+    try:
+        found = job_of_run(config, folder.path)
+    except RunFolderError as error:
+        raise RunFolderError(
+            f'{error} Or say where it is now:  mh.load({str(folder.path)!r}, job="path.py:Name")'
+        ) from error
+    if (warning := folder.owner_warning()) is not None:
+        warnings.warn(f"{warning}: {found.path}", stacklevel=3)
+    saved = config["job"].get("sha256")
+    if saved and file_digest(found.path) != saved:
+        warnings.warn(
+            f"{found.path} has changed since {folder.path} was started: the model is built as the file says "
+            "now.",
+            stacklevel=3,
+        )
+    return load_job(found.anywhere, config["settings"])
+
+
+def put_weights(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    tables: Tables | None,
+    *,
+    source: str,
+    model_of: str,
+    anew: bool,
+) -> None:
+    """The weights of a checkpoint into a model and its tables. `anew`: to train from them, from step 0 on."""
+    saved_tables = state.get("tables", {})
+    specs = tables.specs if tables is not None else {}
+    problems = [
+        *_differences("parameter", _shapes(dense_state(model)), _shapes(state["model"])),
+        *_differences("table", _rows_in(specs), _rows_in(saved_tables)),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The weights of {source} don't fit the model of {model_of}:\n  "
+            + "\n  ".join(problems)
+        )
+    load_dense_state(model, state["model"])
+    if tables is not None:
+        tables.load_rows(saved_tables, anew=anew)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: "x".join(map(str, value.shape)) or "one number"
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _rows_in(tables: Mapping[str, Table | Mapping[str, Tensor]]) -> dict[str, str]:
+    dims = {
+        name: table.dim if isinstance(table, Table) else table["rows"].shape[1]
+        for name, table in tables.items()
+    }
+    return {name: f"rows of {dim}" for name, dim in dims.items()}
+
+
+def _differences(what: str, here: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
+    if missing := here.keys() - saved.keys():
+        yield f"missing {what}s, which the model has: {_listed(missing)}"
+    if unexpected := saved.keys() - here.keys():
+        yield f"unexpected {what}s, which it has not: {_listed(unexpected)}"
+    both = [name for name in here if name in saved and here[name] != saved[name]]
+    if both:
+        told = [f"{name} ({saved[name]} saved, {here[name]} in the model)" for name in both]
+        yield f"{what}s of another shape: {_listed(told)}"
+
+
+def _listed(names: Iterable[str], most: int = 12) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
