@@ -149,21 +149,29 @@ def views(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "ViewChanged"]
 
 
-@pytest.mark.long
-def test_ctrl_c_while_all_begin_again_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 75)],
+)
+def test_a_signal_while_all_begin_again_ends_the_run(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, strategy="single", epochs=50, **SLOW)
     with harness.command(*arguments, run=run) as running:
         running.wait_for(lambda events: any(e["event"] == "CheckpointSaved" for e in events))
         running.kill("worker-0")
         running.wait_for(lambda events: any(e["event"] == "MemberLost" for e in events))
-        running.signal(signal.SIGINT)
+        running.signal(number)
         done = running.wait()
-    assert done.code == 130
+    assert done.code == code
     assert harness.gone(list(running.pids().values()))
     summary = Run.open(run).summary
     assert summary is not None
     assert (summary["steps"], summary["checkpoint"]) == (None, "checkpoints/step-7")
+    assert summary["outcome"] == ("interrupted" if code == 130 else "preempted")
+    if code == 75:
+        return
     resumed = harness.resume(run, "--set", "pause_s=0")
     assert resumed.code == 0, resumed.err
     assert_once_an_epoch(resumed, epochs=50)

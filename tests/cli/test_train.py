@@ -104,6 +104,31 @@ def test_a_finished_run_is_not_trained_again(done: harness.Finished) -> None:
     assert (done.run / "events.jsonl").read_bytes() == before
 
 
+def test_a_resume_that_trains_nothing_keeps_the_summary(tmp_path: Path) -> None:
+    """It fails before training, and in its first step: how the run ended before is still what counts."""
+    job, run = tmp_path / "job.py", tmp_path / "run"
+    job.write_text(
+        "from dataclasses import dataclass\n"
+        "from manyhands.testing.jobs import Regression\n"
+        "@dataclass\n"
+        "class Mine(Regression):\n"
+        "    broken: bool = False\n"
+        "    def loss(self, output, batch):\n"
+        "        if self.broken:\n"
+        "            raise ValueError('on purpose')\n"
+        "        return super().loss(output, batch)\n"
+    )
+    assert harness.train(job, run, epochs=1).code == 0
+    before = (run / "summary.json").read_bytes()
+    failed = harness.resume(run, "--set", "epochs=2", "--set", "broken=true")
+    assert failed.code == 1
+    assert failed.of("RunFinished")[-1]["outcome"] == "failed"
+    assert (run / "summary.json").read_bytes() == before
+    longer = harness.resume(run, "--set", "epochs=2", "--set", "broken=false")
+    assert longer.code == 0, longer.err
+    assert json.loads((run / "summary.json").read_text())["steps"] == 14
+
+
 def test_list_shows_the_runs(done: harness.Finished, tmp_path: Path) -> None:
     with harness.command("list", str(done.run.parent), run=tmp_path) as running:
         listed = running.wait()

@@ -36,7 +36,7 @@ def _row(run: Run) -> tuple[str, ...]:
         options, summary = run.config["options"], run.summary or {}
     except (RunFolderError, KeyError):
         return (str(run.path), "unreadable", "", "", "", "")
-    outcome = summary.get("outcome") or ("training now" if run.locked else "cut off")
+    outcome = "training now" if run.locked else summary.get("outcome") or "cut off"
     metrics = summary.get("final_metrics") or {}
     final = "  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if isinstance(v, int | float))
     return (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from manyhands import __version__
+from manyhands.cli import entry
 from manyhands.cli.habits import check_set, fields_meant
 from manyhands.errors import ManyhandsError, closest
 
@@ -99,15 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, left_over = parser.parse_known_args(argv)
         if left_over:
             arguments.parser.refuse(left_over, words)
+        if signal.getsignal(signal.SIGINT) == entry.stop:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(arguments.run(arguments))
     except ManyhandsError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `manyhands list | head`
         return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry.main())

@@ -56,14 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
-    """Tell what happens until there are so many, or somebody wants another number."""
+    """Tell what happens until there are so many, or somebody wants another number. `news` begins with the
+    view that there is."""
     taken = False  # what was asked for before is not ours
+    workers: list[str] = []
     for event in news:
         match event:
             case None:
                 if not folder.locked:
                     raise RunFolderError(f"{folder.path} ended before there were {wanted} workers.")
                 time.sleep(POLL_S)
+                continue
             case {"event": "Noticed", "message": str(message)} if asked := ASKED.match(message):
                 if int(asked[1]) != wanted:
                     if taken:
@@ -75,44 +78,40 @@ def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> in
                     raise UsageError(message)
                 taken = True
                 print(message)
-                if _workers(folder) == wanted:
-                    return 0
+                if len(workers) != wanted:
+                    continue
             case {"event": "Noticed", "message": str(message)} if "free slot" in message:
                 if taken:
                     print(message)
+                continue
             case {"event": "ViewChanged", "members": list(members), "servers": int(servers)}:
-                now = len(members) - servers
-                print(f"{now} {'worker' if now == 1 else 'workers'}: {', '.join(members[:now])}")
-                if now == wanted:
-                    return 0
+                workers = members[: len(members) - servers]
             case {"event": "RunFinished"}:
                 print("the run has ended meanwhile", file=sys.stderr)
                 return 1
+            case _:
+                continue
+        if taken:
+            print(f"{plural(len(workers), 'worker')}: {', '.join(workers)}")
+            if len(workers) == wanted:
+                return 0
     raise AssertionError("events have no end")
 
 
-def _workers(folder: Run) -> int:
-    """How many there are now."""
-    with open(folder.path / EVENTS) as file:
-        views = [line for line in file if '"event":"ViewChanged"' in line]
-    last = json.loads(views[-1])
-    return len(last["members"]) - int(last["servers"])
-
-
 def _events(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Those from now on, as they come; None when there is none at the moment."""
+    """The last view so far, then events from now on, as they come; None when there is none at the moment."""
     file = open(path)  # noqa: SIM115 - read as long as somebody listens
-    file.seek(0, 2)
-    return _lines(file)
+    *whole, rest = file.read().split("\n")
+    views = [line for line in whole if '"event":"ViewChanged"' in line]
+    return _lines(file, views[-1:], rest)
 
 
-def _lines(file: Any) -> Iterator[dict[str, Any] | None]:
+def _lines(file: Any, whole: list[str], rest: str) -> Iterator[dict[str, Any] | None]:
     with file:
-        rest = ""
         while True:
-            rest += file.read()
-            *whole, rest = rest.split("\n")
             for line in whole:
                 yield json.loads(line)
             if not whole:
                 yield None
+            rest += file.read()
+            *whole, rest = rest.split("\n")

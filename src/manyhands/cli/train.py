@@ -117,7 +117,7 @@ def _train(
             authority=lead.authority,
             timeouts=lead.timeouts,
         )
-    except UsageError:
+    except (UsageError, KeyboardInterrupt):  # later than at the very start, Ctrl-C is no exception
         folder_run.discard()  # nothing was trained: no folder to wonder about
         raise
 

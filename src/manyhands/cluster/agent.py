@@ -31,6 +31,7 @@ from manyhands.cluster.log_stream import LogStream
 from manyhands.cluster.machine import Machine
 from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.spec import ClusterSpec
+from manyhands.cluster.stop_signals import on_stop_signals
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
 from manyhands.threads import describe, start_thread
@@ -67,8 +68,7 @@ class Agent:
 
     def run(self) -> int:
         """Serve until the coordinator ends; its exit code."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        on_stop_signals(self._on_signal)
         while True:
             limit_s = self.timeouts.rejoin_s if self._engaged else self.timeouts.gather_s
             address, link = self._dialler.dial(limit_s, again=self._engaged)

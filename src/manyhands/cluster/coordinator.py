@@ -23,6 +23,7 @@ from manyhands.cluster.interfaces import is_any
 from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.log_stream import CHUNK_BYTES
 from manyhands.cluster.scratch import Scratch
+from manyhands.cluster.stop_signals import on_stop_signals
 from manyhands.cluster.strangers import Strangers
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
@@ -373,8 +374,7 @@ class Coordinator:
 def on_signals(coordinator: Coordinator) -> None:
     """Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and a terminal that hangs up arrive in the inbox, like
     everything else."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, lambda got, _frame: coordinator.interrupt(got))
+    on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
 
 
 def signal_name(exit_code: int) -> str:

@@ -410,6 +410,8 @@ class Conductor:
     def _commit_steps(self) -> None:
         assert self.course is not None
         for step in self.handout.committed():
+            if not self.tally.samples:
+                self.run.forget_summary()
             self.bad_steps.add(step.plan.step, step.loss, weight=step.weight)
             if self.tally.add(step):
                 limit = self.options.max_bad_steps
@@ -441,6 +443,8 @@ class Conductor:
             return  # as schedulers do: first a warning, later the order; the warning is being heeded
         if self._signal is not None or not self.tally.trains or self.options.debug:
             code = 130 if number == signal.SIGINT else 128 + number
+            if self._signal is None and self._before is not None and number != signal.SIGINT:
+                code = 75  # all begin again: what can be saved is saved already
             raise Interrupted(f"Stopped at once by {name}.", exit_code=code)
         self._signal = number
         self._stop_by = time.monotonic() + self.coordinator.timeouts.stop_s

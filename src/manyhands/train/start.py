@@ -61,7 +61,7 @@ def train(
             if checkpoint is not None and step > checkpoint.step:
                 # Not deleted: it may be all that somebody has. Its steps are void from now on.
                 checkpoints.set_aside(checkpoints.final(run.path, step))
-        run.forget_summary()
+                run.forget_summary()  # of steps that are void; else it counts until there is a new one
         on_ready()
 
     try:
@@ -129,7 +129,8 @@ def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
         outcome = _outlive(lives, again)
         code = EXIT_CODES[outcome]
     except Interrupted as caught:
-        error, outcome, code = caught, "interrupted", caught.exit_code
+        code = caught.exit_code
+        error, outcome = caught, "preempted" if code == EXIT_CODES["preempted"] else "interrupted"
     except Diverged as caught:
         error, outcome, code = caught, "diverged", caught.exit_code
     except RecordError:
@@ -155,7 +156,8 @@ def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
         chaos=injector.summary(finished=done) if injector else None,
     )
     try:
-        run.write_summary(summary)
+        if done or run.summary is None or any(life.tally.samples for life in lives):
+            run.write_summary(summary)  # else the one of the training before still says all
     except OSError as caught:
         raise RecordError(f"{run.path} can't be written: {caught}") from caught
     advice, command = ("", None) if done else _what_next(lives, outcome)

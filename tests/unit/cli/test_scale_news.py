@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cli.scale import _wait
+from manyhands.cli.scale import _events, _wait
 from manyhands.errors import UsageError
 from manyhands.state.runs import EVENTS, Run
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Run:
 
 def test_it_tells_once_that_there_is_no_room(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     before = noticed("another worker is started as soon as there are free slots")
-    news = [before, noticed("asked for 4 workers"), noticed(SLOT)]
+    news = [view("a", "b"), before, noticed("asked for 4 workers"), noticed(SLOT)]
     assert _wait(run, 4, iter([*news, view("a", "b", "c", "d")])) == 0
     assert capsys.readouterr().out.splitlines() == [
         "asked for 4 workers",
@@ -47,13 +47,35 @@ def test_somebody_else_who_asks_later_counts(run: Run) -> None:
         _wait(run, 5, iter(news))
 
 
-def test_what_was_asked_or_refused_before_is_not_ours(run: Run) -> None:
+def test_what_was_asked_or_refused_before_is_not_ours(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     news = [
+        view("a", "b"),
         noticed("asked for 99 workers, and refused: they would share a global batch of 64"),
         noticed("a process on host-1 (10.0.0.2) was refused: it has another key"),
         noticed("asked for 2 workers"),
     ]
     assert _wait(run, 2, iter(news)) == 0  # there are two already
+    assert capsys.readouterr().out.splitlines() == ["asked for 2 workers", "2 workers: a, b"]
+
+
+def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer workers are there at once: the view is in the file when the answer is read from it."""
+    news = _events(run.path / EVENTS)
+    with open(run.path / EVENTS, "a") as file:
+        for event in (noticed("asked for 1 worker"), view("worker-0")):
+            file.write(json.dumps(event, separators=(",", ":")) + "\n")
+    assert _wait(run, 1, news) == 0
+    assert capsys.readouterr().out.splitlines() == ["asked for 1 worker", "1 worker: worker-0"]
+
+
+def test_a_view_before_the_answer_is_not_ours(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    news = [view("a", "b"), view("a", "b", "c"), noticed("asked for 3 workers")]
+    assert _wait(run, 3, iter(news)) == 0
+    assert capsys.readouterr().out.splitlines() == ["asked for 3 workers", "3 workers: a, b, c"]
 
 
 def test_a_refusal_of_ours_is_an_error(run: Run) -> None:

@@ -27,6 +27,7 @@ from typing import IO, Any
 from manyhands.cluster.key import VARIABLE
 from manyhands.cluster.member import die_with
 from manyhands.cluster.on_ray.broker import dial, trouble
+from manyhands.cluster.stop_signals import STOP_SIGNALS, on_stop_signals
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.job import find_job
 
@@ -35,7 +36,6 @@ PROGRAM = "manyhands.cluster.on_ray.far"
 POLL_S = 0.2
 MAX_BYTES = 1 << 20
 """Of what was printed, in one message."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOT_THEIRS = ("RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT")
 """Variables of an actor that a command beside it does not get: it is a driver of its own."""
 HEAD = "node:__internal_head__"
@@ -107,8 +107,7 @@ def run_there(address: str, command: Sequence[str], *, ship: Path | None) -> int
 
 def _follow(ray: Any, told: Mapping[str, Any]) -> int:
     heard: list[int] = []
-    for number in SIGNALS:
-        signal.signal(number, lambda got, _frame: heard.append(got))
+    on_stop_signals(lambda got, _frame: heard.append(got))
     # On the head node: with any other, the coordinator could be lost alone.
     actor = ray.remote(_actor_class()).options(num_cpus=0, resources={HEAD: 0.001}).remote()
     began = ray.get(actor.begin.remote(dict(told)))
@@ -211,9 +210,9 @@ def main() -> int:
     parent, *words = sys.argv[1:]
     die_with(int(parent))
     # The command gets these, too, being in the same group. Ray has blocked SIGINT in what it starts.
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     own = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", COMMAND, *words],
