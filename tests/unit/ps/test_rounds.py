@@ -26,7 +26,7 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     village.settle()
     village.go()
     rounds = Table.create(village.workers, [first.name, second.name])
-    bells = {name: Bell(tmp_path, 1, name) for name in (*village.workers, *rounds.servers)}
+    bells = {name: Bell(tmp_path, name) for name in (*village.workers, *rounds.servers)}
     servings = {}
     for estate in (first, second):
         spec = TableSpec(2, evict_unused=5)
