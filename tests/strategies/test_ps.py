@@ -67,6 +67,11 @@ def test_nobody_waits_for_a_slow_worker_in_async(tmp_path: Path) -> None:
     assert race.slow + sum(race.fast) == WORKERS * race.num_steps
     assert race.lead > 10, "the bound of ssp is none here"
     assert race.staleness["max"] > 10, "while the slow one computes, others change the weights"
+    for (
+        step
+    ) in race.steps:  # the rate that was applied: divided by 1 + staleness, the mean over parts
+        assert LR / (1 + step["staleness"]) * 0.999 <= step["lr"] <= LR * 1.001
+        assert (step["lr"] < LR * 0.999) == (step["staleness"] > 0)
 
 
 def test_ssp_holds_its_bound(tmp_path: Path) -> None:
@@ -97,6 +102,10 @@ class Race:
     """The most steps that anybody had begun more than another one who had not yet done its last."""
     num_steps: int
     staleness: dict[str, Any]
+    steps: list[dict[str, Any]]
+
+
+LR = 0.001
 
 
 def run_race(strategy: str, folder: Path) -> Race:
@@ -109,9 +118,12 @@ def run_race(strategy: str, folder: Path) -> Race:
         workers=WORKERS,
         diary=diary,
         samples=samples,
-        lr=0.001,
+        lr=LR,
+        anneal=False,
     )
     assert done.code == 0, done.err
+    for step in done.steps:  # of the time of the workers, however many of them had a part of it
+        assert step["compute_s"] + step["wait_s"] <= step["step_s"] * 1.001
     assert_once_an_epoch(done, epochs=1, samples=samples)
     summary = assert_books_agree(done)
     lines = [line.split() for line in diary.read_text().splitlines()]
@@ -124,6 +136,7 @@ def run_race(strategy: str, folder: Path) -> Race:
         lead=lead_of([process for process, _ in lines]),
         num_steps=summary["steps"],
         staleness=summary["staleness"],
+        steps=done.steps,
     )
 
 

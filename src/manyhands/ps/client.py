@@ -22,7 +22,7 @@ from manyhands.ps.asking import Asking
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import travelling
 from manyhands.ps.holding import Run
-from manyhands.ps.host import Host, Push
+from manyhands.ps.host import Fate, Host, Push
 from manyhands.ps.lanes import LANES, Lanes, Uplink
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
@@ -48,7 +48,7 @@ class Client(Asking):
         params: Flat,
         slots: Sequence[Flat],
         check: Callable[[], None],
-        resolved: Callable[[int, bool, int], None],
+        resolved: Callable[[int, Fate], None],
         timeout_s: float,
         seen: int = 0,
         baskets: Sequence[str] = (),
@@ -57,7 +57,7 @@ class Client(Asking):
         activity: Activity | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
-        `resolved(seq, left out, staleness)` is called from another thread, once for each push.
+        `resolved(seq, fate)` is called from another thread, once for each push.
         `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
         that this very process keeps, if it keeps any. `uplink`: told of what is under way."""
         super().__init__(servers[0])
@@ -95,7 +95,8 @@ class Client(Asking):
         self._late: set[int] = set()
         self._released: set[int] = set()
         """Pushes too late for their round, which wait for the next: the worker need not."""
-        self._staleness: dict[int, int] = {}
+        self._fates: dict[int, Fate] = {}
+        """Of pushes that some server has told of: all servers tell the same."""
         self._under_way: dict[int, Push] = {}
         self._resting = False
         self._pulled: set[str] = set()
@@ -413,8 +414,8 @@ class Client(Asking):
             ahead = list(host.ahead)
             unanswered = list(host.asked.values())
             self._news.notify_all()
-        for seq, left_out, staleness in known:
-            self._resolved(seq, left_out, staleness)
+        for seq, fate in known:
+            self._resolved(seq, fate)
         for link in lanes:
             start_thread(self._read, host, link, name=f"runs-{host.name}", on_error=self._fail)
         for push in again:
@@ -439,9 +440,9 @@ class Client(Asking):
                     host.arrived[i] = max(host.arrived[i], int(head["v"]))
                 case "new":
                     host.version = max(host.version, int(head["v"]))
-                    for seq, staleness in head.get("own", ()):
+                    for seq, staleness, lr in head.get("own", ()):
                         host.done = max(host.done, seq)
-                        self._staleness[seq] = max(self._staleness.get(seq, 0), staleness)
+                        self._fates.setdefault(seq, Fate(staleness=staleness, lr=lr))
                     self.ticks = max(self.ticks, int(head["ticks"]))
                     self.bytes_of_servers += int(head.get("sent", 0))
                     if "pulled" in head:
@@ -471,16 +472,17 @@ class Client(Asking):
                     self._hear_answer(host, str(kind), head, payload)
             known = self._take_resolved()
             self._news.notify_all()
-        for seq, left_out, staleness in known:
-            self._resolved(seq, left_out, staleness)
+        for seq, fate in known:
+            self._resolved(seq, fate)
 
-    def _take_resolved(self) -> list[tuple[int, bool, int]]:
+    def _take_resolved(self) -> list[tuple[int, Fate]]:
         """Pushes whose fate is known now and was not before."""
         known = []
         for seq in [seq for seq in self._under_way if not self._holders(seq)]:
             del self._under_way[seq]
             self._released.discard(seq)
-            known.append((seq, seq in self._late, self._staleness.pop(seq, 0)))
+            fate = self._fates.pop(seq, Fate())
+            known.append((seq, Fate(left_out=True) if seq in self._late else fate))
             self._late.discard(seq)
         return known
 

@@ -110,6 +110,8 @@ class Estate:
         """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
         self.gradients: dict[str, Sequence[Flat]] = {}
         """Of each worker, in its slots: its own memory, or what it sent."""
+        self.lr = 0.0
+        """The schedule's learning rate at the last update."""
         self.rows = rows
         """Of tables; None where the model has none, or workers change rows themselves."""
 
@@ -239,6 +241,7 @@ class Estate:
     def apply(self, decision: Decision) -> None:
         """The sums of a decision go into the own blocks."""
         self._apply_rows(decision)
+        self.lr = self.own.lr
         self.own.apply(
             self.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks
         )

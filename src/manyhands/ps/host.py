@@ -58,6 +58,16 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Fate:
+    """What became of a push."""
+
+    left_out: bool = False
+    staleness: int = 0
+    lr: float | None = None
+    """The learning rate that it was applied with, as that of a whole step; None: not told."""
+
+
+@dataclass(frozen=True)
 class Push:
     """A gradient on its way."""
 

@@ -10,7 +10,8 @@ outlives it is in its Estate, and how a view begins is in council.py. Its messag
                     rest, wake, ends, who, pull, buffers; which fields each has is in heads.py
     to workers      refused   why; the last word to one that talks nonsense
                     begin     the placement and the version that the view begins with
-                    new       v, own: a version, and which of your pushes it has; run + payload
+                    new       v, own: a version, and which of your pushes it has, with the staleness and
+                              the learning rate of each; run + payload
                     late      a push was left out               word      which step may begin
     among servers   had       to the lead: I have this push     decide    from the lead: apply this
                     and what council.py and updates.py say to their like
@@ -39,7 +40,7 @@ from manyhands.ps.guest import Guest, find_slots
 from manyhands.ps.heads import Forgotten, Nonsense, given_of
 from manyhands.ps.lanes import Uplink
 from manyhands.ps.lead import Lead
-from manyhands.ps.ledger import Decision
+from manyhands.ps.ledger import Decision, Given
 from manyhands.ps.memory import Flat
 from manyhands.ps.parcels import pack
 from manyhands.ps.rounds import Bell, Serving, Table
@@ -446,9 +447,9 @@ class Server:
     # News --------------------------------------------------------------------------------------
 
     def _tell_news(self, decision: Decision) -> None:
-        own: dict[str, list[list[int]]] = defaultdict(list)
+        own: dict[str, list[list[float]]] = defaultdict(list)
         for given in decision.given:
-            own[given.worker].append([given.seq, given.staleness])
+            own[given.worker].append([given.seq, given.staleness, self._rate(decision, given)])
             if (guest := self._guests.get(given.worker)) is not None:
                 guest.done = max(guest.done, given.seq)
         told = list(self._guests) if self._terms.rounds else [n for n in own if n in self._guests]
@@ -464,6 +465,11 @@ class Server:
                 head["sent"], self._told_sent = sent - self._told_sent, sent
             guest.tell(head)
             self._send_runs(guest)
+
+    def _rate(self, decision: Decision, given: Given) -> float:
+        """The learning rate that a push was applied with, as that of a whole step."""
+        rate, (part, whole) = self.estate.lr * decision.lr_scale, given.share
+        return rate if self._terms.rounds or not part else rate * whole / part
 
     def _tell_now(self, guest: Guest) -> None:
         ledger = self.estate.ledger

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from manyhands.errors import JobError, SpecError
 from manyhands.ps.client import Client
+from manyhands.ps.host import Fate
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
 from manyhands.strategies.base import Learner
@@ -319,10 +320,12 @@ class PsLearner(Learner):
                 parts, 0, scale, self.trainee.lr_factor, self.trainee.ticks, loss]  # fmt: skip
         client.push(seq, slot, push, began=version, baskets=self._packed)
 
-    def _resolve(self, seq: int, left_out: bool, staleness: int) -> None:
+    def _resolve(self, seq: int, fate: Fate) -> None:
         """What became of a push; in a thread of the client's."""
         if (report := self._reports.pop(seq, None)) is not None:
-            report.staleness, report.dropped = staleness, left_out
+            report.staleness, report.dropped = fate.staleness, fate.left_out
+            if fate.lr is not None:
+                report.lr = fate.lr
             report.resolved = True
 
     @property

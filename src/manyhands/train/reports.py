@@ -1,9 +1,10 @@
 """What members report, put together. Pure, and without torch.
 
 A step is cut into parts, one a worker in lockstep; it is committed when every part of it is in the
-weights, in whatever order the reports come. Its loss is the weighted mean over its parts. In lockstep
-its time is that of the slowest worker; otherwise the workers' time for its parts, shared by all of
-them. An evaluation is the weighted mean of the workers' parts.
+weights, in whatever order the reports come. Its loss and its learning rate are weighted means over its
+parts. In lockstep its time is that of the slowest worker; otherwise the workers' time for its parts,
+attempts that were left out included, shared by all of them. An evaluation is the weighted mean of the
+workers' parts.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class OpenPart:
     """In the weights, by what the members say of them; its row was lost."""
     sums: Sums | None = None
     """Then: what they know of it."""
-    wasted_bytes: int = 0
-    """Sent by attempts that were left out."""
+    wasted: list[Row] = field(default_factory=list)
+    """Attempts that were left out: their time was spent, and their bytes sent."""
 
     @property
     def done(self) -> bool:
@@ -151,7 +152,7 @@ class Gathering:
             return False
         if row.dropped:
             part.holder = None
-            part.wasted_bytes += row.bytes_sent
+            part.wasted.append(row)
             return False
         part.row = row
         self._count_down(row.step)
@@ -225,6 +226,7 @@ class Gathering:
         if len(rows) < len(parts) and step.sums is not None and step.sums[0]:
             sums = [step.sums]
         weight = sum(pair[0] for pair in sums)
+        spent = [row for part in parts for row in part.wasted] + rows
         loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # of its parts nothing is known but that they count
@@ -232,11 +234,11 @@ class Gathering:
             plan=step.plan.without(left_out) if len(left_out) else step.plan,
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
             loss=loss,
-            lr=rows[0].lr if rows else last.lr if last else math.nan,
-            step_s=self._seconds(rows) if rows else last.step_s if last else 0.0,
-            compute_s=_mean([row.compute_s for row in rows]),
-            wait_s=_mean([row.wait_s for row in rows]),
-            bytes_sent=sum(row.bytes_sent for row in rows) + sum(p.wasted_bytes for p in parts),
+            lr=_mean_lr(rows) if rows else last.lr if last else math.nan,
+            step_s=self._seconds(spent) if rows else last.step_s if last else 0.0,
+            compute_s=self._mean([row.compute_s for row in spent]),
+            wait_s=self._mean([row.wait_s for row in spent]),
+            bytes_sent=sum(row.bytes_sent for row in spent),
             num_parts=len(parts),
             weight=weight,
             left_out=tuple(left_out.to_list()),
@@ -248,17 +250,24 @@ class Gathering:
             return max(row.step_s for row in rows)
         return sum(row.step_s for row in rows) / self.width
 
+    def _mean(self, values: Sequence[float | None]) -> float | None:
+        """Over workers, of what is known."""
+        known = [value for value in values if value is not None]
+        return sum(known) / (self.width or len(known)) if known else None
+
+
+def _mean_lr(rows: Sequence[Row]) -> float:
+    """What the parts moved the weights by, each as far as it counts."""
+    first, whole = rows[0].lr, sum(row.weight for row in rows)
+    if not whole or all(row.lr == first for row in rows):
+        return first
+    return sum(row.lr * row.weight for row in rows) / whole
+
 
 def _cut_off(ranges: Sequence[Range], count: int) -> list[list[Range]]:
     """The ranges without the last `count` samples, and those."""
     total = sum(stop - start for start, stop in ranges)
     return split(ranges, [total - count, count])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean of what is known."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def combine(parts: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:

@@ -19,10 +19,12 @@ from torch import nn
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.client import Client
 from manyhands.ps.estate import Estate, Ticker
+from manyhands.ps.host import Fate
 from manyhands.ps.lanes import LANES
 from manyhands.ps.memory import Flat, layout_of
 from manyhands.ps.policies import Async, Sync
 from manyhands.ps.server import Server
+from manyhands.ps.staleness import Rule
 from manyhands.ps.terms import Terms
 from manyhands.train.trainee import Trainee
 from manyhands.wire import Authority, Limits, Link, Listener, connect
@@ -47,6 +49,8 @@ class House:
         self.slots: dict[str, list[Flat]] = {}
         self.links: list[Link] = []
         """Of clients."""
+        self.fates: list[Fate] = []
+        """Of all pushes."""
         self.before = [buffer.clone() for buffer in server.estate.params.buffers]
         self.pushed = 0
         self.client = self.enter(GOOD)
@@ -66,7 +70,7 @@ class House:
             params=self.server.estate.params if self._shared else Flat.private(self.layout),
             slots=self.slots[name],
             check=self.check,
-            resolved=lambda seq, left_out, staleness: None,
+            resolved=lambda seq, fate: self.fates.append(fate),
             timeout_s=LONG_S,
             seen=seen,
         )
@@ -130,14 +134,16 @@ def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = No
 
 
 @contextlib.contextmanager
-def house(kind: str, folder: Path, *, rounds: bool = False) -> Iterator[House]:
+def house(
+    kind: str, folder: Path, *, rounds: bool = False, lr_rule: Rule = "none"
+) -> Iterator[House]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     trainee = Trainee(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
     layout, shared = layout_of(trainee.model, trainee.optimizer), kind == "unix"
     params = Flat.shared(layout, label="test-parameters") if shared else Flat.private(layout)
     slots = 1 if rounds else 2
-    terms = Terms(Sync if rounds else Async, rounds=rounds, slots=slots)
+    terms = Terms(Sync if rounds else Async, rounds=rounds, slots=slots, lr_rule=lr_rule)
     estate = Estate(SERVER, "here", trainee, params, Ticker(trainee), shared=shared, replicas=0)
     authority = Authority.create("run") if kind == "tls" else None
     if authority is not None:

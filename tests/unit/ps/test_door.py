@@ -44,6 +44,7 @@ from torch import nn
 
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
 from manyhands.ps.door import MAX_STRANGERS, MAX_UNHEARD, Door
+from manyhands.ps.host import Fate
 from manyhands.ps.lead import MAX_UNDER_WAY
 from manyhands.ps.memory import Flat, layout_of
 from manyhands.threads import fail_process
@@ -318,6 +319,19 @@ def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
             finally:
                 client.close()
             at.train()
+
+
+def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_path: Path) -> None:
+    with house("proof", tmp_path, lr_rule="inverse") as at:
+        other = at.enter(BAD)
+        try:
+            at.push(other, BAD)
+            other.drain()
+            at.push(at.client, GOOD)  # on weights that the other has changed since
+            at.client.drain()
+            assert at.fates == [Fate(staleness=0, lr=LR), Fate(staleness=1, lr=LR / 2)]
+        finally:
+            other.close()
 
 
 def test_weights_that_no_server_knows_of_any_more_are_lost(tmp_path: Path) -> None:

@@ -96,6 +96,28 @@ def test_times_and_bytes_of_a_step() -> None:
     assert step.shares == {"a": ((0, 1),), "b": ((1, 2),)}
 
 
+def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
+    """Of two workers that each spent 2 s on the one part of a step, one came too late."""
+    gathering = Gathering()
+    gathering.width = 2
+    parted(gathering, 1, 1)
+    for member, dropped in (("a", True), ("b", False)):
+        gathering.give((1, 0), member)
+        times = {"step_s": 2.0, "compute_s": 0.5, "wait_s": 1.0, "bytes_sent": 5}
+        gathering.add(member, row(1, 1.0, 6.0, **times, dropped=dropped))
+    (step,) = gathering.committed()
+    assert (step.step_s, step.compute_s, step.wait_s, step.bytes_sent) == (2.0, 0.5, 1.0, 10)
+
+
+def test_the_learning_rate_of_a_step_is_the_mean_over_its_parts() -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("a", row(1, 3.0, 1.0, lr=0.2))
+    gathering.add("b", row(1, 1.0, 1.0, lr=0.1, part=1))
+    (step,) = gathering.committed()
+    assert step.lr == pytest.approx(0.175)
+
+
 def test_a_worker_without_samples_changes_no_mean() -> None:
     gathering = Gathering()
     expect(gathering, 1, ["a", "b"])
