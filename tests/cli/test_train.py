@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -133,7 +134,13 @@ def test_list_shows_the_runs(done: harness.Finished, tmp_path: Path) -> None:
     with harness.command("list", str(done.run.parent), run=tmp_path) as running:
         listed = running.wait()
     assert str(done.run) in listed.out
-    assert "finished" in listed.out
+    assert re.search("Regression +finished +allreduce +2 +35 ", listed.out)
+    assert "epochs=5" in listed.out
+    with harness.command("show", str(done.run), "--json", run=tmp_path) as running:
+        shown = json.loads(running.wait().out)
+    assert (shown["class"], shown["outcome"], shown["steps"]) == ("Regression", "finished", 35)
+    assert shown["curves"]["loss"] == [[n, loss] for n, loss in enumerate(done.losses, start=1)]
+    assert Path(shown["best_checkpoint"]).is_dir()
     with harness.command("list", str(tmp_path / "none"), run=tmp_path) as running:
         assert "No runs in" in running.wait().out
 

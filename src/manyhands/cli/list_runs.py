@@ -1,49 +1,104 @@
-"""The runs in a folder, oldest first, with how each ended."""
+"""The runs in a folder: what was trained, what was changed, how good it got and how it ended.
+
+The oldest comes first, or as --sort says. `best` is the metric that the job monitors, at the best evaluation.
+`training now` and `cut off` (killed) have no summary: they are read from their events.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from manyhands.errors import RunFolderError
-from manyhands.state.runs import Run, runs_in
+from manyhands.cli.digest import Digest, digest, dump
+from manyhands.errors import ManyhandsError, UsageError, closest
+from manyhands.state.runs import CONFIG, runs_in
+from manyhands.train.monitor import metric_name
+from manyhands.watch.units import clean, count, duration
 
-HELP = "the runs here, and how each ended"
-EXAMPLES = "example:\n  manyhands list\n"
+HELP = "the runs here: job, changed fields, best, time, outcome"
+EXAMPLES = """\
+examples:
+  manyhands list                        those in runs/
+  manyhands list /scratch/runs          those in another folder
+  manyhands list --sort best            the best first
+  manyhands list --json | jq '.[] | select(.outcome == "failed") | .run'
+  manyhands show RUN                    one of them, with its curves
+"""
+
+SORTS: dict[str, Callable[[Digest], Any]] = {
+    "started": lambda run: run.started,
+    "best": lambda run: run.rank,
+    "time": lambda run: -run.seconds,
+    "steps": lambda run: -run.step,
+    "outcome": lambda run: run.outcome,
+    "job": lambda run: (run.job_class, run.job),
+    "name": lambda run: str(run.path),
+}
+HEADS = ("run", "job", "outcome", "strategy", "workers", "steps", "time", "best", "changed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs")
+    parser.add_argument(
+        "--sort",
+        default="started",
+        metavar="BY",
+        help="started (default: the oldest first), best (the best first, each metric by itself), time (the "
+        "longest first), steps, outcome, job or name",
+    )
+    parser.add_argument("--json", action="store_true", help="all that is known, as a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    runs = runs_in(arguments.folder)
-    if not runs:
+    if arguments.sort not in SORTS:
+        raise UsageError(
+            f"--sort {arguments.sort}: it is one of {', '.join(SORTS)}{closest(arguments.sort, SORTS)}"
+        )
+    if (arguments.folder / CONFIG).is_file():
+        raise UsageError(
+            f"{arguments.folder} is a run itself. See it with:  manyhands show {arguments.folder}"
+        )
+    known, unreadable = [], []
+    for each in runs_in(arguments.folder):
+        try:
+            known.append(digest(each, with_steps=False))
+        except (ManyhandsError, KeyError, TypeError, AttributeError):
+            unreadable.append(each.path)
+    if arguments.sort != "started":  # they come in that order
+        known.sort(key=SORTS[arguments.sort])
+    if arguments.json:
+        lost = [{"run": str(path), "outcome": "unreadable"} for path in unreadable]
+        print(dump([*(each.to_dict() for each in known), *lost]))
+        return 0
+    if not known and not unreadable:
         print(f"No runs in {arguments.folder}. Train one:  manyhands train examples/digits.py")
         return 0
-    rows: list[tuple[str, ...]] = [("run", "outcome", "strategy", "workers", "steps", "final")]
-    rows += [_row(one) for one in runs]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows = [HEADS, *(_row(each) for each in known)]
+    rows += [(str(path), "", "unreadable", *[""] * (len(HEADS) - 3)) for path in unreadable]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADS))]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
     return 0
 
 
-def _row(run: Run) -> tuple[str, ...]:
-    try:
-        options, summary = run.config["options"], run.summary or {}
-    except (RunFolderError, KeyError):
-        return (str(run.path), "unreadable", "", "", "", "")
-    outcome = "training now" if run.locked else summary.get("outcome") or "cut off"
-    metrics = summary.get("final_metrics") or {}
-    final = "  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if isinstance(v, int | float))
-    return (
+def _row(run: Digest) -> tuple[str, ...]:
+    value = run.best_value
+    best = "" if value is None else f"{metric_name(run.monitor)} {value:.4g}"
+    if value is None and run.final:  # never evaluated: the training's own loss
+        loss = run.final.get("loss")
+        best = f"(loss {loss:.4g})" if isinstance(loss, int | float) else ""
+    row = (
         str(run.path),
-        outcome,
-        str(options["strategy"]["value"]),
-        str(options["workers"]["value"]),
-        "" if (steps := summary.get("steps")) is None else str(steps),
-        final,
+        run.job_class or Path(run.job).name,
+        run.outcome,
+        run.strategy,
+        str(run.workers),
+        count(run.step),
+        duration(run.seconds),
+        best,
+        " ".join(f"{name}={value}" for name, value in run.changed.items()),
     )
+    return tuple(clean(cell) for cell in row)

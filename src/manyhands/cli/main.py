@@ -20,6 +20,7 @@ VERBS = {
     "resume": "resume",
     "scale": "scale",
     "list": "list_runs",
+    "show": "show",
     "words": "words",
     "launch": "launch",
     "key": "key",
@@ -34,6 +35,8 @@ examples:
   manyhands train job.py --strategy single               the reference: one worker
   manyhands train job.py:Name --workers 4 --set lr=0.05  another job of the file, a hyperparameter
   manyhands resume runs/digits-20260101-120000           go on where it stopped
+  manyhands list --sort best                             the runs here, the best first
+  manyhands show runs/digits-20260101-120000             one of them: curves, best checkpoint, who was lost
   manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it goes on
   manyhands launch slurm job.py --nodes 4 --gpus 8       the file that starts it on a cluster
   manyhands doctor                                       what works on this machine

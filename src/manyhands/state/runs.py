@@ -137,14 +137,19 @@ class Run:
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / CONFIG, config)
 
-    def note_fields(self, fields: Mapping[str, Any], settings: Mapping[str, str]) -> None:
-        """The job's hyperparameters, once a worker has loaded it, and where each came from."""
+    def note_fields(
+        self, fields: Mapping[str, Any], settings: Mapping[str, str], job: str = ""
+    ) -> None:
+        """The job's hyperparameters, once a worker has loaded it, where each came from, and its class."""
         if (self.path / CONFIG).is_file():
             noted = {
                 name: {"value": value, "from": "--set" if name in settings else "job file"}
                 for name, value in fields.items()
             }
-            self.write_config({**self.config, "fields": noted})
+            config = self.config
+            if job and isinstance(config.get("job"), dict):
+                config["job"] = {**config["job"], "class": job}
+            self.write_config({**config, "fields": noted})
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.path / SUMMARY, summary)

@@ -150,7 +150,7 @@ class Conductor:
         self._until(lambda: len(crew.ready) == crew.num_started, "ready_s", "getting ready")
         handout = self._prepare()
         self._on_ready()
-        self.run.note_fields(crew.facts["fields"], options.settings)
+        self.run.note_fields(crew.facts["fields"], options.settings, crew.facts["job"])
         crew.form()
         self._until(lambda: crew.all_joined, "view_s", "joining its peers")
         self._begin()

@@ -71,12 +71,15 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return text.encode() + b"\n"
 
 
-def read_events(path: str | os.PathLike[str]) -> Iterator[Record]:
-    """The records of the file in order, without a torn last line."""
+def read_events(path: str | os.PathLike[str], *, leave_out: bytes = b"") -> Iterator[Record]:
+    """The records of the file in order, without a torn last line, and without lines that hold `leave_out`
+    near their begin."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
+            if leave_out and leave_out in line[:80]:
+                continue
             try:
                 record = json.loads(line)
             except ValueError as error:

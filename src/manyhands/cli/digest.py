@@ -1,0 +1,179 @@
+"""A run in figures, for `list` and `show`: from its config, its summary and its events.
+
+A run that trains now, or was killed, has no summary: its events say what there is to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.state import checkpoints
+from manyhands.state.runs import EVENTS, Run
+from manyhands.train.monitor import formerly_lower, metric_name
+from manyhands.watch.history import History, read_history
+
+TRAINS, CUT_OFF = "training now", "cut off"
+DONE = ("finished", "early-stopped")
+
+
+@dataclass(frozen=True)
+class Digest:
+    path: Path
+    job: str
+    """As it was given."""
+    job_class: str
+    changed: Mapping[str, str]
+    """The fields that were set by --set."""
+    strategy: str
+    workers: Any
+    started: str
+    outcome: str
+    error: str | None
+    seconds: float
+    """Of all its lives."""
+    step: int
+    epochs: float | None
+    samples: int | None
+    samples_per_s: float | None
+    monitor: str
+    """As "max accuracy"."""
+    best: Mapping[str, Any] | None
+    """Metrics of the best evaluation."""
+    best_step: int | None
+    final: Mapping[str, Any] | None
+    history: History
+
+    @property
+    def best_value(self) -> float | None:
+        """Of the monitored metric."""
+        value = (self.best or {}).get(metric_name(self.monitor))
+        return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def rank(self) -> tuple[bool, str, float]:
+        """Sorts runs by how good they are: of each metric the best first, those without one last."""
+        value = self.best_value
+        if value is None or not math.isfinite(value):
+            return (True, "", 0.0)
+        lower = self.monitor.startswith("min ")
+        return (False, metric_name(self.monitor), value if lower else -value)
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """If it is on the disk."""
+        if self.best_step is None:
+            return None
+        path = checkpoints.final(self.path, self.best_step)
+        return path if path.is_dir() else None
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        steps = checkpoints.steps(self.path)
+        return checkpoints.final(self.path, steps[-1]) if steps else None
+
+    @property
+    def resume_command(self) -> str | None:
+        if self.outcome in (*DONE, TRAINS) or self.history.ended:
+            return self.history.resume_command
+        return f"manyhands resume {shlex.quote(str(self.path))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "run": str(self.path),
+            "job": self.job,
+            "class": self.job_class,
+            "changed": dict(self.changed),
+            "strategy": self.strategy,
+            "workers": self.workers,
+            "started": self.started,
+            "outcome": self.outcome,
+            "error": self.error,
+            "seconds": round(self.seconds, 3),
+            "steps": self.step,
+            "num_steps": self.history.num_steps,
+            "epochs": self.epochs,
+            "samples": self.samples,
+            "samples_per_s": self.samples_per_s,
+            "monitor": self.monitor,
+            "best": None if self.best is None else dict(self.best),
+            "best_step": self.best_step,
+            "best_checkpoint": _text(self.best_checkpoint),
+            "last_checkpoint": _text(self.last_checkpoint),
+            "final": None if self.final is None else dict(self.final),
+            "lost": [vars(each) for each in self.history.lost],
+            "resume_command": self.resume_command,
+        }
+
+
+def digest(run: Run, *, with_steps: bool) -> Digest:
+    """What is known of a run. Raises RunFolderError, KeyError or TypeError if it is no longer readable."""
+    config, trains = run.config, run.locked
+    summary = None if trains else run.summary  # that of a life before this one
+    history = read_history(run.path / EVENTS, with_steps=with_steps or summary is None)
+    told = summary or {}
+    job, options = config["job"], config["options"]
+    reference = str(job["reference"])
+    _, _, name = reference.partition(":")
+    best = dict(told.get("best_metrics") or {})
+    best_step = best.pop("step", None)
+    if not best and (found := history.best) is not None:
+        best, best_step = dict(found["metrics"]), found["step"]
+    last = history.evaluations[-1]["metrics"] if history.evaluations else None
+    speed = told.get("samples_per_s")
+    if speed is None and history.train_s > 0:
+        speed = round(history.samples / history.train_s, 1)
+    return Digest(
+        path=run.path,
+        job=reference,
+        job_class=str(job.get("class") or name),
+        changed={str(key): str(value) for key, value in config.get("settings", {}).items()},
+        strategy=str(options["strategy"]["value"]),
+        workers=options["workers"]["value"],
+        started=str(config.get("created", "")),
+        outcome=str(told.get("outcome") or (TRAINS if trains else CUT_OFF)),
+        error=told.get("error") or history.failure,
+        seconds=history.seconds or told.get("wall_s") or 0.0,
+        step=told["steps"] if told.get("steps") is not None else history.step,
+        epochs=told.get("epochs"),
+        samples=told.get("samples") or history.samples or None,
+        samples_per_s=speed,
+        monitor=_monitor(config, told),
+        best=best or None,
+        best_step=best_step,
+        final=told.get("final_metrics") or last,
+        history=history,
+    )
+
+
+def _monitor(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """With its direction; old runs had one by the name."""
+    given = summary.get("monitor") or config.get("fields", {}).get("monitor", {}).get("value")
+    text = str(given or "loss")
+    if text.startswith(("min ", "max ")):
+        return text
+    return f"{'min' if formerly_lower(text) else 'max'} {text}"
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def dump(value: Any) -> str:
+    """As JSON, in which there is no NaN."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
