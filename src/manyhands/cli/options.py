@@ -237,7 +237,7 @@ def resolve_options(
         min_workers=fewest,
         max_restarts=restarts,
         max_bad_steps=bad_steps,
-        stuck_after_s=stuck_after,
+        stuck_after_s=0.0 if debug else stuck_after,  # a person looks at it
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         scaling=_scaling(resolved, config, count),
         trust_network=resolved.get("trust_network", False, _yes_or_no),

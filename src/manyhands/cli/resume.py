@@ -31,6 +31,9 @@ examples:
   manyhands resume runs/digits-20260101-120000
   manyhands resume runs/digits-20260101-120000 --workers 4
   manyhands resume runs/digits-20260101-120000 --set epochs=20     train longer
+  manyhands resume runs/digits-20260101-120000 --checkpoint step-276   from an older checkpoint
+  srun manyhands resume runs/digits-4711 --on env --key-file run.key   on many hosts, as it was trained
+  manyhands resume runs/digits-20260101-120000 --debug             with breakpoint() in the job
 """
 
 

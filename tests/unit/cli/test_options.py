@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from manyhands.cli.options import Resolved, add_training_flags, manner_of, resolve_options
+from manyhands.cli.options import (
+    Resolved,
+    add_training_flags,
+    fit_debug,
+    manner_of,
+    resolve_options,
+)
+from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import UsageError
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.single import Single
@@ -55,6 +63,19 @@ def test_the_manner_is_what_the_strategy_says() -> None:
         *(4, True),
     )
     assert manner.parts(5) == 10
+
+
+def test_nothing_is_given_up_while_a_person_debugs() -> None:
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
+    arguments = parser.parse_args(["--debug", "--stuck-after", "5"])
+    fit_debug(arguments)
+    given = resolve_options(Resolved(arguments), job="job.py", settings={}, debug=True)
+    assert (given.strategy, given.workers, given.stuck_after_s) == ("single", 1, 0)
+    assert given.assignment(Path("run"), None)["debug"] is True
+    endless = Timeouts.endless()
+    assert min(endless.silence_s, endless.step_s, endless.ready_s) > 24 * 3600
+    assert endless.beat_s == Timeouts().beat_s
 
 
 def test_restarts_are_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
