@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.state.checkpoints import choose
+from manyhands.strategies.single import SingleLearner
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch, assert_same_bits
+from manyhands.testing.jobs import Sparse
+from manyhands.train.feed import Feed, Portion
+from manyhands.train.trainee import Trainee, begin_with
 
 SYNCHRONOUS = [
     Case("allreduce", workers=2),
@@ -253,3 +258,84 @@ def test_one_worker_is_left_and_goes_on_with_the_tables(
     assert len(done.of("ViewChanged")) == 2 + int(restarts)
     alone = Case("single", workers=1).train("Passing", tmp_path / "alone", unused=0)
     assert_close(done.state()["tables"], alone.state()["tables"])
+
+
+def losses_from(run: Path, *, epochs: int) -> list[float]:
+    """What one worker makes of a training that begins with the last weights of a run, without processes."""
+    job = Sparse(table_optim="adam", epochs=epochs)
+    trainee = Trainee.of(job, device="cpu", num_steps=7 * epochs)
+    begin_with(str(choose(run, "last").path), trainee, job)
+    learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
+    learner.trainee = trainee
+    losses = []
+    for step in range(7 * epochs):
+        epoch, place = divmod(step, 7)
+        first, last = 16 * place, min(16 * place + 16, 98)
+        portion = Portion(step + 1, epoch, last - first, ((first, last),))
+        losses.append(learner.step(feed.share(portion)).mean_loss)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("single", marks=pytest.mark.long),
+        pytest.param("allreduce", marks=pytest.mark.long),
+        pytest.param("allreduce(tables=shared)", marks=pytest.mark.long),
+        pytest.param("ps:sync", marks=pytest.mark.long),
+        "ps:sync(transport=tcp,placement=dedicated)",
+        pytest.param("ps:async", marks=pytest.mark.long),
+        pytest.param("ps:async(transport=tcp)", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_begins_with_the_weights_of_another(
+    strategy: str, folder: Path, tmp_path: Path
+) -> None:
+    first, run = alone(folder, "adam"), tmp_path / "run"
+    case = Case(strategy, workers=1 if strategy == "single" else 2)
+    flags = ("--init-from", f"{first.run}:last", "--checkpoint-every", "3")
+    done = case.train("Sparse", run, *flags, table_optim="adam", epochs=1)
+    expected = losses_from(first.run, epochs=1)
+    # Without waiting, one part of the first step may be computed after another is in the weights.
+    assert done.losses[0] == pytest.approx(expected[0], rel=0.2 if "async" in strategy else 1e-5)
+    assert done.losses[0] < 0.7 * first.losses[0]
+    if "async" not in strategy and "shared" not in strategy:
+        assert done.losses == pytest.approx(expected, rel=1e-5)  # fresh optimizers, in rows too
+    checkpoint = first.run / "checkpoints" / "step-21"
+    noted = {"run": str(first.run), "step": 21, "checkpoint": str(checkpoint)}
+    assert json.loads((run / "config.json").read_text())["init_from"] == noted
+    assert done.events[0]["init_from"] == str(checkpoint)
+    if strategy != "ps:sync":
+        return
+    resumed = harness.resume(run, "--checkpoint", "step-3")
+    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
+    assert resumed.losses == pytest.approx(expected, rel=1e-5)  # and not the first weights again
+
+
+@pytest.mark.parametrize(
+    ("job", "given", "words"),
+    [
+        ("Sparse", ":5", ["no checkpoint of step 5", "steps 7, 14, 21"]),
+        ("Sparse", "/nowhere", ["There is no run"]),
+        (
+            "Regression",
+            ":last",
+            [
+                "don't fit the model of Regression",
+                "missing parameters, which the model has: 0.bias, 0.weight, 2.bias, 2.weight",
+                "unexpected parameters, which it has not: body.0.bias",
+                "unexpected tables, which it has not: bags, rows",
+            ],
+        ),
+    ],
+)
+def test_weights_that_can_not_begin_a_run_are_named(
+    job: str, given: str, words: list[str], folder: Path, tmp_path: Path
+) -> None:
+    flag, run = f"{alone(folder, 'adam').run}{given}", tmp_path / "run"
+    arguments = Case("single", workers=1).arguments(job, run, "--init-from", flag)
+    with harness.command(*arguments, run=run) as running:
+        done = running.wait()
+    assert done.code == 2
+    assert all(word in done.err for word in words), done.err
+    assert not run.exists()

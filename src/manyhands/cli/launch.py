@@ -276,6 +276,7 @@ def _add_passed(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers", type=number_or_range, metavar="N")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     group.add_argument("--device", metavar="D")
+    group.add_argument("--init-from", metavar="RUN")
     group.add_argument("--scale-batch", metavar="RULE", choices=RULES)
     for name in LEAST:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
@@ -300,6 +301,8 @@ def _passed(arguments: argparse.Namespace) -> Iterator[list[str]]:
                 f"--device {arguments.device}: allowed are auto, cpu, cuda and cuda:N."
             )
         yield ["--device", arguments.device]
+    if arguments.init_from is not None:
+        yield ["--init-from", arguments.init_from]
     if arguments.scale_batch is not None:
         yield ["--scale-batch", arguments.scale_batch]
     for name, least in LEAST.items():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.cli import init_from
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
@@ -93,6 +95,8 @@ def _resume(
         debug=arguments.debug,
     )
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
+    if checkpoint is None:
+        options = replace(options, init_from=init_from.noted(config))
     for note in _notes(config, job.path, changed, checkpoint, complaints):
         print(f"note: {note}")
 
@@ -131,7 +135,9 @@ def _notes(
     for complaint in complaints:
         yield f"{complaint} It was passed over."
     if checkpoint is None:
-        yield "There is no checkpoint yet: training begins anew."
+        first = config.get("init_from")
+        source = f", from the weights of step {first['step']} of {first['run']}" if first else ""
+        yield f"There is no checkpoint yet: training begins anew{source}."
     elif changed:
         names = " ".join(f"{name}={value}" for name, value in changed.items())
         yield (

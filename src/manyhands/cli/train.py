@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from manyhands.cli import init_from
 from manyhands.cli.lead import Lead
 from manyhands.cli.options import (
     Resolved,
@@ -21,6 +22,7 @@ from manyhands.cluster.machine import versions
 from manyhands.cluster.scratch import Scratch
 from manyhands.errors import MemberFailed, UsageError
 from manyhands.job import JobFile, find_job
+from manyhands.state.checkpoints import Manifest
 from manyhands.state.files import file_digest
 from manyhands.state.runs import Run
 from manyhands.train.chaos import GRAMMAR
@@ -39,6 +41,7 @@ examples:
   manyhands train mypackage.jobs.digits:Digits    a module, as python -m finds it
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --debug        with breakpoint() in the job: the debugger has the terminal
+  manyhands train job.py --init-from runs/first:best    the weights of another run to begin with
   manyhands train job.py --check        job, strategy and cluster, without training
   manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
                                         four times the batch and the learning rate of one worker
@@ -61,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_flags(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<job>-<time>")
     parser.add_argument(
+        "--init-from",
+        metavar="RUN",
+        help="begin with the weights of another run, rows of tables included; its best ones, or those of "
+        "RUN:last or RUN:N (a step). Optimizer, schedule and step begin anew",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="try everything but training, and stop"
     )
 
@@ -81,14 +90,23 @@ def run(arguments: argparse.Namespace) -> int:
         elsewhere=cluster is not None,
         debug=arguments.debug,
     )
+    weights = None
+    if (given := resolved.get("init_from", None)) is not None:
+        weights = init_from.find_weights(given)
+        options = replace(options, init_from=weights.path.resolve())
     with leading(cluster, resolved, options) as (lead, done):
         if arguments.check:
             return done(_check(options, lead))
-        return done(_train(arguments, resolved, options, lead, job))
+        return done(_train(arguments, resolved, options, lead, job, weights))
 
 
 def _train(
-    arguments: argparse.Namespace, resolved: Resolved, options: Options, lead: Lead, job: JobFile
+    arguments: argparse.Namespace,
+    resolved: Resolved,
+    options: Options,
+    lead: Lead,
+    job: JobFile,
+    weights: Manifest | None,
 ) -> int:
     folder_run = Run.create(job.title, path=resolved.get("run_dir", None, Path))
     folder_run.write_config(
@@ -104,6 +122,7 @@ def _train(
             },
             "settings": dict(options.settings),
             "options": resolved.sources,
+            **({"init_from": init_from.note(weights)} if weights else {}),
         }
     )
     console = make_console(quiet=arguments.quiet, shared=arguments.debug)

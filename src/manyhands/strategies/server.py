@@ -33,7 +33,7 @@ class Keeper:
         from manyhands.strategies.registry import make_strategy
         from manyhands.train.course import Syllabus
         from manyhands.train.seeds import seed_loading
-        from manyhands.train.trainee import Trainee
+        from manyhands.train.trainee import Trainee, begin_with
 
         task = member.assignment
         self.member = member
@@ -50,6 +50,8 @@ class Keeper:
         member.on_view = self._view_coming
         if task["checkpoint"]:
             load_state(task["checkpoint"], trainee, _Stateless())
+        elif task["init_from"]:
+            begin_with(task["init_from"], trainee, job)
         self.station = Station(config, trainee, self.me)
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.errors import CheckpointError, JobError, RunFolderError
+from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import Job, job_of_run, load_job
 from manyhands.state.checkpoints import choose
 from manyhands.state.dense import dense_state, load_dense_state
@@ -58,8 +58,6 @@ def load(
         from manyhands.tables.held import OwnTables
 
         tables = OwnTables.of(model, seed=made.seed)
-    if not hasattr(model, ANCHOR):
-        state["model"].pop(ANCHOR, None)
     put_weights(
         state, model, tables, source=str(checkpoint.path), model_of=type(made).__name__, anew=False
     )
@@ -88,6 +86,16 @@ def _load_job(folder: Run, given: str | os.PathLike[str] | None) -> Job:
     return load_job(found.anywhere, config["settings"])
 
 
+def begin_with(folder: str, model: nn.Module, tables: Tables | None, *, model_of: str) -> None:
+    """Let a training begin with the weights of a checkpoint; all else of it does not count."""
+    try:
+        put_weights(
+            read_state(Path(folder)), model, tables, source=folder, model_of=model_of, anew=True
+        )
+    except CheckpointError as error:
+        raise UsageError(f"--init-from: {error}") from error
+
+
 def put_weights(
     state: Mapping[str, Any],
     model: nn.Module,
@@ -100,8 +108,11 @@ def put_weights(
     """The weights of a checkpoint into a model and its tables. `anew`: to train from them, from step 0 on."""
     saved_tables = state.get("tables", {})
     specs = tables.specs if tables is not None else {}
+    mine = dense_state(model)
+    saved = {name: value for name, value in state["model"].items() if name != ANCHOR}
+    saved |= {name: value for name, value in mine.items() if name == ANCHOR}
     problems = [
-        *_differences("parameter", _shapes(dense_state(model)), _shapes(state["model"])),
+        *_differences("parameter", _shapes(mine), _shapes(saved)),
         *_differences("table", _rows_in(specs), _rows_in(saved_tables)),
     ]
     if problems:
@@ -109,7 +120,7 @@ def put_weights(
             f"The weights of {source} don't fit the model of {model_of}:\n  "
             + "\n  ".join(problems)
         )
-    load_dense_state(model, state["model"])
+    load_dense_state(model, saved)
     if tables is not None:
         tables.load_rows(saved_tables, anew=anew)
 

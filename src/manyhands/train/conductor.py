@@ -184,6 +184,9 @@ class Conductor:
                 strategy=options.strategy,
                 workers=options.workers,
                 versions=self._versions,
+                init_from=str(options.init_from)
+                if options.init_from is not None and self._resumed_from is None
+                else None,
             )
         )
         if options.workers > cores() and self.coordinator.launcher.shares_cores:

@@ -455,7 +455,7 @@ class Crew:
                 owed.append((role, place))
                 continue
             # Not from the checkpoint of the start, which may be deleted by now: its peers know better.
-            assignment = {**self._assignment, "checkpoint": None}
+            assignment = {**self._assignment, "checkpoint": None, "init_from": None}
             try:
                 self._new.add(self._start(role, place, assignment))
             except ManyhandsError as error:

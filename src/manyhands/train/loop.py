@@ -42,7 +42,7 @@ from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
 from manyhands.train.param_groups import describe_optimizer
 from manyhands.train.seeds import seed_compute, seed_loading
 from manyhands.train.step import DeviceTime, StepReport, rehearse
-from manyhands.train.trainee import Trainee
+from manyhands.train.trainee import Trainee, begin_with
 
 REPORT_EVERY_S = 0.1
 POLL_S = 0.02
@@ -115,6 +115,9 @@ class Worker:
             with member.phase("loading the checkpoint"):
                 load_state(task["checkpoint"], trainee, learner)
             self._check_schedule(syllabus.num_steps)
+        elif task["init_from"]:
+            with member.phase("loading the weights to begin with"):
+                begin_with(task["init_from"], trainee, self.job)
         self.saver = Saver(
             Path(task["run"]),
             member.name,

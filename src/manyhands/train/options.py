@@ -75,6 +75,9 @@ class Options:
     debug: bool = False
     """If true, the only worker has the terminal."""
 
+    init_from: Path | None = None
+    """The checkpoint whose weights a training begins with that has none of its own."""
+
     def assignment(self, run: Path, checkpoint: Path | None) -> dict[str, Any]:
         """What each member is told of it."""
         return {
@@ -87,6 +90,7 @@ class Options:
             "debug": self.debug,
             "run": str(run.resolve()),
             "checkpoint": str(checkpoint.resolve()) if checkpoint else None,
+            "init_from": str(self.init_from) if self.init_from and not checkpoint else None,
         }
 
     @property

@@ -138,6 +138,14 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"] = rate
 
 
+def begin_with(checkpoint: str, trainee: Trainee, job: Job) -> None:
+    """Train from the weights of a checkpoint on. Optimizer and schedule are as they were built."""
+    from manyhands.tables import from_run  # and what reads checkpoints
+
+    name = type(job).__name__
+    from_run.begin_with(checkpoint, trainee.model, trainee.tables, model_of=name)
+
+
 def find_tables(model: nn.Module, *, seed: int) -> Tables | None:
     """The tables of a model, bound to it. What they need is loaded only if there are any."""
     if not tables_of(model):

@@ -51,6 +51,8 @@ class RunStarted(Event):
     workers: int
     versions: Mapping[str, str]
     """Of manyhands, python, torch."""
+    init_from: str | None = None
+    """The checkpoint of another run whose weights it begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,8 @@ def title(event: RunStarted) -> str:
 
 def start_rows(event: RunStarted) -> Rows:
     strategy = f"{event.strategy}, {plural(event.workers, 'worker')}"
-    return [("job", clean(event.job)), ("strategy", clean(strategy)), ("run", clean(event.run))]
+    rows = [("job", clean(event.job)), ("strategy", clean(strategy)), ("run", clean(event.run))]
+    return rows + ([("begins with", clean(event.init_from))] if event.init_from else [])
 
 
 def starting_line(picture: Picture, elapsed_s: float) -> str:

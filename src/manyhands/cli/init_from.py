@@ -1,0 +1,46 @@
+"""`--init-from RUN`: begin with the weights of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import CheckpointError, RunFolderError, UsageError
+from manyhands.state.checkpoints import Manifest, choose, verify
+from manyhands.state.runs import Run
+
+FLAG = "--init-from"
+
+
+def find_weights(text: str) -> Manifest:
+    """The checkpoint of RUN, RUN:best, RUN:last or RUN:N."""
+    path, _, step = text.rpartition(":")
+    named = bool(path) and (step in ("best", "last") or step.isdecimal())
+    if not named:
+        path, step = text, "best"
+    try:
+        return choose(Run.open(Path(path)).path, step)
+    except (CheckpointError, RunFolderError) as error:
+        allowed = "" if named else f" Give a run folder, or one and a step: {FLAG} {path}:last"
+        raise UsageError(f"{FLAG} {text}: {error}{allowed}") from error
+
+
+def note(weights: Manifest) -> dict[str, Any]:
+    """For config.json. A name such as `best` may mean another step later."""
+    path = weights.path.resolve()
+    return {"run": str(path.parents[1]), "step": weights.step, "checkpoint": str(path)}
+
+
+def noted(config: Mapping[str, Any]) -> Path | None:
+    """The checkpoint that a run began with, for one that begins anew."""
+    if "init_from" not in config:
+        return None
+    path = Path(config["init_from"]["checkpoint"])
+    try:
+        return verify(path).path
+    except CheckpointError as error:
+        raise UsageError(
+            f"The run has no checkpoint yet, and the weights that it began with can't be read: {error} Put "
+            "them back there, or start a new run."
+        ) from error

@@ -1,0 +1,51 @@
+"""--init-from: which checkpoint is meant, and when it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.init_from import find_weights, note, noted
+from manyhands.errors import UsageError
+from manyhands.state.checkpoints import commit, final, partial
+from manyhands.state.runs import Run
+from manyhands.train.options import Options
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """With the checkpoints of steps 3, 6 and 9, of which the second is the best."""
+    run = Run.create("first", path=tmp_path / "a:b")
+    run.write_config({})
+    for step in (3, 6, 9):
+        partial(run.path, step).mkdir()
+        best = {"metrics": {"loss": 0.5}, "step": min(step, 6)}
+        commit(run.path, step, files={}, course={"best": best}, strategy="single", workers=1)
+    return run
+
+
+@pytest.mark.parametrize(("which", "step"), [("", 6), (":best", 6), (":last", 9), (":3", 3)])
+def test_a_run_and_a_step(run: Run, which: str, step: int) -> None:
+    assert find_weights(f"{run.path}{which}").step == step
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [(":4", "steps 3, 6, 9"), (":newest", "There is no run"), ("/x", "--init-from .*/x:last")],
+)
+def test_what_is_not_there(run: Run, which: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        find_weights(f"{run.path}{which}")
+
+
+def test_weights_of_another_run_are_for_one_that_has_none_of_its_own(run: Run) -> None:
+    weights = find_weights(str(run.path))
+    config = {"init_from": note(weights)}
+    assert noted({}) is None
+    options = Options("job.py", "single", 1, init_from=noted(config))
+    assert options.assignment(run.path, None)["init_from"] == str(weights.path)
+    assert options.assignment(run.path, final(run.path, 3))["init_from"] is None
+    (weights.path / "manifest.json").unlink()
+    with pytest.raises(UsageError, match="no checkpoint yet, and the weights that it began with"):
+        noted(config)
