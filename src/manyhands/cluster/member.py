@@ -86,6 +86,8 @@ class Member:
         self._phase = ("starting", time.monotonic())
         self.activity = Activity()
         """While it changes, nobody calls this member stuck."""
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called when this member has told of its failure, before its process ends."""
         self.on_stacks: Callable[[], None] = lambda: None
         """Called in the control thread after the stacks of this process were written to its log."""
         self.say(

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,14 +60,17 @@ class Saver:
         *,
         soon: bool = False,
         infinite: Collection[str] = (),
+        on_done: Callable[[dict[str, Any]], None] = lambda outcome: None,
     ) -> None:
         """`soon`: it will be asked to save. Others need not load what that takes, which is a quarter of the
-        time in which a worker starts. `infinite`: parameters that hold infinities on purpose."""
+        time in which a worker starts. `infinite`: parameters that hold infinities on purpose. `on_done`:
+        called in the thread that writes, with the outcome of each checkpoint."""
         if soon:
             _load()
         self._run = run
         self._writer = writer
         self._infinite = set(infinite)
+        self._on_done = on_done
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] | None = None
         self._chain = Chain()
@@ -98,10 +101,10 @@ class Saver:
             on_error=lambda error: self._fail(step, error),
         )
 
-    def finish(self) -> None:
+    def finish(self, *, timeout_s: float | None = None) -> None:
         """Wait for the checkpoint in hand."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def outcome(self) -> dict[str, Any] | None:
         """What became of the checkpoint in hand, once, when it is done."""
@@ -150,11 +153,13 @@ class Saver:
                 self._chain = Chain()
                 rows.discard()
             raise
+        self._on_done(self._outcome)
 
     def _fail(self, step: int, error: BaseException) -> None:
         self._outcome = {"step": step, "error": _reason(error)}
         if isinstance(error, NotFiniteError):
             self._outcome["not_finite"] = error.names
+        self._on_done(self._outcome)
 
 
 class NotFiniteError(Exception):

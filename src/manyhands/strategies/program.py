@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from manyhands.cluster.member import Member
-from manyhands.errors import LinkError
+from manyhands.errors import LinkError, PeerLost
 from manyhands.threads import on_process_failure
 from manyhands.train.late import compile_late
 
@@ -38,7 +38,10 @@ def _run(live: Callable[[Member], None]) -> int:
     try:
         live(member)
     except BaseException as error:  # SystemExit of a job's code too: whoever ends this run is named
-        return member.fail(error)
+        code = member.fail(error)
+        if not isinstance(error, PeerLost):  # else the others wait for this one's end, to go on
+            member.before_exit()
+        return code
     member.leave()
     return 0
 

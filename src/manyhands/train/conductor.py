@@ -70,6 +70,8 @@ from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
 TICK_S = 0.1
+COPY_S = 2.0
+"""How long a failure waits for a checkpoint that was ordered, and of which there is no copy yet."""
 
 
 class Conductor:
@@ -529,8 +531,30 @@ class Conductor:
             self._given_up.add(name)
             self.crew.end(name, words)
 
+    def _finish_saving(self) -> None:
+        """The run ends, or begins again: wait for checkpoints whose state is copied, or will be at once."""
+        began, told = time.monotonic(), False
+        while (waited_s := time.monotonic() - began) < self.coordinator.timeouts.stop_s:
+            alive = [name for name, member in self.coordinator.members.items() if member.alive]
+            if not (steps := self.shelf.under_way(alive, unstarted=waited_s < COPY_S)):
+                return
+            if waited_s > 1 and not told:
+                told = True
+                self._notice(f"finishing the checkpoint of step {steps[-1]} first")
+            match self.coordinator.next(TICK_S):
+                case Said(
+                    member, {"kind": "report", "what": "steps" | "saving" | "saved"} as report
+                ):
+                    self._on_report(member, report)
+                case Exited(member, code):
+                    self.stream.emit(events.MemberExited(member=member, exit_code=code))
+                case Signalled():
+                    return  # somebody is in a hurry
+            self._tick()
+
     def _raise(self, failure: Failure) -> None:
         if failure.usage:
+            self._finish_saving()
             raise UsageError(failure.reason)
         words = f"{failure.member} {failure.reason}"
         if self._signal is not None and failure.member in self._given_up:
@@ -541,6 +565,7 @@ class Conductor:
         begun = (self.tally.trains or self._before is not None) and not self.options.rehearse
         if failure.by_chance and begun and self._signal is None and self.crew.may_begin_again:
             self.crew.lose_all(failure.member, failure.reason)
+            self._finish_saving()
             raise WeightsLost(words, exit_code=failure.exit_code)
         self.would_repeat = not failure.by_chance
         self.stream.emit(
@@ -551,6 +576,7 @@ class Conductor:
                 log=str(self.coordinator.members[failure.member].log),
             )
         )
+        self._finish_saving()
         raise MemberFailed(words, exit_code=failure.exit_code)
 
     def _late(self, limit_s: float, phase: str) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ from manyhands.cluster.activity import EVALUATING, LOADING, SAVING
 from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import JobError, ViewChanging
+from manyhands.errors import JobError, LinkError, ViewChanging
 from manyhands.job import Job, load_job
 from manyhands.state.files import jsonable
 from manyhands.state.saver import Saver, load_state, not_finite
@@ -46,7 +47,7 @@ from manyhands.train.trainee import Trainee, begin_with
 
 REPORT_EVERY_S = 0.1
 POLL_S = 0.02
-"""How often to look whether reports are resolved, or a checkpoint is written, while nothing else is to do."""
+"""How often to look whether reports are resolved, while nothing else is to do."""
 
 
 class Learner(Protocol):
@@ -123,7 +124,9 @@ class Worker:
             member.name,
             soon=bool(task.get("saves")),
             infinite=not_finite(dict(trainee.model.named_parameters())),
+            on_done=self._saved,
         )
+        member.before_exit = lambda: self.saver.finish(timeout_s=member.timeouts.stop_s)
         self._reports: list[StepReport] = []
         self._flushed = time.monotonic()
         self._catching_up = False
@@ -158,9 +161,7 @@ class Worker:
         while True:
             if not agenda:
                 self._flush()
-                busy = bool(self._reports) or self.saver.busy
-                self._listen(agenda, timeout_s=POLL_S if busy else None)
-                self._mind_the_saver()
+                self._listen(agenda, timeout_s=POLL_S if self._reports else None)
                 continue
             head = agenda.popleft()
             if head.get("order") == "leave":
@@ -280,7 +281,6 @@ class Worker:
             self._tell_when_caught_up()
             if time.monotonic() - self._flushed > REPORT_EVERY_S:
                 self._flush()
-                self._mind_the_saver()
             if self.member.heard():
                 self._listen(agenda)
 
@@ -356,7 +356,7 @@ class Worker:
         if self.me.rank == 0:
             with self.activity.during(SAVING):
                 self.saver.finish()
-            self._mind_the_saver()
+            self.saver.outcome()
             if self.trainee.tables is not None:
                 self.trainee.tables.now = step  # others may have come further than this worker
             self.learner.collect()
@@ -365,8 +365,9 @@ class Worker:
             # From here on the weights may change.
             self._report("saving", step=step)
 
-    def _mind_the_saver(self) -> None:
-        if (outcome := self.saver.outcome()) is not None:
+    def _saved(self, outcome: dict[str, Any]) -> None:
+        """In the thread that writes, so that it is told also while this worker waits or fails."""
+        with suppress(LinkError):  # the coordinator is gone
             self._report("saved", **outcome)
 
     def _rehearse(self) -> None:
@@ -399,7 +400,6 @@ class Worker:
         self._drain()
         with self.activity.during(SAVING):
             self.saver.finish()
-        self._mind_the_saver()
         # Not before all are done: another may still need what this one holds, to save it.
         self._report("stopped")
 

@@ -54,6 +54,17 @@ class Shelf:
         """One was ordered whose writer has not come to it yet."""
         return any(not expected.started for expected in self._expected.values())
 
+    def under_way(self, members: Collection[str], *, unstarted: bool = False) -> list[int]:
+        """Steps whose checkpoints are being written by one of these members, from a copy of the state.
+        `unstarted`: or are to be copied."""
+        return [
+            step
+            for step, expected in self._expected.items()
+            if (expected.started or unstarted)
+            and step not in self._written
+            and expected.writer in members
+        ]
+
     def expect(self, order: Checkpoint, *, writer: str, workers: int) -> None:
         self._expected[order.step] = Expected(order, writer, workers)
         self._written.pop(order.step, None)

@@ -142,6 +142,8 @@ def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
     if isinstance(error, UsageError) and not any(life.tally.samples for life in lives):
         raise error
     run, injector = conductor.run, conductor.injector
+    if conductor.course is not None:
+        conductor.course.keep_best(checkpoints.steps(run.path))
     done = outcome in ("finished", "early-stopped")
     summary = conductor.tally.summary(
         conductor.options,
