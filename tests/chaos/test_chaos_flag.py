@@ -72,7 +72,7 @@ def test_a_resumed_run_is_left_in_peace_unless_asked(tmp_path: Path) -> None:
     case = Case("allreduce", workers=2)
     done = trained(case, run, "pause worker 100ms after step 3", epochs=1)
     assert len(done.of("Injected")) == 1
-    resumed = harness.resume(run, "--set", "epochs=2")
+    resumed = harness.resume(run, "--set", "epochs=2", "--schedule", "restart")
     assert resumed.code == 0, resumed.err
     assert len(resumed.of("Injected")) == 1
     assert summary_of(resumed)["chaos"] is None

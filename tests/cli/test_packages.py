@@ -65,7 +65,7 @@ def test_a_module_of_a_package_trains_and_goes_on_from_another_folder(tmp_path: 
     elsewhere.mkdir()
     again = manyhands(
         *("resume", str(run), "--strategy", "single", "--set", "epochs=2"),
-        *("--set", "loader_processes=0"),
+        *("--set", "loader_processes=0", "--schedule", "restart"),
         cwd=elsewhere,
     )
     assert "finished" in again

@@ -200,7 +200,10 @@ class Cycle(Regression):
     trained(path, tmp_path / "run", epochs=1)
     longer = harness.resume(tmp_path / "run", "--set", "epochs=2")
     assert longer.code == 2
-    assert "OneCycleLR ends after 7 steps" in longer.err
+    assert "made for 7 steps, of which 7 are done, and 14 are asked for now" in longer.err
+    kept = harness.resume(tmp_path / "run", "--set", "epochs=2", "--schedule", "keep")
+    assert kept.code == 0, kept.err
+    assert len({event["lr"] for event in kept.steps[7:]}) == 1
 
 
 def test_fields_of_any_kind_are_recorded(tmp_path: Path) -> None:

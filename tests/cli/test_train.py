@@ -119,7 +119,7 @@ def test_a_resume_that_trains_nothing_keeps_the_summary(tmp_path: Path) -> None:
         "            raise ValueError('on purpose')\n"
         "        return super().loss(output, batch)\n"
     )
-    assert harness.train(job, run, epochs=1).code == 0
+    assert harness.train(job, run, epochs=1, anneal=False).code == 0
     before = (run / "summary.json").read_bytes()
     failed = harness.resume(run, "--set", "epochs=2", "--set", "broken=true")
     assert failed.code == 1
@@ -148,8 +148,20 @@ def test_list_shows_the_runs(done: harness.Finished, tmp_path: Path) -> None:
 def test_training_longer_goes_on_from_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert harness.train("Adam", run, epochs=2).code == 0
-    longer = harness.resume(run, "--set", "epochs=3")
+    refused = harness.resume(run, "--set", "epochs=3")
+    assert refused.code == 2
+    for line in (
+        "  --schedule stretch   over all 21 steps; the next one has ",
+        "  --schedule restart   anew, over the 7 that are left; the next one has 0.03\n",
+        "  --schedule keep      as it was; from step 15 on it stays at 0\n",
+    ):
+        assert line in refused.err
+    unknown = harness.resume(run, "--set", "epochs=3", "--schedule", "strech")
+    assert unknown.code == 2
+    assert "did you mean 'stretch'? There are: keep, stretch, restart." in unknown.err
+    longer = harness.resume(run, "--set", "epochs=3", "--schedule", "restart")
     assert longer.code == 0, longer.err
+    assert "note: the learning rate is 0.03 from step 15 on; it was saved at 0\n" in longer.out
     assert [e["step"] for e in longer.steps] == list(range(1, 22))
     assert longer.of("Resumed")[0]["step"] == 14
 
@@ -194,17 +206,20 @@ def test_check_finds_a_monitor_without_a_direction(tmp_path: Path) -> None:
     assert 'Write  monitor="min worst"  if lower is better,  monitor="max worst"  if' in done.err
 
 
-def test_resume_remembers_the_flags_and_says_what_it_can_not_change(tmp_path: Path) -> None:
+def test_resume_remembers_the_flags_and_applies_what_is_set(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert harness.train("Regression", run, "--checkpoint-every", "5", "--keep", "2").code == 0
-    longer = harness.resume(run, "--set", "epochs=4", "--set", "lr=7")
+    longer = harness.resume(run, "--set", "epochs=4", "--set", "lr=7", "--schedule", "stretch")
     assert longer.code == 0, longer.err
-    assert "what the optimizer and its schedule hold" in longer.out
     config = json.loads((run / "config.json").read_text())
     assert config["options"]["checkpoint_every"] == {"value": 5, "from": "--checkpoint-every"}
     assert config["options"]["keep"]["value"] == 2
     assert 25 in [e["step"] for e in longer.of("CheckpointSaved")]
-    assert longer.steps[-1]["lr"] < 1
+    assert config["fields"]["lr"] == {"value": 7.0, "from": "--set"}
+    rates = [event["lr"] for event in longer.steps]
+    assert rates[20] < 0.05
+    expected = [7 / 2 * (1 + math.cos(math.pi * step / 28)) for step in range(21, 28)]
+    assert rates[21:] == pytest.approx(expected)
 
 
 def test_patience_stops_early_and_keeps_the_best(tmp_path: Path) -> None:

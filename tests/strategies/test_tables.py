@@ -232,7 +232,9 @@ def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     files = json.loads((newest / "tables.json").read_text())
     assert len(files["rows"]) >= 2, "the last rows are in a file of their own"
     assert done.state()["tables"]["rows"]["ids"].tolist() == list(range(1600))
-    resumed = harness.resume(run, "--set", "epochs=2", "--set", "pause_s=0")
+    resumed = harness.resume(
+        run, "--set", "epochs=2", "--set", "pause_s=0", "--schedule", "restart"
+    )
     assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
     assert (resumed.state()["tables"]["rows"]["counts"] == 2).all(), "each was seen once an epoch"
 

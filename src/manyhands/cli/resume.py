@@ -18,12 +18,13 @@ from manyhands.cli.options import (
     resolve_options,
 )
 from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
-from manyhands.errors import RunFolderError, UsageError
+from manyhands.errors import RunFolderError, UsageError, closest
 from manyhands.job import job_of_run
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.files import file_digest
 from manyhands.state.runs import Run
+from manyhands.train.options import SCHEDULES
 from manyhands.train.start import train
 from manyhands.watch import make_console
 
@@ -32,7 +33,8 @@ EXAMPLES = """\
 examples:
   manyhands resume runs/digits-20260101-120000
   manyhands resume runs/digits-20260101-120000 --workers 4
-  manyhands resume runs/digits-20260101-120000 --set epochs=20     train longer
+  manyhands resume runs/digits-20260101-120000 --set epochs=20 --schedule stretch    train longer
+  manyhands resume runs/digits-20260101-120000 --set lr=0.01       go on with another learning rate
   manyhands resume runs/digits-20260101-120000 --checkpoint step-276   from an older checkpoint
   srun manyhands resume runs/digits-4711 --on env --key-file run.key   on many hosts, as it was trained
   manyhands resume runs/digits-20260101-120000 --debug             with breakpoint() in the job
@@ -43,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument(
         "--checkpoint", metavar="step-N", help="go on from this one (default: the newest sound one)"
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="HOW",
+        help="the schedule of the learning rate, where there are more steps than it was made for: stretch "
+        "(over all steps, going on at its position), restart (anew over the steps that are left) or keep "
+        "(as it was; then the rate stays where it ended)",
     )
     add_training_flags(parser)
 
@@ -66,7 +75,8 @@ def _resume(
     if _is_done(folder, arguments):
         print(
             f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
-            f"manyhands resume {folder.path} --set epochs=N"
+            f"manyhands resume {folder.path} --set epochs=N  (with a schedule of the learning rate, also "
+            "--schedule stretch, restart or keep)"
         )
         return 0
     config = folder.config
@@ -94,10 +104,11 @@ def _resume(
         elsewhere=cluster is not None,
         debug=arguments.debug,
     )
+    options = replace(options, schedule=_schedule(arguments.schedule))
     checkpoint, complaints = _pick(folder, arguments.checkpoint)
     if checkpoint is None:
         options = replace(options, init_from=init_from.noted(config))
-    for note in _notes(config, job.path, changed, checkpoint, complaints):
+    for note in _notes(config, job.path, checkpoint, complaints):
         print(f"note: {note}")
 
     def on_ready() -> None:
@@ -125,7 +136,6 @@ def _resume(
 def _notes(
     config: Mapping[str, Any],
     path: Path,
-    changed: Mapping[str, str],
     checkpoint: Manifest | None,
     complaints: Sequence[str],
 ) -> Iterator[str]:
@@ -138,12 +148,15 @@ def _notes(
         first = config.get("init_from")
         source = f", from the weights of step {first['step']} of {first['run']}" if first else ""
         yield f"There is no checkpoint yet: training begins anew{source}."
-    elif changed:
-        names = " ".join(f"{name}={value}" for name, value in changed.items())
-        yield (
-            f"--set {names}: what the optimizer and its schedule hold, such as the learning rate, "
-            "goes on as it was saved."
+
+
+def _schedule(given: str | None) -> str:
+    if given is not None and given not in SCHEDULES:
+        raise UsageError(
+            f"--schedule {given}: there is no such way{closest(given, SCHEDULES)} "
+            f"There are: {', '.join(SCHEDULES)}."
         )
+    return given or ""
 
 
 def _is_done(folder: Run, arguments: argparse.Namespace) -> bool:

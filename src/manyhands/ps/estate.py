@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 from manyhands.ps.blocks import Layout
 from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of, scale
@@ -21,6 +20,7 @@ from manyhands.ps.placement import Placement
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.settle import Plan, Status
 from manyhands.tables.homes import Homes
+from manyhands.train.schedule import position
 from manyhands.train.trainee import Trainee
 
 SPAN_BYTES = 4 << 20
@@ -33,10 +33,7 @@ class Ticker:
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee
-        scheduler: Any = trainee.scheduler
-        while hasattr(scheduler, "_schedulers") and not hasattr(scheduler, "last_epoch"):
-            scheduler = scheduler._schedulers[0]
-        self.ticks = int(getattr(scheduler, "last_epoch", 0))
+        self.ticks = position(trainee.scheduler)
 
     def advance(self, ticks: int) -> None:
         while self.ticks < ticks:

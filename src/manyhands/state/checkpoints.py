@@ -50,6 +50,11 @@ def final(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step}"
 
 
+def checkpoint_step(folder: str | Path) -> int:
+    """The step of a checkpoint, by the name of its folder."""
+    return int(Path(folder).name.removeprefix("step-"))
+
+
 def commit(
     run: Path,
     step: int,

@@ -43,6 +43,8 @@ class Trained(Protocol):
 
     @property
     def tables(self) -> Tables | None: ...
+    @property
+    def schedule_state(self) -> dict[str, Any]: ...
 
 
 class Stateful(Protocol):
@@ -208,6 +210,7 @@ def gather_state(
         "model": dense_state(trained.model),
         "optimizer": optimizer_state(trained.model, trained.optimizer),
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
+        "schedule": trained.schedule_state,
         "learner": learner.state_dict(),
     }
     return tree_map(copied, state)
@@ -297,8 +300,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
-    """Put a checkpoint into the model, the optimizer, the scheduler and the learner."""
+def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> dict[str, Any]:
+    """Put a checkpoint into the model, the optimizer, the scheduler and the learner. Returns all of it."""
     state = read_state(Path(folder))
     try:
         put_state(state, trained, learner)
@@ -307,6 +310,7 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> None:
             f"{folder} does not fit this job: {error}\nHas the model or the optimizer of the job "
             "changed since? Go on with the job file as it was, or start a new run."
         ) from error
+    return state
 
 
 def put_state(
@@ -341,7 +345,13 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str
             f"it holds the state of {state['kind']}, and the job's optimizer is {kind}"
         )
     numbers = {name: number for number, name in _names(model, optimizer).items()}
-    groups = [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]]
+    saved, mine = state["param_groups"], optimizer.state_dict()["param_groups"]
+    if unknown := [n for group in saved for n in group["params"] if n not in numbers]:
+        raise ValueError(f"the job's optimizer does not have {', '.join(unknown)}")
+    if len(saved) != len(mine):
+        raise ValueError(f"different number of parameter groups: {len(saved)}, and {len(mine)} now")
+    # torch goes by the order of the parameters, and the job may have them in another one now.
+    groups = [{**s, "params": own["params"]} for s, own in zip(saved, mine, strict=True)]
     per_parameter = {numbers[name]: values for name, values in state.get("state", {}).items()}
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 

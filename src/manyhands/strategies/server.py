@@ -27,6 +27,7 @@ class Keeper:
     def __init__(self, member: Member) -> None:
         from manyhands.cluster.view import SERVER, Seat
         from manyhands.job import load_job
+        from manyhands.state.checkpoints import checkpoint_step
         from manyhands.state.saver import load_state
         from manyhands.strategies.ps import ParameterServer
         from manyhands.strategies.ps_station import Station
@@ -49,7 +50,13 @@ class Keeper:
         self.me = member.me(self.seat)
         member.on_view = self._view_coming
         if task["checkpoint"]:
-            load_state(task["checkpoint"], trainee, _Stateless())
+            state = load_state(task["checkpoint"], trainee, _Stateless())
+            trainee.resume(
+                state,
+                step=checkpoint_step(task["checkpoint"]),
+                num_steps=syllabus.num_steps,
+                mode=task.get("schedule", ""),
+            )
         elif task["init_from"]:
             begin_with(task["init_from"], trainee, job)
         self.station = Station(config, trainee, self.me)

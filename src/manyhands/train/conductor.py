@@ -209,7 +209,7 @@ class Conductor:
         for name, told in facts.items():
             self.stream.emit(ready_event(name, told, syllabus))
             self.tally.unit = tuple(told["unit"])
-        if note := monitor_note(syllabus.monitor, first):
+        for note in filter(None, [monitor_note(syllabus.monitor, first), *first.get("notes", [])]):
             self._notice(note)
         self.course = Course(syllabus, saved)
         self._handout = make_handout(

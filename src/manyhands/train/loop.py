@@ -33,8 +33,9 @@ from manyhands.cluster.activity import EVALUATING, LOADING, SAVING
 from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import JobError, LinkError, ViewChanging
+from manyhands.errors import LinkError, ViewChanging
 from manyhands.job import Job, load_job
+from manyhands.state.checkpoints import checkpoint_step
 from manyhands.state.files import jsonable
 from manyhands.state.saver import Saver, load_state, not_finite
 from manyhands.train.course import Syllabus
@@ -114,8 +115,13 @@ class Worker:
         member.on_view = self._view_coming
         if task["checkpoint"]:
             with member.phase("loading the checkpoint"):
-                load_state(task["checkpoint"], trainee, learner)
-            self._check_schedule(syllabus.num_steps)
+                state = load_state(task["checkpoint"], trainee, learner)
+                trainee.resume(
+                    state,
+                    step=checkpoint_step(task["checkpoint"]),
+                    num_steps=syllabus.num_steps,
+                    mode=task.get("schedule", ""),
+                )
         elif task["init_from"]:
             with member.phase("loading the weights to begin with"):
                 begin_with(task["init_from"], trainee, self.job)
@@ -150,6 +156,7 @@ class Worker:
             eval_samples=0 if self.eval_data is None else len(self.eval_data),
             unit=self.job.unit(),
             optimizer=describe_optimizer(model, self.trainee.optimizer),
+            notes=self.trainee.notes,
             tables={name: t.describe() for name, t in self.trainee.tables.specs.items()}
             if self.trainee.tables is not None
             else {},
@@ -386,15 +393,6 @@ class Worker:
         few = torch.utils.data.Subset(self.eval_data, first)
         part = evaluate(self.job, self.trainee.model, few, device=self.device)
         return list(part["sums"])
-
-    def _check_schedule(self, num_steps: int) -> None:
-        total = getattr(self.trainee.scheduler, "total_steps", None)
-        if total is not None and num_steps > total:
-            kind = type(self.trainee.scheduler).__name__
-            raise JobError(
-                f"The saved {kind} ends after {total} steps, and {num_steps} are asked for now. It can't "
-                "be stretched: start a new run for more epochs, or give the job another schedule."
-            )
 
     def _stop(self) -> None:
         self._drain()

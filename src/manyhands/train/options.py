@@ -12,6 +12,9 @@ from manyhands.train.chaos import Chaos
 from manyhands.train.scaling import FIXED, Scaling
 from manyhands.train.stuck import STUCK_AFTER_S
 
+SCHEDULES = ("keep", "stretch", "restart")
+"""How a resumed run may go on with the schedule of its learning rate (schedule.py)."""
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -70,6 +73,8 @@ class Options:
     """How the strategy wants to be driven."""
     chaos: Chaos | None = None
     """Faults to inject."""
+    schedule: str = ""
+    """How a resumed run goes on with the schedule of the learning rate: keep, stretch or restart."""
     rehearse: bool = False
     """Do everything but train."""
     debug: bool = False
@@ -89,6 +94,7 @@ class Options:
             "trust_network": self.trust_network,
             "debug": self.debug,
             "run": str(run.resolve()),
+            "schedule": self.schedule,
             "checkpoint": str(checkpoint.resolve()) if checkpoint else None,
             "init_from": str(self.init_from) if self.init_from and not checkpoint else None,
         }

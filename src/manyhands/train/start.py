@@ -80,10 +80,14 @@ def train(
                 on_signals(coordinator)
                 on_process_failure(coordinator.broke)
 
+                first = checkpoint
+
                 def life(before: Conductor | None) -> Conductor:
+                    # What was asked for is done by the time of a newer checkpoint.
+                    anew = replace(options, schedule="")
                     return Conductor(
                         coordinator,
-                        options,
+                        options if checkpoint == first else anew,
                         run,
                         stream,
                         entries=PROGRAMS,

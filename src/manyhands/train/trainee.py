@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,22 @@ from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.tables.modules import ANCHOR, add_anchor, tables_of
 from manyhands.train.param_groups import build_optimizer, check_optimizer
+from manyhands.train.schedule import (
+    OVERTIME,
+    RESTART,
+    STRETCH,
+    HeldSchedule,
+    MakeSchedule,
+    Resuming,
+    SchedulePlan,
+    Settings,
+    describe,
+    position,
+    put_settings,
+    same_rates,
+    saved_plan,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from manyhands.tables.held import Tables
@@ -36,12 +52,19 @@ class Trainee:
     loss: Loss
     """(model, batch) to the mean loss of the batch."""
     device: str = "cpu"
-    scheduler: LRScheduler | None = None
+    scheduler: Any = None
+    """A torch scheduler, or None."""
     clip_norm: float | None = None
     weight: Callable[[Any], float | Tensor | None] | None = None
     """What a batch counts in the mean over workers; None: its samples."""
-    make_scheduler: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
-    """The same schedule for another optimizer, which has the same parameter groups."""
+    schedule_of: MakeSchedule = lambda optimizer, num_steps: None
+    """The job's schedule over an optimizer, for so many steps."""
+    plan: SchedulePlan = field(default_factory=SchedulePlan)
+    """What the schedule is made for."""
+    settings: Settings = field(default_factory=list)
+    """Of the optimizer's groups, as the job has made them, before there was a schedule."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of it."""
     tables: Tables | None = None
     """The sparse side of the model, if it has one."""
     lr_factor: float = 1.0
@@ -68,6 +91,7 @@ class Trainee:
         if not isinstance(optimizer, Optimizer):
             raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
         check_optimizer(job, model, optimizer)
+        settings = settings_of(optimizer)
         scheduler = job.schedule(optimizer, num_steps)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise JobError(
@@ -79,6 +103,13 @@ class Trainee:
             raise wrong(
                 job, "schedule", "a torch scheduler that steps once a step, or None", scheduler
             )
+        total = getattr(scheduler, "total_steps", None)
+        if isinstance(total, int) and total < num_steps:
+            raise JobError(
+                f"{type(job).__name__}.schedule() returned {type(scheduler).__name__} for {total} steps, "
+                f"and the training has {num_steps}: it would fail after them. Give it  "
+                "total_steps=num_steps."
+            )
         return cls(
             model=model,
             optimizer=optimizer,
@@ -87,7 +118,11 @@ class Trainee:
             scheduler=scheduler,
             clip_norm=job.clip_norm,
             weight=job.weight if type(job).weight is not Job.weight else None,
-            make_scheduler=lambda other: job.schedule(other, num_steps),
+            schedule_of=job.schedule,
+            plan=SchedulePlan(
+                num_steps, num_steps, made_of=describe(optimizer, settings, scheduler)
+            ),
+            settings=settings,
             tables=tables,
         )
 
@@ -102,7 +137,49 @@ class Trainee:
         group = self.optimizer.param_groups[0]
         return float(group.get("initial_lr", group["lr"]))
 
-    def schedule_for(self, other: Optimizer) -> LRScheduler | None:
+    @property
+    def schedule_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the schedule besides its position."""
+        return asdict(self.plan)
+
+    def make_scheduler(self, optimizer: Optimizer) -> Any:
+        """The schedule from its beginning, over an optimizer with the same groups."""
+        scheduler = self.schedule_of(optimizer, self.plan.steps)
+        if scheduler is not None and self.plan.holds:
+            return HeldSchedule(scheduler, self.plan.steps)
+        return scheduler
+
+    def resume(self, state: Mapping[str, Any], *, step: int, num_steps: int, mode: str) -> None:
+        """After a checkpoint was loaded: let the optimizer's settings be the job's as they are now, and the
+        schedule go on as `mode` says (schedule.py)."""
+        saved = saved_plan(state.get("schedule", {}), state["scheduler"], num_steps)
+        at = step - saved.began
+        if state["scheduler"]:
+            at = position(self.scheduler) + state["scheduler"].get(OVERTIME, 0)
+        loaded, rate = settings_of(self.optimizer), self.lr
+        how = Resuming(self.optimizer, self.settings, self.schedule_of, num_steps=num_steps)
+        self.plan = how.decide(saved, at, mode)
+        same = (
+            self.plan.made_of == saved.made_of
+            if saved.made_of
+            else same_rates(self.settings, loaded)
+        )
+        put_settings(self.optimizer, self.settings)
+        self.scheduler = self.make_scheduler(self.optimizer)
+        if same and mode not in (STRETCH, RESTART):
+            if self.scheduler is not None and state["scheduler"]:
+                self.scheduler.load_state_dict(state["scheduler"])
+            put_settings(self.optimizer, loaded)
+        elif self.scheduler is not None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, before the checkpoint
+            for _ in range(at if mode != RESTART else 0):
+                self.scheduler.step()
+        if self.lr != rate:
+            self.notes.append(
+                f"the learning rate is {self.lr:.4g} from step {step + 1} on; it was saved at {rate:.4g}"
+            )
+
+    def schedule_for(self, other: Optimizer) -> Any:
         """This trainee's schedule, as far as it has come, over an optimizer with the same groups."""
         scheduler = self.make_scheduler(other)
         if scheduler is not None and self.scheduler is not None:

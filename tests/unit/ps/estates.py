@@ -73,7 +73,7 @@ def trainee(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> Trai
         optimizer,
         loss=lambda model, batch: model(batch).sum(),
         scheduler=make(optimizer),
-        make_scheduler=make,
+        schedule_of=lambda optimizer, num_steps: make(optimizer),
     )
 
 

@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     scheduler: Any = None
     tables: None = None
+    schedule_state: dict[str, Any] = field(default_factory=dict)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):

@@ -1,0 +1,220 @@
+"""The learning-rate schedule of a job: for how many steps it is, and how a resumed run goes on with it.
+
+A checkpoint holds the optimizer's moments, the position of the schedule, and a description of the optimizer
+and schedule that the job made at the start. When a run is resumed:
+
+    nothing changed         everything is as it was saved, bit for bit
+    the job changed         (--set lr=0.1): the groups and the schedule are those of the job as it is now,
+                            and the schedule is stepped to where the saved one was
+    more steps              a schedule that depends on their number needs an answer, --schedule:
+        stretch             made for all steps; it goes on at its position
+        restart             made anew for the steps that are left
+        keep                as it was; when it is over, the rate stays where it ended
+
+Cost: one scheduler step for each step so far, a few microseconds each, where something changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from manyhands.errors import UsageError
+from manyhands.train.options import SCHEDULES
+
+KEEP, STRETCH, RESTART = SCHEDULES
+
+MakeSchedule = Callable[[Optimizer, int], Any]
+"""A job's schedule(): a scheduler over an optimizer, for so many steps; or None."""
+Settings = list[dict[str, Any]]
+"""Of each group of an optimizer, without its parameters."""
+
+OVERTIME = "manyhands_overtime"
+_OWN = ("params", "param_names")
+_TUNING = ("fused", "foreach")
+"""How an optimizer computes, and not what."""
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """What a schedule is made for, as a checkpoint keeps it."""
+
+    steps: int = 0
+    """Steps of the schedule."""
+    of: int = 0
+    """Steps of the whole training."""
+    began: int = 0
+    """Steps of the training before the schedule's first."""
+    holds: bool = False
+    """If true, the rate stays where it is after the last step of the schedule."""
+    made_of: str = ""
+    """The optimizer's groups and the schedule as the job made them."""
+
+
+class HeldSchedule:
+    """A scheduler that is stepped no further than it was made for."""
+
+    def __init__(self, inner: Any, steps: int) -> None:
+        self._inner = inner
+        self._steps = steps
+        self._overtime = 0
+        """Steps since it was over."""
+
+    @property
+    def last_epoch(self) -> int:
+        return position(self._inner) + self._overtime
+
+    def step(self) -> None:
+        if position(self._inner) < self._steps:
+            self._inner.step()
+        else:
+            self._overtime += 1
+
+    def get_last_lr(self) -> list[float]:
+        rates: list[float] = self._inner.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._inner.state_dict(), OVERTIME: self._overtime}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._overtime = state.get(OVERTIME, 0)
+        self._inner.load_state_dict({k: v for k, v in state.items() if k != OVERTIME})
+
+
+def position(scheduler: Any) -> int:
+    """How often a scheduler was stepped."""
+    while hasattr(scheduler, "_schedulers") and not hasattr(scheduler, "last_epoch"):
+        scheduler = scheduler._schedulers[0]
+    return int(getattr(scheduler, "last_epoch", 0))
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    return [{k: v for k, v in g.items() if k not in _OWN} for g in optimizer.param_groups]
+
+
+def put_settings(optimizer: Optimizer, settings: Settings) -> None:
+    """Exactly these: whatever else a group holds, such as the mark of an earlier schedule, is gone."""
+    for group, given in zip(optimizer.param_groups, settings, strict=True):
+        kept = {key: group[key] for key in _OWN if key in group}
+        group.clear()
+        group.update({**kept, **copy.deepcopy(given)})
+
+
+def describe(optimizer: Optimizer, settings: Settings, scheduler: Any) -> str:
+    """Equal for two jobs only if they make the same groups and the same schedule of it."""
+    groups = [
+        [
+            [list(p.shape) for p in group["params"]],
+            {k: v for k, v in each.items() if k not in _TUNING},
+        ]
+        for group, each in zip(optimizer.param_groups, settings, strict=True)
+    ]
+    state = scheduler.state_dict() if scheduler is not None else None
+    return json.dumps([groups, state], default=_named, skipkeys=True)
+
+
+def _named(value: Any) -> Any:
+    """What JSON can't say: tensors by their numbers, objects by their kind (an address differs each time)."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+class Resuming:
+    """How a resumed run goes on with the optimizer's settings and the schedule."""
+
+    def __init__(
+        self, optimizer: Optimizer, settings: Settings, make: MakeSchedule, *, num_steps: int
+    ) -> None:
+        """`settings`: of the groups as the job's optimizer() has made them, without a schedule.
+        `num_steps`: of the whole training, as it is now."""
+        self._optimizer = optimizer
+        self._settings = settings
+        self._make = make
+        self._num_steps = num_steps
+
+    def decide(self, saved: SchedulePlan, at: int, mode: str) -> SchedulePlan:
+        """What the schedule is made for from now on; it was saved after `at` of its steps."""
+        longer = self._num_steps - saved.began
+        if mode == RESTART:
+            began = saved.began + at
+            left = max(1, self._num_steps - began)
+            plan = SchedulePlan(left, self._num_steps, began)
+        elif mode == STRETCH:
+            plan = SchedulePlan(max(1, longer), self._num_steps, saved.began)
+        elif self._num_steps <= saved.of:
+            plan = saved
+        elif not self.depends_on_steps(saved.steps, longer):
+            plan = replace(saved, steps=longer, of=self._num_steps)
+        elif mode == KEEP:
+            plan = replace(saved, of=self._num_steps, holds=True)
+        else:
+            raise UsageError(self._question(saved, at))
+        return replace(plan, made_of=self._made_of(plan.steps))
+
+    def depends_on_steps(self, few: int, many: int) -> bool:
+        """Whether the job makes another schedule for more steps."""
+        pairs = zip(self._rates(few, few), self._rates(many, few), strict=False)
+        return any(short != long for short, long in pairs)
+
+    def _rates(self, steps: int, up_to: int) -> Iterator[list[float]]:
+        """Of each step up to one, in the schedule for so many steps."""
+        twin = self._twin()
+        scheduler = self._make(twin, steps)
+        for number in range(up_to + 1):
+            if number and scheduler is not None:
+                scheduler.step()
+            yield [float(group["lr"]) for group in twin.param_groups]
+
+    def _rate(self, steps: int, at: int) -> float:
+        *_, last = self._rates(steps, at)
+        return last[0]
+
+    def _made_of(self, steps: int) -> str:
+        return describe(self._optimizer, self._settings, self._make(self._twin(), steps))
+
+    def _twin(self) -> Optimizer:
+        """An optimizer like the job's, which nobody steps."""
+        twin = copy.copy(self._optimizer)
+        twin.param_groups = [
+            {**copy.deepcopy(settings), "params": group["params"]}
+            for settings, group in zip(self._settings, self._optimizer.param_groups, strict=True)
+        ]
+        twin.state = defaultdict(dict)
+        twin._opt_called = True  # type: ignore[attr-defined]
+        return twin
+
+    def _question(self, saved: SchedulePlan, at: int) -> str:
+        now, done = self._num_steps, saved.began + at
+        longer, end = now - saved.began, saved.began + saved.steps
+        left = now - done
+        return (
+            f"The schedule of the learning rate was made for {saved.of} steps, of which {done} are done, and "
+            f"{now} are asked for now. Say how it goes on:\n"
+            f"  --schedule stretch   over all {now} steps; the next one has {self._rate(longer, at):.4g}\n"
+            f"  --schedule restart   anew, over the {left} that are left; the next one has "
+            f"{self._rate(left, 0):.4g}\n"
+            f"  --schedule keep      as it was; from step {end + 1} on it stays at "
+            f"{self._rate(saved.steps, saved.steps):.4g}"
+        )
+
+
+def saved_plan(
+    saved: Mapping[str, Any], scheduler_state: Mapping[str, Any], num_steps: int
+) -> SchedulePlan:
+    """That of a checkpoint; of one of an earlier version, as far as it can be told."""
+    if saved:
+        return SchedulePlan(**saved)
+    steps = scheduler_state.get("total_steps") or scheduler_state.get("T_max") or num_steps
+    return SchedulePlan(int(steps), int(steps))
+
+
+def same_rates(settings: Settings, saved: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the base rates of groups are those of the saved ones."""
+    before = [float(group.get("initial_lr", group["lr"])) for group in saved]
+    return before == [float(group["lr"]) for group in settings]
