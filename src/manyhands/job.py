@@ -17,8 +17,9 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -113,6 +114,15 @@ class Job:
         """
         return None
 
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Record a mean over the batch, from loss(), metrics() or what they call.
+
+        Its mean over micro-batches and workers is in the step's event, and on TensorBoard as train/NAME; in
+        an evaluation it is one of the metrics. Does nothing where nobody trains or evaluates.
+        """
+        if (logged := _logged.get()) is not None:
+            logged.append((name, value))
+
     def unit(self) -> tuple[str, float]:
         """What speed is told in: a name, and how many of them a sample has on average."""
         return "samples", 1.0
@@ -120,6 +130,20 @@ class Job:
     def fields(self) -> dict[str, Any]:
         """The hyperparameters by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+_logged: ContextVar[list[tuple[str, Any]] | None] = ContextVar("logged", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[list[tuple[str, Any]]]:
+    """What any job logs meanwhile, in this thread."""
+    logged: list[tuple[str, Any]] = []
+    token = _logged.set(logged)
+    try:
+        yield logged
+    finally:
+        _logged.reset(token)
 
 
 REQUIRED_METHODS = ("model", "optimizer", "data", "loss")

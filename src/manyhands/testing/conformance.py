@@ -83,8 +83,11 @@ def equals_single_with_accumulation(case: Case, folder: Path) -> None:
 
 
 def equals_single_with_own_weights(case: Case, folder: Path) -> None:
-    """Shares are weighted by what the job says (tokens), not by samples."""
-    _same_as_single(case, folder, "Tokens")
+    """Shares are weighted by what the job says (tokens), not by samples; and so is what the job logs."""
+    done = case.train("Tokens", folder / "run")
+    _as_single(case, done, "Tokens")
+    for record in done.steps:
+        assert record["measures"] == {"double": pytest.approx(2 * record["loss"], rel=1e-5)}
 
 
 def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:

@@ -96,7 +96,9 @@ class Tokens(Regression):
     def loss(self, output: Any, batch: Any) -> Tensor:
         weights = batch[2]
         errors = ((output - batch[1]) ** 2).mean(dim=1)
-        return (errors * weights).sum() / weights.sum()
+        loss: Tensor = (errors * weights).sum() / weights.sum()
+        self.log("double", 2 * loss)
+        return loss
 
     def weight(self, batch: Any) -> Tensor:
         weight: Tensor = batch[2].sum()

@@ -6,14 +6,15 @@ numbers a worker travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.job import Job
+from manyhands.job import Job, collecting
 from manyhands.train.feed import gather
+from manyhands.train.measures import add_up, checked
 from manyhands.train.trainee import checked_weight, evaluating, job_loss, to_device, wrong
 
 
@@ -34,19 +35,28 @@ def evaluate(
         for low in range(start, stop, size):
             indices = torch.arange(low, min(stop, low + size))
             batch = to_device(gather(job, dataset, indices, 0), device)
-            loss, output = job_loss(job, model, batch)
-            metrics = job.metrics(output, batch)
+            with collecting() as logged:
+                loss, output = job_loss(job, model, batch)
+                metrics = job.metrics(output, batch)
             if not isinstance(metrics, Mapping):
                 raise wrong(job, "metrics", "a dict of name to number", metrics)
             own = job.weight(batch)
             weight = float(len(indices) if own is None else checked_weight(own))
-            for name, value in {"loss": loss, **metrics}.items():
+            # What metrics() returns counts, where the job logs the same name for its training.
+            found = {"loss": loss, **metrics}
+            for name, value in {**found, **_means(logged), **found}.items():
                 pair = sums.setdefault(name, [0.0, 0.0])
                 if weight:  # a mean over nothing is NaN, and counts nothing
                     pair[0] += _number(job, name, value) * weight
                     pair[1] += weight
             progress()
     return {"samples": stop - start, "sums": sums}
+
+
+def _means(logged: Sequence[tuple[str, Any]]) -> dict[str, float]:
+    """What the job has logged of a batch; of a name that it has logged several times, the mean."""
+    sums = add_up((name, float(checked(name, value)), 1.0) for name, value in logged)
+    return {name: total / count for name, (total, count) in sums.items()}
 
 
 def _number(job: Job, name: str, value: Any) -> float:

@@ -180,6 +180,7 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
         bytes_sent=step.bytes_sent,
         left_out=sum(stop - start for start, stop in step.left_out),
         staleness=None if lockstep else step.mean_staleness,
+        measures=step.measures,
     )
 
 

@@ -41,6 +41,7 @@ from manyhands.state.saver import Saver, load_state, not_finite
 from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
+from manyhands.train.measures import Sums, add_up
 from manyhands.train.param_groups import describe_optimizer
 from manyhands.train.seeds import seed_compute, seed_loading
 from manyhands.train.step import DeviceTime, StepReport, rehearse
@@ -251,6 +252,7 @@ class Worker:
         self.learner.on_view(view)
         # Still as reports of the view before: what on_view has found to be in the weights counts there.
         if (report := self.learner.rescued()) is not None:
+            report.logged = self.trainee.measures.take()
             self._reports.append(report)
         self._flush()
         self._reports.clear()
@@ -278,7 +280,7 @@ class Worker:
                 seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
                 self.trainee.lr_factor, self.trainee.ticks = portion.lr_factor, portion.ticks
                 report = self.learner.step(share)
-            report.part = portion.part
+            report.part, report.logged = portion.part, self.trainee.measures.take()
             self._reports.append(report)
             self._tick()
             # On a GPU a step returns before it is done; but reading the losses, below, waits for all,
@@ -316,8 +318,11 @@ class Worker:
             [
                 *(r.step, weight, loss, r.lr, r.step_s, _seconds(r), r.wait_s, r.bytes_sent),
                 *(r.part, r.staleness, r.dropped, r.left_out),
+                *([measures] if measures else []),
             ]
-            for r, weight, loss in zip(reports, weights, losses, strict=True)
+            for r, weight, loss, measures in zip(
+                *(reports, weights, losses, _read_measures(reports)), strict=True
+            )
         ]
         self._report("steps", rows=rows)
 
@@ -405,6 +410,17 @@ class Worker:
 def _seconds(report: StepReport) -> float | None:
     spent = report.compute_s
     return spent.seconds() if isinstance(spent, DeviceTime) else spent
+
+
+def _read_measures(reports: Sequence[StepReport]) -> list[Sums]:
+    """What the job has logged in each step, read from its device at once."""
+    logged = [each for report in reports for each in report.logged]
+    values = iter(read_all([value for _, value, _ in logged]))
+    weights = iter(read_all([weight for _, _, weight in logged]))
+    return [
+        add_up((name, next(values), next(weights)) for name, _, _ in report.logged)
+        for report in reports
+    ]
 
 
 def _portion(row: Sequence[Any]) -> Portion:

@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.train.course import StepPlan
 from manyhands.train.leases import Range, Ranges, split
+from manyhands.train.measures import means
 
 PartKey = tuple[int, int]
 """(step, part)"""
@@ -43,6 +44,8 @@ class Row:
     """Left out of the weights."""
     left_out: Sequence[int] = ()
     """Of every part of the step, the samples at its end that are not in the weights; empty: all are."""
+    measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What the job has logged: name to [sum of value times weight, weight]."""
 
 
 @dataclass
@@ -99,6 +102,8 @@ class Committed:
     """Samples of the plan that are not in the weights."""
     staleness: tuple[int, ...] = ()
     """Of each part that was reported."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What the job has logged, each a mean over the step."""
 
     @property
     def mean_staleness(self) -> float | None:
@@ -243,6 +248,7 @@ class Gathering:
             weight=weight,
             left_out=tuple(left_out.to_list()),
             staleness=tuple(row.staleness for row in rows),
+            measures=means([row.measures for row in rows]),
         )
 
     def _seconds(self, rows: Sequence[Row]) -> float:
@@ -272,11 +278,4 @@ def _cut_off(ranges: Sequence[Range], count: int) -> list[list[Range]]:
 
 def combine(parts: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
     """All workers' parts of an evaluation, as (samples, metrics)."""
-    # A part may be empty, and then knows no names.
-    names = dict.fromkeys(name for part in parts for name in part["sums"])
-    means = {}
-    for name in names:
-        pairs = [part["sums"].get(name, (0.0, 0.0)) for part in parts]
-        weight = sum(pair[1] for pair in pairs)
-        means[name] = sum(pair[0] for pair in pairs) / weight if weight else math.nan
-    return sum(part["samples"] for part in parts), means
+    return sum(part["samples"] for part in parts), means([part["sums"] for part in parts])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from manyhands.cluster.activity import COMPUTING
 from manyhands.tables.modules import RowModel
 from manyhands.train.feed import Share
+from manyhands.train.measures import Logged
 from manyhands.train.seeds import derive
 from manyhands.train.trainee import Trainee, checked_weight
 
@@ -62,6 +63,8 @@ class StepReport:
     """Left out of the weights: the part is to be computed again."""
     left_out: tuple[int, ...] = ()
     """In lockstep: how many samples at the end of its share each worker left out, by rank; empty: none."""
+    logged: Logged = field(default_factory=list)
+    """What the job has logged."""
     resolved: bool = True
     """False until it is known whether the part is in the weights; a learner may set it from any thread,
     as the last thing it sets."""
@@ -91,6 +94,7 @@ def gradients(
     a backward is not yet shared; `enough` says, before each micro-batch but the first, that the rest is
     left out; `ahead` is told what will be returned, before the last backward.
     """
+    trainee.measures.take()  # of a step that came to nothing
     if trainee.tables is not None:
         trainee.tables.now = share.step
         if isinstance(trainee.model, RowModel):
@@ -112,7 +116,8 @@ def gradients(
             if weight != 0:
                 if trainee.tables is not None:
                     trainee.tables.batch = batch
-                loss = trainee.loss(trainee.model, batch)
+                with trainee.measures.weighted(weight):
+                    loss = trainee.loss(trainee.model, batch)
                 losses = losses + loss.detach() * weight
             if index == last:
                 ahead(sum(weights[1:], weights[0]), losses)
@@ -128,7 +133,9 @@ def gradients(
 def rehearse(trainee: Trainee, share: Share) -> None:
     """Forward, loss and backward of a share, of which nothing is left."""
     if not isinstance(trainee.model, RowModel):
-        trainee.loss(trainee.model, share.batches[0][0]).backward()
+        with trainee.measures.weighted(1.0):
+            loss = trainee.loss(trainee.model, share.batches[0][0])
+        loss.backward()
     trainee.optimizer.zero_grad(set_to_none=True)
     if trainee.tables is not None:
         trainee.tables.forget()

@@ -21,6 +21,7 @@ from manyhands.cluster.activity import Activity
 from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.tables.modules import ANCHOR, add_anchor, tables_of
+from manyhands.train.measures import Measures
 from manyhands.train.param_groups import build_optimizer, check_optimizer
 from manyhands.train.schedule import (
     OVERTIME,
@@ -67,6 +68,8 @@ class Trainee:
     """What a person should know of it."""
     tables: Tables | None = None
     """The sparse side of the model, if it has one."""
+    measures: Measures = field(default_factory=Measures)
+    """What the job logs in the step that is computed."""
     lr_factor: float = 1.0
     """What the learning rate of the next step is multiplied by; the coordinator says it with each."""
     ticks: int = 1

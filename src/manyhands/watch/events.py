@@ -132,6 +132,8 @@ class StepCommitted(Event):
     """Samples that were to be in the step, and come again in a later one."""
     staleness: float | None = None
     """Mean over its parts of the updates between reading the weights and changing them; None in lockstep."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What the job has logged by self.log(), means over all samples of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 Tags: train/loss, train/lr, train/samples_per_s, time/step_s, time/compute_s, time/wait_s,
 comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" that says what was started; without
 lockstep also train/staleness, and at the end a text "staleness" that says how often there was how much;
-train/lr_factor and train/batch_size at the steps from which on they are others.
+train/<name> of what the job logs; train/lr_factor and train/batch_size at the steps from which on they
+are others.
 
 Each process that trains writes a file of its own into the folder; TensorBoard reads them as one. A
 `Resumed` event is written as a SessionLog START at the next step, which makes TensorBoard forget
@@ -144,6 +145,7 @@ def step_scalars(event: StepCommitted) -> dict[str, float]:
         scalars["train/samples_per_s"] = event.samples / event.step_s
     if event.staleness is not None:
         scalars["train/staleness"] = event.staleness
+    scalars |= {f"train/{name}": value for name, value in event.measures.items()}
     return scalars
 
 

@@ -1,0 +1,123 @@
+"""What a job logs: weighted as the loss is, in a step and in an evaluation, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.errors import JobError
+from manyhands.train.evaluate import evaluate
+from manyhands.train.feed import Share
+from manyhands.train.loop import _read_measures
+from manyhands.train.measures import means
+from manyhands.train.reports import Gathering, Row, StepPlan, combine
+from manyhands.train.step import StepReport, gradients, rehearse
+from manyhands.train.trainee import Trainee
+from manyhands.watch.events import StepCommitted
+from manyhands.watch.tensorboard import step_scalars
+
+
+def logging(make_job: Any, *, name: Any = "inputs", value: Any = None, **fields: Any) -> Any:
+    def loss(self: Any, output: Any, batch: Any) -> Any:
+        self.log(name, batch[0].mean() if value is None else value)
+        return nn.functional.mse_loss(output, batch[1])
+
+    return make_job(loss=loss, **fields)
+
+
+def batch(number: float, samples: int) -> Any:
+    return torch.full((samples, 4), number), torch.ones(samples, 2)
+
+
+def trained(job: Any, *batches: Any, part: int = 0) -> StepReport:
+    trainee = Trainee.of(job, device="cpu", num_steps=10)
+    pairs = [(each, len(each[0])) for each in batches]
+    samples = sum(number for _, number in pairs)
+    weight, loss = gradients(trainee, Share(1, 0, samples, samples, pairs, part))
+    return StepReport(1, samples, weight, loss, 0.1, part=part, logged=trainee.measures.take())
+
+
+def test_a_mean_over_micro_batches_and_workers(make_job: Any) -> None:
+    job = logging(make_job)
+    reports = [
+        trained(job, batch(1.0, 3), batch(2.0, 1)),
+        trained(job, batch(5.0, 4), part=1),
+        trained(job, (torch.ones(2, 4), torch.ones(2, 2)), part=2),
+    ]
+    sums = _read_measures(reports)
+    assert sums[0] == {"inputs": [5.0, 4.0]}
+    gathering = Gathering()
+    plan = StepPlan(1, 0, ((0, 10),))
+    workers = {0: "a", 1: "b", 2: "c"}
+    gathering.expect(plan, {0: [(0, 4)], 1: [(4, 8)], 2: [(8, 10)]}, workers)
+    for report, measures in zip(reports, sums, strict=True):
+        head = (1, float(report.weight), 0.0, 0.1, 0.1, 0.1, 0.0, 0)
+        gathering.add(workers[report.part], Row(*head, part=report.part, measures=measures))
+    (step,) = gathering.committed()
+    assert step.measures == {"inputs": pytest.approx((3 * 1 + 2 + 4 * 5 + 2 * 1) / 10)}
+
+
+def test_the_jobs_own_weights_count(make_job: Any) -> None:
+    job = logging(make_job, weight=lambda self, batch: batch[0].sum())
+    (sums,) = _read_measures([trained(job, batch(1.0, 3), batch(2.0, 1))])
+    assert means([sums]) == {"inputs": pytest.approx((12 * 1 + 8 * 2) / 20)}
+
+
+def test_an_evaluation_has_it_among_its_metrics(make_job: Any) -> None:
+    job = logging(make_job, batch_size=4, metrics=lambda self, output, batch: {"one": 1.0})
+    inputs = torch.arange(6.0).unsqueeze(1).expand(-1, 4)
+    data = torch.utils.data.TensorDataset(inputs, torch.ones(6, 2))
+    found = evaluate(job, nn.Linear(4, 2), data, device="cpu")
+    assert list(found["sums"]) == ["loss", "one", "inputs"]
+    assert combine([found])[1]["inputs"] == pytest.approx(2.5)
+    same = logging(
+        make_job, name="one", value=7.0, metrics=lambda self, output, batch: {"one": 1.0}
+    )
+    assert combine([evaluate(same, nn.Linear(4, 2), data, device="cpu")])[1]["one"] == 1.0
+
+
+def test_elsewhere_it_does_nothing(make_job: Any) -> None:
+    job = logging(make_job, name=None, value="nonsense")
+    assert job.loss(torch.ones(3, 2), batch(1.0, 3)).item() == 0.0
+
+
+def test_a_parameter_is_logged_as_it_was(make_job: Any) -> None:
+    scale = nn.Parameter(torch.tensor(3.0))
+    report = trained(logging(make_job, value=scale), batch(1.0, 2))
+    with torch.no_grad():
+        scale.mul_(2)
+    assert _read_measures([report]) == [{"inputs": [6.0, 2.0]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("loss", 1.0, "a step has its own 'loss'. Choose another name, such as \"my_loss\""),
+        (3, 1.0, r"self.log\(3, ...\): the name is a text"),
+        (
+            "norms",
+            torch.ones(3),
+            r"a scalar tensor, the mean over the batch; it is Tensor of shape \(3,",
+        ),
+        ("norms", "large", "it is str"),
+        ("norms", [1.0], "it is list"),
+    ],
+)
+def test_mistakes_are_found_before_training(
+    make_job: Any, name: Any, value: Any, says: str
+) -> None:
+    job = logging(make_job, name=name, value=value)
+    trainee = Trainee.of(job, device="cpu", num_steps=10)
+    with pytest.raises(JobError, match=says):
+        rehearse(trainee, Share(0, 0, 2, 2, [(batch(1.0, 2), 2)], 0))
+
+
+def test_tensorboard_shows_it() -> None:
+    event = StepCommitted(
+        step=1, epoch=0, samples=4, shares={}, loss=1.0, lr=0.1, step_s=0.1, compute_s=None, wait_s=None,
+        bytes_sent=0, measures={"penalty": 0.25},
+    )  # fmt: skip
+    assert step_scalars(event)["train/penalty"] == 0.25
