@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from in_lab import Cast
 from test_agents import OTHER_VERSION
-from together import KEY, Process, Together, free_port, manyhands, place, together, until
+from together import KEY, Process, Together, manyhands, place, together, until
 
 from manyhands.testing.lab import Lab
+from manyhands.testing.ports import reserve_port
 
 DOCTOR = ("doctor", "--cluster", "env")
 
@@ -28,7 +29,7 @@ class Cluster:
         self._hosts = hosts
         self._world = world
         self._flags = flags
-        self._port = free_port()
+        self._port = reserve_port()
 
     def start(self, rank: int, program: str | None = None, **environ: str) -> Process:
         command = manyhands(*DOCTOR, *self._flags)

@@ -18,7 +18,6 @@ from together import (
     LONG_S,
     Process,
     Together,
-    free_port,
     manyhands,
     place,
     step_reached,
@@ -28,6 +27,7 @@ from together import (
 
 from manyhands.testing.harness import Finished, train, train_arguments
 from manyhands.testing.lab import Lab
+from manyhands.testing.ports import reserve_port
 from manyhands.watch.jsonl import read_events
 
 END_S = 180.0
@@ -45,7 +45,7 @@ def arguments(run: Path, strategy: str, *flags: str, **fields: object) -> list[s
 
 
 def by_hand(hosts: Together, world: int, command: Sequence[str]) -> list[Process]:
-    port = free_port()
+    port = reserve_port()
     return [
         hosts.start(manyhands(*command), environ=place(rank, world, port)) for rank in range(world)
     ]
@@ -61,7 +61,7 @@ def by_torchrun(hosts: Together, command: Sequence[str]) -> list[Process]:
         "--nproc-per-node",
         "1",
     ]
-    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{reserve_port()}"]
     start += ["--rdzv-id", "test", "--local-addr", "127.0.0.1", "--no-python"]
     environ = {"MANYHANDS_KEY": KEY}
     return [hosts.start([*start, *manyhands(*command)], environ=environ) for _ in range(2)]
@@ -72,7 +72,8 @@ def by_tf_config(
 ) -> dict[str, Process]:
     """So many processes of each kind, by their names."""
     cluster = {
-        kind: [f"127.0.0.1:{free_port()}" for _ in range(number)] for kind, number in shape.items()
+        kind: [f"127.0.0.1:{reserve_port()}" for _ in range(number)]
+        for kind, number in shape.items()
     }
     started = {}
     for kind, number in shape.items():
@@ -175,7 +176,7 @@ def test_asynchronous_servers_by_tf_config(tmp_path: Path, flags: list[str]) -> 
 @pytest.mark.long
 def test_inside_one_host_they_share_memory_and_need_no_key(tmp_path: Path) -> None:
     with together(tmp_path) as hosts:
-        port, started = free_port(), []
+        port, started = reserve_port(), []
         for rank in range(2):
             environ = {**place(rank, 2, port), "MANYHANDS_KEY": ""}
             given = manyhands(*arguments(tmp_path / "run", "ps:sync"))
@@ -192,7 +193,7 @@ def test_a_host_dies_and_comes_back(tmp_path: Path, strategy: str) -> None:
     run = tmp_path / "run"
     with together(tmp_path) as hosts:
         given = arguments(run, strategy, pause_s=0.05, epochs=30)
-        port = free_port()
+        port = reserve_port()
         started = [
             hosts.start(manyhands(*given), environ=place(rank, 3, port)) for rank in range(3)
         ]
@@ -249,7 +250,7 @@ def test_preempted_everywhere_it_saves_and_goes_on_elsewhere(tmp_path: Path) -> 
             time.sleep(0.1)
         assert [one.wait(LONG_S) for one in started] == [75, 75], started[0].out
         assert started[0].out.endswith(f"go on with:  manyhands resume {run} --on env\n")
-        port = free_port()
+        port = reserve_port()
         given = manyhands("resume", str(run), "--on", "env", "--device", "cpu")
         started = [hosts.start(given, environ=place(rank, 2, port)) for rank in range(2)]
         done = ended(started[0], run)
@@ -262,7 +263,7 @@ def test_a_host_more_than_were_announced(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with together(tmp_path) as hosts:
         given = manyhands(*arguments(run, "allreduce", "--workers", "2:3", pause_s=0.05, epochs=30))
-        port = free_port()
+        port = reserve_port()
         started = [hosts.start(given, environ=place(rank, 2, port)) for rank in range(2)]
         until(lambda: step_reached(run, 10), END_S)
         started.append(hosts.start(given, environ=place(2, 3, port)))

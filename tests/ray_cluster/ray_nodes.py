@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from manyhands.testing.ports import reserve_port
 
 STORE_BYTES = 80 << 20
 QUICK = {
@@ -114,8 +115,7 @@ def main(folder: str, *cpus: str) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = reserve_port()
     common = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     head = {"num_cpus": int(cpus[0]), "temp_dir": folder, "ray_client_server_port": port, **common}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})

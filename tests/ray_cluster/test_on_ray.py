@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from manyhands.testing.harness import (
     train,
     train_arguments,
 )
+from manyhands.testing.ports import reserve_port
 
 WIDE = 20_000
 """Several blocks, so that parameter servers have something to share out."""
@@ -86,8 +86,7 @@ def test_a_node_is_lost_and_another_comes(nodes: Nodes, tmp_path: Path) -> None:
 
 def test_where_no_head_is(tmp_path: Path) -> None:
     need_ray()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = reserve_port()
     done = train("Regression", tmp_path / "run", "--on", f"ray=127.0.0.1:{port}")
     assert done.code == 2
     assert (

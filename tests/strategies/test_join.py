@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from manyhands.testing.ports import reserve_port
 
 SCRIPT = """
 import json, sys
@@ -83,10 +84,12 @@ def test_two_workers_under_srun_equal_one(tmp_path: Path) -> None:
     (alone,) = run(tmp_path, "single", "given", world=1)
     folder = tmp_path / "srun"
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
-    step |= {"SLURM_JOB_NODELIST": "here", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    step |= {
+        "SLURM_JOB_NODELIST": "here",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(reserve_port()),
+    }
     tasks = [
         subprocess.Popen(
             [sys.executable, str(tmp_path / "loop.py"), "allreduce", "given", str(folder)],
@@ -173,7 +176,7 @@ def test_rows_of_tables_are_saved_and_loaded(tmp_path: Path) -> None:
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["fine", "fine"]
+    assert done.stdout.count("fine") == 2  # two processes may write into one line
 
 
 def test_data_that_can_not_be_shared_out_is_refused() -> None:

@@ -17,6 +17,7 @@ from manyhands.cluster.meeting import NoWay, tell_all, try_ways
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import PeerLost, ViewChanging
+from manyhands.testing.ports import reserve_port
 
 HERE = "127.0.0.1"
 VIEW = View(3, tuple(Seat(f"worker-{n}", f"host-{n}") for n in range(3)))
@@ -52,8 +53,7 @@ def store() -> dist.Store:
 
 @pytest.fixture
 def closed_port() -> int:
-    with socket.create_server((HERE, 0)) as door:
-        return int(door.getsockname()[1])
+    return reserve_port()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
+from manyhands.testing.ports import reserve_port
 from manyhands.wire import Limits, Link, Listener, Message, connect, frames
 
 LONG_S = 20.0
@@ -275,8 +276,7 @@ def test_connect_waits_for_a_listener_that_comes_later(tmp_path: Path, in_thread
 
 
 def test_connect_says_where_how_long_and_why_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserve_port()
     with pytest.raises(LinkTimeout) as caught:
         connect(f"tcp://127.0.0.1:{port}", timeout_s=0.2, peer="server0", insecure=True)
     for word in ("server0", f"tcp://127.0.0.1:{port}", "0.2 s", "Connection refused"):
