@@ -187,4 +187,6 @@ def _check(options: Options, lead: Lead) -> int:
     best = [("best", direction(str(syllabus.monitor)))] if syllabus.has_eval else []
     for label, value in [*facts["optimizer"], *best]:
         print(f"  {label:<{LABEL_CELLS}}{value}")
+    for note in facts["notes"]:
+        print(f"note: {note}")
     return 0

@@ -125,6 +125,18 @@ def _named(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
+def twin_of(optimizer: Optimizer, settings: Settings) -> Optimizer:
+    """An optimizer like the job's with these settings, which nobody steps."""
+    twin = copy.copy(optimizer)
+    twin.param_groups = [
+        {**copy.deepcopy(each), "params": group["params"]}
+        for each, group in zip(settings, optimizer.param_groups, strict=True)
+    ]
+    twin.state = defaultdict(dict)
+    twin._opt_called = True  # type: ignore[attr-defined]
+    return twin
+
+
 class Resuming:
     """How a resumed run goes on with the optimizer's settings and the schedule."""
 
@@ -164,7 +176,7 @@ class Resuming:
 
     def _rates(self, steps: int, up_to: int) -> Iterator[list[float]]:
         """Of each step up to one, in the schedule for so many steps."""
-        twin = self._twin()
+        twin = twin_of(self._optimizer, self._settings)
         scheduler = self._make(twin, steps)
         for number in range(up_to + 1):
             if number and scheduler is not None:
@@ -176,18 +188,11 @@ class Resuming:
         return last[0]
 
     def _made_of(self, steps: int) -> str:
-        return describe(self._optimizer, self._settings, self._make(self._twin(), steps))
-
-    def _twin(self) -> Optimizer:
-        """An optimizer like the job's, which nobody steps."""
-        twin = copy.copy(self._optimizer)
-        twin.param_groups = [
-            {**copy.deepcopy(settings), "params": group["params"]}
-            for settings, group in zip(self._settings, self._optimizer.param_groups, strict=True)
-        ]
-        twin.state = defaultdict(dict)
-        twin._opt_called = True  # type: ignore[attr-defined]
-        return twin
+        return describe(
+            self._optimizer,
+            self._settings,
+            self._make(twin_of(self._optimizer, self._settings), steps),
+        )
 
     def _question(self, saved: SchedulePlan, at: int) -> str:
         now, done = self._num_steps, saved.began + at

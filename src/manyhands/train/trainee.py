@@ -38,7 +38,9 @@ from manyhands.train.schedule import (
     same_rates,
     saved_plan,
     settings_of,
+    twin_of,
 )
+from manyhands.train.schedule_hints import schedule_hints, vanishing_hint
 
 if TYPE_CHECKING:
     from manyhands.tables.held import Tables
@@ -126,6 +128,9 @@ class Trainee:
                 num_steps, num_steps, made_of=describe(optimizer, settings, scheduler)
             ),
             settings=settings,
+            notes=_schedule_notes(job, optimizer, settings, num_steps)
+            if scheduler is not None
+            else [],
             tables=tables,
         )
 
@@ -202,6 +207,18 @@ class Trainee:
             if self.scheduler is not None:
                 self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _schedule_notes(
+    job: Job, optimizer: Optimizer, settings: Settings, num_steps: int
+) -> list[str]:
+    """Whether the job's schedule seems to be made for being stepped once an epoch."""
+    twin = twin_of(optimizer, settings)
+    scheduler = job.schedule(twin, num_steps)
+    hints = list(schedule_hints(scheduler, num_steps=num_steps, epochs=job.epochs))
+    if not hints and num_steps > job.epochs:
+        hints = [vanishing_hint(scheduler, twin, num_steps=num_steps)]
+    return list(filter(None, hints))
 
 
 @contextmanager

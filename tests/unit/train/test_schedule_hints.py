@@ -1,0 +1,94 @@
+"""A schedule that counts epochs is noticed at the start, and one that counts steps is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.optim import lr_scheduler
+
+from manyhands.train.trainee import Trainee
+
+EPOCHS, STEPS = 90, 9_000
+
+
+def notes(make_job: Any, schedule: Any, *, epochs: int = EPOCHS, steps: int = STEPS) -> list[str]:
+    job = make_job(epochs=epochs, schedule=lambda self, o, n: schedule(o, n))
+    return Trainee.of(job, device="cpu", num_steps=steps).notes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (
+            lambda o, n: lr_scheduler.StepLR(o, 30),
+            "StepLR(step_size=30) lowers the learning rate 300 times in 9,000 steps. For epochs write  "
+            "step_size=30 * num_steps // self.epochs. A schedule is stepped once a step, not once an epoch",
+        ),
+        (
+            lambda o, n: lr_scheduler.MultiStepLR(o, [60, 30]),
+            "MultiStepLR(milestones=[30, 60]) is through with them after 60 of 9,000 steps. For epochs "
+            "write  milestones=[m * num_steps // self.epochs for m in [30, 60]].",
+        ),
+        (
+            lambda o, n: lr_scheduler.CosineAnnealingLR(o, 90),
+            "CosineAnnealingLR(T_max=90) brings the learning rate to its lowest in 90 of 9,000 steps, and up "
+            "again. Write  T_max=num_steps.",
+        ),
+        (
+            lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, 10),
+            "restarts after 10 of 9,000",
+        ),
+        (
+            lambda o, n: lr_scheduler.ExponentialLR(o, 0.95),
+            "ExponentialLR brings the learning rate to 9.7e-08 in 270 of 9,000 steps. For epochs make it of  "
+            "step * self.epochs / num_steps  (ExponentialLR: gamma ** (self.epochs / num_steps))",
+        ),
+        (
+            lambda o, n: lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
+            "LambdaLR brings the learning rate",
+        ),
+        (
+            lambda o, n: lr_scheduler.PolynomialLR(o, 90),
+            "PolynomialLR brings the learning rate to 0 in 90",
+        ),
+        (
+            lambda o, n: lr_scheduler.SequentialLR(
+                o,
+                [
+                    lr_scheduler.LinearLR(o, 0.1, total_iters=5),
+                    lr_scheduler.CosineAnnealingLR(o, 85),
+                ],
+                milestones=[5],
+            ),
+            "CosineAnnealingLR(T_max=85)",
+        ),
+    ],
+)
+def test_epochs(make_job: Any, schedule: Any, says: str) -> None:
+    (note,) = notes(make_job, schedule)
+    assert note.startswith(says) or says in note
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o, n: None,
+        lambda o, n: lr_scheduler.StepLR(o, 30 * n // EPOCHS),
+        lambda o, n: lr_scheduler.StepLR(o, 1, gamma=0.999),
+        lambda o, n: lr_scheduler.MultiStepLR(o, [m * n // EPOCHS for m in (30, 60)]),
+        lr_scheduler.CosineAnnealingLR,
+        lambda o, n: lr_scheduler.OneCycleLR(o, 1.0, total_steps=n),
+        lambda o, n: lr_scheduler.ExponentialLR(o, 0.95 ** (EPOCHS / n)),
+        lambda o, n: lr_scheduler.LinearLR(o, 1e-8, total_iters=n),
+        lambda o, n: lr_scheduler.LambdaLR(o, lambda step: 1 - step / n),
+    ],
+)
+def test_steps(make_job: Any, schedule: Any) -> None:
+    assert notes(make_job, schedule) == []
+
+
+def test_where_an_epoch_is_one_step_both_are_the_same(make_job: Any) -> None:
+    assert notes(make_job, lr_scheduler.CosineAnnealingLR, epochs=90, steps=90) == []
+    cosine = lambda o, n: lr_scheduler.CosineAnnealingLR(o, 90)  # noqa: E731
+    assert notes(make_job, cosine, epochs=90, steps=90) == []
