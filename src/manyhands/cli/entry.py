@@ -13,7 +13,10 @@ def main() -> int:
         signal.signal(signal.SIGINT, stop)
     from manyhands.cli.main import main
 
-    return main()
+    code = main()
+    # While Python shuts down its handlers are gone: a late Ctrl-C would kill a command that is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def stop(number: int, frame: object) -> None:
