@@ -89,7 +89,8 @@ class Door:
         self._identified = identified
         self._place = place
         self._closed = False
-        self._readers: dict[Link, threading.Thread] = {}
+        self._readers: dict[Link, threading.Event] = {}
+        """Set when all that came by a link is in the inbox. Made before its thread, which removes it."""
         self._strangers: dict[Link, None] = {}
         self._on_error = on_error
         start_thread(self._accept, name=f"{name}-accept", on_error=on_error)
@@ -97,14 +98,13 @@ class Door:
     def read(self, link: Link, who: str) -> None:
         """Read from a link to another server that this side has made, from now on."""
         name = f"{self.name}-reads-{who}"
-        self._readers[link] = start_thread(
-            self._read, link, who, PEER, name=name, on_error=self._on_error
-        )
+        self._readers[link] = threading.Event()
+        start_thread(self._read, link, who, PEER, name=name, on_error=self._on_error)
 
     def drain(self, link: Link, *, timeout_s: float) -> None:
         """Until all that a dead peer ever sent is in the inbox."""
         if (reader := self._readers.get(link)) is not None:
-            reader.join(timeout_s)
+            reader.wait(timeout_s)
 
     def turn_away(self, link: Link, who: str, why: Nonsense) -> None:
         """Close a link, with a word why; does not wait for the one who is told."""
@@ -129,9 +129,8 @@ class Door:
                 self._strangers.pop(strangers[0], None)
                 strangers[0].close()
             self._strangers[link] = None
-            self._readers[link] = start_thread(
-                self._welcome, link, name=f"{self.name}-reads", on_error=self._on_error
-            )
+            self._readers[link] = threading.Event()
+            start_thread(self._welcome, link, name=f"{self.name}-reads", on_error=self._on_error)
 
     def _welcome(self, link: Link) -> None:
         def nowhere(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
@@ -156,7 +155,7 @@ class Door:
             self._read(link, who, line)
         finally:
             self._strangers.pop(link, None)
-            self._readers.pop(link, None)
+            self._has_read(link)
 
     def _identify(self, hello: Mapping[str, Any], link: Link) -> tuple[str, str]:
         line, who = check_first(hello)
@@ -183,9 +182,13 @@ class Door:
             _part(link, why)
         except Exception as error:  # whatever it was, it was not meant for us
             self._drop(link, error)
-        self._readers.pop(link, None)
+        self._has_read(link)
         if line == PEER and not self._closed:
             self.inbox.put(Happened("torn", who, {}))
+
+    def _has_read(self, link: Link) -> None:
+        if (reader := self._readers.pop(link, None)) is not None:
+            reader.set()
 
     def _drop(self, link: Link, error: BaseException) -> None:
         logger.warning("%s dropped its link to %s: %r", self.name, link.peer, error)
