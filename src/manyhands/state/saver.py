@@ -246,6 +246,14 @@ def write_state(
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The whole state of a checkpoint, on the CPU."""
+    state = open_state(folder)
+    if "tables" in state:
+        state["tables"] = {name: table.read() for name, table in state["tables"].items()}
+    return state
+
+
+def open_state(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint, whose tables are SavedTables: their rows are not read yet."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not there on {socket.gethostname()}. Every host reads the checkpoint when a run "
@@ -255,7 +263,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         # Without a template: a parameter that never had a gradient has no optimizer state, which a
         # template could not know.
         state = safe_reader.read(folder)
-        tables = table_files.read(folder)
+        tables = table_files.find(folder)
     except CheckpointError:
         raise
     except Exception as error:
@@ -301,8 +309,9 @@ def _reason(error: BaseException) -> str:
 
 
 def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> dict[str, Any]:
-    """Put a checkpoint into the model, the optimizer, the scheduler and the learner. Returns all of it."""
-    state = read_state(Path(folder))
+    """Put a checkpoint into the model, the optimizer, the scheduler and the learner. Returns all of
+    it; tables as SavedTables."""
+    state = open_state(Path(folder))
     try:
         put_state(state, trained, learner)
     except (KeyError, RuntimeError, ValueError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.lib import format as numpy_format
 from torch import Tensor
 
 from manyhands.errors import CheckpointError
@@ -104,8 +106,37 @@ def begin(folder: Path, run: Path, tables: Tables, chain: Chain) -> Part:
     return Part(tables.state_dict(), Chain(), links)
 
 
-def read(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """The tables of a checkpoint, each in one piece."""
+@dataclass(frozen=True)
+class SavedTable:
+    """A table of a checkpoint. Of several workers that share one, the first alone reads it."""
+
+    files: tuple[Path, ...]
+
+    @property
+    def dim(self) -> int:
+        """Numbers in a row; reads no row."""
+        try:
+            with zipfile.ZipFile(self.files[0]) as arrays, arrays.open("rows.npy") as head:
+                numpy_format.read_magic(head)
+                shape, _, _ = numpy_format.read_array_header_1_0(head)
+            return int(shape[1])
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def read(self) -> dict[str, Tensor]:
+        """All of it, in one piece."""
+        try:
+            return _together([_load(file) for file in self.files])
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        where = self.files[0].parent
+        return CheckpointError(f"{where} does not read: {type(error).__name__}: {error}")
+
+
+def find(folder: Path) -> dict[str, SavedTable]:
+    """The tables of a checkpoint, of which no row is read yet."""
     if not (folder / INDEX).exists():
         return {}
     files = json.loads((folder / INDEX).read_text())
@@ -113,7 +144,7 @@ def read(folder: Path) -> dict[str, dict[str, Tensor]]:
         if Path(file).name != file:
             raise CheckpointError(f"{folder / INDEX} names {file!r}, which is not a file of it.")
     return {
-        name: _together([_load(folder / file) for file in names]) for name, names in files.items()
+        name: SavedTable(tuple(folder / file for file in names)) for name, names in files.items()
     }
 
 

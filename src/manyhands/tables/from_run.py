@@ -22,7 +22,8 @@ from manyhands.state.checkpoints import choose
 from manyhands.state.dense import dense_state, load_dense_state
 from manyhands.state.files import file_digest
 from manyhands.state.runs import Run
-from manyhands.state.saver import read_state
+from manyhands.state.saver import open_state, read_state
+from manyhands.state.table_files import SavedTable
 from manyhands.tables.modules import ANCHOR, tables_of
 from manyhands.tables.spec import Table
 
@@ -90,7 +91,7 @@ def begin_with(folder: str, model: nn.Module, tables: Tables | None, *, model_of
     """Let a training begin with the weights of a checkpoint; all else of it does not count."""
     try:
         put_weights(
-            read_state(Path(folder)), model, tables, source=folder, model_of=model_of, anew=True
+            open_state(Path(folder)), model, tables, source=folder, model_of=model_of, anew=True
         )
     except CheckpointError as error:
         raise UsageError(f"--init-from: {error}") from error
@@ -133,9 +134,9 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _rows_in(tables: Mapping[str, Table | Mapping[str, Tensor]]) -> dict[str, str]:
+def _rows_in(tables: Mapping[str, Table | SavedTable | Mapping[str, Tensor]]) -> dict[str, str]:
     dims = {
-        name: table.dim if isinstance(table, Table) else table["rows"].shape[1]
+        name: table.dim if isinstance(table, Table | SavedTable) else table["rows"].shape[1]
         for name, table in tables.items()
     }
     return {name: f"rows of {dim}" for name, dim in dims.items()}

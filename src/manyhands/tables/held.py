@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import JobError
+from manyhands.state.table_files import SavedTable
 from manyhands.tables.basket import Basket, Sparse, together
 from manyhands.tables.chunk import Chunk, Weights, fitted, untrained
 from manyhands.tables.modules import RowModel, TableHolder, bind, tables_of
@@ -43,6 +44,28 @@ class _Noted:
     rows: Tensor
 
 
+@dataclass(frozen=True)
+class Pending:
+    """Rows for a table that is not made yet: where it will be is not known, and others may make it."""
+
+    source: Chunk | SavedTable | Mapping[str, Tensor]
+    spec: Table | None = None
+    """Given if the table's optimizer may be another than that of the source."""
+    anew: bool = False
+    """If true, a training begins with these rows, and only they count."""
+
+    def chunk(self) -> Chunk:
+        chunk = self.source
+        if not isinstance(chunk, Chunk):
+            tensors = chunk.read() if isinstance(chunk, SavedTable) else chunk
+            chunk = Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
+        if self.spec is None:
+            return chunk
+        if self.anew:
+            return untrained(chunk.without_optimizer(0), self.spec, now=0)
+        return fitted(chunk, self.spec)
+
+
 class Tables:
     def __init__(self, specs: Mapping[str, Table], *, seed: int) -> None:
         self.specs = dict(specs)
@@ -64,7 +87,7 @@ class Tables:
         self._salts: dict[str, int] = {}
         """Of tables whose initial rows are not made from the seed and their name: loaded ones."""
         self._stores: dict[str, Store] = {}
-        self._saved: dict[str, Chunk] = {}
+        self._saved: dict[str, Pending] = {}
         self._noted: list[_Noted] = []
         self._touched: dict[str, TouchedRows] = {}
 
@@ -91,7 +114,8 @@ class Tables:
                 if bound is None or not isinstance(bound.access, Tables):
                     continue
                 if bound.access.changed and names[id(table)] not in self._saved:
-                    self._put(names[id(table)], *bound.access.whole(bound.name))
+                    chunk, salt = bound.access.whole(bound.name)
+                    self._put(names[id(table)], Pending(chunk), salt)
 
     # Where the rows are -------------------------------------------------------------------------
 
@@ -134,7 +158,7 @@ class Tables:
         )
         before = self._stores.pop(name, None)
         if (saved := self._saved.pop(name, None)) is not None:
-            store.load(saved)
+            store.load(saved.chunk())
         if before is not None:
             store.load(before.export())
             before.close()
@@ -290,25 +314,14 @@ class Tables:
             )
         self.close()
         # Not before it is known where they will be: in a cluster one process alone needs them.
-        self._saved = {
-            name: Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
-            for name, tensors in state.items()
-        }
+        self._saved = {name: Pending(given) for name, given in state.items()}
         self.changed = True
 
     def load_rows(self, state: Mapping[str, Any], *, anew: bool) -> None:
         """As load_state_dict, for tables whose optimizers may be others. `anew`: these rows are where a
         training begins, and nothing else counts."""
-        chunks = {
-            name: Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
-            for name, tensors in state.items()
-        }
-        for name, chunk in chunks.items():
-            spec, salt = self.specs[name], self.salt(name)
-            if anew:
-                self.put_weights(name, chunk.without_optimizer(salt))
-            else:
-                self._put(name, fitted(chunk, spec), salt)
+        for name, given in state.items():
+            self._put(name, Pending(given, self.specs[name], anew=anew), self.salt(name))
 
     # As part of a model's state dict ------------------------------------------------------------
 
@@ -317,20 +330,29 @@ class Tables:
         if name in self._stores:
             return self._stores[name].weights()
         if name in self._saved:
-            return self._saved[name].without_optimizer(self.salt(name))
+            return self._read_saved(name).without_optimizer(self.salt(name))
         none = np.empty((0, self.specs[name].dim), np.float32)
         return Weights(np.empty(0, np.int64), none, none, self.salt(name))
 
     def put_weights(self, name: str, weights: Weights) -> None:
         """Let these be all rows of a table. Its optimizer begins anew."""
-        self._put(name, untrained(weights, self.specs[name], now=self.now), weights.salt)
+        chunk = untrained(weights, self.specs[name], now=self.now)
+        self._put(name, Pending(chunk), weights.salt)
 
     def whole(self, name: str) -> tuple[Chunk, int]:
         """All rows of a table with all that belongs to them, and its salt."""
-        chunk = self._stores[name].export() if name in self._stores else self._saved.get(name)
-        if chunk is None:
+        if name in self._stores:
+            chunk = self._stores[name].export()
+        elif name in self._saved:
+            chunk = self._read_saved(name)
+        else:
             chunk = untrained(self.weights(name), self.specs[name], now=self.now)
         return chunk, self.salt(name)
+
+    def _read_saved(self, name: str) -> Chunk:
+        chunk = self._saved[name].chunk()
+        self._saved[name] = Pending(chunk)  # it will be wanted again
+        return chunk
 
     def salt(self, name: str) -> int:
         """What initial rows of a table are made from."""
@@ -354,7 +376,7 @@ class Tables:
                 value = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, value)
         return value
 
-    def _put(self, name: str, chunk: Chunk, salt: int) -> None:
+    def _put(self, name: str, rows: Pending, salt: int) -> None:
         store = self._stores.get(name)
         if store is not None:
             if store.shared:
@@ -363,13 +385,13 @@ class Tables:
                     "model.load_state_dict(...)  before  hands.prepare(model, optimizer)."
                 )
             self._stores.pop(name).close()
-        self._saved[name] = chunk
+        self._saved[name] = rows
         self._salts[name] = salt
         self.changed = True
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the rows, wherever they are."""
-        saved = {name: self.whole(name)[0] for name in self.specs}
+        saved = {name: Pending(self.whole(name)[0]) for name in self.specs}
         return {
             **vars(self),
             "_stores": {},

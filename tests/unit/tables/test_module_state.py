@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.errors import JobError
+from manyhands.errors import CheckpointError, JobError
 from manyhands.state.dense import dense_state, load_dense_state
 from manyhands.state.saver import gather_state, put_state
+from manyhands.state.table_files import SavedTable
 from manyhands.strategies.single import SingleLearner
 from manyhands.tables.held import Tables
 from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
@@ -249,3 +251,15 @@ def test_a_checkpoint_has_rows_once() -> None:
     state = gather_state(trainee, SingleLearner())
     assert list(state["model"]) == ["2.weight", "2.bias"]
     put_state({**state, "tables": {}}, trainee, SingleLearner(), tables=False)
+
+
+def test_who_shares_a_table_of_another_reads_no_row_of_a_checkpoint(tmp_path: Path) -> None:
+    first, second = (Tables.of(model(lr=0.1), seed=3) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    second.load_state_dict({"0": SavedTable((tmp_path / "gone.npz",))})
+    second.attach(first.share())
+    assert second.look("0", torch.tensor([1])).shape == (1, 4)
+    first.load_state_dict({"0": SavedTable((tmp_path / "gone.npz",))})
+    with pytest.raises(CheckpointError, match=r"does not read: .*gone\.npz"):
+        first.look("0", torch.tensor([1]))
