@@ -14,6 +14,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkClosed           1   the other side is gone
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
+├── ProtocolError            1   a message of a member that makes no sense
 ├── CoordinatorLost         70   an agent's coordinator has ended without a word
 ├── LabError                 1   a lab of hosts that can't be made here, or is gone
 ├── PeerLost                 1   a collective failed because another member went away
@@ -44,6 +45,7 @@ __all__ = [
     "ManyhandsError",
     "MemberFailed",
     "PeerLost",
+    "ProtocolError",
     "RecordError",
     "RunFolderError",
     "SpecError",
@@ -109,6 +111,10 @@ class LinkTimeout(LinkError):
 
 
 class BadFrame(LinkError):
+    pass
+
+
+class ProtocolError(ManyhandsError):
     pass
 
 

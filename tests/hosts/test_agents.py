@@ -82,7 +82,13 @@ class Scene:
         return next(happening for happening in self.heard if wanted(happening))
 
     def ready(self, name: str) -> None:
-        self.hear(lambda h: isinstance(h, Said) and h.member == name and h.head["kind"] == "ready")
+        def is_ready(happening: Happening) -> bool:
+            match happening:
+                case Said(member, {"kind": "ready"}):
+                    return member == name
+            return False
+
+        self.hear(is_ready)
 
     def exit_of(self, name: str) -> int:
         return int(self.hear(lambda h: isinstance(h, Exited) and h.member == name).exit_code)

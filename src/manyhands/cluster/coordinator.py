@@ -4,7 +4,8 @@ Everything that happens arrives in one inbox, in order: what members say, that a
 process ended, that a signal came. One thread (the caller's) takes from it and decides; the threads
 behind it only wait: one on the listening socket, one a member on its link, one a member on its exit.
 
-It knows nothing of training: orders and reports are dicts that pass through.
+It knows nothing of training: orders are dicts that pass through, and reports are read by `parse`. A member
+whose message makes no sense is hung up on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,19 @@ from typing import Any
 from manyhands.cluster.interfaces import is_any
 from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.log_stream import CHUNK_BYTES
+from manyhands.cluster.messages import OF_MEMBERS, Beat, Bye, Hello, Post, read_kind
 from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.stop_signals import on_stop_signals
 from manyhands.cluster.strangers import Strangers
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
-from manyhands.errors import LinkError, ManyhandsError, UsageError
+from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
 from manyhands.threads import describe, start_thread
 from manyhands.wire import Authority, Credentials, Limits, Link, Listener
 from manyhands.wire.address import parse_address
 
+OWN_KINDS = ("hello", "beat", "post", "bye")
+"""What is a matter of membership; the rest is for `parse`."""
 MAX_POSTED = 10_000
 """Facts on the board; the oldest is forgotten for the next."""
 
@@ -39,11 +43,20 @@ MAX_POSTED = 10_000
 @dataclass(frozen=True)
 class Said:
     member: str
-    head: dict[str, Any]
+    message: Any
+    """A dataclass of messages.py, or what `Coordinator.parse` made of it."""
 
 
 @dataclass(frozen=True)
 class LinkLost:
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """A member has said something that makes no sense. Its link is closed."""
+
     member: str
     reason: str
 
@@ -73,7 +86,7 @@ class Broke:
     error: BaseException
 
 
-Happening = Said | LinkLost | Exited | Signalled | Told | Broke
+Happening = Said | LinkLost | Garbage | Exited | Signalled | Told | Broke
 
 
 @dataclass
@@ -124,6 +137,8 @@ class Coordinator:
         self.timeouts = timeouts or Timeouts()
         self.members: dict[str, Attendance] = {}
         self.view: View | None = None
+        self.parse: Callable[[Mapping[str, Any]], Any] = lambda head: head
+        """What members say beyond membership, in the thread that hears it; raises ProtocolError."""
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
         self._scratch = Scratch()
         self.scratch = self._scratch.path
@@ -224,7 +239,10 @@ class Coordinator:
         except queue.Empty:
             return None
         self._note(happening)
-        if isinstance(happening, Said | LinkLost) and self.members[happening.member].unheard:
+        if (
+            isinstance(happening, Said | LinkLost | Garbage)
+            and self.members[happening.member].unheard
+        ):
             return None
         return happening
 
@@ -244,6 +262,13 @@ class Coordinator:
                 link.send({"kind": kind, **fields})
         except LinkError:
             pass
+
+    def hang_up(self, name: str) -> None:
+        """Nothing that it says counts any more."""
+        member = self.members[name]
+        member.unheard = True
+        if member.link is not None:
+            member.link.close()
 
     def form_view(self, seats: Iterable[Seat]) -> View:
         """The next view, told to all of its members."""
@@ -305,21 +330,16 @@ class Coordinator:
             member.exit_code = happening.exit_code
         elif isinstance(happening, Said):
             member.heard = time.monotonic()
-            match happening.head:
-                case {
-                    "kind": "beat",
-                    "phase": str(phase),
-                    "since_s": float(since),
-                    "ticks": int(ticks),
-                }:
-                    member.phase, member.phase_since_s, member.ticks = phase, since, ticks
-                case {"kind": "bye"}:
+            match happening.message:
+                case Beat(phase, since_s, ticks):
+                    member.phase, member.phase_since_s, member.ticks = phase, since_s, ticks
+                case Bye():
                     member.left = True
-                case {"kind": "hello"}:
+                case Hello():
                     # It may come late, and want to know what was posted before.
                     for key, value in self._board.items():
                         self.say(member.name, "posted", key=key, value=value)
-                case {"kind": "post", "key": str(key), "value": str(value)}:
+                case Post(key, value):
                     self._board[key] = value
                     if len(self._board) > MAX_POSTED:
                         del self._board[next(iter(self._board))]
@@ -351,16 +371,31 @@ class Coordinator:
         except LinkError:
             link.close()
             return
-        self._inbox.put(Said(member.name, hello))
+        except Exception as error:  # of whoever has said what nobody foresaw
+            link.close()
+            self._tell(f"a connection of {link.peer} was dropped: {describe(error)}")
+            return
+        head = hello
         while True:
             try:
-                self._inbox.put(Said(member.name, link.recv().head))
+                self._inbox.put(Said(member.name, self._parse(head)))
+                head = link.recv().head
+            except ProtocolError as error:
+                link.close()
+                self._inbox.put(Garbage(member.name, str(error)))
+                member.read_out.set()
+                return
             except Exception as error:  # of any kind: nothing more is heard of this member
                 link.close()
                 known = isinstance(error, LinkError)
                 self._inbox.put(LinkLost(member.name, str(error) if known else describe(error)))
                 member.read_out.set()
                 return
+
+    def _parse(self, head: Mapping[str, Any]) -> Any:
+        if head.get("kind") in OWN_KINDS:
+            return read_kind(OF_MEMBERS, head)
+        return self.parse(head)
 
     def _reap(self, member: Attendance) -> None:
         code = member.handle.wait()

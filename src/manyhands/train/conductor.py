@@ -21,6 +21,7 @@ from manyhands.cluster.coordinator import (
     Broke,
     Coordinator,
     Exited,
+    Garbage,
     Happening,
     LinkLost,
     Said,
@@ -30,12 +31,14 @@ from manyhands.cluster.coordinator import (
     signal_name,
 )
 from manyhands.cluster.launchers import cores
+from manyhands.cluster.messages import Beat, Failed
 from manyhands.errors import (
     CheckpointError,
     Diverged,
     Interrupted,
     ManyhandsError,
     MemberFailed,
+    ProtocolError,
     UsageError,
     WeightsLost,
 )
@@ -61,8 +64,23 @@ from manyhands.train.facts import (
 from manyhands.train.failures import Failure, FirstFailure, Grade
 from manyhands.train.handout import Handout, make_handout
 from manyhands.train.injector import Injector
+from manyhands.train.messages import (
+    CaughtUp,
+    Evaluated,
+    Joined,
+    Left,
+    Ready,
+    Rehearsed,
+    Report,
+    Saved,
+    Saving,
+    Settled,
+    Steps,
+    Stopped,
+    Torn,
+    parse,
+)
 from manyhands.train.options import Options
-from manyhands.train.reports import Row
 from manyhands.train.shelf import Shelf
 from manyhands.train.stuck import StuckWatch
 from manyhands.train.tally import Tally
@@ -92,6 +110,7 @@ class Conductor:
     ) -> None:
         """`before`: in whose training the weights were lost; all begin again from the checkpoint."""
         self.coordinator = coordinator
+        coordinator.parse = parse
         self.options = options
         self.run = run
         self.stream = stream
@@ -124,7 +143,7 @@ class Conductor:
         self._resumed_from = checkpoint
         self._on_ready = on_ready
         self._tick = tick
-        self._evaluation: dict[str, Mapping[str, Any]] = {}
+        self._evaluation: dict[str, Evaluated] = {}
         self._rehearsed: set[str] = set()
         self._stopped: set[str] = set()
         self._leaving = False
@@ -316,19 +335,13 @@ class Conductor:
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()
         match happening:
-            case Said(member, {"kind": "ready"} as facts):
-                self._progress = now
-                self._on_member_ready(member, facts)
-            case Said(member, {"kind": "report"} as report):
-                self._progress = now
-                self._on_report(member, report)
-            case Said(member, {"kind": "beat", "ticks": int(ticks)} as beat):
-                self._on_beat(member, beat)
-                if ticks != self._ticks.get(member, 0):
-                    self._ticks[member] = ticks
-                    self._progress = now
-            case Said(member, {"kind": "failed"} as said):
-                self._on_failed(member, said)
+            case Said(member, message):
+                try:
+                    self._on_said(member, message)
+                except ProtocolError as error:
+                    self._distrust(member, str(error))
+            case Garbage(member, reason):
+                self._distrust(member, reason)
             case LinkLost(member, reason) if not self.coordinator.members[member].left:
                 if self._goes_on:
                     self.crew.cut_off(member)
@@ -348,18 +361,37 @@ class Conductor:
                     f"A thread of the coordinator failed: {describe(error)}"
                 ) from error
 
-    def _on_beat(self, member: str, beat: Mapping[str, Any]) -> None:
-        match beat:
-            case {"ticks": int(ticks), "step": int(step), "doing": str(doing)}:
-                now, busy = time.monotonic(), beat.get("busy") is True
-                moves = self._stuck.hear(
-                    member, step=step, doing=doing, ticks=ticks, now=now, busy=busy
-                )
-                if moves is not None:
-                    self._notice(f"{member} {moves}")
+    def _on_said(self, member: str, message: Any) -> None:
+        match message:
+            case Ready():
+                self._progress = time.monotonic()
+                self._on_member_ready(member, message)
+            case Report():
+                self._progress = time.monotonic()
+                self._on_report(member, message)
+            case Beat():
+                self._on_beat(member, message)
+            case Failed():
+                self._on_failed(member, message)
 
-    def _on_member_ready(self, member: str, facts: Facts) -> None:
-        crew = self.crew
+    def _on_beat(self, member: str, beat: Beat) -> None:
+        now = time.monotonic()
+        moves = self._stuck.hear(
+            member, step=beat.step, doing=beat.doing, ticks=beat.ticks, now=now, busy=beat.busy
+        )
+        if moves is not None:
+            self._notice(f"{member} {moves}")
+        if beat.ticks != self._ticks.get(member, 0):
+            self._ticks[member] = beat.ticks
+            self._progress = now
+
+    def _on_member_ready(self, member: str, ready: Ready) -> None:
+        crew, seat = self.crew, ready.seat
+        if (seat.name, seat.role) != (member, crew.role(member)):
+            raise ProtocolError(f"it takes the seat of {seat.name[:80]!r}, a {seat.role[:80]!r}")
+        if crew.is_worker(member) and ready.facts is None:
+            raise ProtocolError("it is ready, and says nothing of its job")
+        facts: Facts = ready.facts or {"seat": vars(seat)}
         if crew.is_worker(member) and not crew.is_new(member):
             # At the first: others may take their time.
             check_job(
@@ -378,38 +410,40 @@ class Conductor:
             self.stream.emit(ready_event(member, facts, self.course.syllabus))
         crew.ready[member] = facts
 
-    def _on_report(self, member: str, report: Mapping[str, Any]) -> None:
+    def _on_report(self, member: str, report: Report) -> None:
+        if self.coordinator.view is None or self._handout is None:
+            raise ProtocolError(f"it reports {type(report).__name__!r} before there is a view")
         # Of a view that is being joined nothing but that is told; of older ones only what was done.
-        current = report.get("view", self._view) == self._view
+        current = report.view == self._view
         match report:
-            case {"what": "joined"}:
+            case Joined():
                 self.crew.join(member, report)
-            case {"what": "caught_up"} if current:
+            case CaughtUp() if current:
                 self.crew.listening.discard(member)
-            case {"what": "rehearsed"}:
+            case Rehearsed():
                 self._rehearsed.add(member)
-            case {"what": "steps", "rows": list(rows)} if current:
-                for row in rows:
-                    self.handout.add(member, Row(*row))
+            case Steps() if current:
+                for row in report.rows:
+                    self.handout.add(member, row)
                 self._commit_steps()
-            case {"what": "evaluated"} if current and not self.crew.joining:
+            case Evaluated() if current and not self.crew.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()
-            case {"what": "stopped"} if current and not self.crew.joining:
+            case Stopped() if current and not self.crew.joining:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.handout.members):
                     self._leaving = True
                     self.crew.dismiss()
                     self.handout.tell_all(order="leave")
-            case {"what": "torn", "peer": str(peer)}:
-                if self._goes_on and not self._leaving and report["view"] == self.crew.view.number:
-                    self.crew.meet_again(member, peer)
-            case {"what": "left", "settled": {"pushes": dict(pushes)}}:
-                self.tally.pushes = pushes
-            case {"what": "saving", "step": int(step)}:
-                self.handout.saving(member, step)
-            case {"what": "saved", "step": int(step)}:
-                self.shelf.written(member, step, report)
+            case Torn():
+                if self._goes_on and not self._leaving and report.view == self.crew.view.number:
+                    self.crew.meet_again(member, report.peer)
+            case Left(settled=Settled(pushes=pushes)) if pushes:
+                self.tally.pushes = dict(pushes)
+            case Saving():
+                self.handout.saving(member, report.step)
+            case Saved():
+                self.shelf.written(member, report.step, report)
                 self.shelf.settle(self.handout.course)
 
     def _commit_steps(self) -> None:
@@ -465,24 +499,35 @@ class Conductor:
         """A death is not the end of the run."""
         return self.options.manner.goes_on and self.tally.trains and not self.options.rehearse
 
-    def _on_failed(self, member: str, said: Mapping[str, Any]) -> None:
+    def _distrust(self, member: str, why: str) -> None:
+        """A member has sent what makes no sense: it is not listened to any more, and ended."""
+        self.coordinator.hang_up(member)
+        reason = f"sent a report that makes no sense: {why}"
+        if not self._goes_on:
+            self._failures.add(Failure(member, reason, by_chance=True), time.monotonic())
+        elif self.crew.is_new(member) and not self._leaving:
+            self.crew.give_up(member, reason)
+        else:
+            self.crew.end(member, reason)
+
+    def _on_failed(self, member: str, said: Failed) -> None:
         """A member says why it ends."""
         if self._goes_on and self.crew.is_new(member):
             if not self._leaving:
-                self.crew.give_up(member, said["reason"])
+                self.crew.give_up(member, said.reason)
             return
-        if self._goes_on and said["consequence"]:
-            self.crew.suspect(member, said["reason"])
+        if self._goes_on and said.consequence:
+            self.crew.suspect(member, said.reason)
             return
         self._failures.add(
             Failure(
                 member,
-                said["reason"],
-                said["traceback"],
-                grade=Grade.CONSEQUENCE if said["consequence"] else Grade.CAUSE,
-                usage=said["usage"],
-                exit_code=said["exit_code"] or 1,  # leaving early is no success
-                by_chance=said["weights_lost"],
+                said.reason,
+                said.traceback,
+                grade=Grade.CONSEQUENCE if said.consequence else Grade.CAUSE,
+                usage=said.usage,
+                exit_code=said.exit_code & 0xFF or 1,  # leaving early is no success
+                by_chance=said.weights_lost,
             ),
             time.monotonic(),
         )

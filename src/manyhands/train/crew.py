@@ -23,8 +23,9 @@ from typing import Any
 
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.view import SERVER, WORKER, Seat, View
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, ProtocolError
 from manyhands.train.facts import Facts
+from manyhands.train.messages import Joined
 from manyhands.train.options import Options
 from manyhands.train.reports import PartKey, Sums
 from manyhands.watch import events
@@ -48,7 +49,7 @@ class Crew:
         """`before`: those of whom nobody was left that had the weights."""
         self.ready: dict[str, Facts] = {}
         """What each member said when it was ready, also of those that are gone."""
-        self.joined: dict[str, Mapping[str, Any]] = {}
+        self.joined: dict[str, Joined] = {}
         """The reports of those that have joined the newest view."""
         self.listening: set[str] = set()
         """Workers that take part, and have not got the weights of the others yet."""
@@ -120,6 +121,9 @@ class Crew:
             return [name for name in self._roles if name not in self.ready]
         return [n for n in self.view.names if n not in self.joined] if self._joining else []
 
+    def role(self, member: str) -> str:
+        return self._roles[member]
+
     def is_worker(self, member: str) -> bool:
         return self._roles[member] == WORKER
 
@@ -152,10 +156,12 @@ class Crew:
         """The first view."""
         self._form(self._roles)
 
-    def join(self, member: str, report: Mapping[str, Any]) -> None:
-        if report["view"] == self.view.number:  # else there is a newer one already
+    def join(self, member: str, report: Joined) -> None:
+        if report.view == self.view.number:  # else there is a newer one already
+            if member not in self.view.names:
+                raise ProtocolError(f"it joins view {report.view}, which is without it")
             self.joined[member] = report
-            (self.listening.add if report.get("catching_up") else self.listening.discard)(member)
+            (self.listening.add if report.catching_up else self.listening.discard)(member)
 
     def count_view(self) -> float | None:
         """All have joined: from now on the view counts. Seconds since a death, if that was why."""
@@ -169,7 +175,7 @@ class Crew:
             events.ViewChanged(
                 view=self.view.number,
                 members=self.view.names,
-                transport=self.joined[self.view.names[0]]["transport"],
+                transport=self.joined[self.view.names[0]].transport,
                 placement=self._placement(),
                 servers=len(self.view.seats) - self.view.world,
             )
@@ -179,9 +185,9 @@ class Crew:
     def applied(self) -> dict[PartKey, Sums | None]:
         """The parts that are in the weights, by what those say who have joined the view; and weight and loss
         of each, where they know them."""
-        told = [report["settled"] for report in self.joined.values() if report.get("settled")]
+        told = [report.settled for report in self.joined.values() if report.settled is not None]
         found: dict[PartKey, Sums | None] = {}
-        for step, part, *sums in (each for settled in told for each in settled["applied"]):
+        for step, part, *sums in (each for settled in told for each in settled.applied):
             if sums or (step, part) not in found:
                 found[step, part] = (sums[0], sums[1]) if sums else None
         return found
@@ -189,7 +195,7 @@ class Crew:
     @property
     def whole_steps(self) -> bool:
         """Those who have joined the view want no parts of steps."""
-        return any(report.get("whole_steps") for report in self.joined.values())
+        return any(report.whole_steps for report in self.joined.values())
 
     # Those that are lost ----------------------------------------------------------------------
 
@@ -491,5 +497,5 @@ class Crew:
             member.handle.kill()
 
     def _placement(self) -> str:
-        told = (str(self.joined[name].get("placement", "")) for name in self.view.names)
+        told = (self.joined[name].placement for name in self.view.names)
         return next((placement for placement in told if placement), "")

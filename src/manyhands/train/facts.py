@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.errors import JobError, UsageError
 from manyhands.train.course import Course, Syllabus
+from manyhands.train.messages import Evaluated
 from manyhands.train.monitor import (
     Monitor,
     lower_is_better,
@@ -184,9 +185,13 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
     )
 
 
-def evaluated_event(parts: Sequence[Mapping[str, Any]], course: Course) -> events.Evaluated:
+def evaluated_event(parts: Sequence[Evaluated], course: Course) -> events.Evaluated:
     """All workers have evaluated their parts: the course hears of it, too."""
     samples, metrics = combine(parts)
+    if (name := course.syllabus.monitor.name) not in metrics:
+        raise JobError(
+            f"monitor is {name!r}, and the evaluation gave {', '.join(metrics) or 'none'}."
+        )
     step, epoch = course.step, course.epoch
     return events.Evaluated(
         step=step,
@@ -194,7 +199,7 @@ def evaluated_event(parts: Sequence[Mapping[str, Any]], course: Course) -> event
         samples=samples,
         metrics=metrics,
         best=course.evaluated(metrics),
-        seconds=max(part["seconds"] for part in parts),
+        seconds=max(part.seconds for part in parts),
     )
 
 

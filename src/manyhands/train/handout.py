@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.cluster.view import View
+from manyhands.errors import ProtocolError
 from manyhands.train.brakes import Meter
 from manyhands.train.course import Checkpoint, Course, Evaluate, Order, StepPlan, Steps, Stop, Wait
 from manyhands.train.leases import Range
@@ -112,10 +113,10 @@ class Handout(ABC):
             self._tell(name, order)
 
     def _time(self, member: str, row: Row) -> None:
-        if row.compute_s is not None:
+        samples = self.gathering.samples((row.step, row.part))
+        if row.compute_s is not None and samples:
             left_out = row.left_out[row.part] if row.left_out else 0
-            samples = self.gathering.samples((row.step, row.part)) - left_out
-            self.pace.note(member, samples, row.compute_s)
+            self.pace.note(member, samples - left_out, row.compute_s)
 
     def _seat(self, view: View) -> None:
         self.members = view.names
@@ -194,7 +195,9 @@ class InStep(Handout):
         return not len(self.gathering) and not self.course.awaiting and not self._shelf.unstarted
 
     def add(self, member: str, row: Row) -> None:
-        assert not row.dropped, f"{member} left out its share of step {row.step}, in lockstep"
+        if row.dropped:
+            raise ProtocolError(f"it left out its share of step {row.step}, in lockstep")
+        self.gathering.check(row)
         self._time(member, row)
         self.gathering.add(member, row)
 
@@ -273,6 +276,7 @@ class InParts(Handout):
         return not self._queue.in_hand and not self._given
 
     def add(self, member: str, row: Row) -> None:
+        self.gathering.check(row)
         # Only what is in this member's hand: a part that was given to another counts when that one
         # reports it.
         if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):

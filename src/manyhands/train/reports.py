@@ -10,13 +10,16 @@ workers' parts.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
+from manyhands.errors import ProtocolError
 from manyhands.train.course import StepPlan
 from manyhands.train.leases import Range, Ranges, split
 from manyhands.train.measures import means
+from manyhands.wire.fields import Count, Seconds, Weight
 
 PartKey = tuple[int, int]
 """(step, part)"""
@@ -30,21 +33,21 @@ Sums = tuple[float, float]
 class Row:
     """One member's report of one part of one step, as it travels."""
 
-    step: int
-    weight: float
+    step: Count
+    weight: Weight
     loss_sum: float
     lr: float
-    step_s: float
-    compute_s: float | None
-    wait_s: float | None
-    bytes_sent: int
-    part: int = 0
-    staleness: int = 0
+    step_s: Seconds
+    compute_s: Seconds | None
+    wait_s: Seconds | None
+    bytes_sent: Count
+    part: Count = 0
+    staleness: Count = 0
     dropped: bool = False
     """Left out of the weights."""
-    left_out: Sequence[int] = ()
+    left_out: Sequence[Count] = ()
     """Of every part of the step, the samples at its end that are not in the weights; empty: all are."""
-    measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    measures: Mapping[str, tuple[float, Weight]] = field(default_factory=dict)
     """What the job has logged: name to [sum of value times weight, weight]."""
 
 
@@ -163,6 +166,19 @@ class Gathering:
         self._count_down(row.step)
         return True
 
+    def check(self, row: Row) -> None:
+        """Refuse what can't be of an open step."""
+        step = self._open.get(row.step)
+        if step is None or not row.left_out:
+            return
+        parts = step.parts
+        sizes = [self.samples((row.step, number)) for number in sorted(parts)]
+        fits = len(row.left_out) == len(sizes) and all(map(operator.le, row.left_out, sizes))
+        if not fits or row.part not in parts:
+            raise ProtocolError(
+                f"of step {row.step}, in parts of {sizes}, it leaves out {list(row.left_out)[:80]}"
+            )
+
     def samples(self, key: PartKey) -> int:
         """How many an open part has; 0 if it is not open."""
         part = self._part(key)
@@ -276,6 +292,15 @@ def _cut_off(ranges: Sequence[Range], count: int) -> list[list[Range]]:
     return split(ranges, [total - count, count])
 
 
-def combine(parts: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
+class Evaluation(Protocol):
+    """A worker's part of an evaluation."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def sums(self) -> Mapping[str, tuple[float, float]]: ...
+
+
+def combine(parts: Sequence[Evaluation]) -> tuple[int, dict[str, float]]:
     """All workers' parts of an evaluation, as (samples, metrics)."""
-    return sum(part["samples"] for part in parts), means([part["sums"] for part in parts])
+    return sum(part.samples for part in parts), means([part.sums for part in parts])

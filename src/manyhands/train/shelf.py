@@ -8,15 +8,15 @@ are not finite is not written at all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from manyhands.errors import CheckpointError
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.train.course import Checkpoint, Course
+from manyhands.train.messages import Saved
 from manyhands.train.options import Options
 from manyhands.watch import events
 from manyhands.watch.sinks import Stream
@@ -39,7 +39,7 @@ class Shelf:
         self._stream = stream
         self._options = options
         self._expected: dict[int, Expected] = {}
-        self._written: dict[int, Mapping[str, Any]] = {}
+        self._written: dict[int, Saved] = {}
         self._lost: set[int] = set()
         self.newest = f"checkpoints/{newest.name}" if newest else None
         """Relative to the run folder."""
@@ -75,7 +75,7 @@ class Shelf:
         if expected is not None and expected.writer == member:
             expected.started = True
 
-    def written(self, member: str, step: int, report: Mapping[str, Any]) -> None:
+    def written(self, member: str, step: int, report: Saved) -> None:
         expected = self._expected.get(step)
         if expected is not None and expected.writer == member:
             self._written[step] = report
@@ -99,8 +99,8 @@ class Shelf:
         """Make those count whose every step is committed."""
         for step in [s for s in self._written if s <= course.committed_step]:
             report, expected = self._written.pop(step), self._expected.pop(step)
-            if "not_finite" in report:
-                self._pass_over(step, report["not_finite"], course)
+            if report.not_finite:
+                self._pass_over(step, report.not_finite, course)
                 continue
             try:
                 self._commit(expected, report)
@@ -126,14 +126,14 @@ class Shelf:
             what = f"The weights of step {step} are not finite ({where}): no checkpoint of them is saved"
             self._stream.emit(events.Noticed(message=f"{what}. {last}"))
 
-    def _commit(self, expected: Expected, report: Mapping[str, Any]) -> None:
+    def _commit(self, expected: Expected, report: Saved) -> None:
         order = expected.order
-        if "error" in report:
-            raise CheckpointError(report["error"])
+        if report.error:
+            raise CheckpointError(report.error)
         path = checkpoints.commit(
             self._run.path,
             order.step,
-            files=report["files"],
+            files={name: vars(facts) for name, facts in report.files.items()},
             course=order.state,
             strategy=self._options.strategy,
             workers=expected.workers,
@@ -145,8 +145,8 @@ class Shelf:
             events.CheckpointSaved(
                 step=order.step,
                 path=self.newest,
-                bytes=report["bytes"],
-                stall_s=report["stall_s"],
-                write_s=report["write_s"],
+                bytes=report.bytes,
+                stall_s=report.stall_s,
+                write_s=report.write_s,
             )
         )

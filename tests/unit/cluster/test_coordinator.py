@@ -14,6 +14,7 @@ import pytest
 
 from manyhands.cluster.coordinator import Coordinator, Said, Signalled
 from manyhands.cluster.launchers import LocalLauncher
+from manyhands.cluster.messages import Post
 from manyhands.cluster.view import Seat
 
 DEADLINE_S = 30.0
@@ -37,12 +38,14 @@ def start(coordinator: Coordinator, name: str, **assignment: Any) -> None:
     coordinator.start(name, entry="chatty", local_rank=0, threads=1, assignment=assignment)
 
 
-def await_said(coordinator: Coordinator, member: str, kind: str) -> dict[str, Any]:
+def await_said(coordinator: Coordinator, member: str, kind: str) -> Any:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         match coordinator.next(0.1):
-            case Said(name, head) if name == member and head["kind"] == kind:
-                return head
+            case Said(name, Post() as message) if name == member and kind == "post":
+                return message
+            case Said(name, {"kind": said} as message) if name == member and said == kind:
+                return message
     raise AssertionError(f"{member} did not say {kind}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -11,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.errors import ProtocolError
 from manyhands.train.course import StepPlan
 from manyhands.train.leases import Range
+from manyhands.train.messages import Evaluated
 from manyhands.train.reports import WHOLE, Committed, Gathering, Row, combine
+from manyhands.wire.fields import read
 
 
 def row(step: int, weight: float, loss: float, **changes: float) -> Row:
@@ -246,18 +250,31 @@ def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[A
     assert step.loss == 11.0 / 4.0
 
 
+def part(samples: int, sums: dict[str, list[float]]) -> Evaluated:
+    return read(Evaluated, {"view": 1, "samples": samples, "sums": sums, "seconds": 0.0})
+
+
 def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:
-    parts: list[dict[str, Any]] = [
-        {"samples": 3, "sums": {"loss": [6.0, 3.0], "accuracy": [3.0, 3.0]}},
-        {"samples": 0, "sums": {}},
-        {"samples": 1, "sums": {"loss": [6.0, 1.0], "accuracy": [0.0, 1.0], "rare": [5.0, 1.0]}},
+    parts = [
+        part(3, {"loss": [6.0, 3.0], "accuracy": [3.0, 3.0]}),
+        part(0, {}),
+        part(1, {"loss": [6.0, 1.0], "accuracy": [0.0, 1.0], "rare": [5.0, 1.0]}),
     ]
     for order in itertools.permutations(parts):
         assert combine(order) == (4, {"loss": 3.0, "accuracy": 0.75, "rare": 5.0})
 
 
 def test_an_evaluation_of_nothing_has_no_number() -> None:
-    assert combine([{"samples": 0, "sums": {}}]) == (0, {})
-    samples, metrics = combine([{"samples": 2, "sums": {"loss": [0.0, 0.0]}}])
+    assert combine([part(0, {})]) == (0, {})
+    samples, metrics = combine([part(2, {"loss": [0.0, 0.0]})])
     assert samples == 2
     assert math.isnan(metrics["loss"])
+
+
+@pytest.mark.parametrize("left_out", [[1], [0, 0, 0], [0, 10**9]])
+def test_what_a_step_does_not_have_cannot_be_left_out_of_it(left_out: list[int]) -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    with pytest.raises(ProtocolError, match="of step 1, in parts of"):
+        gathering.check(dataclasses.replace(row(1, 1.0, 2.0), left_out=left_out))
+    gathering.check(dataclasses.replace(row(7, 1.0, 2.0), left_out=left_out))  # not open: ignored

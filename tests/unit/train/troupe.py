@@ -17,6 +17,7 @@ from manyhands.state.checkpoints import partial
 from manyhands.state.runs import Run
 from manyhands.train.course import Course, StepPlan, Syllabus
 from manyhands.train.handout import make_handout
+from manyhands.train.messages import Saved
 from manyhands.train.options import Manner, Options
 from manyhands.train.reports import Committed, PartKey, Row
 from manyhands.train.shelf import Shelf
@@ -204,8 +205,7 @@ class Troupe:
         assert self._writing is not None
         name, step = self._writing
         self._writing = None
-        done = {"files": {}, "bytes": 0, "stall_s": 0.0, "write_s": 0.0}
-        self.shelf.written(name, step, done)
+        self.shelf.written(name, step, Saved(view=1, step=step))
         self.shelf.settle(self.course)
 
 

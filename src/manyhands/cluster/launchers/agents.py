@@ -27,12 +27,14 @@ from manyhands.cluster.launchers.base import Ground, Handle, Launcher, Start
 from manyhands.cluster.launchers.posts import AgentPost, OwnPost, Post
 from manyhands.cluster.log_stream import LogFiles
 from manyhands.cluster.machine import Machine, unfit
+from manyhands.cluster.messages import AgentHello
 from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.view import SERVER, WORKER
-from manyhands.errors import LinkError, ManyhandsError, UsageError
+from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
 from manyhands.threads import describe, start_thread
 from manyhands.wire import Link, parse_address
+from manyhands.wire.fields import read
 
 logger = logging.getLogger("manyhands.cluster")
 
@@ -149,8 +151,12 @@ class AgentLauncher(Launcher):
     def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
         try:
             post = self._engage(link, hello)
-        except (LinkError, KeyError, TypeError, ValueError, AttributeError):
-            link.close()  # it is gone, or not one of ours
+        except ProtocolError as error:
+            link.close()
+            self.ground.tell(f"an agent of {link.peer} was refused: {error}")
+            return
+        except LinkError:
+            link.close()  # it is gone
             return
         if post is None:
             return
@@ -182,8 +188,8 @@ class AgentLauncher(Launcher):
 
     def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentPost | None:
         """Let an agent in, or tell it why not."""
-        machine = Machine(**hello["machine"])
-        entry = Entry(**{**hello["entry"], "devices": tuple(hello["entry"]["devices"])})
+        agent = read(AgentHello, hello)
+        machine, entry = agent.machine, agent.entry
         if problem := unfit(self._machine.versions, machine.versions):
             text = f"{machine.host} ({entry.name}) can't take part: {problem}. Install the same on both."
             self._turn_away(link, text)
@@ -203,7 +209,7 @@ class AgentLauncher(Launcher):
             host = self._name_of(machine)
             post = AgentPost(
                 *(entry, machine, host, link, self._ground),
-                process=hello["process"],
+                process=agent.process,
                 logs=self._logs,
             )
             old = next((p for p in self._posts if p.entry.rank == entry.rank), None)

@@ -21,9 +21,19 @@ from manyhands.cluster.launchers.base import Ground, Handle, Start
 from manyhands.cluster.launchers.local import LocalLauncher
 from manyhands.cluster.log_stream import LogFiles
 from manyhands.cluster.machine import Machine
+from manyhands.cluster.messages import (
+    OF_AGENTS,
+    Ended,
+    Leaving,
+    Printed,
+    Settled,
+    Started,
+    Unstarted,
+    read_kind,
+)
 from manyhands.cluster.spec import Entry
 from manyhands.cluster.view import SERVER
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError
 from manyhands.wire import Link
 
 START_S = 20.0
@@ -180,25 +190,42 @@ class AgentPost(Post):
             except LinkError:
                 return "closed its link"
             self.heard = time.monotonic()
-            handle = self._handles.get(str(message.head.get("name")))
-            match message.head:
-                case {"kind": "settled", "sees_run": bool(sees_run)}:
-                    self.sees_run, self.settled = sees_run, True
-                    on_settled(self)
-                case {"kind": "started", "pid": int(pid)} if handle is not None:
-                    handle.pid = pid
-                    handle.answered.set()
-                case {"kind": "unstarted", "reason": str(reason)} if handle is not None:
-                    handle.refusal = reason
-                    handle.answered.set()
-                case {"kind": "exited", "code": int(code)} if handle is not None:
-                    handle.ended(code)
-                case {"kind": "log"} if handle is not None and message.payload is not None:
-                    self._logs.add(handle.name, message.payload)
-                case {"kind": "leaving", "signal": str(name)}:
-                    if not self.leaving:
-                        self.leaving = True
-                        self._ground.tell(f"{self.host} was asked to end ({name})")
+            try:
+                self._hear(read_kind(OF_AGENTS, message.head), message.payload, on_settled)
+            except ProtocolError as error:
+                return f"sent a message that makes no sense: {error}"
+
+    def _hear(
+        self, said: Any, payload: memoryview | None, on_settled: Callable[[AgentPost], None]
+    ) -> None:
+        match said:
+            case Settled(sees_run):
+                self.sees_run, self.settled = sees_run, True
+                on_settled(self)
+            case Started(name, pid):
+                handle = self._handle(name)
+                handle.pid = pid
+                handle.answered.set()
+            case Unstarted(name, reason):
+                handle = self._handle(name)
+                handle.refusal = reason
+                handle.answered.set()
+            case Ended(name, code):
+                self._handle(name).ended(code)
+            case Printed(name):
+                if payload is None:
+                    raise ProtocolError(f"a log of {name[:80]!r} without a payload")
+                self._logs.add(self._handle(name).name, payload)
+            case Leaving(name):
+                if not self.leaving:
+                    self.leaving = True
+                    self._ground.tell(f"{self.host} was asked to end ({name[:80]})")
+
+    def _handle(self, name: str) -> RemoteHandle:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise ProtocolError(f"it speaks of {name[:80]!r}, who was never started there")
+        return handle
 
     def give_up(self) -> None:
         """It is gone, or nobody can tell; either way its members count as dead."""
