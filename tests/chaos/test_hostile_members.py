@@ -1,0 +1,89 @@
+"""Members that send what makes no sense: each is named and ended, and the run goes on without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.testing import harness
+from manyhands.testing.conformance import assert_once_an_epoch
+
+HOSTILE = """
+import gc, json
+from dataclasses import dataclass
+from manyhands.cluster.member import Member
+from manyhands.testing.jobs import Regression
+
+@dataclass
+class Hostile(Regression):
+    pause_s: float = 0.02
+    words: str = "{}"
+    when: int = 4
+
+    def __post_init__(self):
+        self._calls = 0
+
+    def model(self):
+        self._say(0)
+        return super().model()
+
+    def loss(self, output, batch):
+        self._calls += 1
+        self._say(self._calls)
+        return super().loss(output, batch)
+
+    def _say(self, calls):
+        if calls == self.when:
+            member = next(each for each in gc.get_objects() if isinstance(each, Member))
+            if (head := json.loads(self.words).get(member.name)) is not None:
+                member._link.send(head)
+"""
+ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False]
+
+
+def hostile(tmp_path: Path, words: dict[str, Any], *flags: str, **options: Any) -> harness.Finished:
+    job = tmp_path / "hostile.py"
+    job.write_text(HOSTILE)
+    return harness.train(job, tmp_path / "run", *flags, words=json.dumps(words), **options)
+
+
+def test_each_member_that_sends_nonsense_is_named_and_lost(tmp_path: Path) -> None:
+    words = {
+        "worker-1": {"kind": "report", "what": "steps", "view": 1, "rows": [[1, 2]]},
+        "worker-2": {"kind": "failed"},
+        "worker-3": {"kind": "ready", "seat": {"name": "worker-0", "host": "x"}},
+    }
+    done = hostile(tmp_path, words, "--max-restarts", "20", strategy="allreduce", workers=4)
+    assert done.code == 0, done.err
+    lost = {event["member"]: event["reason"] for event in done.of("MemberLost")}
+    nonsense = "sent a report that makes no sense"
+    assert lost == {
+        "worker-1": f"{nonsense}: rows[0] has 2 fields of 8 to 12",
+        "worker-2": f"{nonsense}: reason is missing",
+        "worker-3": f"{nonsense}: it takes the seat of 'worker-0', a 'worker'",
+    }
+    assert "Traceback" not in done.err
+    assert f"worker-1 was lost ({nonsense}" in done.out
+    assert_once_an_epoch(done, samples=98, epochs=3)
+
+
+def test_nonsense_before_there_is_anything_to_go_on_with_ends_the_run_with_its_name(
+    tmp_path: Path,
+) -> None:
+    words = {"worker-0": {"kind": "report", "what": "steps", "view": 0, "rows": [ROW]}}
+    done = hostile(tmp_path, words, strategy="allreduce", workers=2, when=0)
+    assert done.code == 1
+    assert "worker-0 failed: sent a report that makes no sense" in done.err
+    assert "before there is a view" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.long
+def test_where_one_worker_is_all_it_begins_again(tmp_path: Path) -> None:
+    words = {"worker-0": {"kind": "report", "what": "saved", "view": 1, "step": "x"}}
+    done = hostile(tmp_path, words, "--max-restarts", "3", strategy="single")
+    assert done.code == 0, done.err
+    assert "sent a report that makes no sense: step is 'x'" in done.out
