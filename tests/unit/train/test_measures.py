@@ -13,7 +13,7 @@ from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Share
 from manyhands.train.loop import _read_measures
 from manyhands.train.measures import means
-from manyhands.train.reports import Gathering, Row, StepPlan, combine
+from manyhands.train.reports import Gathering, Row, StepPlan
 from manyhands.train.step import StepReport, gradients, rehearse
 from manyhands.train.trainee import Trainee
 from manyhands.watch.events import StepCommitted
@@ -72,11 +72,12 @@ def test_an_evaluation_has_it_among_its_metrics(make_job: Any) -> None:
     data = torch.utils.data.TensorDataset(inputs, torch.ones(6, 2))
     found = evaluate(job, nn.Linear(4, 2), data, device="cpu")
     assert list(found["sums"]) == ["loss", "one", "inputs"]
-    assert combine([found])[1]["inputs"] == pytest.approx(2.5)
+    assert means([found["sums"]])["inputs"] == pytest.approx(2.5)
     same = logging(
         make_job, name="one", value=7.0, metrics=lambda self, output, batch: {"one": 1.0}
     )
-    assert combine([evaluate(same, nn.Linear(4, 2), data, device="cpu")])[1]["one"] == 1.0
+    found = evaluate(same, nn.Linear(4, 2), data, device="cpu")
+    assert means([found["sums"]])["one"] == 1.0
 
 
 def test_elsewhere_it_does_nothing(make_job: Any) -> None:
