@@ -15,6 +15,7 @@ ManyhandsError               1   anything that manyhands itself reports
 │   ├── LinkTimeout          1   the other side did not answer in time
 │   └── BadFrame             1   what arrived is not a message of ours
 ├── ProtocolError            1   a message of a member that makes no sense
+├── LoaderLost               1   loader processes of a worker are killed again and again
 ├── CoordinatorLost         70   an agent's coordinator has ended without a word
 ├── LabError                 1   a lab of hosts that can't be made here, or is gone
 ├── PeerLost                 1   a collective failed because another member went away
@@ -42,6 +43,7 @@ __all__ = [
     "LinkClosed",
     "LinkError",
     "LinkTimeout",
+    "LoaderLost",
     "ManyhandsError",
     "MemberFailed",
     "PeerLost",
@@ -115,6 +117,10 @@ class BadFrame(LinkError):
 
 
 class ProtocolError(ManyhandsError):
+    pass
+
+
+class LoaderLost(ManyhandsError):
     pass
 
 

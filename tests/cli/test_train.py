@@ -244,6 +244,38 @@ def test_patience_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert summary["best_metrics"]["step"] in checkpoints.steps(done.run)
 
 
+def test_a_killed_loader_process_is_replaced(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        """
+import os, signal
+from dataclasses import dataclass
+from pathlib import Path
+from torch.utils.data import Dataset
+from manyhands.testing.jobs import Regression
+
+class Deadly(Dataset):
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        mark = Path(__file__).with_name("mark")
+        if index == 50 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.data[index]
+
+@dataclass
+class Killing(Regression):
+    def data(self): return Deadly(super().data())
+"""
+    )
+    done = harness.train(job, tmp_path / "run", loader_processes=1, epochs=1)
+    assert done.code == 0, done.err
+    note = "worker-0: a loader process was killed by SIGKILL; another one loads its batch again"
+    assert note in [event["message"] for event in done.of("Noticed")]
+    assert sorted(done.uses_by_epoch()[0]) == list(range(98))
+
+
 def test_loader_processes_change_nothing(tmp_path: Path) -> None:
     without = harness.train("Regression", tmp_path / "without", accumulate=2)
     with_two = harness.train("Regression", tmp_path / "with", accumulate=2, loader_processes=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ def run(live: Callable[[Member], None]) -> NoReturn:
     status = _run(live)
     sys.stdout.flush()
     sys.stderr.flush()
-    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # frees semaphores of loaders
     # Not sys.exit(): after a failed collective, torch's destructors may wait for peers forever.
     os._exit(status)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from manyhands.cluster.coordinator import (
@@ -69,6 +70,7 @@ from manyhands.train.messages import (
     Evaluated,
     Joined,
     Left,
+    Note,
     Ready,
     Rehearsed,
     Report,
@@ -88,6 +90,8 @@ from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
 TICK_S = 0.1
+MAX_NOTE = 500
+"""Characters of what a member says to people."""
 COPY_S = 2.0
 """How long a failure waits for a checkpoint that was ordered, and of which there is no copy yet."""
 
@@ -420,6 +424,8 @@ class Conductor:
                 self.crew.join(member, report)
             case CaughtUp() if current:
                 self.crew.listening.discard(member)
+            case Note(message=message):
+                self._notice(f"{member}: {message[:MAX_NOTE]}")
             case Rehearsed():
                 self._rehearsed.add(member)
             case Steps() if current:
@@ -587,10 +593,9 @@ class Conductor:
                 told = True
                 self._notice(f"finishing the checkpoint of step {steps[-1]} first")
             match self.coordinator.next(TICK_S):
-                case Said(
-                    member, {"kind": "report", "what": "steps" | "saving" | "saved"} as report
-                ):
-                    self._on_report(member, report)
+                case Said(member, Steps() | Saving() | Saved() as report):
+                    with suppress(ProtocolError):  # it ends anyway
+                        self._on_report(member, report)
                 case Exited(member, code):
                     self.stream.emit(events.MemberExited(member=member, exit_code=code))
                 case Signalled():

@@ -3,15 +3,14 @@
 The permutation depends on (seed, epoch) alone, so every worker and every resumed run sees the same.
 Data that can gather a batch at once (`gather(indices)`, as manyhands.data.Arrays, or torch's
 TensorDataset) is asked once a batch; any other map-style dataset is asked sample by sample and
-collated, in the worker or, with `loader_processes`, ahead of time in processes beside it.
+collated, in the worker or, with `loader_processes`, ahead of time in processes beside it (loaders.py).
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
-from manyhands.cluster.member import die_with
 from manyhands.errors import JobError
-from manyhands.job import Job, load_job
+from manyhands.job import Job
 from manyhands.train.leases import Range, shares, split
+from manyhands.train.loaders import Loaders
 from manyhands.train.seeds import derive, seed_loading
 from manyhands.train.trainee import to_device
 
@@ -194,47 +193,3 @@ def check_dataset(job: Job, method: str, dataset: Any) -> None:
 def is_map_style(dataset: Any) -> bool:
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return sized and not isinstance(dataset, IterableDataset)
-
-
-class Loaders:
-    """Processes that load batches ahead. Each builds the job's data set for itself."""
-
-    def __init__(self, reference: str, settings: Mapping[str, str], processes: int) -> None:
-        self.ahead = 2 * processes
-        self._pool = ProcessPoolExecutor(
-            processes,
-            mp_context=torch.multiprocessing.get_context("spawn"),
-            initializer=_start_loader,
-            initargs=(reference, dict(settings), os.getpid()),
-        )
-
-    def submit(self, epoch: int, indices: Tensor) -> Future[Any]:
-        return self._pool.submit(_load, epoch, indices.tolist())
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-_loaded: tuple[Job, Any] | Exception | None = None
-"""A loader process has one job and its data, and nothing else."""
-
-
-def _start_loader(reference: str, settings: dict[str, str], parent: int) -> None:
-    global _loaded
-    die_with(parent)
-    torch.set_num_threads(1)
-    try:
-        job = load_job(reference, settings)
-        seed_loading(job.seed, "data")
-        _loaded = (job, job.data())
-    except Exception as error:
-        # An initializer that raises only breaks the pool; the first batch tells why.
-        _loaded = error
-
-
-def _load(epoch: int, indices: list[int]) -> Any:
-    if isinstance(_loaded, Exception):
-        raise _loaded
-    assert _loaded is not None
-    job, dataset = _loaded
-    return gather(job, dataset, torch.tensor(indices), epoch)

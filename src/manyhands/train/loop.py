@@ -40,7 +40,8 @@ from manyhands.state.files import jsonable
 from manyhands.state.saver import Saver, load_state, not_finite
 from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
-from manyhands.train.feed import Feed, Loaders, Portion, Share, check_dataset
+from manyhands.train.feed import Feed, Portion, Share, check_dataset
+from manyhands.train.loaders import Loaders
 from manyhands.train.measures import Sums, add_up
 from manyhands.train.param_groups import describe_optimizer
 from manyhands.train.seeds import seed_compute, seed_loading
@@ -106,7 +107,10 @@ class Worker:
         self.activity = trainee.activity = member.activity
         loaders = None
         if self.job.loader_processes and not member.debugged:
-            loaders = Loaders(task["job"], task["settings"], self.job.loader_processes)
+            loaders = Loaders(
+                *(task["job"], task["settings"], self.job.loader_processes), notice=self._notice
+            )
+            member.on_stacks = loaders.write_stacks
         self.loaders = loaders
         pieces = max(self.job.accumulate, learner.pieces)
         self.feed = Feed(self.job, self.data, device=self.device, pieces=pieces, loaders=loaders)
@@ -362,6 +366,11 @@ class Worker:
 
     def _report(self, what: str, **fields: Any) -> None:
         self.member.say("report", what=what, view=self._joined, **fields)
+
+    def _notice(self, message: str) -> None:
+        """From any thread: something that a person should know."""
+        with suppress(LinkError):
+            self._report("noticed", message=message)
 
     def _checkpoint(self, step: int) -> None:
         self._drain()

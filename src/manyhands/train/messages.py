@@ -121,6 +121,13 @@ class Saved(Report):
 
 
 @dataclass(frozen=True)
+class Note(Report):
+    """Something a person should know."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class Rehearsed(Report):
     pass
 
@@ -147,6 +154,7 @@ REPORTS: Mapping[str, type[Report]] = {
     "evaluated": Evaluated,
     "saving": Saving,
     "saved": Saved,
+    "noticed": Note,
     "rehearsed": Rehearsed,
     "stopped": Stopped,
     "left": Left,

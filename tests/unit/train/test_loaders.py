@@ -1,19 +1,28 @@
-"""Loader processes: the same batches in the same order as without, and none outlives its worker."""
+"""Loader processes: the same batches in the same order as without, none outlives its worker, and one that is
+killed is replaced."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
+from manyhands.errors import LoaderLost
 from manyhands.job import load_job
 from manyhands.testing.harness import alive, gone
-from manyhands.train.feed import Feed, Loaders, Portion
+from manyhands.train.feed import Feed, Portion
+from manyhands.train.loaders import Loaders, receive, send
 
 JOB = '''
 """A job whose samples take unequal time, so that processes overtake each other."""
@@ -49,7 +58,8 @@ class Slow(mh.Job):
 
 WORKER = """
 import sys, time
-from manyhands.train.feed import Feed, Loaders, Portion
+from manyhands.train.feed import Feed, Portion
+from manyhands.train.loaders import Loaders
 from manyhands.job import load_job
 
 if __name__ == "__main__":
@@ -59,7 +69,8 @@ if __name__ == "__main__":
     portions = [Portion(i, 0, 4, ((4 * i, 4 * i + 4),)) for i in range(4)]
     feed.expect(portions)
     feed.share(portions[0])
-    print(*loaders._pool._processes, flush=True)
+    feed.share(portions[1])
+    print(*loaders.pids, flush=True)
     time.sleep(60)
 """
 
@@ -94,22 +105,29 @@ def test_the_same_batches_in_the_same_order(tmp_path: Path) -> None:
         loaders.close()
 
 
-def test_loaders_die_with_their_worker(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
+def test_loaders_die_with_their_worker_and_leave_nothing(tmp_path: Path) -> None:
+    script, temporary = tmp_path / "worker.py", tmp_path / "temporary"
+    temporary.mkdir()
     script.write_text(textwrap.dedent(WORKER))
     with subprocess.Popen(
-        [sys.executable, str(script), job_file(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), job_file(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
     ) as worker:
         try:
             assert worker.stdout is not None
             loaders = [int(pid) for pid in worker.stdout.readline().split()]
             assert len(loaders) == 2
             assert all(alive(pid) for pid in loaders)
+            maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (worker.pid, *loaders)]
+            assert not any("/sem." in text for text in maps), "a semaphore with a name"
         finally:
             worker.send_signal(signal.SIGKILL)
             worker.wait(timeout=30)
     try:
         assert gone(loaders)
+        assert not list(temporary.iterdir())
     finally:
         for pid in loaders:
             if alive(pid):
@@ -132,3 +150,117 @@ def test_what_was_expected_and_forgotten_does_not_come(tmp_path: Path) -> None:
         loaders.close()
     (one, _), (other, _) = wanted.batches[0], share.batches[0]
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+ODD_JOB = """
+import os, signal
+from pathlib import Path
+from dataclasses import dataclass
+import torch
+from torch import nn
+import manyhands as mh
+
+HERE = Path(__file__).parent
+
+class Odd:
+    def __init__(self, what): self.what = what
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if index == 5:
+            if self.what == "always" or (self.what == "once" and not (HERE / "killed").exists()):
+                (HERE / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "raises":
+                raise FileNotFoundError("sample-5.png")
+            if self.what == "unpicklable":
+                return lambda: None
+        return torch.full((2,), float(index))
+
+@dataclass
+class Oddly(mh.Job):
+    what: str = ""
+    def model(self): return nn.Linear(2, 1)
+    def optimizer(self, params): return torch.optim.SGD(params, lr=0.1)
+    def loss(self, output, batch): return output.mean()
+    def data(self): return Odd(self.what)
+    def collate(self, samples): return samples
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> str:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOB)
+    return str(path)
+
+
+@contextmanager
+def loaded(reference: str, what: str, notes: list[str]) -> Iterator[Loaders]:
+    loaders = Loaders(reference, {"what": what}, 1, notice=notes.append)
+    try:
+        yield loaders
+    finally:
+        loaders.close()
+
+
+def test_a_killed_loader_is_replaced_and_its_batch_loaded_again(odd: str) -> None:
+    notes: list[str] = []
+    with loaded(odd, "once", notes) as loaders:
+        futures = [loaders.submit(0, torch.tensor([i])) for i in range(8)]
+        batches = [future.result(timeout=60) for future in futures]
+    assert [float(batch[0][0]) for batch in batches] == list(range(8))
+    assert notes == ["a loader process was killed by SIGKILL; another one loads its batch again"]
+
+
+def test_a_batch_that_always_kills_its_loader_is_an_error_that_mentions_memory(odd: str) -> None:
+    notes: list[str] = []
+    with loaded(odd, "always", notes) as loaders:
+        with pytest.raises(
+            LoaderLost, match=r"SIGKILL, 3 times in a row.*memory.*loader_processes"
+        ):
+            loaders.submit(0, torch.tensor([5])).result(timeout=60)
+        assert loaders.submit(0, torch.tensor([4])).result(timeout=60)
+    assert len(notes) == 2
+
+
+def test_what_the_data_set_raises_is_raised_here_with_its_traceback(odd: str) -> None:
+    with loaded(odd, "raises", []) as loaders:
+        with pytest.raises(FileNotFoundError, match=r"sample-5\.png") as caught:
+            loaders.submit(0, torch.tensor([5])).result(timeout=60)
+        assert "odd.py" in str(caught.value.__cause__)
+    with loaded(odd, "unpicklable", []) as loaders:
+        with pytest.raises(Exception, match="lambda"):
+            loaders.submit(0, torch.tensor([5])).result(timeout=60)
+        assert loaders.submit(0, torch.tensor([4])).result(timeout=60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_batches_travel_as_they_are(dtype: torch.dtype) -> None:
+    whole = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(dtype)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    sent = {
+        "plain": whole,
+        "channels last": whole.to(memory_format=torch.channels_last),
+        "a part": whole[:, 1:2, ::2],
+        "a number": whole[0, 0, 0, 1],
+        "nothing": whole[:0],
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "a parameter": parameter,
+        "numpy": np.arange(6.0).reshape(2, 3),
+        "others": ["text", (1, None)],
+    }
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send(ours, sent)
+        got = receive(theirs)
+        send(ours, ("small", 1))
+        assert receive(theirs) == ("small", 1)
+    for name, value in sent.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(got[name], value), name
+            assert type(got[name]) is type(value)
+            assert got[name].dtype == value.dtype
+        else:
+            assert pickle.dumps(got[name]) == pickle.dumps(value)
+    assert got["channels last"].stride() == sent["channels last"].stride()
+    got["plain"].zero_()  # it is the worker's own

@@ -68,6 +68,7 @@ GOOD: list[dict[str, Any]] = [
         "saved", step=20, files={"a": {"bytes": 3, "crc32": "00"}}, bytes=3, stall_s=0, write_s=1
     ),
     report("saved", step=20, error="no room"),
+    report("noticed", message="a loader process was killed"),
     report("rehearsed"),
     report("stopped"),
     report("left", settled=SETTLED),

@@ -1,0 +1,75 @@
+"""The program of a loader process: `python -m manyhands.train.loader_process`, started by loaders.py.
+
+It builds the job's data set, and then loads whatever batch it is asked for, until the worker is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from manyhands.cluster.member import die_with
+from manyhands.job import Job, load_job
+from manyhands.train.feed import gather
+from manyhands.train.loaders import BATCH, FAILED, receive, send
+from manyhands.train.seeds import seed_loading
+
+
+def main(link: socket.socket) -> None:
+    reference, settings, parent, path = receive(link)
+    die_with(parent)
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2)
+    torch.set_num_threads(1)
+    built: tuple[Job, Any] | Exception
+    try:
+        job = load_job(reference, settings)
+        seed_loading(job.seed, "data")
+        built = (job, job.data())
+    except Exception as error:
+        built = error  # the first batch tells
+    while True:
+        epoch, indices = receive(link)
+        try:
+            send(link, _answer(built, epoch, indices))
+        except OSError:
+            raise
+        except Exception as error:  # a batch that can't be pickled: nothing of it was sent
+            send(link, _failed(error))
+
+
+def _answer(
+    built: tuple[Job, Any] | Exception, epoch: int, indices: list[int]
+) -> tuple[str, Any, str]:
+    try:
+        if isinstance(built, Exception):
+            raise built
+        return BATCH, gather(*built, torch.tensor(indices), epoch), ""
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> tuple[str, Any, str]:
+    return FAILED, _sendable(error), "".join(traceback.format_exception(error))
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, ConnectionError):  # the worker is gone, or has enough
+        main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,267 @@
+"""Processes beside a worker that load batches ahead. Each builds the job's data set for itself.
+
+    worker                                          loader process
+    ------                                          --------------
+    thread: (epoch, indices)  -- socket pair -->    gather
+            batch             <-- socket pair --    pickle; tensors in an anonymous file (memfd)
+
+A thread of the worker owns each process: it starts it, asks it for one batch at a time, and starts another
+if it is killed; the batch is then loaded again. There is nothing with a name (no semaphore, no socket file,
+no temporary folder), so nothing is left behind, however the worker ends.
+
+Cost: one copy of each batch, in the loader process; the worker maps it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import _RemoteTraceback  # what shows tracebacks knows it
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import LoaderLost
+from manyhands.threads import fail_process, start_thread
+
+MAX_TRIES = 3
+"""So often a batch is loaded before whoever kills the process is believed to do it again."""
+END_S = 1.0
+"""How long a process that is told to end may take."""
+ALIGN = 64
+BATCH, FAILED = "batch", "failed"
+_SIZES = struct.Struct("!QQ")
+
+
+@dataclass
+class Task:
+    epoch: int
+    indices: list[int]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class Loaders:
+    """The loader processes of a worker."""
+
+    def __init__(
+        self,
+        reference: str,
+        settings: Mapping[str, str],
+        processes: int,
+        *,
+        notice: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`notice` is told, from another thread, what a person should know."""
+        self.ahead = 2 * processes
+        self._job = (reference, dict(settings))
+        self._notice = notice
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._processes: list[LoaderProcess | None] = [None] * processes
+        self._closed = False
+        self._threads = [
+            start_thread(self._serve, number, name=f"loader-{number}", on_error=fail_process)
+            for number in range(processes)
+        ]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that were needed so far."""
+        return [process.pid for process in self._processes if process is not None]
+
+    def submit(self, epoch: int, indices: Tensor) -> Future[Any]:
+        task = Task(epoch, indices.tolist())
+        self._tasks.put(task)
+        return task.future
+
+    def write_stacks(self) -> None:
+        """Where every loader process is, into the worker's log."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+
+    def close(self) -> None:
+        self._closed = True
+        for process in self._processes:
+            self._tasks.put(None)
+            if process is not None:
+                process.kill()
+        for thread in self._threads:
+            thread.join(END_S)
+
+    def _serve(self, number: int) -> None:
+        """One process, from the first batch that it is asked for. In the thread that it dies with."""
+        try:
+            while (task := self._tasks.get()) is not None:
+                if not self._closed and task.future.set_running_or_notify_cancel():
+                    self._load(number, task)
+        finally:
+            if (process := self._processes[number]) is not None:
+                process.end()
+
+    def _load(self, number: int, task: Task) -> None:
+        for left in reversed(range(MAX_TRIES)):
+            process = self._processes[number]
+            if process is None:
+                process = self._processes[number] = LoaderProcess(*self._job)
+            try:
+                kind, value, trace = process.ask(task.epoch, task.indices)
+            except (OSError, EOFError):
+                self._processes[number] = None
+                how = process.end()
+                if self._closed:
+                    return
+                if left:
+                    self._notice(f"a loader process {how}; another one loads its batch again")
+                    continue
+                error = LoaderLost(
+                    f"A loader process {how}, {MAX_TRIES} times in a row with the same batch. When memory "
+                    "runs out, the kernel kills processes: use fewer of them "
+                    "(--set loader_processes=N), smaller batches, or a data set that needs less memory."
+                )
+                task.future.set_exception(error)
+                return
+            except BaseException as error:  # what came does not unpickle here
+                task.future.set_exception(error)
+                return
+            if kind == BATCH:
+                task.future.set_result(value)
+            else:
+                value.__cause__ = _RemoteTraceback(trace)  # type: ignore[arg-type]
+                task.future.set_exception(value)
+            return
+
+
+class LoaderProcess:
+    """The worker's end of one process."""
+
+    def __init__(self, reference: str, settings: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.train.loader_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket = ours
+        self.pid = self._process.pid
+        with suppress(OSError):  # it has ended: the first batch tells
+            send(ours, (reference, dict(settings), os.getpid(), sys.path))
+
+    def ask(self, epoch: int, indices: Sequence[int]) -> tuple[str, Any, str]:
+        """BATCH and a batch; or FAILED, the exception that the job raised, and its traceback. Raises OSError
+        or EOFError if the process is gone."""
+        send(self._socket, (epoch, list(indices)))
+        kind, value, trace = receive(self._socket)
+        return kind, value, trace
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> str:
+        """It is of no use any more. How it ended, in words."""
+        with suppress(OSError):
+            self._socket.close()
+        try:
+            code = self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return (
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
+
+
+# Batches on their way ---------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the bytes of tensors to whoever carries them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or not _is_plain(obj):
+            return NotImplemented
+        # Dense ones keep their strides, as those of channels_last.
+        order = sorted(range(obj.dim()), key=lambda d: obj.stride(d), reverse=True)
+        laid_out = obj.permute(order).contiguous()
+        raw: Any = laid_out.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(raw), obj.dtype, tuple(laid_out.shape), order)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    usual = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return usual and not (
+        tensor.requires_grad
+        or tensor.is_complex()
+        or tensor.is_quantized
+        or tensor.is_neg()
+        or not tensor.numel()
+        or vars(tensor)
+    )
+
+
+def _tensor(raw: Any, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    back = [order.index(dimension) for dimension in range(len(order))]
+    return torch.frombuffer(raw, dtype=dtype).reshape(shape).permute(back)
+
+
+def send(to: socket.socket, value: Any) -> None:
+    stream, buffers = BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    pieces, places, end = [buffer.raw() for buffer in buffers], [], 0
+    for piece in pieces:
+        places.append((end, piece.nbytes))
+        end += -(-piece.nbytes // ALIGN) * ALIGN
+    head = pickle.dumps((places, stream.getvalue()))
+    sizes = _SIZES.pack(len(head), end)
+    if not end:
+        to.sendall(sizes + head)
+        return
+    file = os.memfd_create("manyhands-batch", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, end)
+        for piece, (start, size) in zip(pieces, places, strict=True):
+            # Faster than through a map of our own, of which each page would have to be made first.
+            while size:
+                written = os.pwrite(file, piece, start)
+                piece, start, size = piece[written:], start + written, size - written
+        socket.send_fds(to, [sizes], [file])
+    finally:
+        os.close(file)
+    to.sendall(head)
+
+
+def receive(link: socket.socket) -> Any:
+    first, files, *_ = socket.recv_fds(link, _SIZES.size, 1)
+    try:
+        length, nbytes = _SIZES.unpack(first + _read(link, _SIZES.size - len(first)))
+        places, data = pickle.loads(_read(link, length))
+        # All pages at once, here in the thread that fetches: the one that trains finds them there.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        whole = memoryview(mmap.mmap(files[0], nbytes, flags) if nbytes else b"")
+    finally:
+        for file in files:
+            os.close(file)
+    return pickle.loads(data, buffers=[whole[start : start + size] for start, size in places])
+
+
+def _read(link: socket.socket, nbytes: int) -> bytes:
+    room = bytearray(nbytes)
+    view = memoryview(room)
+    while view:
+        if not (got := link.recv_into(view)):
+            raise EOFError("the other side is gone")
+        view = view[got:]
+    return bytes(room)
