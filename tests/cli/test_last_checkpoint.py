@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from manyhands.state import checkpoints
-from manyhands.testing.harness import train
+from manyhands.testing.harness import command, gone, train, train_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +68,18 @@ def test_resume_is_not_offered_after_a_failure_that_can_only_repeat(tmp_path: Pa
     assert f"it would fail again. Correct {job}, then train again." in done.out
     assert "manyhands resume" not in done.out
     assert done.of("RunFinished")[0]["resume_command"] is None
+
+
+def test_a_deleted_run_folder_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given = train_arguments("Regression", run, epochs=100_000, pause_s=0.01)
+    with command(*given, run=run) as running:
+        running.wait_for_step(3)
+        pids = list(running.pids().values())
+        run.rename(tmp_path / "moved")
+        shutil.rmtree(tmp_path / "moved", ignore_errors=True)
+        done = running.wait(60)
+    assert done.code == 1
+    assert f"error: The run folder {run} was deleted or moved" in done.err
+    assert gone(pids)
+    assert not run.exists()

@@ -35,6 +35,8 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: Any = None
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of the folder, once it is locked."""
 
     @classmethod
     def create(cls, job_name: str, *, root: Path = Path("runs"), path: Path | None = None) -> Run:
@@ -96,6 +98,23 @@ class Run:
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
+        self._identity = self._look()
+
+    @property
+    def is_gone(self) -> bool:
+        """The folder was deleted or moved since it was locked. A disk that doesn't answer is not gone."""
+        if self._identity is None:
+            return False
+        try:
+            return self._look() != self._identity
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+
+    def _look(self) -> tuple[int, int]:
+        found = self.path.stat()
+        return found.st_dev, found.st_ino
 
     @property
     def locked(self) -> bool:

@@ -40,6 +40,7 @@ from manyhands.errors import (
     ManyhandsError,
     MemberFailed,
     ProtocolError,
+    RecordError,
     UsageError,
     WeightsLost,
 )
@@ -90,6 +91,8 @@ from manyhands.watch import events
 from manyhands.watch.sinks import Stream
 
 TICK_S = 0.1
+LOOK_S = 1.0
+"""How often to look whether the run folder is still there."""
 MAX_NOTE = 500
 """Characters of what a member says to people."""
 COPY_S = 2.0
@@ -160,7 +163,7 @@ class Conductor:
         self._failures = FirstFailure(coordinator.timeouts.settle_s)
         self._signal: int | None = None
         self._stop_by: float | None = None
-        self._progress = time.monotonic()
+        self._progress = self._looked = time.monotonic()
 
     # The story, top to bottom -----------------------------------------------------------------
 
@@ -331,10 +334,24 @@ class Conductor:
             if happening is not None:
                 self._handle(happening)
             self._judge()
+            self._look_after_folder()
             wake()
             self._tick()
             if time.monotonic() - self._progress > limit:
                 raise MemberFailed(self._late(limit, phase))
+
+    def _look_after_folder(self) -> None:
+        """Now and then: without its folder a run can save nothing, and nobody would find it."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        if self.run.is_gone:
+            step = self.course.committed_step if self.course is not None else 0
+            raise RecordError(
+                f"The run folder {self.run.path} was deleted or moved: nothing can be saved any more. The "
+                f"run was stopped after step {step}."
+            )
 
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()

@@ -171,3 +171,17 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
     run.discard()
     assert list(tmp_path.iterdir()) == []
     run.discard()
+
+
+def test_a_folder_that_was_deleted_or_moved_is_gone(tmp_path: Path) -> None:
+    run = Run.create("job", path=tmp_path / "run")
+    assert not run.is_gone
+    run.lock()
+    try:
+        assert not run.is_gone
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        assert run.is_gone
+        Run.create("job", path=tmp_path / "run")
+        assert run.is_gone
+    finally:
+        run.unlock()
