@@ -17,6 +17,7 @@ import pytest
 
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch
+from manyhands.testing.counting import COUNTING, check_counts
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_WAITING = ["ps:async", "ps:ssp(staleness=2)", "ps:backup(spares=1)"]
@@ -90,6 +91,27 @@ def test_backup_goes_on_without_the_slowest(tmp_path: Path) -> None:
     redone = race.slow + sum(race.fast) - 3 * race.num_steps
     assert 0 <= redone <= race.slow + 3
     assert race.staleness["max"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("ps:backup(spares=1)", ()),
+        pytest.param(
+            "ps:backup(spares=1,transport=tcp)", ("--trust-network",), marks=pytest.mark.long
+        ),
+        pytest.param("ps:backup(spares=1,late=decay,decay=1.0)", (), marks=pytest.mark.long),
+    ],
+)
+def test_every_sample_weighs_one_in_backup(
+    strategy: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Whoever was late, and though parts are not equal (16 samples in 3) and the last round has fewer."""
+    done = harness.train(
+        Path(COUNTING), tmp_path / "run", *flags, strategy=strategy, workers=WORKERS, pause_s=0.005
+    )
+    assert done.code == 0, done.err
+    check_counts(done.state(), epochs=3)
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,12 @@ class Lead:
             self._progress = progress_after(self._progress, given)
             rate = lr_factor(given)
             if self._by_part:
+                # The mean over the part, moving the weights by that part of a step: optimizers that look at
+                # the size of a gradient see that of a batch.
                 (only,) = given
-                rate *= only.share[0] / only.share[1] * lr_scale(self._lr_rule, only.staleness)
+                part, whole = only.share
+                rate *= part / whole * lr_scale(self._lr_rule, only.staleness)
+                given = (replace(only, scale=only.scale * whole / part if part else 0.0),)
             made.append(
                 Decision(
                     update.version,

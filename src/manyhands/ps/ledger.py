@@ -12,7 +12,7 @@ data they were: the learning rate's schedule goes by batches, not by updates.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -73,9 +73,23 @@ class Decision:
         return self.progress[0] // self.progress[1]
 
     def coefficients(self) -> list[float]:
-        """What to multiply each gradient by, so that their sum is the mean over what was given."""
-        whole = sum(g.samples for g in self.given)
-        return [g.scale * g.total / whole if whole else 0.0 for g in self.given]
+        """What to multiply each gradient by, so that every sample counts as in the mean over its own batch,
+        also where parts of several batches meet in an update, or of one not all.
+
+        Where the batch is here as a part only, what all of it weighs by a job's own weights is not known:
+        it is taken to weigh as much a sample as that part.
+        """
+        counts: dict[int, int] = defaultdict(int)
+        weights: dict[int, float] = defaultdict(float)
+        for g in self.given:
+            counts[g.step] += g.share[0]
+            weights[g.step] += g.samples
+        return [
+            g.scale * (g.total * counts[g.step]) / (g.share[1] * weights[g.step])
+            if weights[g.step]
+            else 0.0
+            for g in self.given
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {

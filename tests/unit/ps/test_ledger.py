@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,23 +111,26 @@ def test_with_many_workers_in_rounds_a_few_updates_are_remembered_and_no_more() 
     assert len(ledger.decisions) < 8
 
 
-# Coefficients: what was given, each sample with the same weight.
+# Coefficients: each sample as in the mean over its own batch.
 
 shares = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 64)), min_size=1, max_size=4)
 
 
-@given(shares, st.integers(0, 99))
-def test_coefficients_give_the_mean_over_what_was_given(
-    sizes: list[tuple[int, int]], seed: int
+@given(shares, st.booleans())
+def test_every_sample_counts_as_in_the_mean_over_its_own_batch(
+    sizes: list[tuple[int, int]], weighted: bool
 ) -> None:
-    """Unequal totals too: a part of another step's batch was divided by another number."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n, _ in sizes]
-    given = tuple(pushed(f"w{i}", samples=n, total=total) for i, (n, total) in enumerate(sizes))
-    gradients = [s.sum(0) / total for s, (_, total) in zip(samples, sizes, strict=True)]
-    coefficients = Decision(1, given).coefficients()
-    made = sum(c * g for c, g in zip(coefficients, gradients, strict=True))
-    torch.testing.assert_close(made, torch.cat(samples).mean(0))
+    """Whatever else is in the update: parts of other batches, of other sizes, or none."""
+    given = []
+    for i, (n, more) in enumerate(sizes):
+        part = pushed(f"w{i}", samples=n, total=n + more, step=i)
+        # By a job's own weights, of which each sample here has 3.
+        given.append(replace(part, samples=3.0 * n, total=1.0) if weighted else part)
+    for g, coefficient in zip(given, Decision(1, tuple(given)).coefficients(), strict=True):
+        # The gradient is the sum over the samples, times their weights, divided by `total`.
+        per_sample = coefficient * (3.0 if weighted else 1.0) / g.total
+        assert per_sample == pytest.approx(1 / g.share[1])
+        assert weighted or coefficient == 1.0
 
 
 def test_a_whole_batch_is_added_without_a_multiplication() -> None:
@@ -144,7 +147,8 @@ def test_a_decayed_push_counts_less_and_takes_nothing_from_the_others() -> None:
 
 def test_weights_of_a_job_stand_in_for_samples() -> None:
     """A gradient that is multiplied by its own weight is divided by everybody's."""
-    given = (pushed("a", samples=30, total=1), pushed("b", samples=10, total=1))
+    two = (pushed("a", samples=4, total=8), pushed("b", samples=4, total=8))
+    given = tuple(replace(g, samples=w, total=1.0) for g, w in zip(two, (30.0, 10.0), strict=True))
     assert Decision(1, given).coefficients() == [1 / 40, 1 / 40]
 
 
