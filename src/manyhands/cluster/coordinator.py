@@ -24,6 +24,7 @@ from manyhands.cluster.interfaces import is_any
 from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
 from manyhands.cluster.log_stream import CHUNK_BYTES
 from manyhands.cluster.messages import OF_MEMBERS, Beat, Bye, Hello, Post, read_kind
+from manyhands.cluster.outgoing import Outgoing
 from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.stop_signals import on_stop_signals
 from manyhands.cluster.strangers import Strangers
@@ -37,7 +38,15 @@ from manyhands.wire.address import parse_address
 OWN_KINDS = ("hello", "beat", "post", "bye")
 """What is a matter of membership; the rest is for `parse`."""
 MAX_POSTED = 10_000
-"""Facts on the board; the oldest is forgotten for the next."""
+MOST_POSTED = 64 << 20
+"""Facts on the board, and their characters; the oldest is forgotten for the next."""
+LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
+HELLO_LIMITS = Limits(head_bytes=64 << 10, payload_bytes=0)
+"""Of the first message of a connection."""
+MOST_UNHEARD_BYTES = 32 << 20
+"""Of what one member has said."""
+MEMBERS = "manyhands members"
+"""The authority of the certificates of members."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Said:
     member: str
     message: Any
     """A dataclass of messages.py, or what `Coordinator.parse` made of it."""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,26 @@ class Broke:
 Happening = Said | LinkLost | Garbage | Exited | Signalled | Told | Broke
 
 
+class Room:
+    """For what one member has said and nobody has heard yet: more is not read before there is room."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def take(self, num_bytes: int) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._used or self._used + num_bytes <= MOST_UNHEARD_BYTES
+            )
+            self._used += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        with self._changed:
+            self._used -= num_bytes
+            self._changed.notify_all()
+
+
 @dataclass
 class Attendance:
     """What the coordinator knows of one member."""
@@ -111,6 +141,8 @@ class Attendance:
     read_out: threading.Event = field(default_factory=threading.Event)
     """All that it ever said is in the inbox."""
     exit_code: int | None = None
+    room: Room = field(default_factory=Room)
+    outgoing: Outgoing | None = None
 
     @property
     def alive(self) -> bool:
@@ -150,18 +182,19 @@ class Coordinator:
         )
         self._over_network = address.startswith("tcp:")
         wanted = self._over_network or keys
-        self._authority = authority
-        if self._authority is None and wanted:
-            self._authority = Authority.create("manyhands run")
+        # That of the key knows who may be an agent. Members have certificates of this run alone: another
+        # run may have the same key.
+        self._authority = Authority.create(MEMBERS) if wanted else None
+        self._key_authority = authority
         self._secret = secrets.token_hex(32)
         self._board: dict[str, str] = {}
+        self._board_size = 0
         try:
-            secured = self._authority if self._over_network else None
             self._listener = Listener(
                 address,
-                credentials=secured.issue("coordinator") if secured else None,
-                limits=Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES),
-                on_refused=Strangers(self._tell),
+                credentials=self._own_credentials() if self._over_network else None,
+                limits=LIMITS,
+                on_refused=Strangers(self._tell, self._tell),
             )
         except (ManyhandsError, OSError) as error:
             self._scratch.close()
@@ -209,7 +242,8 @@ class Coordinator:
     ) -> Attendance:
         credentials: Credentials | None = None
         if self._authority:
-            credentials = self._authority.issue(name)
+            trusted = [self._key_authority] if self._key_authority else []
+            credentials = self._authority.issue(name, trusts=trusted)
         log = self.logs / f"{name}.log"
         invitation = {
             "member": name,
@@ -232,18 +266,25 @@ class Coordinator:
         start_thread(self._reap, member, name=f"reap-{name}", on_error=self.broke)
         return member
 
+    def _own_credentials(self) -> Credentials:
+        """Which agents trust, where there is a key, and members; it trusts both."""
+        assert self._authority is not None
+        if self._key_authority is None:
+            return self._authority.issue("coordinator")
+        return self._key_authority.issue("coordinator", trusts=[self._authority])
+
     def next(self, timeout_s: float) -> Happening | None:
         """What happened next, or None when nothing did in time."""
         try:
             happening = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
+        if isinstance(happening, Said):
+            self.members[happening.member].room.give_back(happening.num_bytes)
+        match happening:
+            case Said(member) | LinkLost(member) | Garbage(member) if self.members[member].unheard:
+                return None
         self._note(happening)
-        if (
-            isinstance(happening, Said | LinkLost | Garbage)
-            and self.members[happening.member].unheard
-        ):
-            return None
         return happening
 
     def interrupt(self, number: int) -> None:
@@ -256,12 +297,9 @@ class Coordinator:
 
     def say(self, name: str, kind: str, **fields: Any) -> None:
         """Say something to one member. A link that just broke is news of its own: it arrives as LinkLost."""
-        link = self.members[name].link
-        try:
-            if link is not None:
-                link.send({"kind": kind, **fields})
-        except LinkError:
-            pass
+        outgoing = self.members[name].outgoing
+        if outgoing is not None and not outgoing.put({"kind": kind, **fields}):
+            self._tell(f"{name} does not read what it is told; its link is closed")
 
     def hang_up(self, name: str) -> None:
         """Nothing that it says counts any more."""
@@ -340,11 +378,18 @@ class Coordinator:
                     for key, value in self._board.items():
                         self.say(member.name, "posted", key=key, value=value)
                 case Post(key, value):
-                    self._board[key] = value
-                    if len(self._board) > MAX_POSTED:
-                        del self._board[next(iter(self._board))]
+                    self._put_up(key, value)
                     for other in self.members:
                         self.say(other, "posted", key=key, value=value)
+
+    def _put_up(self, key: str, value: str) -> None:
+        self._board_size += len(key) + len(value)
+        if (old := self._board.pop(key, None)) is not None:
+            self._board_size -= len(key) + len(old)
+        self._board[key] = value
+        while len(self._board) > MAX_POSTED or self._board_size > MOST_POSTED:
+            oldest = next(iter(self._board))
+            self._board_size -= len(oldest) + len(self._board.pop(oldest))
 
     def _tell(self, message: str) -> None:
         self._inbox.put(Told(message))
@@ -352,7 +397,9 @@ class Coordinator:
     def _read(self, link: Link) -> None:
         """One member's link, from its hello to its end."""
         try:
+            link.expect(HELLO_LIMITS)
             hello = link.recv(timeout_s=self.timeouts.hello_s).head
+            link.expect(LIMITS)
             if hello.get("kind") == "agent":
                 if self._over_network and not link.peer.startswith(AGENT):
                     link.close()  # a member's certificate is none of an agent's
@@ -368,6 +415,8 @@ class Coordinator:
                 link.close()  # a certificate speaks for its own member only
                 return
             member.link = link
+            name = f"tell-{member.name}"
+            member.outgoing = Outgoing(link, name=name, on_error=self.broke)
         except LinkError:
             link.close()
             return
@@ -375,22 +424,26 @@ class Coordinator:
             link.close()
             self._tell(f"a connection of {link.peer} was dropped: {describe(error)}")
             return
-        head = hello
+        try:
+            self._hear(member, link, hello)
+        except ProtocolError as error:
+            self._inbox.put(Garbage(member.name, str(error)))
+        except Exception as error:  # of any kind: nothing more is heard of this member
+            known = isinstance(error, LinkError)
+            self._inbox.put(LinkLost(member.name, str(error) if known else describe(error)))
+        finally:
+            link.close()
+            member.outgoing.close()
+            member.read_out.set()
+
+    def _hear(self, member: Attendance, link: Link, hello: Mapping[str, Any]) -> None:
+        head, before = hello, 0
         while True:
-            try:
-                self._inbox.put(Said(member.name, self._parse(head)))
-                head = link.recv().head
-            except ProtocolError as error:
-                link.close()
-                self._inbox.put(Garbage(member.name, str(error)))
-                member.read_out.set()
-                return
-            except Exception as error:  # of any kind: nothing more is heard of this member
-                link.close()
-                known = isinstance(error, LinkError)
-                self._inbox.put(LinkLost(member.name, str(error) if known else describe(error)))
-                member.read_out.set()
-                return
+            message, num_bytes = self._parse(head), link.bytes_received - before
+            before += num_bytes
+            member.room.take(num_bytes)
+            self._inbox.put(Said(member.name, message, num_bytes))
+            head = link.recv().head
 
     def _parse(self, head: Mapping[str, Any]) -> Any:
         if head.get("kind") in OWN_KINDS:

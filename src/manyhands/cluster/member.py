@@ -46,9 +46,10 @@ from manyhands.errors import (
 )
 from manyhands.job import find_job
 from manyhands.threads import start_thread
-from manyhands.wire import Credentials, Link, connect
+from manyhands.wire import Credentials, Limits, Link, connect
 
 PR_SET_PDEATHSIG = 1
+LIMITS = Limits(head_bytes=16 << 20, payload_bytes=0)
 ORPHANED = 70
 """Exit code of a member whose coordinator is gone."""
 
@@ -77,7 +78,11 @@ class Member:
             credentials=self.credentials if secured else None,
             timeout_s=self.timeouts.hello_s,
             peer="coordinator",
+            limits=LIMITS,
         )
+        if secured and self._link.peer != "coordinator":
+            self._link.close()
+            raise LinkError(f"{self._link.peer} answers where the coordinator should.")
         self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._heard_view = 0
         self._board: dict[str, str] = {}

@@ -30,6 +30,7 @@ from manyhands.ps.heads import (
 )
 from manyhands.threads import OnError, start_thread
 from manyhands.wire import Link, Listener
+from manyhands.wire.refusals import Refusals
 
 logger = logging.getLogger("manyhands.ps")
 
@@ -93,6 +94,7 @@ class Door:
         """Set when all that came by a link is in the inbox. Made before its thread, which removes it."""
         self._strangers: dict[Link, None] = {}
         self._on_error = on_error
+        self._refusals = Refusals(logger, name)
         start_thread(self._accept, name=f"{name}-accept", on_error=on_error)
 
     def read(self, link: Link, who: str) -> None:
@@ -108,13 +110,14 @@ class Door:
 
     def turn_away(self, link: Link, who: str, why: Nonsense) -> None:
         """Close a link, with a word why; does not wait for the one who is told."""
-        logger.warning("%s refused %s: %s", self.name, who, why)
+        self._refusals.add(who, why)
         name = f"{self.name}-parts"
         start_thread(_part, link, why, name=name, on_error=lambda error: self._drop(link, error))
 
     def close(self) -> None:
         self._closed = True
         self._listener.close()
+        self._refusals.close()
         for link in list(self._strangers):
             link.close()
 
@@ -140,12 +143,12 @@ class Door:
             hello = link.recv(timeout_s=HELLO_S, place=nowhere).head
             line, who = self._identify(hello, link)
         except Nonsense as why:
-            logger.warning("%s refused %s: %s", self.name, link.peer, why)
+            self._refusals.add(link.peer, why)
             _part(link, why)
         except LinkError as error:
             dropped = link not in self._strangers and not self._closed
             reason = "too many others have not said who they are" if dropped else error
-            logger.warning("%s refused %s: %s", self.name, link.peer, reason)
+            self._refusals.add(link.peer, reason)
             link.close()
         except Exception as error:  # of its first message: nobody depends on it yet
             self._drop(link, error)
@@ -178,7 +181,7 @@ class Door:
         except LinkClosed as error:
             logger.info("%s no longer hears %s: %s", self.name, who, error)
         except Nonsense as why:
-            logger.warning("%s refused %s (%s): %s", self.name, who, link.peer, why)
+            self._refusals.add(f"{who} ({link.peer})", why)
             _part(link, why)
         except Exception as error:  # whatever it was, it was not meant for us
             self._drop(link, error)
@@ -191,7 +194,7 @@ class Door:
             reader.set()
 
     def _drop(self, link: Link, error: BaseException) -> None:
-        logger.warning("%s dropped its link to %s: %r", self.name, link.peer, error)
+        self._refusals.add(link.peer, repr(error))
         link.close()
 
     def _read_server(self, link: Link, who: str) -> None:

@@ -10,6 +10,7 @@ refused with the path to it.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import JobError
+from manyhands.errors import JobError, ProtocolError
 
 _TENSOR, _PAIRS, _COUNTER, _TUPLE = "~tensor", "~pairs", "~counter", "~tuple"
 
@@ -31,11 +32,22 @@ def rebuild(text: str, tensors: Sequence[Tensor]) -> Any:
     return _built(json.loads(text), tensors)
 
 
-def blanks(text: str) -> list[Tensor]:
-    """Tensors of the right kinds and sizes, to be filled."""
-    found: dict[int, Tensor] = {}
+def blanks(text: str, *, most_bytes: int | None = None) -> list[Tensor]:
+    """Tensors of the right kinds and sizes, to be filled. Nothing is allocated for more than `most_bytes`."""
+    found: dict[int, tuple[torch.dtype, list[int]]] = {}
     _find_blanks(json.loads(text), found)
-    return [found[number] for number in range(len(found))]
+    if most_bytes is not None:
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in found.values()]
+        if sum(sizes) > most_bytes or any(
+            side < 0 for _, shape in found.values() for side in shape
+        ):
+            raise ProtocolError(
+                f"a state of {sum(sizes)} bytes, and at most {most_bytes} make sense"
+            )
+    return [
+        torch.empty(shape, dtype=dtype)
+        for dtype, shape in map(found.__getitem__, range(len(found)))
+    ]
 
 
 def _flat(value: Any, tensors: list[Tensor], path: str) -> Any:
@@ -77,10 +89,10 @@ def _built(value: Any, tensors: Sequence[Tensor]) -> Any:
     return value
 
 
-def _find_blanks(value: Any, found: dict[int, Tensor]) -> None:
+def _find_blanks(value: Any, found: dict[int, tuple[torch.dtype, list[int]]]) -> None:
     match value:
         case {"~tensor": int(number), "dtype": str(dtype), "shape": list(shape)}:
-            found[number] = torch.empty(shape, dtype=getattr(torch, dtype))
+            found[number] = getattr(torch, dtype), shape
         case dict():
             for item in value.values():
                 _find_blanks(item, found)

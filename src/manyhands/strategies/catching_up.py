@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.view import Me, View
-from manyhands.errors import LinkError, LinkTimeout
+from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.state.flat import blanks, flatten, rebuild
 from manyhands.state.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
@@ -39,6 +39,11 @@ STALLED_S = 30.0
 RETRY_S = 0.5
 """How long one attempt to find the lender may take."""
 LIMITS = Limits(head_bytes=64 << 20, payload_bytes=1 << 40)
+"""Of what is sent. Each side takes only what it expects."""
+NOTHING = Limits(head_bytes=0, payload_bytes=0)
+MOST_COPIES = 256
+SPARE_BYTES = 64 << 20
+"""A state that is larger than so many times the parameters, and some more, is none: L-BFGS remembers 200."""
 
 
 class Lender:
@@ -47,7 +52,8 @@ class Lender:
     def __init__(self, me: Me, view: View, state: dict[str, Any], *, newcomers: int) -> None:
         assert me.board is not None
         self._text, self._tensors = flatten(state)
-        self._waited_for = newcomers
+        self._newcomers = newcomers
+        self._served: set[str] = set()
         self._listener = _listen(me, view)
         self._links: list[Link] = []
         self._closed = False
@@ -67,6 +73,7 @@ class Lender:
 
     def _send(self, link: Link) -> None:
         self._links.append(link)
+        link.expect(NOTHING)
         if self._closed:
             link.close()
             return
@@ -77,8 +84,8 @@ class Lender:
                 link.send({"k": "numbers"}, flat.numpy().data)
             with suppress(LinkError):
                 link.recv()  # it closes, and so has read everything
-            self._waited_for -= 1
-            if not self._waited_for:
+            self._served.add(link.peer)
+            if len(self._served) >= self._newcomers:
                 self.close()
 
 
@@ -141,7 +148,7 @@ class CatchingUp:
     def _receive(self) -> Any:
         with self._find() as link:
             text = str(_moving(link).head["text"])
-            tensors = blanks(text)
+            tensors = blanks(text, most_bytes=self._most_bytes)
             for batch in batches(tensors):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
                 flat = torch.empty(size, dtype=torch.uint8)
@@ -149,6 +156,12 @@ class CatchingUp:
                 _moving(link, room)
                 pour(flat, batch)
         return rebuild(text, tensors)
+
+    @property
+    def _most_bytes(self) -> int:
+        parameters = self._trainee.model.state_dict().values()
+        whole = sum(t.numel() * t.element_size() for t in parameters if isinstance(t, Tensor))
+        return MOST_COPIES * whole + SPARE_BYTES
 
     def _find(self) -> Link:
         """A link to whoever lends the state; tried until it answers, or nobody wants it any more."""
@@ -176,10 +189,17 @@ class CatchingUp:
 def _moving(link: Link, room: memoryview | None = None) -> Message:
     """The next message, however long it takes; but LinkTimeout when no byte comes for a while: steps go on,
     and their gradients would be kept for ever."""
+
+    def place(head: object, nbytes: int) -> memoryview:
+        if room is None or nbytes != room.nbytes:
+            expected = "none" if room is None else f"one of {room.nbytes}"
+            raise ProtocolError(f"{link.peer} sent a payload of {nbytes} bytes, not {expected}")
+        return room
+
     while True:
         before = link.bytes_received
         try:
-            return link.recv(timeout_s=STALLED_S, place=lambda head, nbytes: room)
+            return link.recv(timeout_s=STALLED_S, place=place)
         except LinkTimeout:
             if link.bytes_received == before:
                 raise

@@ -15,7 +15,9 @@ after the other, and returns the Message. Whoever drives it may stop between any
 on later, which is how a receive that timed out in the middle of a frame is resumed.
 
 Nothing that arrives is unpickled, and a length is compared with its limit before a byte is
-allocated for it. The cost of a frame is 20 bytes and one JSON object; the payload is never copied.
+allocated for it. Memory then grows with what has come: whoever announces a gigabyte and sends nothing
+costs a megabyte. The cost of a frame is 20 bytes and one JSON object; a payload that has a place, or is
+no larger than GROW_BYTES, is never copied.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+GROW_BYTES = 1 << 20
+"""So much is allocated at once for what was only announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The next bytes of a frame: the buffer they go to, and what they are, for messages."""
+    """The next bytes of a frame: the buffer they go to; and for messages, what they are, how many bytes of
+    it came before these, and how many it has."""
 
     view: memoryview
     what: str
+    before: int
+    whole: int
 
 
 def pack_header(header: Header) -> bytes:
@@ -150,21 +157,32 @@ def pack(
 
 def incoming(limits: Limits, place: Place | None = None) -> Generator[Wanted, None, Message]:
     """Read one frame: yields each buffer to be filled, is resumed when it is full."""
-    header_view = memoryview(bytearray(HEADER_BYTES))
-    yield Wanted(header_view, "a frame")
-    header = parse_header(header_view, limits)
-    head_view = memoryview(bytearray(header.head_bytes))
-    yield Wanted(head_view, "a frame's head")
-    head = parse_head(head_view)
+    header = parse_header((yield from _new(HEADER_BYTES, "a frame")), limits)
+    head = parse_head((yield from _new(header.head_bytes, "a frame's head")))
     if header.payload_bytes is None:
         return Message(head)
     target = place(head, header.payload_bytes) if place is not None else None
     if target is None:
-        target = memoryview(bytearray(header.payload_bytes))
-    elif target.nbytes != header.payload_bytes or target.readonly:
+        return Message(head, (yield from _new(header.payload_bytes, "a payload")))
+    if target.nbytes != header.payload_bytes or target.readonly:
         raise LinkError(
             f"place() gave a {'read-only ' if target.readonly else ''}block of {target.nbytes} "
             f"bytes for a payload of {header.payload_bytes}: it must be writable and of that size."
         )
-    yield Wanted(target.cast("B") if target.nbytes else target, "a payload")
+    view = target.cast("B") if target.nbytes else target
+    yield Wanted(view, "a payload", 0, target.nbytes)
     return Message(head, target)
+
+
+def _new(num_bytes: int, what: str) -> Generator[Wanted, None, memoryview]:
+    """New memory of that size, filled; it doubles as it fills."""
+    view = memoryview(bytearray(min(num_bytes, GROW_BYTES)))
+    filled = 0
+    while True:
+        yield Wanted(view[filled:], what, filled, num_bytes)
+        filled = len(view)
+        if filled == num_bytes:
+            return view
+        larger = memoryview(bytearray(min(num_bytes, 2 * filled)))
+        larger[:filled] = view
+        view = larger

@@ -28,7 +28,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
@@ -92,7 +92,8 @@ class Link:
         self._num_users = 0
         # The frame that is being received outlives a recv() that timed out.
         self._frame: Generator[frames.Wanted, None, Message] | None = None
-        self._wanted = frames.Wanted(memoryview(b""), "")
+        self._wanted = frames.Wanted(memoryview(b""), "", 0, 0)
+        self._taken = limits
         self._filled = 0
         self._place: Place | None = None
 
@@ -103,6 +104,10 @@ class Link:
             if self._sock.family == socket.AF_UNIX:
                 return ""
             return str(self._sock.getsockname()[0])
+
+    def expect(self, limits: Limits) -> None:
+        """From the next frame on take none larger than this; what is sent may be as large as before."""
+        self._taken = limits
 
     def queue_little(self) -> None:
         """Leave what can't be sent soon with the caller of send(), who may have something better to do with
@@ -115,7 +120,14 @@ class Link:
 
     def send(self, head: Mapping[str, Any], payload: Payload | None = None) -> None:
         """Send one frame, whole. Blocks while the other side does not read; close() ends that."""
-        parts = frames.pack(head, payload, limits=self._limits)
+        self.send_packed(self.pack(head, payload))
+
+    def pack(self, head: Mapping[str, Any], payload: Payload | None = None) -> list[memoryview]:
+        """A frame for `send_packed`, once."""
+        return frames.pack(head, payload, limits=self._limits)
+
+    def send_packed(self, frame: Sequence[memoryview]) -> None:
+        parts = list(frame)
         num_bytes = sum(map(len, parts))
         with self._in_use(), self._send_lock:
             self._check_open()  # whoever held the lock before may have broken off in its frame
@@ -140,7 +152,7 @@ class Link:
                     return self._next_message(deadline)
                 except DeadlinePassed:
                     wanted = self._wanted
-                    part = f"{self._filled} of {len(wanted.view)} bytes had come"
+                    part = f"{wanted.before + self._filled} of {wanted.whole} bytes had come"
                     raise LinkTimeout(
                         f"{self.peer} did not send {wanted.what} within {timeout_s:g} s ({part})."
                     ) from None
@@ -149,7 +161,7 @@ class Link:
 
     def _next_message(self, deadline: float | None) -> Message:
         if self._frame is None:
-            self._frame = frames.incoming(self._limits, self._ask_place)
+            self._frame = frames.incoming(self._taken, self._ask_place)
             self._wanted, self._filled = next(self._frame), 0
         while True:
             view = self._wanted.view
@@ -222,9 +234,10 @@ class Link:
 
     def _where_it_ended(self) -> str:
         wanted = self._wanted
-        if wanted.what == "a frame" and not self._filled:
+        came = wanted.before + self._filled
+        if wanted.what == "a frame" and not came:
             return ""
-        return f" in the middle of {wanted.what}: {self._filled} of {len(wanted.view)} bytes came"
+        return f" in the middle of {wanted.what}: {came} of {wanted.whole} bytes came"
 
     def __enter__(self) -> Link:
         return self

@@ -3,7 +3,7 @@
 A connection passes when its TLS certificate is of this run's authority, or it proves the run's
 secret (see proof.py); on a unix socket its process must be of the same user, which does without
 either. It is then welcomed with a frame (see link.py) and handed over as a Link. Whoever stalls,
-talks something else or has no right is dropped, logged and counted.
+talks something else or has no right is dropped and counted.
 
 Cost: one thread a listener for all handshakes, one descriptor for each connection in its own.
 """
@@ -29,6 +29,7 @@ from manyhands.wire import proof, tls
 from manyhands.wire.address import Address, check_owner, check_trust, parse_address
 from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits
 from manyhands.wire.link import Link
+from manyhands.wire.refusals import Refusals
 from manyhands.wire.tls import Credentials, Handshake
 
 logger = logging.getLogger("manyhands.wire")
@@ -53,7 +54,7 @@ class Listener:
     """Takes connections in at an address, and hands over those that passed the handshake.
 
     One thread serves all handshakes step by step, so that a client that stalls in its own holds up
-    nobody. `refused` counts the connections that did not pass; each one is logged.
+    nobody. `refused` counts the connections that did not pass; see refusals.py for which are logged.
     """
 
     def __init__(
@@ -71,7 +72,6 @@ class Listener:
         must not be held up."""
         where = parse_address(address)
         check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
-        self.refused = 0
         self._limits = limits
         self._on_refused = on_refused
         self._context = credentials.server_context() if credentials else None
@@ -80,6 +80,7 @@ class Listener:
         port = 0 if where.path else self._sock.getsockname()[1]
         self._where = Address(path=where.path, host=where.host, port=port)
         self.address = str(self._where)
+        self._refusals = Refusals(logger, self.address)
         self._half_open: list[_HalfOpen] = []  # the oldest first
         self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -90,6 +91,10 @@ class Listener:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._failure = ""
         self._thread = start_thread(self._serve, name="manyhands-listener", on_error=self._fail)
+
+    @property
+    def refused(self) -> int:
+        return self._refusals.count
 
     def accept(self, timeout_s: float | None = None) -> Link:
         """The next connection that passed its handshake, from any number of threads."""
@@ -136,6 +141,8 @@ class Listener:
             self._closed = True
             self._wake.close()
             self._thread.join()
+            if self._on_refused is None:
+                self._refusals.close()
             if self._where.path:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._where.path)
@@ -230,11 +237,11 @@ class Listener:
 
     def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
         sock.close()
-        self.refused += 1
-        if self._on_refused is not None:
-            self._on_refused(who, why)
+        if self._on_refused is None:
+            self._refusals.add(who, why)
         else:
-            logger.warning("%s refused a connection from %s: %s", self.address, who, why)
+            self._refusals.count += 1
+            self._on_refused(who, why)
 
     def __enter__(self) -> Listener:
         return self

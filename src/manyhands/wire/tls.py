@@ -164,9 +164,14 @@ class Authority:
         return cls(name, builder.sign(key, hashes.SHA256()), key, until)
 
     def issue(
-        self, member_name: str, *, hosts: Iterable[str] = ("localhost", "127.0.0.1")
+        self,
+        member_name: str,
+        *,
+        hosts: Iterable[str] = ("localhost", "127.0.0.1"),
+        trusts: Iterable[Authority] = (),
     ) -> Credentials:
-        """Credentials for a member; its links show `member_name` as the peer on the other side."""
+        """Credentials for a member; its links show `member_name` as the peer on the other side. `trusts`:
+        others whose certificates it takes, too."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -187,7 +192,9 @@ class Authority:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         pem = serialization.Encoding.PEM
         return Credentials(
-            authority=self.certificate.public_bytes(pem).decode(),
+            authority="".join(
+                each.certificate.public_bytes(pem).decode() for each in (self, *trusts)
+            ),
             certificate=builder.sign(self._key, hashes.SHA256()).public_bytes(pem).decode(),
             key=key.private_bytes(
                 pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

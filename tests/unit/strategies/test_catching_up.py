@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from manyhands.cluster.view import Me, Seat, View
-from manyhands.errors import LinkTimeout
+from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.state.saver import gather_state
 from manyhands.strategies import catching_up
 from manyhands.strategies.allreduce import AllReduce
@@ -18,7 +19,7 @@ from manyhands.strategies.catching_up import CatchingUp, Lender
 from manyhands.testing.conformance import assert_same_bits
 from manyhands.testing.jobs import Regression
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Listener
+from manyhands.wire import Link, Listener, connect
 
 VIEW = View(2, (Seat("worker-0", "here"), Seat("worker-1", "here")))
 
@@ -156,4 +157,42 @@ def test_any_error_while_the_state_is_taken_over_reaches_whoever_would_train_wit
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
     finally:
         catching.close()
+        lender.close()
+
+
+def test_no_more_is_allocated_for_a_state_than_one_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("allocated")
+
+    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
+    with Listener(f"unix:{tmp_path}/huge") as listener:
+        board.post(f"state/{VIEW.number}", listener.address)
+        catching = CatchingUp(me, VIEW, new, AllReduce().build())
+        with listener.accept() as link:
+            monkeypatch.setattr(torch, "empty", never)
+            link.send({"k": "state", "text": STATE.replace("[2]", "[100000000]")})
+            with pytest.raises(ProtocolError, match="a state of 400000000 bytes, and at most"):
+                catching.caught_up(list(new.model.parameters()), wait_s=30.0)
+        catching.close()
+
+
+def last_of(link: Link) -> None:
+    while True:
+        link.recv(timeout_s=30.0)
+
+
+def test_a_lender_takes_nothing(tmp_path: Path) -> None:
+    old, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
+    lender = Lender(me, VIEW, gather_state(old, AllReduce().build()), newcomers=1)
+    try:
+        with connect(board[f"state/{VIEW.number}"], timeout_s=30.0) as link:
+            with suppress(LinkError):  # the other end may be quicker
+                link.send({"k": "more"}, bytes(1 << 20))
+            with pytest.raises(LinkClosed):
+                last_of(link)
+    finally:
         lender.close()

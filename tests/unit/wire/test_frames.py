@@ -161,3 +161,27 @@ def test_place_gets_head_and_size_and_its_block_is_filled() -> None:
 def test_a_block_of_the_wrong_size_or_read_only_is_an_error(block: memoryview) -> None:
     with pytest.raises(LinkError, match=r"place\(\) gave"):
         read(joined({}, b"abcd"), SMALL, lambda head, nbytes: block)
+
+
+@pytest.mark.parametrize("what", ["head", "payload"])
+def test_memory_grows_with_what_comes_and_not_with_what_is_announced(what: str) -> None:
+    limits = Limits(head_bytes=1 << 30, payload_bytes=1 << 40)
+    sizes = (1 << 30, None) if what == "head" else (2, 1 << 40)
+    frame = frames.incoming(limits)
+    header = next(frame)
+    header.view[:] = frames.pack_header(Header(*sizes))
+    wanted = next(frame)
+    if what == "payload":
+        wanted.view[:] = b"{}"
+        wanted = next(frame)
+    came = 0
+    while came < 20 << 20:
+        assert (wanted.before, wanted.whole) == (came, 1 << (30 if what == "head" else 40))
+        assert wanted.view.nbytes <= max(1 << 20, came)
+        came += wanted.view.nbytes
+        wanted = next(frame)
+
+
+def test_a_payload_that_grew_is_as_it_was_sent() -> None:
+    payload = bytes(range(256)) * 20_000
+    assert read(joined({}, payload), Limits()).payload == payload

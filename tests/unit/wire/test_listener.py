@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
 import stat
@@ -14,6 +16,7 @@ import pytest
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, UsageError
 from manyhands.wire import Listener, connect, parse_address
+from manyhands.wire.refusals import MAX_REASONS, Refusals
 
 LONG_S = 20.0
 InThread = Callable[[Callable[[], Any]], tuple[threading.Thread, list[Any]]]
@@ -119,3 +122,39 @@ def test_a_unix_path_too_long_for_the_kernel_says_so() -> None:
     for text in ("unix:/" + "x" * 107, "unix:/" + "é" * 54):
         with pytest.raises(UsageError, match="the kernel allows 107"):
             parse_address(text)
+
+
+def test_refused_connections_are_counted_and_not_logged_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusals = Refusals(logging.getLogger("manyhands.test"), "the door")
+    for number in range(5000):
+        refusals.add(f"10.0.0.1:{number}", f"a payload of {number} bytes")
+    refusals.close()
+    refusals.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the door refused a connection from 10.0.0.1:0: a payload of 0 bytes",
+        "the door refused 10 connections, now 10.0.0.1:9: a payload of 9 bytes",
+        "the door refused 100 connections, now 10.0.0.1:99: a payload of 99 bytes",
+        "the door refused 1,000 connections, now 10.0.0.1:999: a payload of 999 bytes",
+        "the door refused 5,000 connections in all",
+    ]
+    caplog.clear()
+    for number in range(5000):
+        refusals.add("somebody", "word " + "x" * number)
+    assert len(caplog.records) < 2 * MAX_REASONS
+
+
+def test_a_listener_counts_whom_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    with Listener("tcp://127.0.0.1:0", secret="s" * 32) as listener:
+        where = parse_address(listener.address)
+        for _ in range(40):
+            with (
+                contextlib.suppress(ConnectionResetError),
+                socket.create_connection((where.host, where.port), timeout=LONG_S) as stranger,
+            ):
+                stranger.sendall(b"GET / HTTP/1.1" + bytes(64))
+                while stranger.recv(4096):
+                    pass
+    assert listener.refused == 40
+    assert 1 <= len(caplog.records) <= 6
