@@ -35,17 +35,23 @@ _LOW = (1 << 32) - 1
 
 
 def live(store: Store) -> Ids:
-    """The slots of all ids that have a row of their own."""
+    """The slots of all ids that have a row of their own.
+
+    Other workers may make rows meanwhile. Those may be missing; rows that were there before are not.
+    """
     t, layout = store.arrays, store.layout
     if not layout.hashed:
         return np.flatnonzero(t.metas[::2])
     begin = layout.index(int(t.head[GENERATION]))
-    slots = np.empty(int(t.head[NEXT]), dtype=np.int64)
-    found = 0
-    for offset, size in store.memory.extents(begin, t.index.nbytes):
-        first = (offset - begin) // 8
-        found = finding.slots_in(t.index, first, first + size // 8, slots, found)
-    return slots[:found]
+    while True:
+        known = int(t.head[NEXT])
+        slots = np.empty(known + known // 8 + 64, dtype=np.int64)
+        found = 0
+        for offset, size in store.memory.extents(begin, t.index.nbytes):
+            first = (offset - begin) // 8
+            found = finding.slots_in(t.index, first, first + size // 8, slots, found)
+        if found < slots.size:  # else so many rows were made that the scan ended early
+            return slots[:found]
 
 
 def ids_of(store: Store, slots: Ids, *, ascending: bool = False) -> Ids:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,26 @@ def test_many_processes_bring_the_same_ids(what: str, spec: Table) -> None:
         assert (chunk.counts[common] == len(parties)).all()
         # Whoever lost a race gave the slot back, or left it for the next evict.
         assert int(store.arrays.head[NEXT]) - 1 <= len(ids) + 64 * len(parties)
+
+
+def test_no_row_is_missing_from_an_export_while_others_make_rows() -> None:
+    """As in a checkpoint, while the next step looks up ids that are new."""
+    known, fresh = np.arange(20_000), np.arange(20_000, 600_000)
+    with table(Table(1, optimizer="sgd", init="zeros")) as store:
+        store.find(known, create=True, now=1)
+        maker = threading.Thread(
+            target=lambda: [store.find(ids, create=True, now=2) for ids in np.split(fresh, 580)]
+        )
+        maker.start()
+        num_exports = 0
+        try:
+            while maker.is_alive() or not num_exports:
+                missing = np.setdiff1d(known, store.export().ids)
+                assert not missing.size, f"{missing.size} rows are missing"
+                num_exports += 1
+        finally:
+            maker.join()
+        assert store.export().ids.tolist() == [*range(600_000)]
 
 
 @pytest.mark.long
