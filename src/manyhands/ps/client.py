@@ -10,6 +10,7 @@ servers count each push once. If the other side is dead, the coordinator knows, 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,19 @@ from functools import partial
 from typing import Any
 
 from manyhands.cluster.activity import WAITING, Activity
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ViewChanging, WeightsLost
+from manyhands.errors import (
+    BadFrame,
+    LinkError,
+    LinkTimeout,
+    ManyhandsError,
+    PeerLost,
+    ViewChanging,
+    WeightsLost,
+)
 from manyhands.ps.asking import Asking
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import travelling
+from manyhands.ps.heads import MALFORMED
 from manyhands.ps.holding import Run
 from manyhands.ps.host import Fate, Host, Push
 from manyhands.ps.lanes import LANES, Lanes, Uplink
@@ -29,6 +39,8 @@ from manyhands.ps.placement import Placement
 from manyhands.tables.homes import Homes
 from manyhands.threads import start_thread
 from manyhands.wire import Link
+
+logger = logging.getLogger("manyhands.ps")
 
 ASK_AFTER_S = 2.0
 """Who waits longer than this asks the lead for whom."""
@@ -49,6 +61,7 @@ class Client(Asking):
         slots: Sequence[Flat],
         check: Callable[[], None],
         resolved: Callable[[int, Fate], None],
+        refused: Callable[[str, str], None] = lambda who, why: None,
         timeout_s: float,
         seen: int = 0,
         baskets: Sequence[str] = (),
@@ -57,7 +70,8 @@ class Client(Asking):
         activity: Activity | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
-        `resolved(seq, fate)` is called from another thread, once for each push.
+        `resolved(seq, fate)` is called from another thread, once for each push; `refused(server, why)` when a
+        server talks nonsense.
         `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
         that this very process keeps, if it keeps any. `uplink`: told of what is under way."""
         super().__init__(servers[0])
@@ -76,7 +90,7 @@ class Client(Asking):
         self._params = params
         self._slots = slots
         self._check = check
-        self._resolved = resolved
+        self._resolved, self._tell_refused = resolved, refused
         self._baskets = list(baskets)
         self._replica, self._uplink = replica, uplink
         self._activity = activity or Activity()
@@ -343,10 +357,23 @@ class Client(Asking):
             while True:
                 message = link.recv(place=place)
                 self._hear(host, message.head, message.payload)
+        except (BadFrame, *MALFORMED) as error:
+            self._refuse(host, link, error)
         except LinkError as error:
             self._come_back(host, link, str(error))
         except ViewChanging:
             return  # whoever waits looks for the next view too
+
+    def _refuse(self, host: Host, link: Link, error: Exception) -> None:
+        """The server said what makes no sense: don't talk to it again, and have it ended."""
+        link.close()
+        with self._news:
+            if self._closed or host.lost:
+                return
+            host.lost = f"it said what makes no sense: {error!r}"
+            self._news.notify_all()
+        logger.warning("%s refused %s: %s", self._worker, host.name, host.lost)
+        self._tell_refused(host.name, repr(error))
 
     def _come_back(self, host: Host, link: Link, why: str) -> None:
         """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
@@ -450,7 +477,7 @@ class Client(Asking):
                         host.asked.pop("pull", None)
                     self._note_word(head)
                 case "refused":
-                    kind = WeightsLost if head["lost"] else ManyhandsError
+                    kind = WeightsLost if head["lost"] else PeerLost
                     self._refused = kind(f"{host.name} refused {self._worker}: {head['why']}")
                 case "late":
                     if int(head["seq"]) in self._under_way:

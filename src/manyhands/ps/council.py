@@ -7,6 +7,8 @@
     each has what it should                moved
     the view begins                        go
 
+Whatever comes out of this order, or from somebody whose turn it is not, is Nonsense (see heads.py).
+
 Used by the server's thread alone. Nothing is applied in the meantime, so everything is as it was when
 this view fails too, and the next one begins from there.
 """
@@ -15,13 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from manyhands.ps.door import Door, Happened
 from manyhands.ps.estate import Estate
+from manyhands.ps.heads import Nonsense, made_of
+from manyhands.ps.ledger import Ledger
 from manyhands.ps.parcels import Parcels, pack
+from manyhands.ps.placement import Placement
 from manyhands.ps.rows import ROLE, RowEstate
 from manyhands.ps.settle import Plan, Status, make_plan
+from manyhands.tables.homes import Homes
 from manyhands.wire import Link
 
 KINDS = ("peer", "status", "plan", "block", "moved", "go")
@@ -51,7 +58,7 @@ class Council:
         self._parcels = Parcels()
         self._expected: set[tuple[str, int]] = set()
         self._moved: set[str] = set()
-        self._prepared = False
+        self._prepared = self._begun = False
         self._waiting: Plan | None = None
 
     @property
@@ -80,31 +87,69 @@ class Council:
     def handle(self, happened: Happened) -> bool:
         """One message of the beginning; True when the view has begun."""
         who, head = happened.who, happened.head
+        self._check_turn(happened.kind, who, happened.link)
         match happened.kind:
             case "peer":
                 self._on_peer(who, head, happened.link)
-            case "status" if self.leads:
-                self._statuses[who] = Status.from_dict(head)
+            case "status":
+                self._statuses[who] = self._status_of(who, head)
                 if len(self._statuses) == len(self._servers):
                     self._make_plan()
             case "plan":
-                self._waiting = Plan.from_dict(head["plan"], self._estate.layout)
+                layout = self._estate.layout
+                plan = made_of("a plan", lambda: Plan.from_dict(head["plan"], layout))
+                if list(plan.placement.servers) != self._servers:
+                    raise Nonsense(f"a plan for {', '.join(plan.placement.servers)[:200]}")
+                self._waiting = plan
                 self._proceed()
             case "block":
-                if (key := self._parcels.add(head, happened.payload)) is not None:
+                add = partial(self._parcels.add, head, happened.payload)
+                if (key := made_of("a block", add)) is not None:
                     self._expected.discard(key)
                     self._when_complete()
-            case "moved" if self.leads:
+            case "moved":
                 self._moved.add(who)
             case "go":
+                self._begun = True
                 self._estate.begin()
                 return True
         if self.leads and len(self._moved) == len(self._servers):
             self._moved.clear()
+            self._begun = True
             self._tell_all({"k": "go"})
             self._estate.begin()
             return True
         return False
+
+    def _check_turn(self, kind: str, who: str, link: Link | None) -> None:
+        """Whether this is said by somebody who may say it, once, and not too early or too late."""
+        planned = self._waiting is not None or self.plan is not None
+        by_lead = who == self._servers[0]
+        peer = self.peers.get(who)
+        fits = {
+            "peer": peer is None if link is not None else peer is not None and peer.sums is None,
+            "status": self.leads and who not in self._statuses,
+            "plan": by_lead and not self.leads and not planned,
+            "block": not self._prepared,
+            "moved": self.leads and planned and who not in self._moved and not self._begun,
+            "go": by_lead and not self.leads and self._prepared and not self._begun,
+        }
+        if not fits[kind]:
+            raise Nonsense(f"{kind!r}, for which it is not the time, or not its to say")
+
+    def _status_of(self, who: str, head: Mapping[str, Any]) -> Status:
+        def parse() -> Status:
+            status, layout = Status.from_dict(head), self._estate.layout
+            assert status.server == who, f"it speaks for {status.server!r}"
+            assert max(status.view, status.prepared) < self._view, "it knows a view to come"
+            Ledger.from_dict(status.ledger)
+            if status.placement is not None:
+                Placement.from_dict(status.placement, layout=layout)
+            if status.homes is not None:
+                Homes.from_dict(status.homes)
+            return status
+
+        return made_of("a status", parse)
 
     def _on_peer(self, who: str, head: Mapping[str, Any], link: Link | None) -> None:
         if link is not None:

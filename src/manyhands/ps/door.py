@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from manyhands.errors import LinkClosed, LinkError
+from manyhands.errors import BadFrame, LinkClosed, LinkError
 from manyhands.ps.heads import (
     ENTER,
     LANE,
@@ -27,6 +27,7 @@ from manyhands.ps.heads import (
     Nonsense,
     check_first,
     check_said,
+    check_told,
 )
 from manyhands.threads import OnError, start_thread
 from manyhands.wire import Link, Listener
@@ -41,6 +42,7 @@ MAX_STRANGERS = 64
 MAX_UNHEARD = 64
 """Words of a worker in the inbox; it has a handful under way. More are not read until some are heard."""
 
+Refusal = TypeVar("Refusal", bound=LinkError)
 Place = Callable[[str, Mapping[str, Any]], memoryview | None]
 """(who, head) to where the payload goes; None: new memory."""
 
@@ -76,10 +78,12 @@ class Door:
         identified: bool,
         place: Place,
         on_error: OnError,
+        refused: Callable[[str, str], None] = lambda who, why: None,
     ) -> None:
         """`identified`: the peer of a link is who its key says, so nobody can speak for another.
         Otherwise it is a process, and the first one that says a name has it. `on_error`: called if nobody
-        can be let in any more, or a server that was heard no longer is."""
+        can be let in any more, or a server that was heard no longer is. `refused`: told of a member whose
+        link was closed for what it said, and why."""
         self.name = name
         self.inbox: Inbox = queue.SimpleQueue()
         self._listener = listener
@@ -93,7 +97,7 @@ class Door:
         self._readers: dict[Link, threading.Event] = {}
         """Set when all that came by a link is in the inbox. Made before its thread, which removes it."""
         self._strangers: dict[Link, None] = {}
-        self._on_error = on_error
+        self._on_error, self._refused = on_error, refused
         self._refusals = Refusals(logger, name)
         start_thread(self._accept, name=f"{name}-accept", on_error=on_error)
 
@@ -113,6 +117,7 @@ class Door:
         self._refusals.add(who, why)
         name = f"{self.name}-parts"
         start_thread(_part, link, why, name=name, on_error=lambda error: self._drop(link, error))
+        self._tell_refused(who, why)
 
     def close(self) -> None:
         self._closed = True
@@ -180,9 +185,10 @@ class Door:
                 self._read_worker(link, who, line)
         except LinkClosed as error:
             logger.info("%s no longer hears %s: %s", self.name, who, error)
-        except Nonsense as why:
+        except (Nonsense, BadFrame) as why:
             self._refusals.add(f"{who} ({link.peer})", why)
             _part(link, why)
+            self._tell_refused(who, why)
         except Exception as error:  # whatever it was, it was not meant for us
             self._drop(link, error)
         self._has_read(link)
@@ -193,17 +199,25 @@ class Door:
         if (reader := self._readers.pop(link, None)) is not None:
             reader.set()
 
+    def _tell_refused(self, who: str, why: LinkError) -> None:
+        if not self._closed and not isinstance(why, Forgotten):
+            self._refused(who, str(why))
+
     def _drop(self, link: Link, error: BaseException) -> None:
         self._refusals.add(link.peer, repr(error))
         link.close()
 
     def _read_server(self, link: Link, who: str) -> None:
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            return self._place(who, head)
+            kind = check_told(head)
+            room = self._place(who, head) if kind == "replica" else None
+            if kind not in ("block", "replica") or (room is not None and room.nbytes != nbytes):
+                raise Nonsense(f"{kind!r} with a payload of {nbytes} bytes")
+            return room
 
         while True:
             message = link.recv(place=place)
-            kind = str(message.head.get("k"))
+            kind = check_told(message.head)
             self.inbox.put(Happened(kind, who, message.head, message.payload))
 
     def _read_worker(self, link: Link, who: str, line: str) -> None:
@@ -231,12 +245,12 @@ class Door:
             )
 
 
-def _part(link: Link, why: Nonsense) -> None:
+def _part(link: Link, why: LinkError) -> None:
     _told(link, why)
     link.close()
 
 
-def _told(link: Link, why: Nonsense) -> Nonsense:
+def _told(link: Link, why: Refusal) -> Refusal:
     """`why`, after a word of it: where a payload has no place, recv() closes the link at once."""
     with suppress(LinkError):
         link.send({"k": REFUSED, "why": str(why), "lost": isinstance(why, Forgotten)})

@@ -1,14 +1,15 @@
-"""What workers may say to a server, field by field. Pure.
+"""What workers and other servers may say to a server, field by field. Pure.
 
 Whoever has the run's key may speak, and may still be broken. So each message is checked when it comes in,
 by the thread that reads it: the server's own thread gets none that is not as it should be. What is wrong
-is Nonsense: nothing of it is used, the connection that it came by is closed, and its worker is told why.
+is Nonsense: nothing of it is used, the connection that it came by is closed, its sender is told why, and the
+coordinator is asked to end it: else all others would wait for it.
 
 A connection is for what its first word says: `enter` for words, `lane` for bulk, `peer` between servers.
-Servers believe each other; all that is checked there is that no worker speaks as one.
 
-What only the server's state can tell is checked there: which slots and runs there are (guest.py), and
-which push is due (lead.py).
+What only the server's state can tell is checked there: which slots and runs there are (guest.py), which push
+is due (lead.py), whose turn it is when a view begins (council.py), which update is under way (updates.py).
+What a server may decide, such as the numbers that it adds to its own blocks, the others believe.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from manyhands.errors import LinkError
+from manyhands.errors import LinkError, ManyhandsError
 from manyhands.ps.ledger import Given
 
 PEER, ENTER, LANE = "peer", "enter", "lane"
@@ -34,6 +35,12 @@ _MANY = 16
 """More slots than any policy has."""
 _TICKS = 1 << 16
 """More steps of a schedule than any batch is."""
+
+
+MALFORMED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+)
+"""What reading a message raises that has other fields than it should."""
 
 
 class Nonsense(LinkError):
@@ -104,6 +111,22 @@ def _nothing(value: Any) -> bool:
     return type(value) is int and value == 0
 
 
+def _record(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
 Check = Callable[[Any], bool]
 
 _GIVEN: Mapping[str, Check] = {
@@ -162,6 +185,34 @@ _SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
 _CARRIES = ("run", "buffers", "basket", "rows")
 
 
+_TELLS: Mapping[str, Mapping[str, Check]] = {
+    PEER: _FIRST[PEER],
+    "status": dict.fromkeys(
+        ("server", "host", "view", "prepared", "placement", "ledger", "replicas", "seen", "homes"),
+        _anything,
+    ),
+    "plan": {"plan": _record},
+    "block": {"n": _whole, "role": _name, "name": _name, "last": _flag},
+    "moved": {},
+    "go": {},
+    "had": _SAYS[ENTER]["push"],
+    "decide": {"decision": _record},
+    "norm": {"v": _counted, "value": _amount},
+    "replica": {"v": _counted},
+    "held": {"v": _counted, "owner": _name},
+    "taken": {"v": _counted},
+    "commit": {"v": _counted},
+    REFUSED: {"why": _name, "lost": _flag},
+}
+"""Between servers."""
+_MAY_TELL: Mapping[str, Mapping[str, Check]] = {
+    "block": {"value": _anything, "dtype": _name, "shape": _list},
+    "replica": {"i": _whole, "decision": _record, "anew": _flag},
+}
+"""Fields that are not in every message of a kind."""
+Made = TypeVar("Made")
+
+
 def check_first(head: Mapping[str, Any]) -> tuple[str, str]:
     """The kind of a connection and who is at its other end, by the first word there."""
     kind = _fitting(head, _FIRST)
@@ -180,6 +231,19 @@ def check_said(line: str, who: str, head: Mapping[str, Any], *, payload: bool) -
     return kind
 
 
+def check_told(head: Mapping[str, Any]) -> str:
+    """The kind of a message of another server."""
+    return _fitting(head, _TELLS, _MAY_TELL)
+
+
+def made_of(what: str, make: Callable[[], Made]) -> Made:
+    """What a record that came over the network is of."""
+    try:
+        return make()
+    except (ManyhandsError, *MALFORMED) as error:
+        raise Nonsense(f"{what} that is none: {error!r}") from error
+
+
 def given_of(record: Any) -> Given:
     """A push as its worker says it."""
     worker, seq, slot, step, part, samples, total, share, *others = record
@@ -190,11 +254,16 @@ def given_of(record: Any) -> Given:
     )
 
 
-def _fitting(head: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Check]]) -> str:
+def _fitting(
+    head: Mapping[str, Any],
+    kinds: Mapping[str, Mapping[str, Check]],
+    more: Mapping[str, Mapping[str, Check]] | None = None,
+) -> str:
     kind = head.get("k")
     if not isinstance(kind, str) or kind not in kinds:
         raise Nonsense(f"{reprlib.repr(kind)}, where {', '.join(sorted(kinds))} may be said")
-    fields = kinds[kind]
+    optional = (more or {}).get(kind, {})
+    fields = {**kinds[kind], **{name: c for name, c in optional.items() if name in head}}
     if head.keys() != {"k", *fields}:
         said = reprlib.repr(sorted(head.keys() - {"k"}))
         raise Nonsense(f"{kind!r} with the fields {said}, where {sorted(fields)} belong")

@@ -37,9 +37,9 @@ from manyhands.ps.council import KINDS, Council
 from manyhands.ps.door import Door, Happened
 from manyhands.ps.estate import Estate
 from manyhands.ps.guest import Guest, find_slots
-from manyhands.ps.heads import Forgotten, Nonsense, given_of
+from manyhands.ps.heads import REFUSED, Forgotten, Nonsense, given_of
 from manyhands.ps.lanes import Uplink
-from manyhands.ps.lead import Lead
+from manyhands.ps.lead import MAX_UNDER_WAY, Lead
 from manyhands.ps.ledger import Decision, Given
 from manyhands.ps.memory import Flat
 from manyhands.ps.parcels import pack
@@ -52,6 +52,13 @@ from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.wire import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
+
+FOLLOW = "follow"
+"""Of this process itself: replicas may be brought up to date."""
+MAX_AHEAD = 2 * MAX_UNDER_WAY
+"""Steps that a push may be ahead of the one that is due."""
+MAX_EARLY = 4096
+"""Messages that are kept until the view has begun."""
 
 
 class Server:
@@ -68,13 +75,15 @@ class Server:
         identified: bool,
         rounds: tuple[Table, Bell] | None = None,
         torn: Callable[[str], None] = lambda peer: None,
+        refused: Callable[[str, str], None] = lambda who, why: None,
         uplink: Uplink | None = None,
         on_error: OnError = lambda error: None,
     ) -> None:
         """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
         rounds are agreed on, if not by messages. `torn`: told of a server whose link is lost though
-        no view comes without it. `on_error`: called when the server fails, in whichever of its threads it
-        does; the error is in `error` by then."""
+        no view comes without it. `refused`: told of a member that talks nonsense, and what it was.
+        `on_error`: called when the server fails, in whichever of its threads it does; the error is in
+        `error` by then."""
         self.name = estate.name
         self.address = listener.address
         self.estate = estate
@@ -111,6 +120,7 @@ class Server:
             identified=identified,
             place=self._place,
             on_error=self._fail,
+            refused=refused,
         )
         self._council = Council(estate, self._door, view=view, servers=servers)
         self._thread = start_thread(self._serve, name=f"{self.name}-serve", on_error=self._fail)
@@ -156,7 +166,7 @@ class Server:
         with self._turn:
             if self._rounds is None or self._frozen or not self._rounds.carry(number):
                 return False
-        self._door.inbox.put(Happened("follow", self.name, {}))
+        self._door.inbox.put(Happened(FOLLOW, self.name, {}))
         return True
 
     @property
@@ -200,9 +210,11 @@ class Server:
                 else:
                     self._hear_server(happened)
         except Nonsense as why:
-            # A worker that talks nonsense is not a reason to lose everybody's parameters.
-            assert happened.link is not None
-            self._door.turn_away(happened.link, happened.who, why)
+            # A member that talks nonsense is not a reason to lose everybody's parameters.
+            peer = self._council.peers.get(happened.who)
+            link = happened.link or (peer.link if peer is not None else None)
+            assert link is not None
+            self._door.turn_away(link, happened.who, why)
         except LinkError as error:
             logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
@@ -210,20 +222,26 @@ class Server:
         kind, who, head = happened.kind, happened.who, happened.head
         if kind == "torn":
             self._on_torn(who)
+        elif kind == REFUSED:
+            logger.warning("%s was refused by %s: %s", self.name, who, head["why"])
         elif kind in KINDS:
             if not self._frozen and self._council.handle(happened):
                 self._begin()
         elif not self.begun.is_set() and not self._frozen:
+            if len(self._early) >= MAX_EARLY:
+                raise Nonsense(f"{MAX_EARLY} messages before the view has begun")
             self._early.append(happened)
         elif kind in UPDATE_KINDS:
             if self._updates is not None:
                 self._updates.handle(kind, who, head)
         elif kind == "had":
+            if self._lead is None or self._terms.for_all:
+                raise Nonsense("'had', which is for a lead that decides")
+            if head["push"][0] not in self._workers:
+                raise Nonsense(f"a push of {head['push'][0][:80]!r}, who is no worker here")
             self._on_had(who, head)
-        elif kind == "follow" and self._rounds is not None:
+        elif kind == FOLLOW and self._rounds is not None:
             self._rounds.follow()
-        else:
-            logger.warning("%s got %r from %s, and does not know it", self.name, kind, who)
 
     def _on_torn(self, who: str) -> None:
         """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
@@ -368,6 +386,10 @@ class Server:
     ) -> None:
         if run is None and head["began"] > self.estate.ledger.version:
             raise Nonsense(f"a push on version {head['began']}, which there is not yet")
+        if self._decider is not None:
+            due = self._decider.word(guest.name).at
+            if head["seq"] > due + MAX_AHEAD:
+                raise Nonsense(f"a push of step {head['seq']}, where step {due} is due")
         whole = guest.arrived(head["seq"], slot, run=run, head=head if run is None else None)
         assert self._updates is not None
         if run is not None or not guest.travels:
@@ -494,7 +516,8 @@ class Server:
                     raise Nonsense("statistics, which only the first worker tells")
                 return memoryview(bytearray(8 * self._num_statistics))
             case {"k": "replica", "v": int(version), "i": int(i)}:
-                assert self._updates is not None
+                if self._updates is None:
+                    raise Nonsense("a sum before the view has begun")
                 return self._updates.room(who, version, i)
         return None
 

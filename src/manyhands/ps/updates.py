@@ -28,6 +28,7 @@ from manyhands.ps.compensation import Compensation
 from manyhands.ps.council import Peer
 from manyhands.ps.early import Early
 from manyhands.ps.estate import Estate, Sums, spans, travelling
+from manyhands.ps.heads import Nonsense, made_of
 from manyhands.ps.holding import Holding, Run, add_up, scale, squared_norm
 from manyhands.ps.lanes import Trailer, Uplink
 from manyhands.ps.ledger import Decision
@@ -35,6 +36,8 @@ from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.terms import Terms
 
+MOST_BEHIND = 1024
+"""More decisions than ever wait to be carried out."""
 KINDS = ("decide", "norm", "replica", "held", "taken", "commit")
 
 
@@ -78,6 +81,8 @@ class Updates:
         self._two_phase = not estate.shared and bool(estate.replicas) and bool(peers)
         self._queue: deque[Decision] = deque()
         self._work: Work | None = None
+        self._decided = estate.ledger.version
+        """The last version that there is a decision on."""
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
         self._taken: dict[str, int] = {}
         self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
@@ -116,22 +121,58 @@ class Updates:
                 estate.others[server] = Sums(theirs or [Flat.private(layout) for _ in range(2)])
 
     def handle(self, kind: str, who: str, head: Mapping[str, Any]) -> None:
-        """A message of another server."""
+        """A message of another server. Nonsense where the update that is under way has no use for it."""
+        version = int(head["v"]) if "v" in head else 0
         match kind:
             case "decide":
-                self.carry_out(Decision.from_dict(head["decision"]))
+                if who != self._lead or self._terms.for_all:
+                    raise Nonsense("a decision, which is not its to make")
+                self.carry_out(self._decision_of(head, next_is=self._decided + 1))
             case "norm":
-                self._norms[int(head["v"])][who] = float(head["value"])
+                self._check_version(kind, version, self._estate.ledger.version)
+                if self._terms.clip_norm is None or who in self._norms[version]:
+                    raise Nonsense(f"a norm for version {version} that nobody waits for")
+                self._norms[version][who] = float(head["value"])
                 self._clip()
             case "replica":
                 self._on_replica(who, head)
             case "taken":
-                self._taken[who] = int(head["v"])
+                if who not in self._taken:
+                    raise Nonsense("it has taken a sum, and keeps nothing of this server")
+                self._check_version(kind, version, self._taken[who])
+                self._taken[who] = version
                 self._advance()
             case "held":
-                self._on_held(str(head["owner"]), who, int(head["v"]))
+                self._check_version(kind, version, self._estate.ledger.version)
+                if self._name != self._lead or (head["owner"], who) not in self._to_hold:
+                    raise Nonsense("it holds a sum that is not for it, or tells who need not know")
+                self._on_held(str(head["owner"]), who, version)
             case "commit":
-                self._on_commit(int(head["v"]))
+                work = self._work
+                if who != self._lead or work is None or not work.summed or not self._two_phase:
+                    raise Nonsense("a commit where nothing waits for one, or not its to say")
+                if version != work.decision.version:
+                    raise Nonsense(f"a commit of {version} instead of {work.decision.version}")
+                self._on_commit(version)
+
+    def _decision_of(self, head: Mapping[str, Any], *, next_is: int) -> Decision:
+        decision = made_of("a decision", lambda: Decision.from_dict(head["decision"]))
+        if decision.version != next_is:
+            raise Nonsense(f"a decision on version {decision.version}, where {next_is} is next")
+        for given in decision.given:
+            slots = self._estate.gradients.get(given.worker, ())
+            if not 0 <= given.slot < len(slots) or given.share[1] <= 0:
+                raise Nonsense(f"a decision on a gradient that there is not: {given}"[:200])
+        ticks = decision.ticks if decision.progress[1] > 0 else math.inf
+        most = sum(given.ticks for given in decision.given) * MOST_BEHIND
+        if not decision.given or ticks > self._estate.ledger.ticks + most + MOST_BEHIND:
+            raise Nonsense(f"a decision on {len(decision.given)} gradients and {ticks} ticks")
+        return decision
+
+    def _check_version(self, kind: str, version: int, last: int) -> None:
+        """Servers and replicas are at most two updates apart."""
+        if not last < version <= max(last, self._estate.ledger.version) + 2:
+            raise Nonsense(f"{kind!r} of version {version}, where {last} is the last")
 
     def freeze(self) -> None:
         """The view is over."""
@@ -145,6 +186,7 @@ class Updates:
             trailer.flush()
 
     def carry_out(self, decision: Decision) -> None:
+        self._decided = decision.version
         self._queue.append(decision)
         self._advance()
 
@@ -153,6 +195,9 @@ class Updates:
 
     def room(self, who: str, version: int, i: int) -> memoryview:
         """Where a run of another server's sum goes."""
+        runs = self._kept.get(who, ())
+        if self._estate.shared or not 0 <= i < len(runs):
+            raise Nonsense(f"run {i} of a sum that is not kept here")
         return bytes_of(self._kept[who][i].of(self._estate.others[who].of(version)))
 
     @property
@@ -284,10 +329,14 @@ class Updates:
     # Replicas of others' blocks ----------------------------------------------------------------
 
     def _on_replica(self, owner: str, head: Mapping[str, Any]) -> None:
-        version = int(head["v"])
+        version, shared = int(head["v"]), self._estate.shared
+        has = head.keys() & {"i", "decision"}
+        if owner not in self._kept or (has != {"decision"} if shared else not has):
+            raise Nonsense("a sum that is not kept here")
+        self._check_version("replica", version, self._estate.keep.versions[owner])
         if "decision" in head:
-            self._uncommitted[version][owner] = Decision.from_dict(head["decision"])
-            if head["anew"]:
+            self._uncommitted[version][owner] = self._decision_of(head, next_is=version)
+            if head.get("anew"):
                 self._arrived[owner, version] = 0
         if not self._estate.shared:
             self._arrived[owner, version] += "i" in head

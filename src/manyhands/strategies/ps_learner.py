@@ -104,6 +104,7 @@ class PsLearner(Learner):
             check=station.check,
             timeout_s=me.timeouts.collective_s,
             resolved=self._resolve,
+            refused=station.refused,
             seen=self._seen,
             baskets=[basket.address for basket in self._baskets],
             replica=station.replica_version if station.server is not None else None,

@@ -147,6 +147,7 @@ class Station:
             identified=not self.shared,
             rounds=self.rounds,
             torn=self._ask_for_a_view,
+            refused=self.refused,
             uplink=self.uplink,
             on_error=self._on_server_error,
         )
@@ -278,6 +279,14 @@ class Station:
                 return
             time.sleep(POLL_S)
         fail_process(error)
+
+    def refused(self, peer: str, why: str) -> None:
+        """A peer talks nonsense: have it ended, before all wait for it."""
+        assert self.me.board is not None
+        with suppress(LinkError):
+            self.me.board.say(
+                "report", what="refused", view=self.me.view.number, peer=peer, why=why[:1000]
+            )
 
     def _post(self, key: str, value: str) -> None:
         assert self.me.board is not None

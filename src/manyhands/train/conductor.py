@@ -73,6 +73,7 @@ from manyhands.train.messages import (
     Left,
     Note,
     Ready,
+    Refused,
     Rehearsed,
     Report,
     Saved,
@@ -461,6 +462,9 @@ class Conductor:
             case Torn():
                 if self._goes_on and not self._leaving and report.view == self.crew.view.number:
                     self.crew.meet_again(member, report.peer)
+            case Refused():
+                if self._goes_on and not self._leaving and report.view == self.crew.view.number:
+                    self.crew.expel(report.peer, by=member, why=report.why)
             case Left(settled=Settled(pushes=pushes)) if pushes:
                 self.tally.pushes = dict(pushes)
             case Saving():

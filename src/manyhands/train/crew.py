@@ -80,6 +80,8 @@ class Crew:
         self._apart: list[tuple[str, str]] = []
         """Who did not find whom, one a view, since a view counted or somebody died."""
         self._left_out: set[str] = set()
+        self._accusers: set[str] = set()
+        """Who has had another one ended in this view."""
         self._sparing: set[str] = set()
         """Workers that are to leave for a while."""
         self._spared: list[int] = []
@@ -265,6 +267,14 @@ class Crew:
             events.Noticed(message=f"{member} lost its link to {peer}; all connect again")
         )
         self._form(self.view.names)
+
+    def expel(self, member: str, *, by: str, why: str) -> None:
+        """End a member whose messages to a peer made no sense: the others would wait for it. Each may ask for
+        that once a view: whoever accuses all others must not be left alone."""
+        if by in self._accusers or member == by or member not in self.view.names:
+            return
+        self._accusers.add(by)
+        self.end(member, f"refused by {by}: {why[:300]}")
 
     def _leave_out(self) -> None:
         """Of those who do not find each other the one with most to do with it, and a worker if possible."""
@@ -474,6 +484,7 @@ class Crew:
 
     def _form(self, names: Iterable[str]) -> None:
         self.joined = {}
+        self._accusers.clear()
         self._joining, self._formed = True, time.monotonic()
         # Workers first, and of these one that sees the run folder: the first one saves. Else as they are.
         ordered = sorted(

@@ -147,6 +147,14 @@ class Torn(Report):
     peer: str
 
 
+@dataclass(frozen=True)
+class Refused(Report):
+    """A peer has said what makes no sense, and its link was closed."""
+
+    peer: str
+    why: str
+
+
 REPORTS: Mapping[str, type[Report]] = {
     "joined": Joined,
     "caught_up": CaughtUp,
@@ -159,6 +167,7 @@ REPORTS: Mapping[str, type[Report]] = {
     "stopped": Stopped,
     "left": Left,
     "torn": Torn,
+    "refused": Refused,
 }
 
 
