@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,55 @@ def test_where_one_worker_is_all_it_begins_again(tmp_path: Path) -> None:
     done = hostile(tmp_path, words, "--max-restarts", "3", strategy="single")
     assert done.code == 0, done.err
     assert "sent a report that makes no sense: step is 'x'" in done.out
+
+
+FRAGILE = """
+import gc
+from dataclasses import dataclass
+from torch import nn
+from manyhands.cluster.member import Member
+from manyhands.testing.jobs import Regression
+
+class Fragile(nn.Linear):
+    def _load_from_state_dict(self, *args, **options):
+        if any(each.name == "worker-2" for each in gc.get_objects() if isinstance(each, Member)):
+            raise MemoryError("no room for the state")
+        super()._load_from_state_dict(*args, **options)
+
+@dataclass
+class OfFragile(Regression):
+    pause_s: float = 0.05
+    epochs: int = 1000
+
+    def model(self):
+        return nn.Sequential(Fragile(6, 24), nn.Tanh(), nn.Linear(24, 2))
+"""
+
+
+@pytest.mark.long
+def test_a_new_worker_that_cannot_take_over_the_state_never_trains(tmp_path: Path) -> None:
+    job = tmp_path / "fragile.py"
+    job.write_text(FRAGILE)
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        job, run, "--max-restarts", "5", strategy="allreduce", workers=2
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        running.kill("worker-1")
+        running.wait_for(
+            lambda events: (
+                any("worker-3" in e.get("members", ()) for e in events)
+                and any(e["event"] == "MemberLost" and e["member"] == "worker-2" for e in events)
+            )
+        )
+        running.signal(signal.SIGINT)
+        done = running.wait()
+    assert done.code == 130, done.err
+    (lost,) = [event for event in done.of("MemberLost") if event["member"] == "worker-2"]
+    assert "worker-2 could not take over the state of its peers: MemoryError" in lost["reason"]
+    assert not any("worker-2" in _who_trained(step) for step in done.steps)
+
+
+def _who_trained(step: dict[str, Any]) -> set[str]:
+    return {name for name, ranges in step["shares"].items() if ranges}

@@ -21,7 +21,7 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.testing.harness import gone
-from manyhands.wire import Authority
+from manyhands.wire import Authority, connect
 
 CHATTY = Path(__file__).parents[1] / "unit" / "cluster"
 OTHER_VERSION = """
@@ -285,4 +285,33 @@ def test_a_log_that_cannot_be_written_ends_nothing_and_a_kill_is_noticed(tmp_pat
         made.start("worker-2", print="again")
         made.ready("worker-2")
         assert "is lost" not in made.told, "the agent is still heard"
+        made.coordinator.stop()
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"kind": "exited", "name": "worker-9", "code": 0}, "worker-9"),
+        ({"kind": "started", "name": "worker-1"}, "pid is missing"),
+        ({"kind": "nonsense"}, "which nobody knows"),
+    ],
+    ids=["unknown", "short", "kind"],
+)
+def test_an_agent_that_talks_nonsense_is_given_up(
+    tmp_path: Path, said: dict[str, Any], why: str
+) -> None:
+    with scene(tmp_path, world=2) as made:
+        credentials = Authority.from_secret("manyhands run", KEY).issue("agent-bad")
+        address = f"tcp://127.0.0.1:{made.coordinator.port}"
+        with connect(address, credentials=credentials, timeout_s=LONG_S) as link:
+            machine = {**vars(made.launcher._machine), "host": "bad", "identity": "bad"}
+            entry = {"name": "rank-1", "role": WORKER, "rank": 1, "devices": []}
+            link.send({"kind": "agent", "machine": machine, "entry": entry, "process": "p"})
+            assert link.recv(timeout_s=LONG_S).head["kind"] == "engaged"
+            link.send({"kind": "settled", "sees_run": False})
+            made.gather()
+            link.send(said)
+            until(lambda: made.listen(0.01) or "bad is lost" in made.told)
+            assert "sent a message that makes no sense: " in made.told
+            assert why in made.told
         made.coordinator.stop()
