@@ -73,6 +73,7 @@ GOOD: list[dict[str, Any]] = [
     report("stopped"),
     report("left", settled=SETTLED),
     report("torn", peer="worker-0"),
+    report("refused", peer="worker-0", why="a push in slot 9"),
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "its kind is 'None'"),
