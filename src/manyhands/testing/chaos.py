@@ -174,8 +174,7 @@ def audit_counts(ordeal: Ordeal, *, epochs: int) -> None:
     """Of a run of the counting job: every sample is in the weights once an epoch."""
     audit(ordeal, epochs=epochs, samples=Counting.samples)
     assert ordeal.done is not None
-    if ordeal.case.counts:
-        check_counts(ordeal.done.state(), epochs=epochs, rows=ordeal.case.counts_rows)
+    check_counts(ordeal.done.state(), epochs=epochs, rows=ordeal.case.counts_rows)
 
 
 def _pause(running: harness.Command, ordeal: Ordeal, rng: random.Random) -> None:

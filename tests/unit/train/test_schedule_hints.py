@@ -92,3 +92,12 @@ def test_where_an_epoch_is_one_step_both_are_the_same(make_job: Any) -> None:
     assert notes(make_job, lr_scheduler.CosineAnnealingLR, epochs=90, steps=90) == []
     cosine = lambda o, n: lr_scheduler.CosineAnnealingLR(o, 90)  # noqa: E731
     assert notes(make_job, cosine, epochs=90, steps=90) == []
+
+
+def test_a_rate_that_is_gone_long_before_the_end(make_job: Any) -> None:
+    """The step size is more than the epochs, and still far too small for so many steps."""
+    (note,) = notes(
+        make_job, lambda o, n: lr_scheduler.StepLR(o, step_size=30), epochs=10, steps=250
+    )
+    assert note.startswith("StepLR brings the learning rate to")
+    assert "in 210 of 250 steps" in note
