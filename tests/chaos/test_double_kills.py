@@ -109,6 +109,9 @@ def audit_pairs(
     assert done.code == 0, f"{suffered}\n{done.out}\n{done.err}\n{logs}"
     assert_once_an_epoch(done, epochs=epochs)
     assert suffered.victims
+    killed = {name for first, second, _ in suffered.victims for name in (first, second)}
+    lost = {event["member"]: event["reason"] for event in done.of("MemberLost")}
+    assert lost.keys() <= killed, f"{suffered}: lost besides: {lost}\n{logs}"
     if alone:
         far = [abs(ours / theirs - 1) for ours, theirs in zip(done.losses, alone, strict=True)]
         assert max(far) < 1e-4, f"{suffered}: step {far.index(max(far)) + 1} is off {max(far):.2g}"
