@@ -183,7 +183,7 @@ def _refuse_several() -> None:
         lines = ["(umask 077; manyhands key > run.key)", f"{line} --key-file run.key"]
     typed = "".join(f"\n    {each}" for each in lines)
     raise UsageError(
-        f"{several.source} says that this is one of {several.size} processes, and nothing says that they "
+        f"According to {several.source}, this is one of {several.size} processes, and nothing says that they "
         f"train together: each would train by itself, in a folder of its own. Type:{typed}\n"
         "If each is meant to train by itself, add  --on local  instead."
     )
