@@ -10,8 +10,9 @@ from manyhands.testing.lab import Lab
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """Three hosts; a parameter is the bandwidth of each."""
     if reason := Lab.unavailable():
         pytest.skip(reason)
-    with Lab(hosts=3) as made:
+    with Lab(hosts=3, bandwidth=getattr(request, "param", None)) as made:
         yield made

@@ -77,6 +77,14 @@ def test_a_slow_host_is_told_and_not_those_it_talks_to() -> None:
     assert "80 Mbit/s at best over eth0, and 960 Mbit/s is usual here" in finding.detail
 
 
+def test_a_busy_host_that_seems_slow_is_no_fault_of_its_network() -> None:
+    slow = replace(GOOD, back_bytes_per_s=1e7)
+    findings = judge(hosts(idle_cores=0.5), pairs(ab=slow, bc=slow, bd=slow))
+    assert [(finding.name, finding.ok) for finding in findings] == [("b", None), ("b", None)]
+    assert "80 Mbit/s at best" in findings[0].detail
+    assert "0.5 of 8 cores idle" in findings[1].detail
+
+
 def test_a_far_host_and_a_wrong_clock() -> None:
     (finding,) = judge(HOSTS, pairs(bd=replace(GOOD, round_trip_s=0.04)))
     assert (finding.name, finding.ok) == ("b", None)

@@ -88,7 +88,8 @@ def _clocks(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[
 
 
 def _bandwidth(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Of each host by its best way: a slow one makes all of its pairs slow."""
+    """Of each host by its best way: a slow one makes all of its pairs slow. On a host whose cores are busy,
+    what was measured may be the cores and not the network: only a note."""
     best: dict[str, float] = {}
     for pair in pairs:
         for name in (pair.one, pair.other):
@@ -97,13 +98,13 @@ def _bandwidth(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterat
     if len(best) < 3:
         return  # of two, nobody can tell which one is slow
     usual = statistics.median(best.values())
-    interfaces = {host.host: host.interface for host in hosts}
+    by_name = {host.host: host for host in hosts}
     for name, bytes_per_s in best.items():
         if bytes_per_s < SLOW * usual:
-            interface = interfaces[name]
+            interface = by_name[name].interface
             yield Finding(
                 name,
-                False,
+                None if _busy(by_name[name]) else False,
                 f"{rate(bytes_per_s)} at best over {interface}, and {rate(usual)} is usual here; the "
                 "slowest host sets the pace",
                 f"ethtool {interface}  tells the speed of its link; another interface: "
@@ -134,12 +135,16 @@ def _room(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
                 "Python and torch alone",
                 "End other programs there, or start fewer members:  --slots 1",
             )
-        if host.idle_cores < host.cores / 2:
+        if _busy(host):
             yield Finding(
                 host.host,
                 None,
                 f"{host.idle_cores:.1f} of {host.cores} cores idle: others compute there, too",
             )
+
+
+def _busy(host: HostFacts) -> bool:
+    return host.idle_cores < host.cores / 2
 
 
 def rate(bytes_per_s: float) -> str:
