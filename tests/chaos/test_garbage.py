@@ -81,6 +81,7 @@ class Attacker:
     failures: list[str] = field(default_factory=list)
 
     def attack(self) -> None:
+        self.words()  # before the noise: of so many reasons to refuse, only the first kinds are logged
         with contextlib.ExitStack() as stack:
             for _ in range(SILENT):
                 stack.enter_context(self.knock())
