@@ -2,7 +2,8 @@
 
 Of each reason the first is logged, then the tenth, the hundredth and so on, with the number so far; when the
 listener closes, how many there were in all, if some were not logged. Reasons that differ in numbers or quoted
-text only are one; beyond MAX_REASONS all others are, so the lines are some dozens, whatever comes.
+text only are one, and so are those that begin with the same two clauses: what a decoder says of noise differs
+each time. Beyond MAX_REASONS all others are one, so the lines are some dozens, whatever comes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections import Counter
 
 EVERY = 10
 """Each line after the first comes when there are so many times more."""
-MAX_REASONS = 20
+MAX_REASONS = 40
 OTHERS = ""
-_DETAILS = re.compile(r"""b?'[^']*'|b?"[^"]*"|[\d.:]+""")
+_DETAILS = re.compile(r"""b?'[^']*'|b?"[^"]*"|0x[0-9a-f]+|[\d.:]+""")
 """Of a reason: what was quoted, numbers and addresses."""
+CLAUSES = 2
+"""Of a reason, between colons, that tell its kind."""
 
 
 class Refusals:
@@ -34,7 +37,8 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, who: str, why: object) -> None:
-        reason = _DETAILS.sub("#", str(why)[:1000])[:100]
+        clauses = str(why)[:1000].split(": ")[:CLAUSES]
+        reason = _DETAILS.sub("#", ": ".join(clauses))[:100]
         with self._lock:
             self.count += 1
             if reason not in self._by_reason and len(self._by_reason) >= MAX_REASONS:

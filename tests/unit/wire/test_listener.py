@@ -145,6 +145,22 @@ def test_refused_connections_are_counted_and_not_logged_one_by_one(
     assert len(caplog.records) < 2 * MAX_REASONS
 
 
+def test_noise_is_one_reason_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """However many ways there are in which bytes are no text."""
+    refusals = Refusals(logging.getLogger("manyhands.test"), "the door")
+    for number in range(256):
+        with pytest.raises(UnicodeDecodeError) as caught:
+            (bytes(number % 7) + bytes([128 + number % 128])).decode("utf-8", "strict")
+        refusals.add(
+            "somebody", f"it sent what is not a frame: its head is not JSON: {caught.value}"
+        )
+    refusals.add("somebody", "it says that it is 'worker-1', who is here already: process 7")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said[:-1] if "not JSON" not in line] == []
+    assert len(said) == 4  # the first, the 10th and the 100th of the noise; and the other
+    assert "who is here already" in said[-1]
+
+
 def test_a_listener_counts_whom_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with Listener("tcp://127.0.0.1:0", secret="s" * 32) as listener:
         where = parse_address(listener.address)
