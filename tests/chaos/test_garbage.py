@@ -28,8 +28,8 @@ import pytest
 from manyhands.errors import LinkError
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch
-from manyhands.wire import Authority, connect
-from manyhands.wire.frames import Header, pack, pack_header
+from manyhands.transport import Authority, connect
+from manyhands.transport.frames import Header, pack, pack_header
 
 BARRAGE_S = 0.4
 """Of garbage at one port, as fast as it goes."""

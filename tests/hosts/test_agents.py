@@ -21,7 +21,7 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.testing.harness import gone
-from manyhands.wire import Authority, connect
+from manyhands.transport import Authority, connect
 
 CHATTY = Path(__file__).parents[1] / "unit" / "cluster"
 OTHER_VERSION = """

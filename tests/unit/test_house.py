@@ -23,7 +23,7 @@ FLOORS = [
     {"ps", "train"},
     {"words"},
     {"tables"},
-    {"wire", "cluster", "state", "watch"},
+    {"transport", "cluster", "state", "watch"},
     {"job", "errors", "threads", "__init__"},
 ]
 """From the top down. Beside the stairs: `data` stands on the ground, `testing` may look anywhere."""
@@ -103,7 +103,7 @@ def test_no_two_rooms_import_each_other() -> None:
             rooms = {room for _, room in imported(path, types=False)}
             graph.setdefault(here, set()).update(rooms - {here, "__init__"})
     order = list(TopologicalSorter(graph).static_order())
-    assert order.index("errors") < order.index("wire") < order.index("cluster")
+    assert order.index("errors") < order.index("transport") < order.index("cluster")
 
 
 def reads_environment(path: Path) -> list[int]:

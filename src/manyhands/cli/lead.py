@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from manyhands.cluster.launchers import Launcher
 from manyhands.cluster.timeouts import Timeouts
-from manyhands.wire import Authority
+from manyhands.transport import Authority
 
 
 @dataclass(frozen=True)

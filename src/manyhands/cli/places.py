@@ -33,7 +33,7 @@ from manyhands.strategies.ps import ParameterServer
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec
 from manyhands.train.options import Options
-from manyhands.wire import Authority, parse_address
+from manyhands.transport import Authority, parse_address
 
 if TYPE_CHECKING:
     from manyhands.cli.options import Resolved

@@ -26,7 +26,7 @@ from manyhands.errors import UsageError, closest
 from manyhands.job import find_job
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.options import Options
-from manyhands.wire import Address, Authority, parse_address
+from manyhands.transport import Address, Authority, parse_address
 
 if TYPE_CHECKING:
     from manyhands.cli.options import Resolved

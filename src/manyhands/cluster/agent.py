@@ -35,7 +35,7 @@ from manyhands.cluster.stop_signals import on_stop_signals
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
 from manyhands.threads import describe, start_thread
-from manyhands.wire import Authority, Link
+from manyhands.transport import Authority, Link
 
 LAST_WORDS_S = 2.0
 """What a member has printed before its end has been read and sent."""

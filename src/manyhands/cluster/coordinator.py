@@ -32,8 +32,8 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER, Seat, View
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
 from manyhands.threads import describe, start_thread
-from manyhands.wire import Authority, Credentials, Limits, Link, Listener
-from manyhands.wire.address import parse_address
+from manyhands.transport import Authority, Credentials, Limits, Link, Listener
+from manyhands.transport.address import parse_address
 
 OWN_KINDS = ("hello", "beat", "post", "bye")
 """What is a matter of membership; the rest is for `parse`."""

@@ -13,7 +13,7 @@ from manyhands.cluster.log_stream import CHUNK_BYTES
 from manyhands.cluster.rendezvous import StoreReader, dialled_address
 from manyhands.cluster.spec import ClusterSpec
 from manyhands.errors import CoordinatorLost, LinkError, LinkTimeout, ManyhandsError, UsageError
-from manyhands.wire import Authority, Credentials, Limits, Link, connect
+from manyhands.transport import Authority, Credentials, Limits, Link, connect
 
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
 DIAL_S = 5.0

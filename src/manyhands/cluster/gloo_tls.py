@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from manyhands.errors import SpecError
 
 if TYPE_CHECKING:
-    from manyhands.wire import Credentials
+    from manyhands.transport import Credentials
 
 TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 TLS = "TCP_TLS"

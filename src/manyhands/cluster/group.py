@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from manyhands.cluster import gloo_tls
 from manyhands.cluster.meeting import tell_all, try_ways
 from manyhands.errors import SpecError
-from manyhands.wire.silence import ask_now_and_then, look_after
+from manyhands.transport.keepalive import ask_now_and_then, look_after
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -1,6 +1,6 @@
 """The run's key: one secret text that every process of a run over several hosts is given.
 
-From it each process makes the same certificate authority (see wire/tls.py). It comes from the variable
+From it each process makes the same certificate authority (see transport/tls.py). It comes from the variable
 MANYHANDS_KEY or from a file that nobody else can read; never from a command line, which every user of a
 host can see. It is in no log, no error and no file of the run.
 """

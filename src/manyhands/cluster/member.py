@@ -46,7 +46,7 @@ from manyhands.errors import (
 )
 from manyhands.job import find_job
 from manyhands.threads import start_thread
-from manyhands.wire import Credentials, Limits, Link, connect
+from manyhands.transport import Credentials, Limits, Link, connect
 
 PR_SET_PDEATHSIG = 1
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=0)

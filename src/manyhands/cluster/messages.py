@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from manyhands.cluster.machine import Machine
 from manyhands.cluster.spec import ROLES, Entry
 from manyhands.errors import ProtocolError
-from manyhands.wire.fields import Count, Seconds, read
+from manyhands.transport.fields import Count, Seconds, read
 
 MOST_POSTED_BYTES = 1 << 18
 """Of one fact on the board."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.errors import LinkError
 from manyhands.threads import OnError, start_thread
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 MOST_WAITING_BYTES = 64 << 20
 

@@ -25,7 +25,7 @@ from manyhands.cluster.interfaces import is_any, is_loopback, own_address, way_o
 from manyhands.cluster.spec import DEFAULT_PORT, ClusterSpec
 from manyhands.errors import UsageError
 from manyhands.threads import describe, start_thread
-from manyhands.wire import Address, parse_address
+from manyhands.transport import Address, parse_address
 
 NOTE = "manyhands.cluster.store_note"
 PUBLISH_S = 120.0

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.errors import LinkError, LinkTimeout, PeerLost, ViewChanging
-from manyhands.wire import Credentials
+from manyhands.transport import Credentials
 
 WORKER = "worker"
 SERVER = "server"

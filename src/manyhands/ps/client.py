@@ -38,7 +38,7 @@ from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.tables.homes import Homes
 from manyhands.threads import start_thread
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 logger = logging.getLogger("manyhands.ps")
 

@@ -29,7 +29,7 @@ from manyhands.ps.placement import Placement
 from manyhands.ps.rows import ROLE, RowEstate
 from manyhands.ps.settle import Plan, Status, make_plan
 from manyhands.tables.homes import Homes
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 KINDS = ("peer", "status", "plan", "block", "moved", "go")
 

@@ -30,8 +30,8 @@ from manyhands.ps.heads import (
     check_told,
 )
 from manyhands.threads import OnError, start_thread
-from manyhands.wire import Link, Listener
-from manyhands.wire.refusals import Refusals
+from manyhands.transport import Link, Listener
+from manyhands.transport.refusals import Refusals
 
 logger = logging.getLogger("manyhands.ps")
 

@@ -11,7 +11,7 @@ from manyhands.ps.heads import Nonsense
 from manyhands.ps.holding import Run
 from manyhands.ps.lanes import LANES, Lanes
 from manyhands.ps.memory import Flat, bytes_of
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 MAX_ARRIVING = 8
 """Pushes of one worker that are here in part; it has at most two under way."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.ps.holding import Run
 from manyhands.ps.lanes import Lanes
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 
 @dataclass

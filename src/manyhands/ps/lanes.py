@@ -21,7 +21,7 @@ from typing import Any
 
 from manyhands.errors import LinkError
 from manyhands.threads import fail_process, start_thread
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 LANES = 2
 """Connections for bulk data between two members: the second fills the pauses of the first."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from manyhands.ps.blocks import MIN_BLOCKS, Block, Layout, Piece
 from manyhands.ps.optimizer import is_elementwise, join_state
-from manyhands.wire.shm import Segment, aligned
+from manyhands.transport.shm import Segment, aligned
 
 MARKS = 128
 """Numbers beside shared memory: a version for each server, and behind them how many there are."""

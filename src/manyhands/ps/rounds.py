@@ -33,7 +33,7 @@ from manyhands.ps.holding import scale, squared_norm
 from manyhands.ps.ledger import Decision, Given, lr_factor, progress_after
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import step_of
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 
 LOOK_S = 0.2
 """How often a waiting member looks whether there is anything to wait for."""

@@ -49,7 +49,7 @@ from manyhands.ps.terms import Terms
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
 from manyhands.ps.updates import Updates
 from manyhands.threads import OnError, start_thread, start_timer
-from manyhands.wire import Link, Listener
+from manyhands.transport import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
 

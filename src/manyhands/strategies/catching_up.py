@@ -30,7 +30,7 @@ from manyhands.state.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
 from manyhands.threads import start_thread
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Address, Limits, Link, Listener, Message, connect
+from manyhands.transport import Address, Limits, Link, Listener, Message, connect
 
 logger = logging.getLogger("manyhands.strategies")
 

@@ -28,7 +28,7 @@ from manyhands.strategies.ps import ParameterServer
 from manyhands.tables.modules import RowModel
 from manyhands.threads import fail_process
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Address, Limits, Link, Listener, connect
+from manyhands.transport import Address, Limits, Link, Listener, connect
 
 logger = logging.getLogger("manyhands.ps")
 

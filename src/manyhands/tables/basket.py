@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import JobError
 from manyhands.tables.spec import Table
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 
 RESERVED_BYTES = 4 << 30
 """Of address space for the sparse gradients of one part."""

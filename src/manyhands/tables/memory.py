@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from manyhands.cluster.checkup.cgroup import memory_limit
 from manyhands.errors import JobError
 from manyhands.tables.wording import show_bytes
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 
 SPARE_PART = 50
 """One part in 50 of the host's memory is left to others."""

@@ -51,7 +51,7 @@ from manyhands.tables.layout import (
 from manyhands.tables.memory import Memory, available_bytes, total_bytes
 from manyhands.tables.spec import META_BYTES, Table, check_name, salt_of
 from manyhands.tables.wording import show_bytes
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 
 SHARED = 0
 """The slot of the row that new ids share when a table of any ids is full."""

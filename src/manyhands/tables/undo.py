@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import JobError
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
     from manyhands.tables.store import Store

@@ -14,7 +14,7 @@ from manyhands.cluster.messages import OF_MEMBERS, read_kind
 from manyhands.cluster.view import Seat
 from manyhands.errors import ProtocolError
 from manyhands.train.reports import Row
-from manyhands.wire.fields import Count, Positive, Seconds, Weight, read
+from manyhands.transport.fields import Count, Positive, Seconds, Weight, read
 
 
 @dataclass(frozen=True)

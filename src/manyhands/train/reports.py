@@ -19,7 +19,7 @@ from manyhands.errors import ProtocolError
 from manyhands.train.course import StepPlan
 from manyhands.train.leases import Range, Ranges, split
 from manyhands.train.measures import means
-from manyhands.wire.fields import Count, Seconds, Weight
+from manyhands.transport.fields import Count, Seconds, Weight
 
 PartKey = tuple[int, int]
 """(step, part)"""

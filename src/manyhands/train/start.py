@@ -26,9 +26,9 @@ from manyhands.state.runs import EVENTS, Run
 from manyhands.threads import on_process_failure
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options
+from manyhands.transport import Authority
 from manyhands.watch import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
 from manyhands.watch.events import Noticed, RunFinished
-from manyhands.wire import Authority
 
 PROGRAMS = {WORKER: "manyhands.strategies.worker", SERVER: "manyhands.strategies.server"}
 """What a member runs, by its role."""

@@ -29,7 +29,7 @@ from manyhands.cluster.messages import Post
 from manyhands.cluster.strangers import Strangers
 from manyhands.cluster.view import Seat
 from manyhands.errors import LinkError
-from manyhands.wire import Authority, Credentials, Link, Listener, connect
+from manyhands.transport import Authority, Credentials, Link, Listener, connect
 
 DEADLINE_S = 30.0
 

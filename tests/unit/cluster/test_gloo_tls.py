@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.cluster import gloo_tls
 from manyhands.errors import SpecError
-from manyhands.wire import Authority
+from manyhands.transport import Authority
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from manyhands.ps.server import Server
 from manyhands.ps.staleness import Rule
 from manyhands.ps.terms import Terms
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Authority, Limits, Link, Listener, connect
+from manyhands.transport import Authority, Limits, Link, Listener, connect
 
 BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"
 VIEW = 7

@@ -48,7 +48,7 @@ from manyhands.ps.host import Fate
 from manyhands.ps.lead import MAX_UNDER_WAY
 from manyhands.ps.memory import Flat, layout_of
 from manyhands.threads import fail_process
-from manyhands.wire import Link, Listener, connect
+from manyhands.transport import Link, Listener, connect
 
 
 @pytest.mark.parametrize("head", WORDS, ids=lambda head: head["k"])
@@ -176,7 +176,7 @@ def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
 def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> None:
     code = (
         "import json, sys\n"
-        "from manyhands.wire import connect\n"
+        "from manyhands.transport import connect\n"
         "with connect(sys.argv[1], timeout_s=20) as link:\n"
         "    link.send(json.loads(sys.argv[2]))\n"
         "    print(link.recv(timeout_s=20).head)\n"

@@ -16,7 +16,7 @@ from manyhands.ps.guest import Guest
 from manyhands.ps.holding import runs_of
 from manyhands.ps.lanes import LANES
 from manyhands.ps.memory import Flat
-from manyhands.wire import Link, Listener, connect
+from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0
 LAYOUT = Layout.of([Piece("p", 96, 4, dtype="float32")], block_bytes=128)

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.errors import LinkClosed
 from manyhands.ps.lanes import Lanes
-from manyhands.wire import Link, Listener, Message, connect
+from manyhands.transport import Link, Listener, Message, connect
 
 LONG_S = 20.0
 BIG = 8 << 20

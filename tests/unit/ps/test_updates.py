@@ -20,7 +20,7 @@ from manyhands.ps.ledger import Decision
 from manyhands.ps.policies import Sync
 from manyhands.ps.terms import Terms
 from manyhands.ps.updates import Updates
-from manyhands.wire import Link, Listener, connect
+from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0
 

@@ -19,7 +19,7 @@ from manyhands.strategies.catching_up import CatchingUp, Lender
 from manyhands.testing.conformance import assert_same_bits
 from manyhands.testing.jobs import Regression
 from manyhands.train.trainee import Trainee
-from manyhands.wire import Link, Listener, connect
+from manyhands.transport import Link, Listener, connect
 
 VIEW = View(2, (Seat("worker-0", "here"), Seat("worker-1", "here")))
 

@@ -85,7 +85,7 @@ class Posts:
 
 def memory_of_the_dead() -> str:
     """The address of shared memory that a process has told, before it ended."""
-    code = "from manyhands.wire.shm import Segment; print(Segment.create(1 << 20).address)"
+    code = "from manyhands.transport.shm import Segment; print(Segment.create(1 << 20).address)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -15,7 +15,7 @@ from manyhands.tables import memory
 from manyhands.tables.kernels import changes
 from manyhands.tables.spec import OPTIMIZERS, Table
 from manyhands.tables.store import Store
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 
 LR = 0.05
 

@@ -13,7 +13,7 @@ from manyhands.errors import JobError
 from manyhands.train.evaluate import evaluate
 from manyhands.train.messages import Evaluated
 from manyhands.train.reports import combine
-from manyhands.wire.fields import read
+from manyhands.transport.fields import read
 
 INPUTS = torch.arange(28.0).reshape(7, 4)
 DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2] + 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manyhands.cluster.messages import OF_AGENTS, OF_MEMBERS, AgentHello, read_kind
 from manyhands.errors import ProtocolError
 from manyhands.train.messages import REPORTS, Joined, Ready, Steps, parse
-from manyhands.wire.fields import read
+from manyhands.transport.fields import read
 
 ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False, []]
 SETTLED = {"version": 4, "applied": [[3, 0], [4, -1, 8.0, 2.0]], "pushes": {"worker-0": 3}}

@@ -17,7 +17,7 @@ from manyhands.train.course import StepPlan
 from manyhands.train.leases import Range
 from manyhands.train.messages import Evaluated
 from manyhands.train.reports import WHOLE, Committed, Gathering, Row, combine
-from manyhands.wire.fields import read
+from manyhands.transport.fields import read
 
 
 def row(step: int, weight: float, loss: float, **changes: float) -> Row:

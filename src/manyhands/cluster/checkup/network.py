@@ -1,6 +1,6 @@
 """Whether this host can be reached under its own name, and whether links work: tried, not guessed.
 
-Each link check is a round trip over manyhands.wire, both ends in this process, with the same
+Each link check is a round trip over manyhands.transport, both ends in this process, with the same
 handshake that members go through.
 """
 
@@ -14,7 +14,7 @@ from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.scratch import Scratch
 from manyhands.errors import ManyhandsError
 from manyhands.threads import start_thread
-from manyhands.wire import Authority, Credentials, Listener, connect
+from manyhands.transport import Authority, Credentials, Listener, connect
 
 RESOLVE_S = 10.0
 """How long a name server may take; the check for a name does not wait longer."""

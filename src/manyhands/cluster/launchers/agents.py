@@ -33,8 +33,8 @@ from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
 from manyhands.threads import describe, start_thread
-from manyhands.wire import Link, parse_address
-from manyhands.wire.fields import read
+from manyhands.transport import Link, parse_address
+from manyhands.transport.fields import read
 
 logger = logging.getLogger("manyhands.cluster")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.threads import OnError, fail_process
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 AGENT = "agent-"
 """How the names in certificates of agents begin."""

@@ -34,7 +34,7 @@ from manyhands.cluster.messages import (
 from manyhands.cluster.spec import Entry
 from manyhands.cluster.view import SERVER
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError
-from manyhands.wire import Link
+from manyhands.transport import Link
 
 START_S = 20.0
 """An agent has answered that it has started a member."""

@@ -19,7 +19,7 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.threads import start_thread
-from manyhands.wire import Authority
+from manyhands.transport import Authority
 
 NOT_THEIRS = ("PYTHONBREAKPOINT", "RAY_AUTH_TOKEN")
 """What Ray's workers have, and members should not."""

@@ -31,7 +31,7 @@ from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.strangers import Strangers
 from manyhands.errors import CoordinatorLost, LinkError, ManyhandsError, UsageError
-from manyhands.wire import Authority, Link, Listener
+from manyhands.transport import Authority, Link, Listener
 
 HELLO_S = 5.0
 LATER_S = 10.0

@@ -21,7 +21,7 @@ from typing import Any
 from manyhands.cluster.checkup.hosts.facts import PairFacts
 from manyhands.errors import LinkError, LinkTimeout
 from manyhands.threads import fail_process, start_timer
-from manyhands.wire import Address, Limits, Link, Listener, connect
+from manyhands.transport import Address, Limits, Link, Listener, connect
 
 REACH_S = 3.0
 """How long another host may take to answer at all."""

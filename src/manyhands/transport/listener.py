@@ -1,7 +1,7 @@
 """The side of a link that waits: takes connections in, and lets in those that pass the handshake.
 
 A connection passes when its TLS certificate is of this run's authority, or it proves the run's
-secret (see proof.py); on a unix socket its process must be of the same user, which does without
+secret (see hmac_auth.py); on a unix socket its process must be of the same user, which does without
 either. It is then welcomed with a frame (see link.py) and handed over as a Link. Whoever stalls,
 talks something else or has no right is dropped and counted.
 
@@ -25,14 +25,15 @@ from dataclasses import dataclass
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.threads import OnError, describe, start_thread
-from manyhands.wire import proof, tls
-from manyhands.wire.address import Address, check_owner, check_trust, parse_address
-from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits
-from manyhands.wire.link import Link
-from manyhands.wire.refusals import Refusals
-from manyhands.wire.tls import Credentials, Handshake
+from manyhands.transport import hmac_auth as proof
+from manyhands.transport import tls
+from manyhands.transport.address import Address, check_owner, check_trust, parse_address
+from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits
+from manyhands.transport.link import Link
+from manyhands.transport.refusals import Refusals
+from manyhands.transport.tls import Credentials, Handshake
 
-logger = logging.getLogger("manyhands.wire")
+logger = logging.getLogger("manyhands.transport")
 
 HANDSHAKE_S = 10.0
 """How long a new connection has for its handshake before the listener drops it."""

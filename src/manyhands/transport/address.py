@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 
 from manyhands.errors import UsageError
-from manyhands.wire.tls import Credentials
+from manyhands.transport.tls import Credentials
 
 MAX_UNIX_PATH = 107
 """The kernel has 108 bytes for the path of a unix socket, one of them for the end."""

@@ -37,9 +37,9 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from manyhands.errors import BadFrame, UsageError
-from manyhands.wire import frames
-from manyhands.wire.frames import WELCOME, Limits, Message
-from manyhands.wire.tls import DeadlinePassed, Handshake, wait_ready
+from manyhands.transport import frames
+from manyhands.transport.frames import WELCOME, Limits, Message
+from manyhands.transport.tls import DeadlinePassed, Handshake, wait_ready
 
 LIMITS = Limits(head_bytes=512, payload_bytes=0)
 """The largest frame taken from a side that has proven nothing yet."""

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import BadFrame, LinkError
-from manyhands.wire import frames
-from manyhands.wire.frames import HEADER_BYTES, Header, Limits, Message
+from manyhands.transport import frames
+from manyhands.transport.frames import HEADER_BYTES, Header, Limits, Message
 
 SMALL = Limits(head_bytes=512, payload_bytes=2048)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
 from manyhands.testing.ports import reserve_port
-from manyhands.wire import Limits, Link, Listener, Message, connect, frames
+from manyhands.transport import Limits, Link, Listener, Message, connect, frames
 
 LONG_S = 20.0
 Pair = tuple[Link, Link]

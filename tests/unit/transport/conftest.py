@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.wire import Authority, Limits, Link, Listener, connect
+from manyhands.transport import Authority, Limits, Link, Listener, connect
 
 LONG_S = 20.0
 KINDS = ("unix", "tcp", "proof", "tls")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, UsageError
-from manyhands.wire import Listener, connect, parse_address
-from manyhands.wire.refusals import MAX_REASONS, Refusals
+from manyhands.transport import Listener, connect, parse_address
+from manyhands.transport.refusals import MAX_REASONS, Refusals
 
 LONG_S = 20.0
 InThread = Callable[[Callable[[], Any]], tuple[threading.Thread, list[Any]]]

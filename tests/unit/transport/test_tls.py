@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkError, LinkTimeout, UsageError
-from manyhands.wire import Authority, Credentials, Listener, connect
+from manyhands.transport import Authority, Credentials, Listener, connect
 
 ADDRESS = "tcp://127.0.0.1:0"
 LONG_S = 10.0
@@ -78,7 +78,7 @@ def test_another_authority_is_refused_by_the_server_and_the_client_is_told(
     # It trusts the run's authority and so comes through its own check: only the server can refuse.
     mixed = Credentials(coordinator.authority, stranger.certificate, stranger.key)
     with (
-        caplog.at_level(logging.WARNING, "manyhands.wire"),
+        caplog.at_level(logging.WARNING, "manyhands.transport"),
         Listener(ADDRESS, credentials=coordinator) as listener,
     ):
         with pytest.raises(LinkError, match=r"refused.*ALERT"):
@@ -135,7 +135,7 @@ def test_garbage_in_place_of_a_handshake_is_refused_and_the_next_one_served(
 def test_half_open_clients_do_not_block_a_good_one(
     authority: Authority, coordinator: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.wire.listener.HANDSHAKE_S", 2.0)
+    monkeypatch.setattr("manyhands.transport.listener.HANDSHAKE_S", 2.0)
     good = authority.issue("worker0")
     with Listener(ADDRESS, credentials=coordinator) as listener, contextlib.ExitStack() as stack:
         for said in (b"", b"\x16\x03\x01", b""):
@@ -151,7 +151,7 @@ def test_half_open_clients_do_not_block_a_good_one(
 def test_too_many_half_open_clients_drop_the_oldest(
     authority: Authority, coordinator: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.wire.listener.MAX_HALF_OPEN", 2)
+    monkeypatch.setattr("manyhands.transport.listener.MAX_HALF_OPEN", 2)
     with Listener(ADDRESS, credentials=coordinator) as listener, contextlib.ExitStack() as stack:
         raws = [
             stack.enter_context(socket.create_connection(host_and_port(listener), timeout=LONG_S))

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from manyhands.errors import LinkError
-from manyhands.wire.shm import Segment, aligned
+from manyhands.transport.shm import Segment, aligned
 
 OTHER = """
 import sys
 import torch
-from manyhands.wire.shm import Segment
+from manyhands.transport.shm import Segment
 numbers = Segment.attach(sys.argv[1]).tensor(torch.float32, offset_bytes=64, numel=5)
 print(numbers.tolist(), flush=True)
 numbers.mul_(2)
@@ -67,7 +67,7 @@ def test_tensors_outlive_the_segment_and_its_creator() -> None:
         [
             *(sys.executable, "-c"),
             "import sys, torch\n"
-            "from manyhands.wire.shm import Segment\n"
+            "from manyhands.transport.shm import Segment\n"
             "segment = Segment.create(64)\n"
             "segment.tensor(torch.int64, numel=8).fill_(7)\n"
             "print(segment.address, flush=True)\n"

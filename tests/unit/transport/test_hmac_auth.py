@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout, UsageError
-from manyhands.wire import Authority, Link, Listener, connect, frames, parse_address
-from manyhands.wire.frames import WELCOME, Header
-from manyhands.wire.proof import (
+from manyhands.transport import Authority, Link, Listener, connect, frames, parse_address
+from manyhands.transport.frames import WELCOME, Header
+from manyhands.transport.hmac_auth import (
     CONNECTOR,
     LIMITS,
     LISTENER,
@@ -188,7 +188,7 @@ def test_a_wrong_secret_is_refused_at_once_logged_and_counted(
 ) -> None:
     began = time.monotonic()
     with (
-        caplog.at_level(logging.WARNING, "manyhands.wire"),
+        caplog.at_level(logging.WARNING, "manyhands.transport"),
         pytest.raises(
             LinkError, match=r"server-1.* was refused: .*the two secrets differ"
         ) as caught,
@@ -378,7 +378,7 @@ def test_a_false_listener_makes_nobody_allocate() -> None:
 def test_clients_that_stall_hold_up_nobody_and_are_dropped_in_time(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.wire.listener.HANDSHAKE_S", 1.5)
+    monkeypatch.setattr("manyhands.transport.listener.HANDSHAKE_S", 1.5)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(dial(listener)) for _ in range(3)]
@@ -401,7 +401,7 @@ def test_clients_that_stall_hold_up_nobody_and_are_dropped_in_time(
 def test_too_many_half_open_clients_drop_the_oldest(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.wire.listener.MAX_HALF_OPEN", 2)
+    monkeypatch.setattr("manyhands.transport.listener.MAX_HALF_OPEN", 2)
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(stranger(listener)) for _ in range(3)]
         assert links[0].recv(timeout_s=LONG_S).head["link"] == "challenge"
@@ -548,7 +548,7 @@ def test_it_works_where_cryptography_is_not_installed() -> None:
     program = """
 import sys
 sys.modules["cryptography"] = None
-from manyhands.wire import Listener, connect
+from manyhands.transport import Listener, connect
 with Listener("tcp://127.0.0.1:0", secret="s") as listener:
     with connect(listener.address, secret="s", name="worker-0", timeout_s=10):
         with listener.accept(10) as far:

@@ -3,7 +3,7 @@
 A Listener (see listener.py) takes connections in at an address (see address.py) and connect() makes
 one; both give a Link, which sends and receives frames (see frames.py). With credentials a link is
 TLS 1.3 with certificates on both sides; with a secret both sides prove that they know it, and what
-follows is plain (see proof.py); with neither, a unix socket trusts its owner's user id, and TCP must
+follows is plain (see hmac_auth.py); with neither, a unix socket trusts its owner's user id, and TCP must
 be asked for with insecure=True.
 
 The listener's side begins with a welcome frame: when connect() returns, the other side has checked
@@ -32,12 +32,18 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
-from manyhands.wire import frames
-from manyhands.wire.address import Address, check_owner, check_trust, parse_address
-from manyhands.wire.frames import DEFAULT_LIMITS, WELCOME, Limits, Message, Payload, Place
-from manyhands.wire.proof import check_name, prove
-from manyhands.wire.silence import watch
-from manyhands.wire.tls import Credentials, DeadlinePassed, TlsStream, certificate_name, wait_ready
+from manyhands.transport import frames
+from manyhands.transport.address import Address, check_owner, check_trust, parse_address
+from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits, Message, Payload, Place
+from manyhands.transport.hmac_auth import check_name, prove
+from manyhands.transport.keepalive import watch
+from manyhands.transport.tls import (
+    Credentials,
+    DeadlinePassed,
+    TlsStream,
+    certificate_name,
+    wait_ready,
+)
 
 RETRY_S = (0.01, 0.5)
 """Shortest and longest pause before connect() tries again."""
