@@ -23,7 +23,7 @@ from pathlib import Path
 from overhead_models import WORKERS
 
 from manyhands.cluster.launchers import cores
-from manyhands.watch.jsonl import read_events
+from manyhands.events.jsonl import read_events
 
 HERE = Path(__file__).parent
 STEPS = {"Perceptron": 600, "Transformer": 250}

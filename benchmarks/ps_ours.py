@@ -16,8 +16,8 @@ from ps_load import Load
 from ps_watch import Failed, Ran, run
 
 from manyhands.errors import ManyhandsError
+from manyhands.events.jsonl import read_events
 from manyhands.strategies.registry import make_strategy
-from manyhands.watch.jsonl import read_events
 
 JOB = Path(__file__).with_name("ps_job.py")
 BUNCH_S = 0.01

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from together import KEY, LONG_S, manyhands, step_reached, until
 
+from manyhands.events.jsonl import read_events
 from manyhands.testing.harness import Finished
 from manyhands.testing.lab import Host, Lab
-from manyhands.watch.jsonl import read_events
 
 
 class Cast:

@@ -25,10 +25,10 @@ from together import (
     until,
 )
 
+from manyhands.events.jsonl import read_events
 from manyhands.testing.harness import Finished, train, train_arguments
 from manyhands.testing.lab import Lab
 from manyhands.testing.ports import reserve_port
-from manyhands.watch.jsonl import read_events
 
 END_S = 180.0
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from manyhands.watch.jsonl import read_events
+from manyhands.events.jsonl import read_events
 
 KEY = "the key of a run in these tests"
 LONG_S = 60.0

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from ray_nodes import Nodes
 
+from manyhands.events.jsonl import read_events
 from manyhands.testing.harness import JOBS, Command, command, gone, train, train_arguments
-from manyhands.watch.jsonl import read_events
 
 pytestmark = pytest.mark.long
 

@@ -13,10 +13,10 @@ import pytest
 import manyhands
 from manyhands import threads
 from manyhands.errors import LinkError
+from manyhands.events.events import Event, Noticed
+from manyhands.events.sinks import Queued, Sink, Stream
 from manyhands.threads import describe, fail_process, on_process_failure, start_thread, start_timer
 from manyhands.transport import Link, Listener, connect
-from manyhands.watch.events import Event, Noticed
-from manyhands.watch.sinks import Queued, Sink, Stream
 
 LONG_S = 30.0
 HOME = Path(manyhands.__file__).parent

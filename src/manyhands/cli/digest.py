@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.events.history import History, read_history
 from manyhands.state import checkpoints
 from manyhands.state.runs import EVENTS, Run
 from manyhands.train.monitor import formerly_lower, metric_name
-from manyhands.watch.history import History, read_history
 
 TRAINS, CUT_OFF = "training now", "cut off"
 DONE = ("finished", "early-stopped")

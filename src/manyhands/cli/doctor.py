@@ -23,7 +23,7 @@ from manyhands.cluster.rendezvous import dialled_address
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import describe, detect
 from manyhands.errors import Interrupted
-from manyhands.watch.units import clean
+from manyhands.events.units import clean
 
 HELP = "what this machine has, what works, and what to fix"
 EXAMPLES = """\

@@ -20,7 +20,7 @@ from manyhands.cluster.lab.lab import remove_all
 from manyhands.cluster.lab.layout import bandwidth_text
 from manyhands.cluster.lab.records import records
 from manyhands.errors import Interrupted, UsageError
-from manyhands.watch.units import duration, plural, size
+from manyhands.events.units import duration, plural, size
 
 HELP = "several hosts on this machine, with links to slow down and to cut"
 EXAMPLES = """\

@@ -19,6 +19,7 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
 from manyhands.errors import RunFolderError, UsageError, closest
+from manyhands.events import make_console
 from manyhands.job import job_of_run
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
@@ -26,7 +27,6 @@ from manyhands.state.files import file_digest
 from manyhands.state.runs import Run
 from manyhands.train.options import SCHEDULES
 from manyhands.train.start import train
-from manyhands.watch import make_console
 
 HELP = "go on where a run stopped, on any number of workers"
 EXAMPLES = """\

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import RunFolderError, UsageError
+from manyhands.events.units import plural
 from manyhands.state.runs import EVENTS, Run
-from manyhands.watch.units import plural
 
 HELP = "give a live run more workers, or fewer"
 EXAMPLES = """\

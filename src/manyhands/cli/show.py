@@ -14,10 +14,10 @@ from typing import Any
 
 from manyhands.cli.digest import DONE, TRAINS, Digest, digest, dump
 from manyhands.errors import RunFolderError
+from manyhands.events.history import BARS, PLAIN_BARS, sparkline
+from manyhands.events.text import direction
+from manyhands.events.units import clean, count, duration, figure, plural
 from manyhands.state.runs import Run
-from manyhands.watch.history import BARS, PLAIN_BARS, sparkline
-from manyhands.watch.text import direction
-from manyhands.watch.units import clean, count, duration, figure, plural
 
 HELP = "one run: best checkpoint, curves, who was lost"
 EXAMPLES = """\

@@ -21,6 +21,10 @@ from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
 from manyhands.cluster.scratch import Scratch
 from manyhands.errors import MemberFailed, UsageError
+from manyhands.events import Sink, events, make_console
+from manyhands.events.console import LABEL_CELLS
+from manyhands.events.events import Event
+from manyhands.events.text import direction
 from manyhands.job import JobFile, find_job
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.files import file_digest
@@ -28,10 +32,6 @@ from manyhands.state.runs import Run
 from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train
-from manyhands.watch import Sink, events, make_console
-from manyhands.watch.console import LABEL_CELLS
-from manyhands.watch.events import Event
-from manyhands.watch.text import direction
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
 EXAMPLES = """\

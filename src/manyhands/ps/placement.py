@@ -33,8 +33,8 @@ from functools import cached_property
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.events.units import plural, size
 from manyhands.ps.blocks import Block, Layout
-from manyhands.watch.units import plural, size
 
 SLACK = 0.05
 """So far from its share a server may be before shards move for it."""

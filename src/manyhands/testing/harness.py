@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.events.jsonl import committed_steps, read_events
 from manyhands.state.checkpoints import final, steps
-from manyhands.watch.jsonl import committed_steps, read_events
 
 JOBS = Path(__file__).parent / "jobs.py"
 DEADLINE_S = 120.0

@@ -44,6 +44,8 @@ from manyhands.errors import (
     UsageError,
     WeightsLost,
 )
+from manyhands.events import events
+from manyhands.events.sinks import Stream
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.threads import describe
@@ -88,8 +90,6 @@ from manyhands.train.options import Options
 from manyhands.train.shelf import Shelf
 from manyhands.train.stuck import StuckWatch
 from manyhands.train.tally import Tally
-from manyhands.watch import events
-from manyhands.watch.sinks import Stream
 
 TICK_S = 0.1
 LOOK_S = 1.0

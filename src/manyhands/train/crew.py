@@ -24,12 +24,12 @@ from typing import Any
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.view import SERVER, WORKER, Seat, View
 from manyhands.errors import ManyhandsError, ProtocolError
+from manyhands.events import events
+from manyhands.events.sinks import Stream
 from manyhands.train.facts import Facts
 from manyhands.train.messages import Joined
 from manyhands.train.options import Options
 from manyhands.train.reports import PartKey, Sums
-from manyhands.watch import events
-from manyhands.watch.sinks import Stream
 
 APART_VIEWS = 2
 """In so many views in a row two did not find each other: they will not in the next."""

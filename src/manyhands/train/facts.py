@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import JobError, UsageError
+from manyhands.events import events
 from manyhands.train.course import Course, Syllabus
 from manyhands.train.messages import Evaluated
 from manyhands.train.monitor import (
@@ -21,7 +22,6 @@ from manyhands.train.plateau import Plateau, parse_plateau, resolve, saved_watch
 from manyhands.train.rates import Change
 from manyhands.train.reports import Committed, combine
 from manyhands.train.scaling import FIXED, Scaling
-from manyhands.watch import events
 
 Facts = Mapping[str, Any]
 """What a worker says when it is ready."""

@@ -21,11 +21,11 @@ from typing import Any
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.faults import cut_a_link
 from manyhands.cluster.launchers import LocalHandle
+from manyhands.events import events
+from manyhands.events.sinks import Stream
 from manyhands.train.chaos import CUT, KILL, PAUSE, Chaos, Clause, Timer, befallen
 from manyhands.train.course import Course
 from manyhands.train.crew import Crew
-from manyhands.watch import events
-from manyhands.watch.sinks import Stream
 
 CUT_EVERY_S = 0.1
 """How often, while links of a member are to stay cut."""

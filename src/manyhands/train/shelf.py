@@ -12,14 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import CheckpointError
+from manyhands.events import events
+from manyhands.events.sinks import Stream
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import Run
 from manyhands.train.course import Checkpoint, Course
 from manyhands.train.messages import Saved
 from manyhands.train.options import Options
-from manyhands.watch import events
-from manyhands.watch.sinks import Stream
 
 
 @dataclass

@@ -20,6 +20,8 @@ from manyhands.errors import (
     UsageError,
     WeightsLost,
 )
+from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
+from manyhands.events.events import Noticed, RunFinished
 from manyhands.state import checkpoints
 from manyhands.state.checkpoints import Manifest
 from manyhands.state.runs import EVENTS, Run
@@ -27,8 +29,6 @@ from manyhands.threads import on_process_failure
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options
 from manyhands.transport import Authority
-from manyhands.watch import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
-from manyhands.watch.events import Noticed, RunFinished
 
 PROGRAMS = {WORKER: "manyhands.strategies.worker", SERVER: "manyhands.strategies.server"}
 """What a member runs, by its role."""

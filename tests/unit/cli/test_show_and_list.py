@@ -11,8 +11,8 @@ import pytest
 
 from manyhands.cli.list_runs import HEADS
 from manyhands.cli.main import main
+from manyhands.events.history import read_history, sparkline
 from manyhands.state.runs import Run
-from manyhands.watch.history import read_history, sparkline
 
 
 def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:

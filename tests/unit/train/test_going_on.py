@@ -19,12 +19,12 @@ from manyhands.cluster.launchers import LocalLauncher
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import MemberFailed, WeightsLost
+from manyhands.events import events as ev
+from manyhands.events.sinks import Sink, Stream
 from manyhands.state import checkpoints
 from manyhands.state.runs import Run
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Manner, Options
-from manyhands.watch import events as ev
-from manyhands.watch.sinks import Sink, Stream
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from troupe import Troupe, row
 
 from manyhands.cluster.view import SERVER, Seat, View
+from manyhands.events.sinks import Stream
 from manyhands.state import checkpoints
 from manyhands.state.runs import Run
 from manyhands.train.course import Course, Syllabus
@@ -22,7 +23,6 @@ from manyhands.train.options import Manner, Options
 from manyhands.train.plateau import Plateau
 from manyhands.train.scaling import FIXED, Scaling
 from manyhands.train.shelf import Shelf
-from manyhands.watch.sinks import Stream
 
 IN_STEP = Manner()
 IN_PARTS = Manner(lockstep=False, parts=lambda workers: workers)

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from manyhands.cluster.launchers import LocalHandle
+from manyhands.events import events as ev
+from manyhands.events.sinks import Sink, Stream
 from manyhands.train import injector as injector_module
 from manyhands.train.chaos import parse_chaos
 from manyhands.train.injector import Injector
-from manyhands.watch import events as ev
-from manyhands.watch.sinks import Sink, Stream
 
 
 class Dummy(LocalHandle):

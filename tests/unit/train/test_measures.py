@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from manyhands.errors import JobError
+from manyhands.events.events import StepCommitted
+from manyhands.events.tensorboard import step_scalars
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Share
 from manyhands.train.loop import _read_measures
@@ -16,8 +18,6 @@ from manyhands.train.measures import means
 from manyhands.train.reports import Gathering, Row, StepPlan
 from manyhands.train.step import StepReport, gradients, rehearse
 from manyhands.train.trainee import Trainee
-from manyhands.watch.events import StepCommitted
-from manyhands.watch.tensorboard import step_scalars
 
 
 def logging(make_job: Any, *, name: Any = "inputs", value: Any = None, **fields: Any) -> Any:

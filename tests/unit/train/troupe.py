@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.view import Seat, View
+from manyhands.events.sinks import Stream
 from manyhands.state.checkpoints import partial
 from manyhands.state.runs import Run
 from manyhands.train.course import Course, StepPlan, Syllabus
@@ -21,7 +22,6 @@ from manyhands.train.messages import Saved
 from manyhands.train.options import Manner, Options
 from manyhands.train.reports import Committed, PartKey, Row
 from manyhands.train.shelf import Shelf
-from manyhands.watch.sinks import Stream
 
 Sample = tuple[int, int]
 """(epoch, position)"""

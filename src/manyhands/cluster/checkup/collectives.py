@@ -25,8 +25,8 @@ from pathlib import Path
 
 from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.launchers import Handle, LocalLauncher, Start
+from manyhands.events.units import clean, plural
 from manyhands.threads import start_thread
-from manyhands.watch.units import clean, plural
 
 GROUP_S = 60.0
 """The processes have started, found each other, added up and left."""

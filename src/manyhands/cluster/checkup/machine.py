@@ -17,7 +17,7 @@ from manyhands.cluster.checkup import cgroup
 from manyhands.cluster.checkup.cgroup import MemoryLimit
 from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.launchers import cores
-from manyhands.watch.units import plural, size
+from manyhands.events.units import plural, size
 
 LEAST_MEMORY_BYTES = 10**9
 """Two workers take most of this before they have a model: Python and torch themselves."""

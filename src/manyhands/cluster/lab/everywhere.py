@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from manyhands.cluster.lab.lab import Host, Lab
 from manyhands.cluster.lab.layout import INTERFACE
-from manyhands.watch.units import clean
+from manyhands.events.units import clean
 
 MASTER_PORT = 29500
 """Free on every host: nobody else is there."""

@@ -9,7 +9,7 @@ from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
 from manyhands.cluster.checkup.machine import LEAST_MEMORY_BYTES
 from manyhands.cluster.machine import unfit
-from manyhands.watch.units import duration, size
+from manyhands.events.units import duration, size
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WRONG_S = 3600.0

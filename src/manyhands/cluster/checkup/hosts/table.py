@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
 from manyhands.cluster.checkup.hosts.judge import milliseconds, rate
-from manyhands.watch.units import size
+from manyhands.events.units import size
 
 MAX_PAIRS = 28
 """Of eight hosts; of more, the slowest are told."""

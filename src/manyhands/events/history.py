@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.watch.jsonl import read_events
+from manyhands.events.jsonl import read_events
 
 _STEP = b'"event":"StepCommitted"'
 BARS = "▁▂▃▄▅▆▇█"

@@ -16,9 +16,9 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from manyhands.watch import text
-from manyhands.watch.console import BAD, GOOD, LABEL_CELLS, STRONG, Clock, Console, Part
-from manyhands.watch.events import Event, RunFinished
+from manyhands.events import text
+from manyhands.events.console import BAD, GOOD, LABEL_CELLS, STRONG, Clock, Console, Part
+from manyhands.events.events import Event, RunFinished
 
 REDRAW_EVERY_S = 0.1
 BAR_CELLS = (16, 32)

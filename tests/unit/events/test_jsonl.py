@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import RunFolderError
-from manyhands.watch import JsonlSink, committed_steps, read_events
-from manyhands.watch import events as ev
-from manyhands.watch.jsonl import encode
+from manyhands.events import JsonlSink, committed_steps, read_events
+from manyhands.events import events as ev
+from manyhands.events.jsonl import encode
 
 
 def write(path: Path, *events: ev.Event) -> None:
@@ -140,8 +140,8 @@ def test_a_closed_sink_says_so(tmp_path: Path, step: Callable[..., ev.StepCommit
 
 FILL_UP = """
 import resource, sys
-from manyhands.watch import JsonlSink
-from manyhands.watch.events import Noticed
+from manyhands.events import JsonlSink
+from manyhands.events.events import Noticed
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000))
 sink = JsonlSink(sys.argv[1])
 try:
@@ -166,8 +166,8 @@ def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path) -> None:
 
 EMIT_FOR_EVER = """
 import sys
-from manyhands.watch import JsonlSink
-from manyhands.watch.events import Noticed
+from manyhands.events import JsonlSink
+from manyhands.events.events import Noticed
 sink = JsonlSink(sys.argv[1])
 number = 0
 while True:

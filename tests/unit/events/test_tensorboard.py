@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from manyhands.watch import TensorBoardSink
-from manyhands.watch import events as ev
+from manyhands.events import TensorBoardSink
+from manyhands.events import events as ev
 
 RESUMED = ev.Resumed(time=2_000.0, step=3, epoch=0, checkpoint="checkpoints/step-3", workers=2)
 
@@ -123,7 +123,7 @@ def test_what_is_not_finite_and_a_step_of_no_time(
 def test_points_are_on_disk_while_the_run_goes_on(
     tmp_path: Path, step: Callable[..., ev.StepCommitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.watch.tensorboard.FLUSH_EVERY_S", 0.05)
+    monkeypatch.setattr("manyhands.events.tensorboard.FLUSH_EVERY_S", 0.05)
     sink = TensorBoardSink(tmp_path)
     sink.handle(step(1))
     deadline = time.monotonic() + 10
@@ -144,7 +144,7 @@ def test_without_tensorboard_one_notice_and_then_nothing(
         if name.split(".")[0] == "tensorboard":
             monkeypatch.setitem(sys.modules, name, None)
     sink = TensorBoardSink(tmp_path / "tb")
-    with caplog.at_level(logging.WARNING, logger="manyhands.watch"):
+    with caplog.at_level(logging.WARNING, logger="manyhands.events"):
         for event in [*start, step(1), step(2)]:
             sink.handle(event)
         sink.close()
@@ -156,8 +156,8 @@ def test_without_tensorboard_one_notice_and_then_nothing(
 def test_watching_needs_no_torch_and_imports_tensorboard_and_rich_late(tmp_path: Path) -> None:
     script = f"""
 import sys
-from manyhands.watch import TensorBoardSink, make_console
-from manyhands.watch.events import Noticed
+from manyhands.events import TensorBoardSink, make_console
+from manyhands.events.events import Noticed
 make_console().handle(Noticed(message="x"))
 assert not {{"tensorboard", "rich"}} & set(sys.modules), "imported too early"
 sink = TensorBoardSink({str(tmp_path)!r})

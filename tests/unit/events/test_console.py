@@ -10,9 +10,9 @@ from typing import TextIO
 
 import pytest
 
-from manyhands.watch import Console, make_console
-from manyhands.watch import events as ev
-from manyhands.watch.console import PlainConsole
+from manyhands.events import Console, make_console
+from manyhands.events import events as ev
+from manyhands.events.console import PlainConsole
 
 FAILED = ev.MemberFailed(
     member="worker-1",
@@ -188,8 +188,8 @@ def test_an_ascii_stream_gets_every_word() -> None:
 
 TALK_TO_NO_ONE = """
 import os, sys
-from manyhands.watch import Stream, make_console
-from manyhands.watch.events import Noticed
+from manyhands.events import Stream, make_console
+from manyhands.events.events import Noticed
 sys.stdin.readline()
 stream = Stream([make_console()])
 stream.emit(Noticed(message="x"))

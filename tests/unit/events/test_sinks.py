@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import RecordError
-from manyhands.watch import JsonlSink, Queued, Sink, Stream, read_events
-from manyhands.watch.events import Event, Noticed
+from manyhands.events import JsonlSink, Queued, Sink, Stream, read_events
+from manyhands.events.events import Event, Noticed
 
 
 class Recorder(Sink):
@@ -45,7 +45,7 @@ def test_a_failing_sink_is_reported_once_and_the_others_get_everything(
 ) -> None:
     first, broken, last = Recorder(), Recorder(fail_at=2), Recorder()
     stream = Stream([first, broken, last])
-    with caplog.at_level(logging.WARNING, logger="manyhands.watch"):
+    with caplog.at_level(logging.WARNING, logger="manyhands.events"):
         for event in notes(5):
             stream.emit(event)
         stream.close()

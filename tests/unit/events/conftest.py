@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from manyhands.watch import events as ev
+from manyhands.events import events as ev
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.watch.events import (
+from manyhands.events.events import (
     CheckpointSaved,
     Evaluated,
     Event,
@@ -31,9 +31,9 @@ from manyhands.watch.events import (
     StepCommitted,
     ViewChanged,
 )
-from manyhands.watch.sinks import Sink
+from manyhands.events.sinks import Sink
 
-log = logging.getLogger("manyhands.watch")
+log = logging.getLogger("manyhands.events")
 
 FLUSH_EVERY_S = 5
 MAX_PENDING = 1_000

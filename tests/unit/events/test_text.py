@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.watch import events as ev
-from manyhands.watch import text, units
+from manyhands.events import events as ev
+from manyhands.events import text, units
 
 
 @pytest.mark.parametrize(

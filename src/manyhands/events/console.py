@@ -17,8 +17,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TextIO
 
-from manyhands.watch import text
-from manyhands.watch.events import (
+from manyhands.events import text
+from manyhands.events.events import (
     CheckpointSaved,
     Evaluated,
     Event,
@@ -37,7 +37,7 @@ from manyhands.watch.events import (
     Stopping,
     ViewChanged,
 )
-from manyhands.watch.sinks import Sink
+from manyhands.events.sinks import Sink
 
 Clock = Callable[[], float]
 Part = str | tuple[str, str]
@@ -234,7 +234,7 @@ def make_console(
     if quiet or not out.isatty():
         return PlainConsole(out, err, quiet=quiet)
     # Only a terminal pays for the import of rich, which is also what reads NO_COLOR and TERM.
-    from manyhands.watch.terminal import RichConsole, rich_stream
+    from manyhands.events.terminal import RichConsole, rich_stream
 
     rich_out = rich_stream(out)
     if rich_out.is_dumb_terminal:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from manyhands.watch.console import Console, make_console
-from manyhands.watch.jsonl import JsonlSink, committed_steps, read_events
-from manyhands.watch.sinks import Queued, Sink, Stream
-from manyhands.watch.tensorboard import TensorBoardSink
+from manyhands.events.console import Console, make_console
+from manyhands.events.jsonl import JsonlSink, committed_steps, read_events
+from manyhands.events.sinks import Queued, Sink, Stream
+from manyhands.events.tensorboard import TensorBoardSink
 
 __all__ = [
     "Console",

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from manyhands.errors import RunFolderError
-from manyhands.watch.events import Event, to_record
-from manyhands.watch.sinks import Sink
+from manyhands.events.events import Event, to_record
+from manyhands.events.sinks import Sink
 
 Record = dict[str, Any]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.watch.events import (
+from manyhands.events.events import (
     CheckpointSaved,
     Evaluated,
     Event,
@@ -31,7 +31,7 @@ from manyhands.watch.events import (
     StepCommitted,
     ViewChanged,
 )
-from manyhands.watch.units import clean, count, duration, figure, plural, short, size
+from manyhands.events.units import clean, count, duration, figure, plural, short, size
 
 Rows = list[tuple[str, str]]
 """Label and value."""

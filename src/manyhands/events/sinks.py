@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from manyhands.errors import RecordError
+from manyhands.events.events import Event
 from manyhands.threads import start_thread
-from manyhands.watch.events import Event
 
-log = logging.getLogger("manyhands.watch")
+log = logging.getLogger("manyhands.events")
 
 
 class Sink(ABC):
