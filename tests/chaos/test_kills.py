@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.state import checkpoints
-from manyhands.state.runs import Run
+from manyhands.runs import checkpoints
+from manyhands.runs.folder import Run
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 

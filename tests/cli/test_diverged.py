@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.state import checkpoints
+from manyhands.runs import checkpoints
 from manyhands.testing.harness import resume, train
 
 pytestmark = pytest.mark.slow

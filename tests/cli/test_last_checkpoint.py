@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.state import checkpoints
+from manyhands.runs import checkpoints
 from manyhands.testing.harness import command, gone, train, train_arguments
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.state import checkpoints
+from manyhands.runs import checkpoints
 from manyhands.testing import harness
 
 HEAD = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.state import checkpoints
+from manyhands.runs import checkpoints
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_same_bits
 

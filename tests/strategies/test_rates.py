@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.state import checkpoints
+from manyhands.runs import checkpoints
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch, assert_same_bits
 from manyhands.testing.harness import Finished

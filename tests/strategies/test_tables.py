@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.state.checkpoints import choose
+from manyhands.runs.checkpoints import choose
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch, assert_same_bits

@@ -23,7 +23,7 @@ FLOORS = [
     {"ps", "train"},
     {"words"},
     {"tables"},
-    {"transport", "cluster", "state", "events"},
+    {"transport", "cluster", "runs", "events"},
     {"job", "errors", "threads", "__init__"},
 ]
 """From the top down. Beside the stairs: `data` stands on the ground, `testing` may look anywhere."""
@@ -178,7 +178,7 @@ def test_only_the_safe_reader_unpickles() -> None:
                     module, ()
                 ):
                     found.append(f"{path.relative_to(HOME)}: {ast.unparse(node)}")
-        assert "FileSystemReader" not in text, f"{path}: use state/safe_reader.py"
+        assert "FileSystemReader" not in text, f"{path}: use runs/safe_reader.py"
     # Loader processes run the job's code anyway, and speak with their worker alone, over a socket pair.
     loaders = {"train/loaders.py", "train/loader_process.py"}
-    assert {entry.partition(":")[0] for entry in found} == {"state/safe_reader.py", *loaders}, found
+    assert {entry.partition(":")[0] for entry in found} == {"runs/safe_reader.py", *loaders}, found

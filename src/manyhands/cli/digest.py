@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.events.history import History, read_history
-from manyhands.state import checkpoints
-from manyhands.state.runs import EVENTS, Run
+from manyhands.runs import checkpoints
+from manyhands.runs.folder import EVENTS, Run
 from manyhands.train.monitor import formerly_lower, metric_name
 
 TRAINS, CUT_OFF = "training now", "cut off"

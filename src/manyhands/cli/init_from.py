@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import CheckpointError, RunFolderError, UsageError
-from manyhands.state.checkpoints import Manifest, choose, verify
-from manyhands.state.runs import Run
+from manyhands.runs.checkpoints import Manifest, choose, verify
+from manyhands.runs.folder import Run
 
 FLAG = "--init-from"
 

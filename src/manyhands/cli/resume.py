@@ -21,10 +21,10 @@ from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, l
 from manyhands.errors import RunFolderError, UsageError, closest
 from manyhands.events import make_console
 from manyhands.job import job_of_run
-from manyhands.state import checkpoints
-from manyhands.state.checkpoints import Manifest
-from manyhands.state.files import file_digest
-from manyhands.state.runs import Run
+from manyhands.runs import checkpoints
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.files import file_digest
+from manyhands.runs.folder import Run
 from manyhands.train.options import SCHEDULES
 from manyhands.train.start import train
 

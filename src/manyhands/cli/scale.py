@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.errors import RunFolderError, UsageError
 from manyhands.events.units import plural
-from manyhands.state.runs import EVENTS, Run
+from manyhands.runs.folder import EVENTS, Run
 
 HELP = "give a live run more workers, or fewer"
 EXAMPLES = """\

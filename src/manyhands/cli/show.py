@@ -17,7 +17,7 @@ from manyhands.errors import RunFolderError
 from manyhands.events.history import BARS, PLAIN_BARS, sparkline
 from manyhands.events.text import direction
 from manyhands.events.units import clean, count, duration, figure, plural
-from manyhands.state.runs import Run
+from manyhands.runs.folder import Run
 
 HELP = "one run: best checkpoint, curves, who was lost"
 EXAMPLES = """\

@@ -26,9 +26,9 @@ from manyhands.events.console import LABEL_CELLS
 from manyhands.events.events import Event
 from manyhands.events.text import direction
 from manyhands.job import JobFile, find_job
-from manyhands.state.checkpoints import Manifest
-from manyhands.state.files import file_digest
-from manyhands.state.runs import Run
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.files import file_digest
+from manyhands.runs.folder import Run
 from manyhands.train.chaos import GRAMMAR
 from manyhands.train.options import Options
 from manyhands.train.start import rehearse, train

@@ -194,7 +194,7 @@ class AllReduceLearner(Learner):
 
     def _help(self, new: Collection[int], source: int, view: View) -> None:
         """Some are new: they catch up while the others go on."""
-        from manyhands.state.saver import gather_state
+        from manyhands.runs.saver import gather_state
         from manyhands.strategies.catching_up import CatchingUp, Lender
 
         if self.me.rank == source:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from manyhands.cluster.view import Me, View
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
-from manyhands.state.flat import blanks, flatten, rebuild
-from manyhands.state.saver import Stateful, put_state
+from manyhands.runs.flat import blanks, flatten, rebuild
+from manyhands.runs.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
 from manyhands.threads import start_thread
 from manyhands.train.trainee import Trainee

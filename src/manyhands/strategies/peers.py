@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.state.dense import dense_state, load_dense_state
-from manyhands.state.flat import blanks, flatten, rebuild
-from manyhands.state.saver import Stateful, gather_state, put_state
+from manyhands.runs.dense import dense_state, load_dense_state
+from manyhands.runs.flat import blanks, flatten, rebuild
+from manyhands.runs.saver import Stateful, gather_state, put_state
 from manyhands.train.trainee import Trainee
 
 if TYPE_CHECKING:

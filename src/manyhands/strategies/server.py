@@ -27,8 +27,8 @@ class Keeper:
     def __init__(self, member: Member) -> None:
         from manyhands.cluster.view import SERVER, Seat
         from manyhands.job import load_job
-        from manyhands.state.checkpoints import checkpoint_step
-        from manyhands.state.saver import load_state
+        from manyhands.runs.checkpoints import checkpoint_step
+        from manyhands.runs.saver import load_state
         from manyhands.strategies.ps import ParameterServer
         from manyhands.strategies.ps_station import Station
         from manyhands.strategies.registry import make_strategy

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import Job, job_of_run, load_job
-from manyhands.state.checkpoints import choose
-from manyhands.state.dense import dense_state, load_dense_state
-from manyhands.state.files import file_digest
-from manyhands.state.runs import Run
-from manyhands.state.saver import open_state, read_state
-from manyhands.state.table_files import SavedTable
+from manyhands.runs.checkpoints import choose
+from manyhands.runs.dense import dense_state, load_dense_state
+from manyhands.runs.files import file_digest
+from manyhands.runs.folder import Run
+from manyhands.runs.saver import open_state, read_state
+from manyhands.runs.table_files import SavedTable
 from manyhands.tables.modules import ANCHOR, tables_of
 from manyhands.tables.spec import Table
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import JobError
-from manyhands.state.table_files import SavedTable
+from manyhands.runs.table_files import SavedTable
 from manyhands.tables.basket import Basket, Sparse, together
 from manyhands.tables.chunk import Chunk, Weights, fitted, untrained
 from manyhands.tables.modules import RowModel, TableHolder, bind, tables_of

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.errors import JobError, closest
-from manyhands.state.dense import rows_wanted
+from manyhands.runs.dense import rows_wanted
 from manyhands.tables.chunk import Weights
 from manyhands.tables.spec import Table, salt_of
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import JobError
-from manyhands.state.table_files import KEYED
+from manyhands.runs.table_files import KEYED
 from manyhands.tables.basket import Basket, Sparse, from_wire, num_bytes, pack_into, travelling
 from manyhands.tables.chunk import Chunk, Weights
 from manyhands.tables.foresight import Foresight

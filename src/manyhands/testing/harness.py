@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.events.jsonl import committed_steps, read_events
-from manyhands.state.checkpoints import final, steps
+from manyhands.runs.checkpoints import final, steps
 
 JOBS = Path(__file__).parent / "jobs.py"
 DEADLINE_S = 120.0
@@ -52,7 +52,7 @@ class Finished:
 
     def state(self) -> dict[str, Any]:
         """The newest checkpoint: model, optimizer, scheduler, learner."""
-        from manyhands.state.saver import read_state
+        from manyhands.runs.saver import read_state
 
         return read_state(final(self.run, steps(self.run)[-1]))
 

@@ -46,8 +46,8 @@ from manyhands.errors import (
 )
 from manyhands.events import events
 from manyhands.events.sinks import Stream
-from manyhands.state.checkpoints import Manifest
-from manyhands.state.runs import Run
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.folder import Run
 from manyhands.threads import describe
 from manyhands.train.bad_steps import BadSteps
 from manyhands.train.brakes import Brakes

@@ -35,9 +35,9 @@ from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.job import Job, load_job
-from manyhands.state.checkpoints import checkpoint_step
-from manyhands.state.files import jsonable
-from manyhands.state.saver import Saver, load_state, not_finite
+from manyhands.runs.checkpoints import checkpoint_step
+from manyhands.runs.files import jsonable
+from manyhands.runs.saver import Saver, load_state, not_finite
 from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Portion, Share, check_dataset

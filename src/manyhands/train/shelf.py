@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from manyhands.errors import CheckpointError
 from manyhands.events import events
 from manyhands.events.sinks import Stream
-from manyhands.state import checkpoints
-from manyhands.state.checkpoints import Manifest
-from manyhands.state.runs import Run
+from manyhands.runs import checkpoints
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.folder import Run
 from manyhands.train.course import Checkpoint, Course
 from manyhands.train.messages import Saved
 from manyhands.train.options import Options

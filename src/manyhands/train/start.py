@@ -22,9 +22,9 @@ from manyhands.errors import (
 )
 from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
 from manyhands.events.events import Noticed, RunFinished
-from manyhands.state import checkpoints
-from manyhands.state.checkpoints import Manifest
-from manyhands.state.runs import EVENTS, Run
+from manyhands.runs import checkpoints
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.folder import EVENTS, Run
 from manyhands.threads import on_process_failure
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Options

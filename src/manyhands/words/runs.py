@@ -9,9 +9,9 @@ import numpy as np
 
 from manyhands.errors import RunFolderError
 from manyhands.job import job_of_run, load_job
-from manyhands.state.checkpoints import newest
-from manyhands.state.runs import Run
-from manyhands.state.saver import read_state
+from manyhands.runs.checkpoints import newest
+from manyhands.runs.folder import Run
+from manyhands.runs.saver import read_state
 from manyhands.words.model import WordModel
 from manyhands.words.vectors import Vectors
 

@@ -8,8 +8,8 @@ import pytest
 
 from manyhands.cli.init_from import find_weights, note, noted
 from manyhands.errors import UsageError
-from manyhands.state.checkpoints import commit, final, partial
-from manyhands.state.runs import Run
+from manyhands.runs.checkpoints import commit, final, partial
+from manyhands.runs.folder import Run
 from manyhands.train.options import Options
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.cli.scale import _events, _wait
 from manyhands.errors import UsageError
-from manyhands.state.runs import EVENTS, Run
+from manyhands.runs.folder import EVENTS, Run
 
 SLOT = "2 workers are started as soon as there are free slots"
 

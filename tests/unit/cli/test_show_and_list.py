@@ -12,7 +12,7 @@ import pytest
 from manyhands.cli.list_runs import HEADS
 from manyhands.cli.main import main
 from manyhands.events.history import read_history, sparkline
-from manyhands.state.runs import Run
+from manyhands.runs.folder import Run
 
 
 def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:

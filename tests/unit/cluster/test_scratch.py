@@ -14,7 +14,7 @@ import pytest
 from manyhands.cluster.scratch import LOCK, Scratch, remove_abandoned
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import ManyhandsError
-from manyhands.state.runs import Run
+from manyhands.runs.folder import Run
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
-from manyhands.state.saver import gather_state
+from manyhands.runs.saver import gather_state
 from manyhands.strategies import catching_up
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.catching_up import CatchingUp, Lender

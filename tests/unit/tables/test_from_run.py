@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import load_job
-from manyhands.state.checkpoints import choose, commit
-from manyhands.state.files import file_digest
-from manyhands.state.runs import Run
-from manyhands.state.saver import Saver
+from manyhands.runs.checkpoints import choose, commit
+from manyhands.runs.files import file_digest
+from manyhands.runs.folder import Run
+from manyhands.runs.saver import Saver
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Looking, Sparse
 from manyhands.train.feed import Feed, Portion

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import CheckpointError, JobError
-from manyhands.state.dense import dense_state, load_dense_state
-from manyhands.state.saver import gather_state, put_state
-from manyhands.state.table_files import SavedTable
+from manyhands.runs.dense import dense_state, load_dense_state
+from manyhands.runs.saver import gather_state, put_state
+from manyhands.runs.table_files import SavedTable
 from manyhands.strategies.single import SingleLearner
 from manyhands.tables.held import Tables
 from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag

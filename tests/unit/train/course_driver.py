@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.state.files import jsonable
+from manyhands.runs.files import jsonable
 from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Stop, Syllabus
 from manyhands.train.monitor import read_monitor
 

@@ -21,8 +21,8 @@ from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import MemberFailed, WeightsLost
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
-from manyhands.state import checkpoints
-from manyhands.state.runs import Run
+from manyhands.runs import checkpoints
+from manyhands.runs.folder import Run
 from manyhands.train.conductor import Conductor
 from manyhands.train.options import Manner, Options
 

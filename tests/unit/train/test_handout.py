@@ -15,8 +15,8 @@ from troupe import Troupe, row
 
 from manyhands.cluster.view import SERVER, Seat, View
 from manyhands.events.sinks import Stream
-from manyhands.state import checkpoints
-from manyhands.state.runs import Run
+from manyhands.runs import checkpoints
+from manyhands.runs.folder import Run
 from manyhands.train.course import Course, Syllabus
 from manyhands.train.handout import Handout, make_handout
 from manyhands.train.options import Manner, Options

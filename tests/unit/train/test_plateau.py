@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from manyhands.errors import JobError
-from manyhands.state.files import jsonable
+from manyhands.runs.files import jsonable
 from manyhands.train.plateau import Plateau, Watch, parse_plateau, resolve
 
 

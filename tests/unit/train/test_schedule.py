@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from manyhands.errors import JobError, UsageError
-from manyhands.state.saver import gather_state, put_state
+from manyhands.runs.saver import gather_state, put_state
 from manyhands.train.trainee import Trainee
 
 SCHEDULES: dict[str, Any] = {

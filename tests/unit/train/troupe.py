@@ -14,8 +14,8 @@ from typing import Any
 
 from manyhands.cluster.view import Seat, View
 from manyhands.events.sinks import Stream
-from manyhands.state.checkpoints import partial
-from manyhands.state.runs import Run
+from manyhands.runs.checkpoints import partial
+from manyhands.runs.folder import Run
 from manyhands.train.course import Course, StepPlan, Syllabus
 from manyhands.train.handout import make_handout
 from manyhands.train.messages import Saved

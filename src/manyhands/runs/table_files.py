@@ -26,7 +26,7 @@ from numpy.lib import format as numpy_format
 from torch import Tensor
 
 from manyhands.errors import CheckpointError
-from manyhands.state.checkpoints import facts_of, final
+from manyhands.runs.checkpoints import facts_of, final
 
 INDEX = "tables.json"
 

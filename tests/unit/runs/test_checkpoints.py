@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from manyhands.errors import CheckpointError
-from manyhands.state import checkpoints
-from manyhands.state.checkpoints import MANIFEST, facts_of, final, newest, partial, steps, verify
+from manyhands.runs import checkpoints
+from manyhands.runs.checkpoints import MANIFEST, facts_of, final, newest, partial, steps, verify
 
 COURSE = {"epoch": 1, "step": 3, "committed": [[0, 4]]}
 
@@ -189,8 +189,8 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from manyhands.state import checkpoints
-from manyhands.state.saver import read_state, write_state
+from manyhands.runs import checkpoints
+from manyhands.runs.saver import read_state, write_state
 
 run, kills, best = Path(sys.argv[1]), int(sys.argv[2]), 2
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import CheckpointError, UsageError
-from manyhands.state.files import exchange, sync_folder, write_json
+from manyhands.runs.files import exchange, sync_folder, write_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from manyhands.errors import CheckpointError
-from manyhands.state import safe_reader
-from manyhands.state.saver import read_state, write_state
+from manyhands.runs import safe_reader
+from manyhands.runs.saver import read_state, write_state
 
 STATE = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "round": 7}
 

@@ -14,7 +14,7 @@ import pytest
 
 from manyhands.cli.main import main
 from manyhands.errors import RunFolderError
-from manyhands.state.runs import Run, runs_in
+from manyhands.runs.folder import Run, runs_in
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from manyhands.state.runs import Run
+from manyhands.runs.folder import Run
 run = Run(Path(sys.argv[1]))
 run.lock()
 print("held", flush=True)

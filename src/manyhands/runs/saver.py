@@ -2,7 +2,7 @@
 
 `start` copies the state to the CPU (all that training waits for), then a thread checks that the weights
 are finite numbers, writes the copy into the partial folder and takes the checksums. The coordinator
-makes it count (state/checkpoints.py) once every step up to it is on record. Optimizer state is kept by
+makes it count (runs/checkpoints.py) once every step up to it is on record. Optimizer state is kept by
 parameter name, not number, so that it fits a model that is split another way.
 """
 
@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.errors import CheckpointError
-from manyhands.state import safe_reader, table_files
-from manyhands.state.checkpoints import facts_of, partial
-from manyhands.state.dense import dense_state, load_dense_state
-from manyhands.state.table_files import INDEX, Chain, Part, Tables
+from manyhands.runs import safe_reader, table_files
+from manyhands.runs.checkpoints import facts_of, partial
+from manyhands.runs.dense import dense_state, load_dense_state
+from manyhands.runs.table_files import INDEX, Chain, Part, Tables
 from manyhands.threads import start_thread
 
 SPARE_BYTES = 1 << 20

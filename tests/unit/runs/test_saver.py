@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from manyhands.errors import CheckpointError
-from manyhands.state import saver
-from manyhands.state.checkpoints import partial
-from manyhands.state.saver import Saver, gather_state, load_state, read_state, write_state
+from manyhands.runs import saver
+from manyhands.runs.checkpoints import partial
+from manyhands.runs.saver import Saver, gather_state, load_state, read_state, write_state
 from manyhands.testing.conformance import assert_same_bits
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.errors import JobError
-from manyhands.state.flat import blanks, flatten, rebuild
-from manyhands.state.saver import optimizer_state
+from manyhands.runs.flat import blanks, flatten, rebuild
+from manyhands.runs.saver import optimizer_state
 from manyhands.testing.conformance import assert_same_bits
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -5,7 +5,7 @@ events.jsonl     every event, in order: the truth
 summary.json     how it ended
 logs/            one file a member
 tb/              TensorBoard
-checkpoints/     step-N/, see state/checkpoints.py
+checkpoints/     step-N/, see runs/checkpoints.py
 run.lock         held by the coordinator while it trains
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import RunFolderError
-from manyhands.state.files import opened_here, write_json
+from manyhands.runs.files import opened_here, write_json
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 REQUEST = "request.json"

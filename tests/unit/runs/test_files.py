@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.state.files import exchange, jsonable, write_json
+from manyhands.runs.files import exchange, jsonable, write_json
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 anything = st.recursive(
