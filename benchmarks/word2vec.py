@@ -38,8 +38,8 @@ from word2vec_driver import Settings, Training, scores
 
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary
-from manyhands.words.model import COPIED, CROWD, WORTH
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.model import COPIED, CROWD, WORTH
+from manyhands.word2vec.vectors import Vectors
 
 HERE = Path(__file__).parent
 JOB = HERE.parent / "examples" / "word2vec.py"

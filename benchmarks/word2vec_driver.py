@@ -20,8 +20,8 @@ import numpy as np
 
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary
-from manyhands.words import copies, kernels
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec import copies, kernels
+from manyhands.word2vec.vectors import Vectors
 
 LAST_LR = 1e-4
 """The learning rate falls in a line to this part of itself."""
@@ -114,7 +114,7 @@ class Training:
 
 
 def scores(vectors: Vectors, folder: Path) -> dict[str, float]:
-    from manyhands.words.judge import analogies, pairs
+    from manyhands.word2vec.evaluation import analogies, pairs
 
     found = analogies(vectors, folder / "questions-words.txt")
     result = {

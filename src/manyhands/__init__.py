@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyhands import data, words
+    from manyhands import data
+    from manyhands import word2vec as words
     from manyhands.errors import JobError, ManyhandsError
     from manyhands.job import Job
     from manyhands.strategies.join import join
@@ -45,10 +46,12 @@ _HOMES = {
     "load": "manyhands.tables.from_run",
 }
 
+_PACKAGES = {"data": "manyhands.data", "words": "manyhands.word2vec"}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "words"):
-        return importlib.import_module(f"manyhands.{name}")
+    if name in _PACKAGES:
+        return importlib.import_module(_PACKAGES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from manyhands.errors import UsageError
 
 if TYPE_CHECKING:
-    from manyhands.words.vectors import Vectors
+    from manyhands.word2vec.vectors import Vectors
 
 HELP = "word vectors: neighbours, evaluations, a picture, other formats"
 EXAMPLES = """\
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.analogies:
         _analogies(vectors, arguments.analogies, arguments.restrict)
     for file in arguments.pairs:
-        from manyhands.words.judge import pairs
+        from manyhands.word2vec.evaluation import pairs
 
         spearman, found, total = pairs(vectors, file)
         print(f"{file.name}: {spearman:.3f} (Spearman, {found} of {total} pairs)")
     if arguments.picture:
-        from manyhands.words.picture import neighbourhood
+        from manyhands.word2vec.picture import neighbourhood
 
         arguments.out.write_text(neighbourhood(vectors, _split(arguments.picture)))
         print(f"picture: {arguments.out}")
@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(where: Path) -> Vectors:
-    from manyhands.words.vectors import Vectors
+    from manyhands.word2vec.vectors import Vectors
 
     if where.is_dir():
-        from manyhands.words.runs import vectors_of_run
+        from manyhands.word2vec.runs import vectors_of_run
 
         return vectors_of_run(where)
     return Vectors.load(where)
@@ -92,7 +92,7 @@ def _similar(vectors: Vectors, words: str, count: int) -> None:
 
 
 def _analogies(vectors: Vectors, file: Path, restrict: int) -> None:
-    from manyhands.words.judge import analogies
+    from manyhands.word2vec.evaluation import analogies
 
     score = analogies(vectors, file, restrict=restrict)
     print(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.threads import OnError, describe, start_thread
-from manyhands.transport import hmac_auth as proof
+from manyhands.transport import hmac_auth
 from manyhands.transport import tls
 from manyhands.transport.address import Address, check_owner, check_trust, parse_address
 from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits
@@ -193,7 +193,7 @@ class Listener:
                 )
                 handshake = tls.listening_side(sock)
             elif self._secret is not None:
-                handshake = proof.listening_side(sock, self._secret)
+                handshake = hmac_auth.listening_side(sock, self._secret)
             else:
                 self._admit(sock, who)
                 return

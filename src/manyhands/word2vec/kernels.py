@@ -21,8 +21,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manyhands.words import copies, sampling, simd, windows
-from manyhands.words.windows import MEAN_TILE, TILE
+from manyhands.word2vec import copies, sampling, simd, windows
+from manyhands.word2vec.windows import MEAN_TILE, TILE
 
 SHARE = 6
 """Contexts that share the words drawn. Analogies right after five epochs, 12 million words, two threads:

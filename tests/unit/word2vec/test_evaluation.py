@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import DataError
-from manyhands.words.judge import Tally, analogies, pairs, ranks, spearman
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.evaluation import Tally, analogies, pairs, ranks, spearman
+from manyhands.word2vec.vectors import Vectors
 
 QUESTIONS = """: royals
 man king Woman Queen

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.vectors import Vectors
 
 GRID = {
     "man": (1, 0, 0),

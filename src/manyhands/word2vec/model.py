@@ -83,7 +83,7 @@ class WordModel(RowModel):
     def touch(
         self, batch: Any, rows: Mapping[str, Rows], *, lr: float, seed: int
     ) -> tuple[float, float]:
-        from manyhands.words import kernels
+        from manyhands.word2vec import kernels
 
         train = kernels.cbow if self._cbow else kernels.skip_gram
         tokens = np.ascontiguousarray(batch.numpy(), np.int32)
@@ -109,7 +109,7 @@ class WordModel(RowModel):
 
     def _copies(self, words: int, writers: int) -> NDArray[np.float32]:
         """Room for copies of the commonest words' rows; for none, where few write them."""
-        from manyhands.words import copies
+        from manyhands.word2vec import copies
 
         count = min(len(self._keep), COPIED, words // WORTH) if writers >= CROWD else 0
         if self._own is None or self._own.shape[2] != count:

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manyhands.words import simd
+from manyhands.word2vec import simd
 
 TILE = 6
 """Targets in registers at once: a centre and the usual five drawn words."""

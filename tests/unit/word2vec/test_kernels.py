@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from manyhands.words import copies, kernels, sampling, simd, windows
+from manyhands.word2vec import copies, kernels, sampling, simd, windows
 
 MODELS = {"skip-gram": kernels.skip_gram, "cbow": kernels.cbow}
 

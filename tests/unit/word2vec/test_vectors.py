@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import DataError, UsageError
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.vectors import Vectors
 
 PEER = Path(__file__).parents[3] / "benchmarks" / ".venvs" / "gensim" / "bin" / "python"
 """gensim wants other versions than we do: it has an environment of its own, made by the benchmark."""
@@ -134,5 +134,5 @@ def test_gensim_reads_and_writes_the_same_files(tmp_path: Path, royals: Vectors)
 
 
 def test_importing_the_package_does_not_import_numba() -> None:
-    code = "import sys, manyhands.words; sys.exit('numba' in sys.modules)"
+    code = "import sys, manyhands.word2vec; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

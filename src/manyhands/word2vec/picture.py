@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import UsageError
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.vectors import Vectors
 
 WIDTH, HEIGHT, MARGIN = 960, 640, 70
 FOOT = 34

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manyhands.words import simd
+from manyhands.word2vec import simd
 
 OUT_EVERY = 6
 """One target of a window in so many is merged, each in its turn."""

@@ -12,8 +12,8 @@ from manyhands.job import job_of_run, load_job
 from manyhands.runs.checkpoints import newest
 from manyhands.runs.folder import Run
 from manyhands.runs.saver import read_state
-from manyhands.words.model import WordModel
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.model import WordModel
+from manyhands.word2vec.vectors import Vectors
 
 
 def vectors_of_run(folder: Path) -> Vectors:
@@ -28,7 +28,7 @@ def vectors_of_run(folder: Path) -> Vectors:
     if not isinstance(model, WordModel):
         raise RunFolderError(
             f"{folder} trained {type(model).__name__}, which has no word vectors. This is for runs of a "
-            "manyhands.words.WordModel, as examples/word2vec.py makes them."
+            "manyhands.word2vec.WordModel, as examples/word2vec.py makes them."
         )
     manifest, complaints = newest(run.path)
     if manifest is None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import DataError
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec.vectors import Vectors
 
 BATCH = 512
 """Questions that are answered by one matrix product."""

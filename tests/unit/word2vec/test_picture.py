@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from manyhands.errors import UsageError
-from manyhands.words import picture
-from manyhands.words.picture import HEIGHT, WIDTH, Dot, _labels, neighbourhood
-from manyhands.words.vectors import Vectors
+from manyhands.word2vec import picture
+from manyhands.word2vec.picture import HEIGHT, WIDTH, Dot, _labels, neighbourhood
+from manyhands.word2vec.vectors import Vectors
 
 SVG = "{http://www.w3.org/2000/svg}"
 
