@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from manyhands.tables.memory import available_bytes
-from manyhands.tables.shards import hash_ids
-from manyhands.tables.spec import Table
-from manyhands.tables.store import Store
+from manyhands.embeddings.memory import available_bytes
+from manyhands.embeddings.shards import hash_ids
+from manyhands.embeddings.spec import Table
+from manyhands.embeddings.store import Store
 
 BATCH = 4096
 BATCHES = 100

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import data
     from manyhands import word2vec as words
+    from manyhands.embeddings.from_run import load
+    from manyhands.embeddings.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
+    from manyhands.embeddings.spec import Table
     from manyhands.errors import JobError, ManyhandsError
     from manyhands.job import Job
     from manyhands.strategies.join import join
-    from manyhands.tables.from_run import load
-    from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
-    from manyhands.tables.spec import Table
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,12 +38,12 @@ _HOMES = {
     "Job": "manyhands.job",
     "JobError": "manyhands.errors",
     "ManyhandsError": "manyhands.errors",
-    "RowModel": "manyhands.tables.modules",
-    "SparseEmbedding": "manyhands.tables.modules",
-    "SparseEmbeddingBag": "manyhands.tables.modules",
-    "Table": "manyhands.tables.spec",
+    "RowModel": "manyhands.embeddings.modules",
+    "SparseEmbedding": "manyhands.embeddings.modules",
+    "SparseEmbeddingBag": "manyhands.embeddings.modules",
+    "Table": "manyhands.embeddings.spec",
     "join": "manyhands.strategies.join",
-    "load": "manyhands.tables.from_run",
+    "load": "manyhands.embeddings.from_run",
 }
 
 _PACKAGES = {"data": "manyhands.data", "words": "manyhands.word2vec"}

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from manyhands.cluster.activity import WAITING, Activity
+from manyhands.embeddings.row_placement import Homes
 from manyhands.errors import (
     BadFrame,
     LinkError,
@@ -36,7 +37,6 @@ from manyhands.ps.host import Fate, Host, Push
 from manyhands.ps.lanes import LANES, Lanes, Uplink
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
-from manyhands.tables.homes import Homes
 from manyhands.threads import start_thread
 from manyhands.transport import Link
 

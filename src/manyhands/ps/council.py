@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from manyhands.embeddings.row_placement import Homes
 from manyhands.ps.door import Door, Happened
 from manyhands.ps.estate import Estate
 from manyhands.ps.heads import Nonsense, made_of
@@ -28,7 +29,6 @@ from manyhands.ps.parcels import Parcels, pack
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import ROLE, RowEstate
 from manyhands.ps.settle import Plan, Status, make_plan
-from manyhands.tables.homes import Homes
 from manyhands.transport import Link
 
 KINDS = ("peer", "status", "plan", "block", "moved", "go")

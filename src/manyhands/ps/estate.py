@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from manyhands.embeddings.row_placement import Homes
 from manyhands.ps.blocks import Layout
 from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of, scale
 from manyhands.ps.ledger import Decision, Ledger
@@ -19,7 +20,6 @@ from manyhands.ps.memory import Flat, block_state, pieces_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.settle import Plan, Status
-from manyhands.tables.homes import Homes
 from manyhands.train.schedule import position
 from manyhands.train.trainee import Trainee
 

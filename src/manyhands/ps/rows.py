@@ -1,9 +1,9 @@
 """The rows of tables at a server, beside the blocks of its Estate.
 
 Inside a host the tables are once in shared memory, and outlive whoever dies. Each server changes the rows
-whose ids fall to it, and keeps them as they were until all have made the update (tables/undo.py).
+whose ids fall to it, and keeps them as they were until all have made the update (embeddings/undo.py).
 
-Between hosts each server has rows of its own, by shards that two servers hold (tables/homes.py). Workers
+Between hosts each server has rows of its own, by shards that two servers hold (embeddings/row_placement.py). Workers
 push to both; a decision changes the rows at both, in the same order.
 
 Used by the server's thread alone.
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from manyhands.embeddings.chunk import Chunk
+from manyhands.embeddings.local_tables import EVICT_EVERY, Tables
+from manyhands.embeddings.remote import ROLE
+from manyhands.embeddings.row_placement import SHARDS, Homes
+from manyhands.embeddings.shards import shard_of
+from manyhands.embeddings.sparse_grads import Basket, SharedBasket, to_wire, travelling, unpack
+from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError, LinkError
 from manyhands.ps.heads import Nonsense
 from manyhands.ps.holding import Material
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.parcels import pack
-from manyhands.tables.basket import Basket, SharedBasket, to_wire, travelling, unpack
-from manyhands.tables.chunk import Chunk
-from manyhands.tables.held import EVICT_EVERY, Tables
-from manyhands.tables.homes import SHARDS, Homes
-from manyhands.tables.remote import ROLE
-from manyhands.tables.shards import shard_of
-from manyhands.tables.undo import UndoLog
 
 TURNS = 128
 """Changes of a row are counted modulo this: more than can happen between reading it and pushing, and no

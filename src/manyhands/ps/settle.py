@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from manyhands.embeddings.row_placement import Homes, RowMove
 from manyhands.errors import WeightsLost
 from manyhands.ps.blocks import Layout
 from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement, place
-from manyhands.tables.homes import Homes, RowMove
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.cluster.view import View
+from manyhands.embeddings.local_tables import EVICT_EVERY
+from manyhands.embeddings.modules import RowModel
+from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
 from manyhands.errors import SpecError
-from manyhands.tables.basket import num_bytes, pack_into, unpack
-from manyhands.tables.held import EVICT_EVERY
-from manyhands.tables.modules import RowModel
 from manyhands.train.trainee import Trainee
 
 

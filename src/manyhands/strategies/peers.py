@@ -22,7 +22,7 @@ from manyhands.runs.saver import Stateful, gather_state, put_state
 from manyhands.train.trainee import Trainee
 
 if TYPE_CHECKING:
-    from manyhands.tables.held import Tables
+    from manyhands.embeddings.local_tables import Tables
 
 BATCH_BYTES = 64 << 20
 """So much of a state is sent at once."""

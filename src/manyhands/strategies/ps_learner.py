@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from manyhands.embeddings.modules import RowModel, bind
+from manyhands.embeddings.remote import RemoteTables
+from manyhands.embeddings.sparse_grads import SharedBasket
 from manyhands.errors import JobError, SpecError
 from manyhands.ps.client import Client
 from manyhands.ps.host import Fate
@@ -27,9 +30,6 @@ from manyhands.strategies.ps import ParameterServer, PsAsync
 from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap
 from manyhands.strategies.ps_station import Station
-from manyhands.tables.basket import SharedBasket
-from manyhands.tables.modules import RowModel, bind
-from manyhands.tables.remote import RemoteTables
 from manyhands.train.step import StepReport, gradients, row_seed
 
 if TYPE_CHECKING:

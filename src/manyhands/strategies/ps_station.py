@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from manyhands.cluster.view import SERVER, Me, View
+from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
 from manyhands.ps.blocks import Layout
 from manyhands.ps.estate import Estate, Ticker
@@ -25,7 +26,6 @@ from manyhands.ps.rounds import Bell, Table
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.server import Server
 from manyhands.strategies.ps import ParameterServer
-from manyhands.tables.modules import RowModel
 from manyhands.threads import fail_process
 from manyhands.train.trainee import Trainee
 from manyhands.transport import Address, Limits, Link, Listener, connect

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from manyhands.embeddings.modules import SparseEmbedding
 from manyhands.job import Job
-from manyhands.tables.modules import SparseEmbedding
 
 COUNTING = f"{Path(__file__)}:Counting"
 """As `manyhands train` takes it."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag
 from manyhands.job import Job
-from manyhands.tables.modules import SparseEmbedding, SparseEmbeddingBag
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.embeddings.modules import ANCHOR
 from manyhands.errors import JobError
 from manyhands.job import Job
-from manyhands.tables.modules import ANCHOR
 
 MAX_NAMES = 5
 """Parameters that are listed by name."""

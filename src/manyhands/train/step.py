@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.activity import COMPUTING
-from manyhands.tables.modules import RowModel
+from manyhands.embeddings.modules import RowModel
 from manyhands.train.feed import Share
 from manyhands.train.measures import Logged
 from manyhands.train.seeds import derive

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.cluster.activity import Activity
+from manyhands.embeddings.modules import ANCHOR, add_anchor, tables_of
 from manyhands.errors import JobError
 from manyhands.job import Job
-from manyhands.tables.modules import ANCHOR, add_anchor, tables_of
 from manyhands.train.measures import Measures
 from manyhands.train.param_groups import build_optimizer, check_optimizer
 from manyhands.train.schedule import (
@@ -43,7 +43,7 @@ from manyhands.train.schedule import (
 from manyhands.train.schedule_hints import schedule_hints, vanishing_hint
 
 if TYPE_CHECKING:
-    from manyhands.tables.held import Tables
+    from manyhands.embeddings.local_tables import Tables
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -237,7 +237,7 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
 def begin_with(checkpoint: str, trainee: Trainee, job: Job) -> None:
     """Train from the weights of a checkpoint on. Optimizer and schedule are as they were built."""
-    from manyhands.tables import from_run  # and what reads checkpoints
+    from manyhands.embeddings import from_run
 
     name = type(job).__name__
     from_run.begin_with(checkpoint, trainee.model, trainee.tables, model_of=name)
@@ -247,7 +247,7 @@ def find_tables(model: nn.Module, *, seed: int) -> Tables | None:
     """The tables of a model, bound to it. What they need is loaded only if there are any."""
     if not tables_of(model):
         return None
-    from manyhands.tables.held import Tables
+    from manyhands.embeddings.local_tables import Tables
 
     return Tables.of(model, seed=seed)
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.threads import OnError, describe, start_thread
-from manyhands.transport import hmac_auth
-from manyhands.transport import tls
+from manyhands.transport import hmac_auth, tls
 from manyhands.transport.address import Address, check_owner, check_trust, parse_address
 from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits
 from manyhands.transport.link import Link

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from manyhands.tables.modules import RowModel, Rows
-from manyhands.tables.spec import Table
+from manyhands.embeddings.modules import RowModel, Rows
+from manyhands.embeddings.spec import Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from estates import Village, noise
 
+from manyhands.embeddings.local_tables import EVICT_EVERY, Tables
+from manyhands.embeddings.spec import Table as TableSpec
 from manyhands.ps.holding import squared_norm
 from manyhands.ps.rounds import Bell, Serving, Table, Turns
 from manyhands.ps.rows import HeldBasket, RowEstate
-from manyhands.tables.held import EVICT_EVERY, Tables
-from manyhands.tables.spec import Table as TableSpec
 
 CLIP_NORM = 0.5
 

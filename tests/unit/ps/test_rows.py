@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.sparse_grads import Basket, Sparse, num_bytes, pack_into
+from manyhands.embeddings.spec import Table
 from manyhands.ps.heads import Nonsense
 from manyhands.ps.rows import RowEstate
-from manyhands.tables.basket import Basket, Sparse, num_bytes, pack_into
-from manyhands.tables.held import Tables
-from manyhands.tables.spec import Table
 
 SPECS = {"few": Table(3, rows=10), "any": Table(2)}
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any
 
+from manyhands.embeddings.parsing import number_in, options_of, parse_bytes, show_bytes, split_call
 from manyhands.errors import JobError, closest
-from manyhands.tables.wording import number_in, options_of, parse_bytes, show_bytes, split_call
 
 META_BYTES = 16
 """Of a row: its id, how often it was seen, when it was last used."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.embeddings.spec import Table
 from manyhands.errors import JobError
-from manyhands.tables.spec import Table
 from manyhands.transport.shm import Segment
 
 RESERVED_BYTES = 4 << 30

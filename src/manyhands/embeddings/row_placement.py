@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.embeddings.shards import shard_of
 from manyhands.errors import WeightsLost
-from manyhands.tables.shards import shard_of
 
 SHARDS = 128
 

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from manyhands.embeddings.chunk import Weights
+from manyhands.embeddings.spec import Table, salt_of
 from manyhands.errors import JobError, closest
 from manyhands.runs.dense import rows_wanted
-from manyhands.tables.chunk import Weights
-from manyhands.tables.spec import Table, salt_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -217,7 +217,7 @@ _trained_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDiction
 
 
 def _alone(table: Table) -> Access:
-    from manyhands.tables.held import OwnTables
+    from manyhands.embeddings.local_tables import OwnTables
 
     access = _trained_alone.get(id(table))
     if access is None:

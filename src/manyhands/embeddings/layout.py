@@ -18,7 +18,7 @@ import mmap
 from dataclasses import dataclass
 from functools import cached_property
 
-from manyhands.tables.spec import MAX_ROWS, META_BYTES, Table
+from manyhands.embeddings.spec import MAX_ROWS, META_BYTES, Table
 
 WINDOW = 8
 """Entries: one cache line."""

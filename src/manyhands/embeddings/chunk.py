@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.tables.spec import Table
+from manyhands.embeddings.spec import Table
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]

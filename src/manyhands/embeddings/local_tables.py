@@ -18,20 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhands.embeddings.chunk import Chunk, Weights, fitted, untrained
+from manyhands.embeddings.modules import RowModel, TableHolder, bind, tables_of
+from manyhands.embeddings.shards import shard_of
+from manyhands.embeddings.sparse_grads import Basket, Sparse, together
+from manyhands.embeddings.spec import Table, salt_of
+from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError
 from manyhands.runs.table_files import SavedTable
-from manyhands.tables.basket import Basket, Sparse, together
-from manyhands.tables.chunk import Chunk, Weights, fitted, untrained
-from manyhands.tables.modules import RowModel, TableHolder, bind, tables_of
-from manyhands.tables.shards import shard_of
-from manyhands.tables.spec import Table, salt_of
-from manyhands.tables.undo import UndoLog
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from manyhands.tables.modules import Rows
-    from manyhands.tables.store import Store
+    from manyhands.embeddings.modules import Rows
+    from manyhands.embeddings.store import Store
 
 EVICT_EVERY = 100
 """Steps between two looks at which rows may go."""
@@ -133,7 +133,7 @@ class Tables:
 
     def attach(self, addresses: Mapping[str, str]) -> None:
         """Use the tables that another process of this host has shared."""
-        from manyhands.tables.store import Store
+        from manyhands.embeddings.store import Store
 
         # Whoever shares them may be gone: what is here is given up only when all of theirs are.
         theirs = {n: Store.attach(n, table, addresses[n]) for n, table in self.specs.items()}
@@ -146,7 +146,7 @@ class Tables:
         return {name: store.address for name, store in self._stores.items()}
 
     def _make(self, name: str, *, shared: bool) -> None:
-        from manyhands.tables.store import Store  # and numba: not where there is no table
+        from manyhands.embeddings.store import Store  # and numba: not where there is no table
 
         store = Store.create(
             name,

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manyhands.errors import JobError
-from manyhands.tables import index as finding
-from manyhands.tables.chunk import Chunk, Floats, Ids, Weights
-from manyhands.tables.layout import (
+from manyhands.embeddings import index as finding
+from manyhands.embeddings.chunk import Chunk, Floats, Ids, Weights
+from manyhands.embeddings.layout import (
     FREE,
     FULL,
     GENERATION,
@@ -24,10 +23,11 @@ from manyhands.tables.layout import (
     WAITING_LEVELS,
     entries_in,
 )
-from manyhands.tables.shards import shard_of
+from manyhands.embeddings.shards import shard_of
+from manyhands.errors import JobError
 
 if TYPE_CHECKING:
-    from manyhands.tables.store import Store
+    from manyhands.embeddings.store import Store
 
 KEPT_WHEN_FULL = 7 / 8
 """Of all rows, by an evict of a table that was full."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag, bind, tables_of
+from manyhands.embeddings.prefetch import Foresight
+from manyhands.embeddings.remote import Arrived, RemoteTables
+from manyhands.embeddings.row_placement import Homes
 from manyhands.ps.rows import RowEstate
-from manyhands.tables.foresight import Foresight
-from manyhands.tables.held import Tables
-from manyhands.tables.homes import Homes
-from manyhands.tables.modules import SparseEmbedding, SparseEmbeddingBag, bind, tables_of
-from manyhands.tables.remote import Arrived, RemoteTables
 
 
 def batch(seed: int, samples: int = 8) -> dict[str, Any]:

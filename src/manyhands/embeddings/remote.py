@@ -17,18 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.embeddings.chunk import Chunk, Weights
+from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.prefetch import Foresight
+from manyhands.embeddings.row_placement import Homes
+from manyhands.embeddings.sparse_grads import (
+    Basket,
+    Sparse,
+    from_wire,
+    num_bytes,
+    pack_into,
+    travelling,
+)
 from manyhands.errors import JobError
 from manyhands.runs.table_files import KEYED
-from manyhands.tables.basket import Basket, Sparse, from_wire, num_bytes, pack_into, travelling
-from manyhands.tables.chunk import Chunk, Weights
-from manyhands.tables.foresight import Foresight
-from manyhands.tables.held import Tables
-from manyhands.tables.homes import Homes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from manyhands.tables.modules import RowModel, Rows
+    from manyhands.embeddings.modules import RowModel, Rows
 
 
 ROLE = "rows "
@@ -323,7 +330,7 @@ def _distinct(ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _changed(before: NDArray[np.float32], rows: CopiedRows) -> Sparse:
     """What was made of rows, and what travels along with them."""
-    from manyhands.tables.kernels import changes
+    from manyhands.embeddings.kernels import changes
 
     ids = np.empty(
         len(before) + 1, np.int64

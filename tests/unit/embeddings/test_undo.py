@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.tables.basket import (
+from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.remote import Kept
+from manyhands.embeddings.sparse_grads import (
     SharedBasket,
     Sparse,
     narrow,
@@ -16,10 +18,8 @@ from manyhands.tables.basket import (
     unpack,
     widen,
 )
-from manyhands.tables.held import Tables
-from manyhands.tables.remote import Kept
-from manyhands.tables.spec import Table
-from manyhands.tables.undo import UndoLog
+from manyhands.embeddings.spec import Table
+from manyhands.embeddings.undo import UndoLog
 
 SPECS = {
     "small": Table(dim=3, optimizer="adam", init="normal(1)"),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag, TableModule, tables_of
+from manyhands.embeddings.spec import Table
 from manyhands.errors import JobError
-from manyhands.tables.held import Tables
-from manyhands.tables.modules import SparseEmbedding, SparseEmbeddingBag, TableModule, tables_of
-from manyhands.tables.spec import Table
 
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.embeddings.layout import EXTENDED_AT, Layout, entries_in, levels_for
+from manyhands.embeddings.parsing import parse_bytes, show_bytes
+from manyhands.embeddings.spec import OPTIMIZERS, RowOptimizer, Table, check_name, salt_of
 from manyhands.errors import JobError
-from manyhands.tables.layout import EXTENDED_AT, Layout, entries_in, levels_for
-from manyhands.tables.spec import OPTIMIZERS, RowOptimizer, Table, check_name, salt_of
-from manyhands.tables.wording import parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(

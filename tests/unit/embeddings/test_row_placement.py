@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.embeddings.row_placement import SHARDS, Homes
 from manyhands.errors import ManyhandsError
-from manyhands.tables.homes import SHARDS, Homes
 
 NAMES = [f"s{i}" for i in range(6)]
 

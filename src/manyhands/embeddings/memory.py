@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.cluster.checkup.cgroup import memory_limit
+from manyhands.embeddings.parsing import show_bytes
 from manyhands.errors import JobError
-from manyhands.tables.wording import show_bytes
 from manyhands.transport.shm import Segment
 
 SPARE_PART = 50

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from manyhands.embeddings.modules import ANCHOR, tables_of
+from manyhands.embeddings.spec import Table
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import Job, job_of_run, load_job
 from manyhands.runs.checkpoints import choose
@@ -24,11 +26,9 @@ from manyhands.runs.files import file_digest
 from manyhands.runs.folder import Run
 from manyhands.runs.saver import open_state, read_state
 from manyhands.runs.table_files import SavedTable
-from manyhands.tables.modules import ANCHOR, tables_of
-from manyhands.tables.spec import Table
 
 if TYPE_CHECKING:
-    from manyhands.tables.held import Tables
+    from manyhands.embeddings.local_tables import Tables
 
 
 def load(
@@ -56,7 +56,7 @@ def load(
         raise JobError(f"{type(made).__name__}.model() returned no model, but {model!r}.")
     specs, tables = tables_of(model), None
     if specs:
-        from manyhands.tables.held import OwnTables
+        from manyhands.embeddings.local_tables import OwnTables
 
         tables = OwnTables.of(model, seed=made.seed)
     put_weights(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.embeddings import memory
+from manyhands.embeddings.kernels import changes
+from manyhands.embeddings.spec import OPTIMIZERS, Table
+from manyhands.embeddings.store import Store
 from manyhands.errors import JobError, LinkError, UsageError
-from manyhands.tables import memory
-from manyhands.tables.kernels import changes
-from manyhands.tables.spec import OPTIMIZERS, Table
-from manyhands.tables.store import Store
 from manyhands.transport.shm import Segment
 
 LR = 0.05

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.tables.atomics import add, lowest, match, prefetch, swap
-from manyhands.tables.compiled import exact
-from manyhands.tables.kernels import hash_id, make_record
-from manyhands.tables.layout import (
+from manyhands.embeddings.atomics import add, lowest, match, prefetch, swap
+from manyhands.embeddings.compiled import exact
+from manyhands.embeddings.kernels import hash_id, make_record
+from manyhands.embeddings.layout import (
     BASE,
     BASE_BITS,
     FREE,

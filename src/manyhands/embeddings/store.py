@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from manyhands.errors import JobError, LinkError, UsageError
-from manyhands.tables import index as finding
-from manyhands.tables import kernels, moving
-from manyhands.tables.chunk import Chunk, Floats, Ids, Weights
-from manyhands.tables.index import Arrays
-from manyhands.tables.kernels import Birth
-from manyhands.tables.layout import (
+from manyhands.embeddings import index as finding
+from manyhands.embeddings import kernels
+from manyhands.embeddings import row_transfer as moving
+from manyhands.embeddings.chunk import Chunk, Floats, Ids, Weights
+from manyhands.embeddings.index import Arrays
+from manyhands.embeddings.kernels import Birth
+from manyhands.embeddings.layout import (
     CAPACITY,
     DIGEST,
     EXTENDED_AT,
@@ -48,9 +48,10 @@ from manyhands.tables.layout import (
     entries_in,
     levels_for,
 )
-from manyhands.tables.memory import Memory, available_bytes, total_bytes
-from manyhands.tables.spec import META_BYTES, Table, check_name, salt_of
-from manyhands.tables.wording import show_bytes
+from manyhands.embeddings.memory import Memory, available_bytes, total_bytes
+from manyhands.embeddings.parsing import show_bytes
+from manyhands.embeddings.spec import META_BYTES, Table, check_name, salt_of
+from manyhands.errors import JobError, LinkError, UsageError
 from manyhands.transport.shm import Segment
 
 SHARED = 0

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
+from manyhands.embeddings.spec import Table
 from manyhands.errors import CheckpointError, JobError
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.saver import gather_state, put_state
 from manyhands.runs.table_files import SavedTable
 from manyhands.strategies.single import SingleLearner
-from manyhands.tables.held import Tables
-from manyhands.tables.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
-from manyhands.tables.spec import Table
 from manyhands.train.trainee import Trainee
 
 IDS = torch.tensor([[3, 1, 3], [-(2**62), 7, 1]])

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from crowd import NAME, SAME, own
 
-from manyhands.tables.layout import NEXT
-from manyhands.tables.spec import Table
-from manyhands.tables.store import Store
+from manyhands.embeddings.layout import NEXT
+from manyhands.embeddings.spec import Table
+from manyhands.embeddings.store import Store
 
 CROWD = Path(__file__).with_name("crowd.py")
 DEADLINE_S = 120

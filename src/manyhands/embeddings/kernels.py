@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manyhands.tables.atomics import prefetch
-from manyhands.tables.compiled import exact, fast
-from manyhands.tables.shards import FIRST, SECOND, STEP
-from manyhands.tables.spec import Table
+from manyhands.embeddings.atomics import prefetch
+from manyhands.embeddings.compiled import exact, fast
+from manyhands.embeddings.shards import FIRST, SECOND, STEP
+from manyhands.embeddings.spec import Table
 
 ZEROS, UNIFORM, NORMAL = range(3)
 AHEAD = 16

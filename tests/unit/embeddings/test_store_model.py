@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.embeddings.chunk import Chunk
+from manyhands.embeddings.layout import NEXT, READY
+from manyhands.embeddings.shards import FIRST, SECOND, STEP, hash_ids, shard_of
+from manyhands.embeddings.spec import Table
+from manyhands.embeddings.store import Store
 from manyhands.errors import JobError
-from manyhands.tables.chunk import Chunk
-from manyhands.tables.layout import NEXT, READY
-from manyhands.tables.shards import FIRST, SECOND, STEP, hash_ids, shard_of
-from manyhands.tables.spec import Table
-from manyhands.tables.store import Store
 
 DIM = 3
 LR = 0.5

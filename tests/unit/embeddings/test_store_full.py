@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from manyhands.embeddings.spec import Table
+from manyhands.embeddings.store import Store
 from manyhands.errors import JobError
-from manyhands.tables.spec import Table
-from manyhands.tables.store import Store
 
 
 @contextmanager

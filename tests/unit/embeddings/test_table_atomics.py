@@ -7,7 +7,7 @@ import threading
 import numpy as np
 from numba import njit
 
-from manyhands.tables.atomics import add, lowest, match, swap
+from manyhands.embeddings.atomics import add, lowest, match, swap
 
 TIMES = 400_000
 

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from manyhands.tables.spec import Table
-from manyhands.tables.store import Store
+from manyhands.embeddings.spec import Table
+from manyhands.embeddings.store import Store
 
 NAME = "t"
 SAME = 240_000

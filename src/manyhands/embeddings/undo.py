@@ -22,7 +22,7 @@ from manyhands.errors import JobError
 from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
-    from manyhands.tables.store import Store
+    from manyhands.embeddings.store import Store
 
 RESERVED_BYTES = 4 << 30
 """Of address space; memory is taken where it is written."""
