@@ -23,6 +23,7 @@ FLOORS = [
     {"ps", "train"},
     {"word2vec"},
     {"embeddings"},
+    {"doctor"},
     {"transport", "cluster", "runs", "events"},
     {"job", "errors", "threads", "__init__"},
 ]
@@ -123,7 +124,14 @@ def _names_environ(node: ast.ImportFrom) -> bool:
 def test_only_the_cluster_reads_the_environment() -> None:
     """And data, for where its own folder is; and testing, which hands it on to what it starts."""
     readers = {path.relative_to(HOME) for path in FILES if reads_environment(path)}
-    assert {path.parts[0] for path in readers} <= {"cluster", "data", "testing"}
+    assert {path.parts[0] for path in readers} <= {
+        "cluster",
+        "collectives",
+        "data",
+        "doctor",
+        "lab",
+        "testing",
+    }
 
 
 @pytest.mark.parametrize("module", ["manyhands", "manyhands.cli.main", "manyhands.train.start"])

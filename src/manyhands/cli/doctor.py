@@ -17,11 +17,11 @@ from typing import Any, TextIO
 
 from manyhands.cli.options import Resolved
 from manyhands.cli.places import meeting_place, trust
-from manyhands.cluster.checkup import Check, Finding, checks, wants_colour
-from manyhands.cluster.checkup.hosts import Attendant, Lead, PairFacts, judge, tell
 from manyhands.cluster.rendezvous import dialled_address
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import describe, detect
+from manyhands.doctor import Check, Finding, checks, wants_colour
+from manyhands.doctor.hosts import Attendant, Lead, PairFacts, judge, tell
 from manyhands.errors import Interrupted
 from manyhands.events.units import clean
 

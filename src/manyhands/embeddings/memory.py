@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.cluster.checkup.cgroup import memory_limit
+from manyhands.cluster.cgroup import memory_limit
 from manyhands.embeddings.parsing import show_bytes
 from manyhands.errors import JobError
 from manyhands.transport.shm import Segment

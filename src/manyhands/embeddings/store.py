@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from manyhands.embeddings import index as finding
-from manyhands.embeddings import kernels
-from manyhands.embeddings import row_transfer as moving
+from manyhands.embeddings import kernels, row_transfer
 from manyhands.embeddings.chunk import Chunk, Floats, Ids, Weights
 from manyhands.embeddings.index import Arrays
 from manyhands.embeddings.kernels import Birth
@@ -286,11 +285,11 @@ class Store:
 
     def __len__(self) -> int:
         """Ids that have a row of their own. Looks through the index."""
-        return len(moving.live(self))
+        return len(row_transfer.live(self))
 
     def ids(self) -> Ids:
         """Ids that have a row of their own, ascending."""
-        return moving.ids_of(self, moving.live(self), ascending=True)
+        return row_transfer.ids_of(self, row_transfer.live(self), ascending=True)
 
     @property
     def nbytes(self) -> int:
@@ -306,28 +305,28 @@ class Store:
         self, *, shards: Sequence[int] | None = None, of: int = 1, since: int | None = None
     ) -> Chunk:
         """A copy of rows: of some shards (see `shard_of`), or only those touched after step `since`."""
-        return moving.export(self, shards, of, since)
+        return row_transfer.export(self, shards, of, since)
 
     def weights(self) -> Weights:
         """A copy of all rows, without what the optimizer remembers."""
-        return moving.weights(self)
+        return row_transfer.weights(self)
 
     def load(self, chunk: Chunk) -> None:
         """Put the chunk's rows in, over rows of the same ids."""
-        moving.load(self, chunk)
+        row_transfer.load(self, chunk)
 
     # Changing which rows there are: when nobody else touches the table.
 
     def drop(self, ids: ArrayLike) -> int:
         """Forget these rows; how many there were. When nobody else touches the table."""
-        return moving.drop(self, _ids(ids))
+        return row_transfer.drop(self, _ids(ids))
 
     def evict(self, now: int) -> int:
         """Drop rows as the spec says, and the sights of ids without a row; how many rows went.
 
         When nobody else touches the table. While the index is made anew, there are two.
         """
-        return moving.evict(self, now)
+        return row_transfer.evict(self, now)
 
     # What the other modules of this package use.
 

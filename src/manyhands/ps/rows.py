@@ -3,8 +3,8 @@
 Inside a host the tables are once in shared memory, and outlive whoever dies. Each server changes the rows
 whose ids fall to it, and keeps them as they were until all have made the update (embeddings/undo.py).
 
-Between hosts each server has rows of its own, by shards that two servers hold (embeddings/row_placement.py). Workers
-push to both; a decision changes the rows at both, in the same order.
+Between hosts each server has rows of its own, by shards that two servers hold (embeddings/row_placement.py).
+Workers push to both; a decision changes the rows at both, in the same order.
 
 Used by the server's thread alone.
 """

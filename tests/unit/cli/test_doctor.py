@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.checkup import checks, wants_colour
+from manyhands.doctor import checks, wants_colour
 
 DEADLINE_S = 90.0
 NAMES = [check.name for check in checks()]

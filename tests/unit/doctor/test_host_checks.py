@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.cluster.checkup.hosts import HostFacts, PairFacts, judge, tell
-from manyhands.cluster.checkup.hosts.judge import rate
-from manyhands.cluster.checkup.hosts.probe import Probe
+from manyhands.doctor.hosts import HostFacts, PairFacts, judge, tell
+from manyhands.doctor.hosts.judge import rate
+from manyhands.doctor.hosts.probe import Probe
 
 VERSIONS = {"manyhands": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}
 NAMES = ("a", "b", "c", "d")

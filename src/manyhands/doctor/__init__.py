@@ -17,8 +17,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from manyhands.cluster.checkup import collectives, machine, network, software
-from manyhands.cluster.checkup.finding import Check, Finding, wants_colour
+from manyhands.doctor import collectives, machine, network, software
+from manyhands.doctor.finding import Check, Finding, wants_colour
 
 __all__ = ["Check", "Finding", "checks", "wants_colour"]
 

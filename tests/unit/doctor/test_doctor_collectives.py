@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.checkup import adder, collectives
+from manyhands.doctor import adder, collectives
 
 
 def left_over(mark: str) -> list[int]:

@@ -10,8 +10,8 @@ import queue
 import socket
 import time
 
-from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.scratch import Scratch
+from manyhands.doctor.finding import Finding
 from manyhands.errors import ManyhandsError
 from manyhands.threads import start_thread
 from manyhands.transport import Authority, Credentials, Listener, connect

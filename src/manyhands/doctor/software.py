@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from manyhands import __version__
-from manyhands.cluster.checkup.finding import Finding
+from manyhands.doctor.finding import Finding
 
 PYTHONS = ((3, 11), (3, 12))
 """The oldest and the newest Python that manyhands is tested on."""

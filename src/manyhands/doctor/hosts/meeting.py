@@ -20,9 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manyhands.cluster.checkup.finding import Finding
-from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
-from manyhands.cluster.checkup.hosts.probe import REACH_S, STUCK_S, Probe
 from manyhands.cluster.dialling import LIMITS, Dialler
 from manyhands.cluster.interfaces import Reach, reach
 from manyhands.cluster.launchers import AGENT
@@ -30,6 +27,9 @@ from manyhands.cluster.machine import Machine
 from manyhands.cluster.rendezvous import publish
 from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.cluster.strangers import Strangers
+from manyhands.doctor.finding import Finding
+from manyhands.doctor.hosts.facts import HostFacts, PairFacts
+from manyhands.doctor.hosts.probe import REACH_S, STUCK_S, Probe
 from manyhands.errors import CoordinatorLost, LinkError, ManyhandsError, UsageError
 from manyhands.transport import Authority, Link, Listener
 

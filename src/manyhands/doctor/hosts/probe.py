@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from manyhands.cluster.checkup.hosts.facts import PairFacts
+from manyhands.doctor.hosts.facts import PairFacts
 from manyhands.errors import LinkError, LinkTimeout
 from manyhands.threads import fail_process, start_timer
 from manyhands.transport import Address, Limits, Link, Listener, connect

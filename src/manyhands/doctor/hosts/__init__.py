@@ -9,9 +9,9 @@
 Every process of the cluster runs the same command, as for training. One process of each host measures.
 """
 
-from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
-from manyhands.cluster.checkup.hosts.judge import judge
-from manyhands.cluster.checkup.hosts.meeting import Attendant, Lead
-from manyhands.cluster.checkup.hosts.table import tell
+from manyhands.doctor.hosts.facts import HostFacts, PairFacts
+from manyhands.doctor.hosts.judge import judge
+from manyhands.doctor.hosts.meeting import Attendant, Lead
+from manyhands.doctor.hosts.table import tell
 
 __all__ = ["Attendant", "HostFacts", "Lead", "PairFacts", "judge", "tell"]

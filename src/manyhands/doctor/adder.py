@@ -1,6 +1,6 @@
 """One process of the group that the doctor forms: meets the others, adds up, checks the sum.
 
-A program: `python -m manyhands.cluster.checkup.adder`, with what to do as JSON on standard input.
+A program: `python -m manyhands.doctor.adder`, with what to do as JSON on standard input.
 It prints each step before it begins it, so that the last line of its log says where it got stuck or
 why it failed; it exits with 0 only when the sum was right.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from manyhands.cluster.checkup.finding import Finding
-from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
-from manyhands.cluster.checkup.machine import LEAST_MEMORY_BYTES
 from manyhands.cluster.machine import unfit
+from manyhands.doctor.finding import Finding
+from manyhands.doctor.hosts.facts import HostFacts, PairFacts
+from manyhands.doctor.machine import LEAST_MEMORY_BYTES
 from manyhands.events.units import duration, size
 
 CLOCK_NOTE_S = 1.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from manyhands.cluster.checkup.hosts.facts import HostFacts, PairFacts
-from manyhands.cluster.checkup.hosts.judge import milliseconds, rate
+from manyhands.doctor.hosts.facts import HostFacts, PairFacts
+from manyhands.doctor.hosts.judge import milliseconds, rate
 from manyhands.events.units import size
 
 MAX_PAIRS = 28

@@ -11,16 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.checkup import (
-    Check,
-    Finding,
-    cgroup,
-    checks,
-    machine,
-    network,
-    software,
-)
-from manyhands.cluster.checkup.cgroup import MemoryLimit
+from manyhands.cluster.cgroup import MemoryLimit
+from manyhands.doctor import Check, Finding, cgroup, checks, machine, network, software
 
 CHILD_S = 60.0
 GB = 10**9
@@ -67,7 +59,7 @@ def test_without_torch_one_check_says_fix_and_those_that_need_it_say_why_not() -
     hidden = "import sys; sys.modules['torch'] = None"
     found = in_child(
         hidden,
-        "from manyhands.cluster.checkup import software as s, machine as m, collectives as c, Finding",
+        "from manyhands.doctor import software as s, machine as m, collectives as c, Finding",
         "first = s.check_torch()",
         "rest = [s.check_backends(), m.check_devices(), c.check_gloo(), c.check_nccl()]",
         "found = Finding(first.remedy, first.ok, '; '.join(f'{f.ok} {f.detail}' for f in rest))",
@@ -81,7 +73,7 @@ def test_without_torch_one_check_says_fix_and_those_that_need_it_say_why_not() -
 def test_looking_for_checks_does_not_import_torch() -> None:
     found = in_child(
         "import sys",
-        "from manyhands.cluster.checkup import checks, Finding",
+        "from manyhands.doctor import checks, Finding",
         "found = Finding('torch', 'torch' in sys.modules, str(len(checks())))",
     )
     assert found.ok is False
@@ -117,7 +109,7 @@ def test_backends_that_are_needed() -> None:
 def test_a_package_that_is_absent_is_a_note_with_what_for_and_what_to_type() -> None:
     found = in_child(
         "import sys, importlib.abc",
-        "from manyhands.cluster.checkup import software",
+        "from manyhands.doctor import software",
         "sys.path = [p for p in sys.path if 'site-packages' not in p]",
         "found = software.check_package('scikit-learn')",
     )
@@ -134,7 +126,7 @@ def test_cores_fewer_than_the_machine_has() -> None:
     assert (found.ok, found.remedy[-11:]) == (None, "--threads 2")
     masked = in_child(
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
-        "from manyhands.cluster.checkup import machine",
+        "from manyhands.doctor import machine",
         "found = machine.check_cores()",
     )
     assert masked.detail.startswith("1")
@@ -207,7 +199,7 @@ def test_small_shared_memory_really_mounted() -> None:
     if subprocess.run([*prefix, "true"], capture_output=True, timeout=CHILD_S).returncode:
         pytest.skip("this user may not mount")
     found = in_child(
-        "from manyhands.cluster.checkup import machine",
+        "from manyhands.doctor import machine",
         "found = machine.check_shared_memory()",
         prefix=prefix,
     )
@@ -226,7 +218,7 @@ def test_a_low_limit_of_open_files_really_set() -> None:
         "import resource",
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))",
-        "from manyhands.cluster.checkup import machine",
+        "from manyhands.doctor import machine",
         "found = machine.check_open_files()",
     )
     assert found.ok is False
@@ -276,7 +268,7 @@ def test_links_that_do_not_work_say_why(tmp_path: Path, monkeypatch: pytest.Monk
     assert "TMPDIR" in found.remedy
     found = in_child(
         "import sys; sys.modules['cryptography'] = None",
-        "from manyhands.cluster.checkup import network",
+        "from manyhands.doctor import network",
         "found = network.check_tls_links()",
     )
     assert found.ok is False

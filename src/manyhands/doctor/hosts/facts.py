@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.checkup.machine import available_memory
 from manyhands.cluster.launchers import cores
 from manyhands.cluster.machine import versions
+from manyhands.doctor.machine import available_memory
 
 WATCH_S = 0.3
 """How long the cores are watched to see how many are idle."""

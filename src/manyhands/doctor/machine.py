@@ -13,10 +13,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from manyhands.cluster.checkup import cgroup
-from manyhands.cluster.checkup.cgroup import MemoryLimit
-from manyhands.cluster.checkup.finding import Finding
+from manyhands.cluster.cgroup import MemoryLimit
 from manyhands.cluster.launchers import cores
+from manyhands.doctor import cgroup
+from manyhands.doctor.finding import Finding
 from manyhands.events.units import plural, size
 
 LEAST_MEMORY_BYTES = 10**9

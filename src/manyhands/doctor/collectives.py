@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cluster.checkup.finding import Finding
 from manyhands.cluster.launchers import Handle, LocalLauncher, Start
+from manyhands.doctor.finding import Finding
 from manyhands.events.units import clean, plural
 from manyhands.threads import start_thread
 
@@ -32,7 +32,7 @@ GROUP_S = 60.0
 """The processes have started, found each other, added up and left."""
 SETTLE_S = 0.5
 """After the first failure: how long the others may take to end by themselves."""
-ADDER = "manyhands.cluster.checkup.adder"
+ADDER = "manyhands.doctor.adder"
 
 
 @dataclass(frozen=True)
