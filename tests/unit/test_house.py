@@ -23,7 +23,7 @@ FLOORS = [
     {"ps", "train"},
     {"word2vec"},
     {"embeddings"},
-    {"doctor"},
+    {"doctor", "launch", "lab"},
     {"transport", "cluster", "runs", "events"},
     {"job", "errors", "threads", "__init__"},
 ]

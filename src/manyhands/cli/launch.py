@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manyhands.cli.options import number_or_range, parse_set, parse_workers
-from manyhands.cluster.launch_files import KINDS, KubernetesJob, SlurmJob
 from manyhands.errors import UsageError
 from manyhands.job import find_job
+from manyhands.launch import KINDS, KubernetesJob, SlurmJob
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.scaling import RULES
 

@@ -13,9 +13,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from manyhands.cluster import cgroup
 from manyhands.cluster.cgroup import MemoryLimit
 from manyhands.cluster.launchers import cores
-from manyhands.doctor import cgroup
 from manyhands.doctor.finding import Finding
 from manyhands.events.units import plural, size
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.cluster.launch_files.words import Flags, at_least, matching, one_line, quoted
-from manyhands.cluster.launch_files.yaml import Flow, Script, render
 from manyhands.cluster.spec import DEFAULT_PORT
 from manyhands.errors import UsageError, closest
+from manyhands.launch.shell import Flags, at_least, matching, one_line, quoted
+from manyhands.launch.yaml import Flow, Script, render
 
 KINDS = {"job": "an Indexed Job", "jobset": "a JobSet", "rayjob": "a RayJob of KubeRay"}
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"

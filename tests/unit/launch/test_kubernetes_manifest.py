@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import validate
 
-from manyhands.cluster.launch_files import KINDS, KubernetesJob
-from manyhands.cluster.launch_files.yaml import Flow, Script, render
 from manyhands.cluster.specs import detect
 from manyhands.errors import UsageError
+from manyhands.launch import KINDS, KubernetesJob
+from manyhands.launch.yaml import Flow, Script, render
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install manyhands[dev]")
 

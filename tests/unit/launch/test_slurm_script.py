@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from stand_ins import Slurm
 
-from manyhands.cluster.launch_files import SlurmJob
 from manyhands.cluster.specs import detect
 from manyhands.errors import UsageError
+from manyhands.launch import SlurmJob
 
 AWKWARD = ["--set", 'text=it\'s a "$HOME" `id` \\ ; $(id) *']
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from manyhands.cluster.launch_files.words import Flags, at_least, matching, one_line, quoted
+from manyhands.launch.shell import Flags, at_least, matching, one_line, quoted
 
 NAME = r"[A-Za-z0-9][\w.+-]*"
 TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
