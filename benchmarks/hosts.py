@@ -44,8 +44,8 @@ from ps_load import MODELS, Load
 from ps_table import aligned, spread
 from ps_watch import Failed
 
-from manyhands.cluster.lab.everywhere import variables
 from manyhands.errors import LabError
+from manyhands.lab.everywhere import variables
 from manyhands.testing.lab import Lab
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.cluster.lab import network, records
+from manyhands.lab import network, records
 from manyhands.testing.lab import Host
 
 WITHIN_S = 20.0

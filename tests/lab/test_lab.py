@@ -12,8 +12,8 @@ import threading
 import pytest
 
 from hosts import Talk, left_over, listen, python, reach, until
-from manyhands.cluster.lab.records import Record
 from manyhands.errors import LabError, UsageError
+from manyhands.lab.records import Record
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab, Traffic
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from hosts import left_over, record_of, until
-from manyhands.cluster.lab.records import Owner, Record, records
+from manyhands.lab.records import Owner, Record, records
 from manyhands.testing import harness
 from manyhands.testing.lab import Lab
 

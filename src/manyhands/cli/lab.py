@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from manyhands.cluster.lab import Host, Lab
-from manyhands.cluster.lab.everywhere import everywhere
-from manyhands.cluster.lab.lab import remove_all
-from manyhands.cluster.lab.layout import bandwidth_text
-from manyhands.cluster.lab.records import records
 from manyhands.errors import Interrupted, UsageError
 from manyhands.events.units import duration, plural, size
+from manyhands.lab import Host, Lab
+from manyhands.lab.everywhere import everywhere
+from manyhands.lab.lab import remove_all
+from manyhands.lab.layout import bandwidth_text
+from manyhands.lab.records import records
 
 HELP = "several hosts on this machine, with links to slow down and to cut"
 EXAMPLES = """\

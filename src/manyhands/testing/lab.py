@@ -5,9 +5,9 @@
         with Lab(hosts=3, bandwidth="1gbit") as lab:
             ...
 
-It is made in `manyhands.cluster.lab`, which the command line uses, too.
+It is made in `manyhands.lab`, which the command line uses, too.
 """
 
-from manyhands.cluster.lab import Host, Lab, Traffic
+from manyhands.lab import Host, Lab, Traffic
 
 __all__ = ["Host", "Lab", "Traffic"]

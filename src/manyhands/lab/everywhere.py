@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from manyhands.cluster.lab.lab import Host, Lab
-from manyhands.cluster.lab.layout import INTERFACE
 from manyhands.events.units import clean
+from manyhands.lab.lab import Host, Lab
+from manyhands.lab.layout import INTERFACE
 
 MASTER_PORT = 29500
 """Free on every host: nobody else is there."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.lab.layout import (
+from manyhands.errors import LabError, UsageError
+from manyhands.lab.layout import (
     MAX_HOSTS,
     MAX_LABS,
     NOWHERE,
@@ -21,7 +22,6 @@ from manyhands.cluster.lab.layout import (
     parse_bandwidth,
     shaping,
 )
-from manyhands.errors import LabError, UsageError
 from manyhands.testing.lab import Lab
 
 

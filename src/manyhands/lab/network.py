@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.lab.layout import INTERFACE, NOWHERE, SWITCH, Layout, shaping
-from manyhands.cluster.lab.records import Record
-from manyhands.cluster.lab.tools import batch, call
 from manyhands.errors import LabError
+from manyhands.lab.layout import INTERFACE, NOWHERE, SWITCH, Layout, shaping
+from manyhands.lab.records import Record
+from manyhands.lab.tools import batch, call
 
 NAMESPACES = Path("/run/netns")
 FILES = Path("/etc/netns")

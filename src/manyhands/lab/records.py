@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cluster.lab.layout import MAX_LABS, Layout
 from manyhands.errors import LabError
+from manyhands.lab.layout import MAX_LABS, Layout
 
 FOLDER = Path("/run/manyhands")
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.cluster.lab.network import NAMESPACES
-from manyhands.cluster.lab.records import Record
-from manyhands.cluster.lab.tools import find
 from manyhands.errors import LabError
+from manyhands.lab.network import NAMESPACES
+from manyhands.lab.records import Record
+from manyhands.lab.tools import find
 
 KILLED_WITHIN_S = 10.0
 

@@ -13,7 +13,7 @@ their bytes are counted. It needs root.
     everywhere.py  one command on every host, as torchrun would start it
 """
 
-from manyhands.cluster.lab.lab import Host, Lab
-from manyhands.cluster.lab.network import Traffic
+from manyhands.lab.lab import Host, Lab
+from manyhands.lab.network import Traffic
 
 __all__ = ["Host", "Lab", "Traffic"]

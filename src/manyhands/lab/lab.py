@@ -12,12 +12,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
-from manyhands.cluster.lab import network, processes, tools
-from manyhands.cluster.lab.layout import check_hosts, parse_bandwidth
-from manyhands.cluster.lab.network import Traffic
-from manyhands.cluster.lab.records import Owner, Record, claim, locked, records
-from manyhands.cluster.lab.signals import LastWords, undisturbed
 from manyhands.errors import LabError, UsageError
+from manyhands.lab import network, processes, tools
+from manyhands.lab.layout import check_hosts, parse_bandwidth
+from manyhands.lab.network import Traffic
+from manyhands.lab.records import Owner, Record, claim, locked, records
+from manyhands.lab.signals import LastWords, undisturbed
 
 RUN_WITHIN_S = 60.0
 
