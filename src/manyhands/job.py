@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import re
@@ -484,6 +485,11 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
     raise UsageError(
         f"--set {name}={text}: a field of type {kind} can't be set from the command line."
     )
+
+
+def total_steps(job: Job, num_samples: int) -> int:
+    """Count the steps of the whole training, in batches of the job's own size."""
+    return math.ceil(num_samples / job.batch_size) * job.epochs
 
 
 def check_fields(job: Job) -> None:

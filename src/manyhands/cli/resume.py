@@ -25,7 +25,7 @@ from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
 from manyhands.runs.folder import Run
-from manyhands.train.options import SCHEDULES
+from manyhands.train.schedule import SCHEDULES
 from manyhands.train.start import train
 
 HELP = "go on where a run stopped, on any number of workers"

@@ -26,13 +26,12 @@ class Keeper:
 
     def __init__(self, member: Member) -> None:
         from manyhands.cluster.view import SERVER, Seat
-        from manyhands.job import load_job
+        from manyhands.job import load_job, total_steps
         from manyhands.runs.checkpoints import checkpoint_step
         from manyhands.runs.saver import load_state
         from manyhands.strategies.ps import ParameterServer
         from manyhands.strategies.ps_station import Station
         from manyhands.strategies.registry import make_strategy
-        from manyhands.train.course import Syllabus
         from manyhands.train.seeds import seed_loading
         from manyhands.train.trainee import Trainee, begin_with
 
@@ -43,8 +42,8 @@ class Keeper:
         job = load_job(task["job"], task["settings"])
         seed_loading(job.seed, "data")
         # Only for its length: the schedule of the learning rate goes by it.
-        syllabus = Syllabus(len(job.data()), job.batch_size, job.epochs)
-        trainee = Trainee.of(job, device="cpu", num_steps=syllabus.num_steps)
+        num_steps = total_steps(job, len(job.data()))
+        trainee = Trainee.of(job, device="cpu", num_steps=num_steps)
         trainee.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
         self.seat = Seat(member.name, member.host, role=SERVER)
         self.me = member.me(self.seat)
@@ -54,7 +53,7 @@ class Keeper:
             trainee.resume(
                 state,
                 step=checkpoint_step(task["checkpoint"]),
-                num_steps=syllabus.num_steps,
+                num_steps=num_steps,
                 mode=task.get("schedule", ""),
             )
         elif task["init_from"]:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import CheckpointError
-from manyhands.train.leases import Leases, Range, Ranges, shares, split
+from manyhands.ranges import Range, Ranges, shares, split
+from manyhands.train.leases import Leases
 from manyhands.train.monitor import LOSS, Monitor, saved_monitor
 from manyhands.train.plateau import Plateau
 from manyhands.train.rates import Change, Rates

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from manyhands.errors import JobError
 from manyhands.job import Job
-from manyhands.train.leases import Range, shares, split
+from manyhands.ranges import Range, shares, split
 from manyhands.train.loaders import Loaders
 from manyhands.train.seeds import derive, seed_loading
 from manyhands.train.trainee import to_device

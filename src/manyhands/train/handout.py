@@ -20,9 +20,9 @@ from typing import Any
 
 from manyhands.cluster.view import View
 from manyhands.errors import ProtocolError
+from manyhands.ranges import Range
 from manyhands.train.brakes import Meter
 from manyhands.train.course import Checkpoint, Course, Evaluate, Order, StepPlan, Steps, Stop, Wait
-from manyhands.train.leases import Range
 from manyhands.train.options import Manner
 from manyhands.train.pace import Pace
 from manyhands.train.parts import AHEAD_S, BRIEF_S, MAX_LEASE, Part, PartQueue, cut

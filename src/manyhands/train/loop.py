@@ -34,11 +34,10 @@ from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.errors import LinkError, ViewChanging
-from manyhands.job import Job, load_job
+from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, load_state, not_finite
-from manyhands.train.course import Syllabus
 from manyhands.train.evaluate import evaluate
 from manyhands.train.feed import Feed, Portion, Share, check_dataset
 from manyhands.train.loaders import Loaders
@@ -101,8 +100,8 @@ class Worker:
         self.eval_data = self.job.eval_data()
         if self.eval_data is not None:
             check_dataset(self.job, "eval_data", self.eval_data)
-        syllabus = Syllabus(len(self.data), self.job.batch_size, self.job.epochs)
-        trainee = Trainee.of(self.job, device=self.device, num_steps=syllabus.num_steps)
+        num_steps = total_steps(self.job, len(self.data))
+        trainee = Trainee.of(self.job, device=self.device, num_steps=num_steps)
         self.trainee = trainee
         self.activity = trainee.activity = member.activity
         loaders = None
@@ -124,7 +123,7 @@ class Worker:
                 trainee.resume(
                     state,
                     step=checkpoint_step(task["checkpoint"]),
-                    num_steps=syllabus.num_steps,
+                    num_steps=num_steps,
                     mode=task.get("schedule", ""),
                 )
         elif task["init_from"]:

@@ -12,9 +12,6 @@ from manyhands.train.chaos import Chaos
 from manyhands.train.scaling import FIXED, Scaling
 from manyhands.train.stuck import STUCK_AFTER_S
 
-SCHEDULES = ("keep", "stretch", "restart")
-"""How a resumed run may go on with the schedule of its learning rate (schedule.py)."""
-
 
 @dataclass(frozen=True)
 class Manner:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from manyhands.ranges import Range, shares, split
 from manyhands.train.course import StepPlan
-from manyhands.train.leases import Range, shares, split
 from manyhands.train.reports import PartKey
 
 AHEAD_S = 0.4

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manyhands.errors import ProtocolError
+from manyhands.ranges import Range, Ranges, split
 from manyhands.train.course import StepPlan
-from manyhands.train.leases import Range, Ranges, split
 from manyhands.train.measures import means
 from manyhands.transport.fields import Count, Seconds, Weight
 

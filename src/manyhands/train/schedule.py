@@ -21,16 +21,17 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import UsageError
-from manyhands.train.options import SCHEDULES
 
-KEEP, STRETCH, RESTART = SCHEDULES
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
-MakeSchedule = Callable[[Optimizer, int], Any]
+SCHEDULES = KEEP, STRETCH, RESTART = ("keep", "stretch", "restart")
+"""How a resumed run may go on with the schedule of its learning rate."""
+
+MakeSchedule = Callable[["Optimizer", int], Any]
 """A job's schedule(): a scheduler over an optimizer, for so many steps; or None."""
 Settings = list[dict[str, Any]]
 """Of each group of an optimizer, without its parameters."""

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cluster import cgroup
 from manyhands.cluster.cgroup import MemoryLimit
-from manyhands.doctor import Check, Finding, cgroup, checks, machine, network, software
+from manyhands.doctor import Check, Finding, checks, machine, network, software
 
 CHILD_S = 60.0
 GB = 10**9

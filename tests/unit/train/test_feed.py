@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from manyhands.data import Arrays
 from manyhands.errors import JobError
 from manyhands.job import Job
+from manyhands.ranges import Range
 from manyhands.train.feed import Feed, Portion, check_dataset, gather
-from manyhands.train.leases import Range
 
 SAMPLES = 23
 

@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from manyhands.train.leases import Leases, Range, Ranges, shares, split
+from manyhands.ranges import Range, Ranges, shares, split
+from manyhands.train.leases import Leases
 
 
 def positions(ranges: list[Range] | tuple[Range, ...]) -> list[int]:

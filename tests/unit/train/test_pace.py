@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.ranges import shares
 from manyhands.train.course import StepPlan
-from manyhands.train.leases import shares
 from manyhands.train.pace import KNOWN_AFTER_S, LEAST, WORTH, Pace
 
 NAMES = ["a", "b", "c", "d"]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import ProtocolError
+from manyhands.ranges import Range
 from manyhands.train.course import StepPlan
-from manyhands.train.leases import Range
 from manyhands.train.messages import Evaluated
 from manyhands.train.reports import WHOLE, Committed, Gathering, Row, combine
 from manyhands.transport.fields import read
