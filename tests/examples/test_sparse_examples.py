@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import manyhands as mh
+from manyhands.compute.evaluation import evaluate
 from manyhands.job import load_job
 from manyhands.testing import harness
-from manyhands.train.evaluate import evaluate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOPICS = [[f"{topic}{i}" for i in range(12)] for topic in ("sea", "wood", "town", "star")]

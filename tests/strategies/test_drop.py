@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from manyhands.compute.seeds import derive
+from manyhands.compute.train_state import Trainee
 from manyhands.job import load_job
 from manyhands.testing import harness
-from manyhands.train.seeds import derive
-from manyhands.train.trainee import Trainee
 
 
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.train_state import Trainee, begin_with
 from manyhands.runs.checkpoints import choose
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch, assert_same_bits
 from manyhands.testing.jobs import Sparse
-from manyhands.train.feed import Feed, Portion
-from manyhands.train.trainee import Trainee, begin_with
 
 SYNCHRONOUS = [
     Case("allreduce", workers=2),

@@ -21,6 +21,7 @@ FLOORS = [
     {"cli"},
     {"strategies"},
     {"ps", "train"},
+    {"compute"},
     {"word2vec"},
     {"embeddings"},
     {"doctor", "launch", "lab"},
@@ -188,5 +189,5 @@ def test_only_the_safe_reader_unpickles() -> None:
                     found.append(f"{path.relative_to(HOME)}: {ast.unparse(node)}")
         assert "FileSystemReader" not in text, f"{path}: use runs/safe_reader.py"
     # Loader processes run the job's code anyway, and speak with their worker alone, over a socket pair.
-    loaders = {"train/loaders.py", "train/loader_process.py"}
+    loaders = {"compute/loaders.py", "compute/loader_process.py"}
     assert {entry.partition(":")[0] for entry in found} == {"runs/safe_reader.py", *loaders}, found

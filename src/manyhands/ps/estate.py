@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from manyhands.compute.schedule import position
+from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.row_placement import Homes
 from manyhands.ps.blocks import Layout
 from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of, scale
@@ -20,8 +22,6 @@ from manyhands.ps.memory import Flat, block_state, pieces_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.settle import Plan, Status
-from manyhands.train.schedule import position
-from manyhands.train.trainee import Trainee
 
 SPAN_BYTES = 4 << 20
 """Of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it was

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.compute.train_state import Trainee
 from manyhands.ps.blocks import Block, Layout
 from manyhands.ps.memory import Flat
 from manyhands.ps.optimizer import BlockOptimizer
-from manyhands.train.trainee import Trainee
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.train.trainee import multiplied_lr
+from manyhands.compute.train_state import multiplied_lr
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
     from manyhands.cluster.group import Group
     from manyhands.cluster.view import Me, View
+    from manyhands.compute.feed import Share
+    from manyhands.compute.gradients import StepReport
+    from manyhands.compute.train_state import Trainee
     from manyhands.strategies.allreduce_tables import TablesTogether
     from manyhands.strategies.catching_up import CatchingUp, Lender
     from manyhands.strategies.deadline import Deadline
     from manyhands.strategies.reducer import Reducer
     from manyhands.strategies.weights_first import Soon
-    from manyhands.train.feed import Share
-    from manyhands.train.step import StepReport
-    from manyhands.train.trainee import Trainee
 
 LATEST = 2_000
 """Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""
@@ -279,7 +279,7 @@ class AllReduceLearner(Learner):
     # Steps --------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
-        from manyhands.train.step import DeviceTime, StepReport, gradients
+        from manyhands.compute.gradients import DeviceTime, StepReport, gradients
 
         started = time.perf_counter()
         lr, reducer, sent = self.trainee.lr, self._reducer, 0
@@ -317,7 +317,7 @@ class AllReduceLearner(Learner):
 
     def _share_gradients(self, share: Share, report: StepReport, reducer: Reducer) -> float:
         """Every gradient is the sum over all workers; when this one was done with its own."""
-        from manyhands.train.step import gradients
+        from manyhands.compute.gradients import gradients
 
         deadline, whole = self._deadline, float(share.total)
 

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from manyhands.cluster.view import Me, View
-    from manyhands.train.feed import Share
-    from manyhands.train.step import StepReport
-    from manyhands.train.trainee import Trainee
+    from manyhands.compute.feed import Share
+    from manyhands.compute.gradients import StepReport
+    from manyhands.compute.train_state import Trainee
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.view import Me, View
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.runs.flat import blanks, flatten, rebuild
 from manyhands.runs.saver import Stateful, put_state
 from manyhands.strategies.peers import batches, pour
 from manyhands.threads import start_thread
-from manyhands.train.trainee import Trainee
 from manyhands.transport import Address, Limits, Link, Listener, Message, connect
 
 logger = logging.getLogger("manyhands.strategies")

@@ -21,7 +21,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from manyhands.train.feed import Share
+from manyhands.compute.feed import Share
 
 PIECES = 8
 """Micro-batches of a share, at least: what is in one is left out together."""

@@ -33,17 +33,17 @@ from manyhands.cluster.scratch import Scratch
 from manyhands.cluster.spec import EVALUATOR
 from manyhands.cluster.specs import alone, look
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.compute.feed import Feed, Portion, Share, is_map_style
+from manyhands.compute.gradients import StepReport
+from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
+from manyhands.compute.seeds import seed_compute
+from manyhands.compute.train_state import Loss, Trainee, find_tables, to_device
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.job import Job
 from manyhands.ranges import shares, split
 from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.feed import Feed, Portion, Share, is_map_style
 from manyhands.train.leases import Leases
-from manyhands.train.param_groups import foreign_parameters, listed, untrained_parameters
-from manyhands.train.seeds import seed_compute
-from manyhands.train.step import StepReport
-from manyhands.train.trainee import Loss, Trainee, find_tables, to_device
 
 
 class Hands:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.compute.train_state import Trainee
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.flat import blanks, flatten, rebuild
 from manyhands.runs.saver import Stateful, gather_state, put_state
-from manyhands.train.trainee import Trainee
 
 if TYPE_CHECKING:
     from manyhands.embeddings.local_tables import Tables

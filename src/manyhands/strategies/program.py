@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from manyhands.cluster.member import Member
+from manyhands.compute.lazy_dynamo import compile_late
 from manyhands.errors import LinkError, PeerLost
 from manyhands.threads import on_process_failure
-from manyhands.train.late import compile_late
 
 
 def run(live: Callable[[Member], None]) -> NoReturn:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from manyhands.compute.gradients import StepReport, gradients, row_seed
 from manyhands.embeddings.modules import RowModel, bind
 from manyhands.embeddings.remote import RemoteTables
 from manyhands.embeddings.sparse_grads import SharedBasket
@@ -30,12 +31,11 @@ from manyhands.strategies.ps import ParameterServer, PsAsync
 from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap
 from manyhands.strategies.ps_station import Station
-from manyhands.train.step import StepReport, gradients, row_seed
 
 if TYPE_CHECKING:
     from manyhands.cluster.view import Me, View
-    from manyhands.train.feed import Share
-    from manyhands.train.trainee import Trainee
+    from manyhands.compute.feed import Share
+    from manyhands.compute.train_state import Trainee
 
 
 class PsLearner(Learner):

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from manyhands.cluster.view import SERVER, Me, View
+from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
 from manyhands.ps.blocks import Layout
@@ -27,7 +28,6 @@ from manyhands.ps.rows import RowEstate
 from manyhands.ps.server import Server
 from manyhands.strategies.ps import ParameterServer
 from manyhands.threads import fail_process
-from manyhands.train.trainee import Trainee
 from manyhands.transport import Address, Limits, Link, Listener, connect
 
 logger = logging.getLogger("manyhands.ps")

@@ -26,14 +26,14 @@ class Keeper:
 
     def __init__(self, member: Member) -> None:
         from manyhands.cluster.view import SERVER, Seat
+        from manyhands.compute.seeds import seed_loading
+        from manyhands.compute.train_state import Trainee, begin_with
         from manyhands.job import load_job, total_steps
         from manyhands.runs.checkpoints import checkpoint_step
         from manyhands.runs.saver import load_state
         from manyhands.strategies.ps import ParameterServer
         from manyhands.strategies.ps_station import Station
         from manyhands.strategies.registry import make_strategy
-        from manyhands.train.seeds import seed_loading
-        from manyhands.train.trainee import Trainee, begin_with
 
         task = member.assignment
         self.member = member

@@ -14,8 +14,8 @@ from manyhands.strategies.base import Learner, Strategy
 
 if TYPE_CHECKING:
     from manyhands.cluster.view import View
-    from manyhands.train.feed import Share
-    from manyhands.train.step import StepReport
+    from manyhands.compute.feed import Share
+    from manyhands.compute.gradients import StepReport
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SingleLearner(Learner):
         assert view.world == 1, f"single with {view.world} workers"
 
     def step(self, share: Share) -> StepReport:
-        from manyhands.train.step import StepReport, gradients
+        from manyhands.compute.gradients import StepReport, gradients
 
         started = time.perf_counter()
         lr = self.trainee.lr

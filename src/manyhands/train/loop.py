@@ -33,19 +33,19 @@ from manyhands.cluster.activity import EVALUATING, LOADING, SAVING
 from manyhands.cluster.devices import describe_device, device_id, pick_device
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.compute.evaluation import evaluate
+from manyhands.compute.feed import Feed, Portion, Share, check_dataset
+from manyhands.compute.gradients import DeviceTime, StepReport, rehearse
+from manyhands.compute.loaders import Loaders
+from manyhands.compute.measures import Sums, add_up
+from manyhands.compute.param_groups import describe_optimizer
+from manyhands.compute.seeds import seed_compute, seed_loading
+from manyhands.compute.train_state import Trainee, begin_with
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, load_state, not_finite
-from manyhands.train.evaluate import evaluate
-from manyhands.train.feed import Feed, Portion, Share, check_dataset
-from manyhands.train.loaders import Loaders
-from manyhands.train.measures import Sums, add_up
-from manyhands.train.param_groups import describe_optimizer
-from manyhands.train.seeds import seed_compute, seed_loading
-from manyhands.train.step import DeviceTime, StepReport, rehearse
-from manyhands.train.trainee import Trainee, begin_with
 
 REPORT_EVERY_S = 0.1
 POLL_S = 0.02

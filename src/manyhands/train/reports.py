@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from manyhands.compute.measures import means
 from manyhands.errors import ProtocolError
 from manyhands.ranges import Range, Ranges, split
 from manyhands.train.course import StepPlan
-from manyhands.train.measures import means
 from manyhands.transport.fields import Count, Seconds, Weight
 
 PartKey = tuple[int, int]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import load_job
 from manyhands.runs.checkpoints import choose, commit
@@ -18,8 +20,6 @@ from manyhands.runs.folder import Run
 from manyhands.runs.saver import Saver
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Looking, Sparse
-from manyhands.train.feed import Feed, Portion
-from manyhands.train.trainee import Trainee
 
 JOB = """
 from dataclasses import dataclass

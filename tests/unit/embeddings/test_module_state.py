@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.local_tables import Tables
 from manyhands.embeddings.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
 from manyhands.embeddings.spec import Table
@@ -21,7 +22,6 @@ from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.saver import gather_state, put_state
 from manyhands.runs.table_files import SavedTable
 from manyhands.strategies.single import SingleLearner
-from manyhands.train.trainee import Trainee
 
 IDS = torch.tensor([[3, 1, 3], [-(2**62), 7, 1]])
 UNSEEN = torch.tensor([[5, 2**40]])

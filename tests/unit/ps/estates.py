@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from manyhands.compute.train_state import Trainee
 from manyhands.ps.blocks import Layout, Piece
 from manyhands.ps.estate import Estate, Sums, Ticker
 from manyhands.ps.holding import Holding, Material, Run, add_up
@@ -23,7 +24,6 @@ from manyhands.ps.ledger import Decision, Given
 from manyhands.ps.memory import Flat, layout_of, pieces_of
 from manyhands.ps.parcels import Parcels, pack
 from manyhands.ps.settle import Plan, make_plan
-from manyhands.train.trainee import Trainee
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.client import Client
 from manyhands.ps.estate import Estate, Ticker
@@ -26,7 +27,6 @@ from manyhands.ps.policies import Async, Sync
 from manyhands.ps.server import Server
 from manyhands.ps.staleness import Rule
 from manyhands.ps.terms import Terms
-from manyhands.train.trainee import Trainee
 from manyhands.transport import Authority, Limits, Link, Listener, connect
 
 BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"

@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from manyhands.compute.train_state import Trainee
 from manyhands.ps.blocks import Layout, Piece
 from manyhands.ps.holding import Holding, Material, add_up, runs_of, squared_norm
 from manyhands.ps.memory import Flat, block_state, pieces_of
-from manyhands.train.trainee import Trainee
 
 
 def dealt(count: int, among: int, seed: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.runs.saver import gather_state
 from manyhands.strategies import catching_up
@@ -18,7 +19,6 @@ from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.catching_up import CatchingUp, Lender
 from manyhands.testing.conformance import assert_same_bits
 from manyhands.testing.jobs import Regression
-from manyhands.train.trainee import Trainee
 from manyhands.transport import Link, Listener, connect
 
 VIEW = View(2, (Seat("worker-0", "here"), Seat("worker-1", "here")))

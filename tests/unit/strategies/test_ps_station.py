@@ -15,12 +15,12 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.compute.train_state import Trainee, find_tables
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.ps.memory import Flat, layout_of
 from manyhands.strategies.ps import ParameterServer
 from manyhands.strategies.ps_station import Station
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.trainee import Trainee, find_tables
 
 NAMES = [f"worker-{n}" for n in range(5)]
 

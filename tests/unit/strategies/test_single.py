@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.train_state import Trainee
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Sparse
-from manyhands.train.feed import Feed, Portion
-from manyhands.train.trainee import Trainee
 
 
 def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tensor]]:

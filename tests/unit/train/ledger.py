@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from manyhands.cluster.member import Member
 from manyhands.cluster.view import SERVER, Me, Seat, View
+from manyhands.compute.feed import Share
+from manyhands.compute.gradients import StepReport, gradients
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import ViewChanging
 from manyhands.strategies.base import Learner
-from manyhands.train.feed import Share
 from manyhands.train.loop import Worker
-from manyhands.train.step import StepReport, gradients
-from manyhands.train.trainee import Trainee
 
 MAX_STALENESS = 2
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from course_driver import assert_once_an_epoch, drive, finish, through_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_driver import assert_once_an_epoch, drive, finish, through_json
 
 from manyhands.errors import CheckpointError
 from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Steps, Stop, Syllabus

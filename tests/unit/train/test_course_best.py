@@ -6,9 +6,9 @@ import math
 import random
 
 import pytest
-from course_driver import assert_once_an_epoch, drive, finish, through_json
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_driver import assert_once_an_epoch, drive, finish, through_json
 
 from manyhands.train.course import Best, Checkpoint, Course, Evaluate, Stop, Syllabus
 from manyhands.train.monitor import Monitor

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from course_driver import assert_once_an_epoch, drive, through_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_driver import assert_once_an_epoch, drive, through_json
 
 from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Steps, Syllabus, Wait
 from manyhands.train.plateau import Plateau

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.train.seeds import derive, seed_compute, seed_loading
+from manyhands.compute.seeds import derive, seed_compute, seed_loading
 
 part = st.one_of(st.integers(-(2**40), 2**40), st.text(max_size=5))
 
@@ -24,7 +24,7 @@ def test_a_seed_is_of_all_its_parts(first: list[int | str], second: list[int | s
 
 def test_a_seed_is_the_same_in_every_process() -> None:
     """Python's own hash() of a text is not."""
-    code = "from manyhands.train.seeds import derive; print(derive(3, 'epoch', 7))"
+    code = "from manyhands.compute.seeds import derive; print(derive(3, 'epoch', 7))"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

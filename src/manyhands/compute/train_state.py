@@ -18,12 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.cluster.activity import Activity
-from manyhands.embeddings.modules import ANCHOR, add_anchor, tables_of
-from manyhands.errors import JobError
-from manyhands.job import Job
-from manyhands.train.measures import Measures
-from manyhands.train.param_groups import build_optimizer, check_optimizer
-from manyhands.train.schedule import (
+from manyhands.compute.measures import Measures
+from manyhands.compute.param_groups import build_optimizer, check_optimizer
+from manyhands.compute.schedule import (
     OVERTIME,
     RESTART,
     STRETCH,
@@ -40,7 +37,10 @@ from manyhands.train.schedule import (
     settings_of,
     twin_of,
 )
-from manyhands.train.schedule_hints import schedule_hints, vanishing_hint
+from manyhands.compute.schedule_hints import schedule_hints, vanishing_hint
+from manyhands.embeddings.modules import ANCHOR, add_anchor, tables_of
+from manyhands.errors import JobError
+from manyhands.job import Job
 
 if TYPE_CHECKING:
     from manyhands.embeddings.local_tables import Tables

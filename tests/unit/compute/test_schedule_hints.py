@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.optim import lr_scheduler
 
-from manyhands.train.trainee import Trainee
+from manyhands.compute.train_state import Trainee
 
 EPOCHS, STEPS = 90, 9_000
 

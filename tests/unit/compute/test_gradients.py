@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.compute.feed import Feed, Portion, Share
+from manyhands.compute.gradients import StepReport, gradients
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import JobError
-from manyhands.train.feed import Feed, Portion, Share
-from manyhands.train.step import StepReport, gradients
-from manyhands.train.trainee import Trainee
 
 SAMPLES = 13
 

@@ -1,4 +1,4 @@
-"""The program of a loader process: `python -m manyhands.train.loader_process`, started by loaders.py.
+"""The program of a loader process: `python -m manyhands.compute.loader_process`, started by loaders.py.
 
 It builds the job's data set, and then loads whatever batch it is asked for, until the worker is gone.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from manyhands.cluster.member import die_with
+from manyhands.compute.feed import gather
+from manyhands.compute.loaders import BATCH, FAILED, receive, send
+from manyhands.compute.seeds import seed_loading
 from manyhands.job import Job, load_job
-from manyhands.train.feed import gather
-from manyhands.train.loaders import BATCH, FAILED, receive, send
-from manyhands.train.seeds import seed_loading
 
 
 def main(link: socket.socket) -> None:

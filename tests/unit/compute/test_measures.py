@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.compute.evaluation import evaluate
+from manyhands.compute.feed import Share
+from manyhands.compute.gradients import StepReport, gradients, rehearse
+from manyhands.compute.measures import means
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import JobError
 from manyhands.events.events import StepCommitted
 from manyhands.events.tensorboard import step_scalars
-from manyhands.train.evaluate import evaluate
-from manyhands.train.feed import Share
 from manyhands.train.loop import _read_measures
-from manyhands.train.measures import means
 from manyhands.train.reports import Gathering, Row, StepPlan
-from manyhands.train.step import StepReport, gradients, rehearse
-from manyhands.train.trainee import Trainee
 
 
 def logging(make_job: Any, *, name: Any = "inputs", value: Any = None, **fields: Any) -> Any:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from manyhands.compute.feed import Feed, Portion, check_dataset, gather
 from manyhands.data import Arrays
 from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.ranges import Range
-from manyhands.train.feed import Feed, Portion, check_dataset, gather
 
 SAMPLES = 23
 

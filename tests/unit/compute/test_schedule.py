@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from manyhands.compute.train_state import Trainee
 from manyhands.errors import JobError, UsageError
 from manyhands.runs.saver import gather_state, put_state
-from manyhands.train.trainee import Trainee
 
 SCHEDULES: dict[str, Any] = {
     "cosine": lr_scheduler.CosineAnnealingLR,

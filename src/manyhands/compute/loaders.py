@@ -151,7 +151,7 @@ class LoaderProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "manyhands.train.loader_process", str(theirs.fileno())],
+                [sys.executable, "-m", "manyhands.compute.loader_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

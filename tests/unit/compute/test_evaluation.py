@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.compute.evaluation import evaluate
 from manyhands.errors import JobError
-from manyhands.train.evaluate import evaluate
 from manyhands.train.messages import Evaluated
 from manyhands.train.reports import combine
 from manyhands.transport.fields import read

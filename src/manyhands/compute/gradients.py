@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.activity import COMPUTING
+from manyhands.compute.feed import Share
+from manyhands.compute.measures import Logged
+from manyhands.compute.seeds import derive
+from manyhands.compute.train_state import Trainee, checked_weight
 from manyhands.embeddings.modules import RowModel
-from manyhands.train.feed import Share
-from manyhands.train.measures import Logged
-from manyhands.train.seeds import derive
-from manyhands.train.trainee import Trainee, checked_weight
 
 
 class DeviceTime:

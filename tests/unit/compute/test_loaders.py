@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.loaders import Loaders, receive, send
 from manyhands.errors import LoaderLost
 from manyhands.job import load_job
 from manyhands.testing.harness import alive, gone
-from manyhands.train.feed import Feed, Portion
-from manyhands.train.loaders import Loaders, receive, send
 
 JOB = '''
 """A job whose samples take unequal time, so that processes overtake each other."""
@@ -58,8 +58,8 @@ class Slow(mh.Job):
 
 WORKER = """
 import sys, time
-from manyhands.train.feed import Feed, Portion
-from manyhands.train.loaders import Loaders
+from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.loaders import Loaders
 from manyhands.job import load_job
 
 if __name__ == "__main__":

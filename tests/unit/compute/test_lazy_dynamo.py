@@ -7,7 +7,7 @@ import sys
 
 SETUP = """
 import sys, inspect, torch
-from manyhands.train.late import compile_late
+from manyhands.compute.lazy_dynamo import compile_late
 
 compile_late()
 model = torch.nn.Linear(3, 3)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.compute.feed import gather
+from manyhands.compute.measures import add_up, checked
+from manyhands.compute.train_state import checked_weight, evaluating, job_loss, to_device, wrong
 from manyhands.job import Job, collecting
-from manyhands.train.feed import gather
-from manyhands.train.measures import add_up, checked
-from manyhands.train.trainee import checked_weight, evaluating, job_loss, to_device, wrong
 
 
 def evaluate(

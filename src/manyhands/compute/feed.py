@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
+from manyhands.compute.loaders import Loaders
+from manyhands.compute.seeds import derive, seed_loading
+from manyhands.compute.train_state import to_device
 from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.ranges import Range, shares, split
-from manyhands.train.loaders import Loaders
-from manyhands.train.seeds import derive, seed_loading
-from manyhands.train.trainee import to_device
 
 
 @dataclass(frozen=True)

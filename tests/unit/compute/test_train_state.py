@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from course_driver import drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_driver import drive
 from torch import nn
 from torch.optim import lr_scheduler
 
+from manyhands.compute.param_groups import describe_optimizer
+from manyhands.compute.train_state import Trainee, call, evaluating, job_loss, to_device
 from manyhands.errors import JobError
 from manyhands.train.course import Course, Syllabus
-from manyhands.train.param_groups import describe_optimizer
 from manyhands.train.scaling import Scaling
-from manyhands.train.trainee import Trainee, call, evaluating, job_loss, to_device
 
 BATCH = (torch.ones(3, 4), torch.ones(3, 2))
 
