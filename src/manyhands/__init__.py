@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import data
     from manyhands import word2vec as words
+    from manyhands.api import join
     from manyhands.embeddings.from_run import load
     from manyhands.embeddings.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
     from manyhands.embeddings.spec import Table
     from manyhands.errors import JobError, ManyhandsError
     from manyhands.job import Job
-    from manyhands.strategies.join import join
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,7 +42,7 @@ _HOMES = {
     "SparseEmbedding": "manyhands.embeddings.modules",
     "SparseEmbeddingBag": "manyhands.embeddings.modules",
     "Table": "manyhands.embeddings.spec",
-    "join": "manyhands.strategies.join",
+    "join": "manyhands.api",
     "load": "manyhands.embeddings.from_run",
 }
 

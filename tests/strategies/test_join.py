@@ -182,8 +182,8 @@ def test_rows_of_tables_are_saved_and_loaded(tmp_path: Path) -> None:
 def test_data_that_can_not_be_shared_out_is_refused() -> None:
     from torch.utils.data import IterableDataset
 
+    from manyhands.api import join
     from manyhands.errors import JobError
-    from manyhands.strategies.join import join
 
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -199,8 +199,8 @@ def test_data_that_can_not_be_shared_out_is_refused() -> None:
 
 
 def test_a_strategy_that_needs_a_coordinator_is_refused() -> None:
+    from manyhands.api import join
     from manyhands.errors import SpecError
-    from manyhands.strategies.join import join
 
     with pytest.raises(SpecError, match="write a Job"), join("ps:sync", device="cpu"):
         raise AssertionError("it should not have joined")
@@ -210,8 +210,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     import torch
     from torch import nn
 
+    from manyhands.api import join
     from manyhands.errors import UsageError
-    from manyhands.strategies.join import join
 
     model, other = nn.Linear(4, 2), nn.Linear(4, 2)
     with join("single", device="cpu") as hands:
@@ -224,8 +224,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_servers_are_not_for_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.api import join
     from manyhands.errors import ClusterError
-    from manyhands.strategies.join import join
 
     cluster = {"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
     config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}

@@ -11,8 +11,8 @@ from manyhands.cli.places import add_place_flags, check_room, default_workers, f
 from manyhands.cluster.environment import PREFIX, option
 from manyhands.cluster.launchers import cores
 from manyhands.cluster.spec import ClusterSpec
+from manyhands.contract import Strategy
 from manyhands.errors import UsageError, closest
-from manyhands.strategies.base import Strategy
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.bad_steps import MAX_BAD_STEPS
 from manyhands.train.chaos import EXAMPLE, Chaos, check, parse_chaos

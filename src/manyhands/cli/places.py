@@ -27,8 +27,8 @@ from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.cluster.specs import detect, one_of_several
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
+from manyhands.contract import Strategy
 from manyhands.errors import ManyhandsError, UsageError, closest
-from manyhands.strategies.base import Strategy
 from manyhands.strategies.ps import ParameterServer
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec

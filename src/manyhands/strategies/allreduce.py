@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from manyhands.cluster.view import TORN_S
+from manyhands.contract import WHOLE, Learner, Strategy
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
-from manyhands.strategies.base import Learner, Strategy
 from manyhands.threads import describe
-from manyhands.train.reports import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

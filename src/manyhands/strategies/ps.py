@@ -20,8 +20,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from manyhands.contract import Learner, Strategy
 from manyhands.errors import SpecError
-from manyhands.strategies.base import Learner, Strategy
 
 if TYPE_CHECKING:
     from manyhands.ps.terms import Terms

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from manyhands.compute.gradients import StepReport, gradients, row_seed
+from manyhands.contract import Learner
 from manyhands.embeddings.modules import RowModel, bind
 from manyhands.embeddings.remote import RemoteTables
 from manyhands.embeddings.sparse_grads import SharedBasket
@@ -26,7 +27,6 @@ from manyhands.ps.client import Client
 from manyhands.ps.host import Fate
 from manyhands.ps.memory import Flat, bytes_of, piece_state
 from manyhands.ps.rounds import Turns
-from manyhands.strategies.base import Learner
 from manyhands.strategies.ps import ParameterServer, PsAsync
 from manyhands.strategies.ps_landing import Landing
 from manyhands.strategies.ps_overlap import Overlap

@@ -8,9 +8,9 @@ import types
 import typing
 from typing import Any
 
+from manyhands.contract import Strategy
 from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.strategies.base import Strategy
 from manyhands.strategies.ps import PsAsync, PsBackup, PsSsp, PsSync
 from manyhands.strategies.single import Single
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec

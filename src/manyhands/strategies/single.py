@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from manyhands.contract import Learner, Strategy
 from manyhands.errors import SpecError
-from manyhands.strategies.base import Learner, Strategy
 
 if TYPE_CHECKING:
     from manyhands.cluster.view import View

@@ -53,7 +53,7 @@ POLL_S = 0.02
 
 
 class Learner(Protocol):
-    """The run-time half of a strategy, as the loop uses it (see strategies/base.py)."""
+    """The run-time half of a strategy, as the loop uses it (see contract.py)."""
 
     def prepare(self, trainee: Trainee, me: Me) -> None: ...
     def on_view(self, view: View) -> None: ...

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manyhands.compute.measures import means
+from manyhands.contract import WHOLE
 from manyhands.errors import ProtocolError
 from manyhands.ranges import Range, Ranges, split
 from manyhands.train.course import StepPlan
@@ -23,8 +24,6 @@ from manyhands.transport.fields import Count, Seconds, Weight
 
 PartKey = tuple[int, int]
 """(step, part)"""
-WHOLE = -1
-"""In place of a part: all of them."""
 Sums = tuple[float, float]
 """Weight, and sum of the losses times their weights."""
 

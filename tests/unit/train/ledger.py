@@ -27,8 +27,8 @@ from manyhands.cluster.view import SERVER, Me, Seat, View
 from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients
 from manyhands.compute.train_state import Trainee
+from manyhands.contract import Learner
 from manyhands.errors import ViewChanging
-from manyhands.strategies.base import Learner
 from manyhands.train.loop import Worker
 
 MAX_STALENESS = 2

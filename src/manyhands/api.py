@@ -38,10 +38,10 @@ from manyhands.compute.gradients import StepReport
 from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
 from manyhands.compute.seeds import seed_compute
 from manyhands.compute.train_state import Loss, Trainee, find_tables, to_device
+from manyhands.contract import Learner
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.job import Job
 from manyhands.ranges import shares, split
-from manyhands.strategies.base import Learner
 from manyhands.strategies.registry import make_strategy
 from manyhands.train.leases import Leases
 

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import Trainee
 
+WHOLE = -1
+"""In place of a part of a step: all of them."""
+
 
 @dataclass(frozen=True)
 class Strategy(ABC):
