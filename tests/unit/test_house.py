@@ -22,6 +22,7 @@ FLOORS = [
     {"api"},
     {"strategies"},
     {"ps", "train"},
+    {"collectives"},
     {"compute"},
     {"word2vec"},
     {"embeddings"},

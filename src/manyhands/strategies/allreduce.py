@@ -6,7 +6,7 @@ one worker with the whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
 
 When a worker dies, the others keep their process and their weights. In the next view they compare which
 step was their last: whoever missed an update that another has made, and whoever is new, gets the state from
-one that has it (peers.py). The step in flight is done again.
+one that has it (state_sync.py). The step in flight is done again.
 
 Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, in 2 (n-1) messages a bucket.
 """
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from manyhands.cluster.group import Group
     from manyhands.cluster.view import Me, View
+    from manyhands.collectives.deadline import Deadline
+    from manyhands.collectives.group import Group
+    from manyhands.collectives.reducer import Reducer
+    from manyhands.collectives.state_transfer import CatchingUp, Lender
+    from manyhands.collectives.table_sync import TablesTogether
+    from manyhands.collectives.weights_first import Soon
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import Trainee
-    from manyhands.strategies.allreduce_tables import TablesTogether
-    from manyhands.strategies.catching_up import CatchingUp, Lender
-    from manyhands.strategies.deadline import Deadline
-    from manyhands.strategies.reducer import Reducer
-    from manyhands.strategies.weights_first import Soon
 
 LATEST = 2_000
 """Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""
@@ -113,7 +113,7 @@ class AllReduceLearner(Learner):
     def prepare(self, trainee: Trainee, me: Me) -> None:
         super().prepare(trainee, me)
         if self._config.tls:
-            from manyhands.cluster.gloo_tls import use_tls
+            from manyhands.collectives.gloo_tls import use_tls
 
             use_tls(me.credentials)
         self._buffers = list(trainee.model.buffers())
@@ -125,7 +125,7 @@ class AllReduceLearner(Learner):
 
     @property
     def pieces(self) -> int:
-        from manyhands.strategies.deadline import PIECES
+        from manyhands.collectives.deadline import PIECES
 
         return PIECES if self._config.drop else 1
 
@@ -145,9 +145,9 @@ class AllReduceLearner(Learner):
         if view.world == 1:
             self._rejoin(self._version)
             return
-        from manyhands.cluster.group import join_group
-        from manyhands.strategies.peers import agree
-        from manyhands.strategies.reducer import Reducer
+        from manyhands.collectives.group import join_group
+        from manyhands.collectives.reducer import Reducer
+        from manyhands.collectives.state_sync import agree
 
         self._group = join_group(self.me, view)
         known = agree(
@@ -169,7 +169,7 @@ class AllReduceLearner(Learner):
         self._hurry(not view.one_host)
         self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
         if self._config.drop:
-            from manyhands.strategies.deadline import Deadline
+            from manyhands.collectives.deadline import Deadline
 
             factor, rank = self._config.drop, self.me.rank
             self._deadline = Deadline(
@@ -177,14 +177,14 @@ class AllReduceLearner(Learner):
             )
         self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
         if self.trainee.tables is not None:
-            from manyhands.strategies.allreduce_tables import TablesTogether
+            from manyhands.collectives.table_sync import TablesTogether
 
             self._rows = TablesTogether(self.trainee, view, shared=shared)
 
     def _hurry(self, needed: bool) -> None:
         """Between hosts a gradient leaves as soon as it can."""
         if needed and self._soon is None:
-            from manyhands.strategies.weights_first import Soon, weights_first
+            from manyhands.collectives.weights_first import Soon, weights_first
 
             self._soon = Soon()
             weights_first(self.trainee.model, self._soon)
@@ -193,8 +193,8 @@ class AllReduceLearner(Learner):
 
     def _help(self, new: Collection[int], source: int, view: View) -> None:
         """Some are new: they catch up while the others go on."""
+        from manyhands.collectives.state_transfer import CatchingUp, Lender
         from manyhands.runs.saver import gather_state
-        from manyhands.strategies.catching_up import CatchingUp, Lender
 
         if self.me.rank == source:
             self._lender = Lender(
@@ -368,7 +368,7 @@ class AllReduceLearner(Learner):
         return total
 
     def transport(self) -> str:
-        from manyhands.cluster.group import describe_transport
+        from manyhands.collectives.group import describe_transport
 
         return describe_transport() if self._group is not None else "none"
 
@@ -390,7 +390,7 @@ class AllReduceLearner(Learner):
     def _heeding_views(self) -> Iterator[None]:
         """A broken collective means that another died: the next view is on its way. If none comes, only the
         connection was lost, and the coordinator is told so. Without one, it is the end."""
-        from manyhands.cluster.group import peer_lost
+        from manyhands.collectives.group import peer_lost
 
         try:
             yield

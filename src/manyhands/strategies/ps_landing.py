@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands.collectives.weights_first import weights_first
 from manyhands.ps.memory import Flat
-from manyhands.strategies.weights_first import weights_first
 
 
 class Landing:

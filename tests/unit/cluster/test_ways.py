@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from manyhands.cluster.meeting import NoWay, tell_all, try_ways
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import Me, Seat, View
+from manyhands.collectives.reachability import NoWay, tell_all, try_ways
 from manyhands.errors import PeerLost, ViewChanging
 from manyhands.testing.ports import reserve_port
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.collectives.weights_first import LARGE, Soon, weights_first
 from manyhands.ps.memory import Flat, layout_of, pieces_of
 from manyhands.strategies.ps_landing import Landing
-from manyhands.strategies.weights_first import LARGE, Soon, weights_first
 
 WIDTH = 256
 assert WIDTH * WIDTH >= LARGE

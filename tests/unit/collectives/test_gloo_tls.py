@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.cluster import gloo_tls
+from manyhands.collectives import gloo_tls
 from manyhands.errors import SpecError
 from manyhands.transport import Authority
 

@@ -14,8 +14,8 @@ import sys, threading, time, os
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch import nn
-from manyhands.cluster.group import Group, _open_sockets
-from manyhands.strategies.reducer import Reducer
+from manyhands.collectives.group import Group, _open_sockets
+from manyhands.collectives.reducer import Reducer
 
 rank, world, place = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 before = _open_sockets()

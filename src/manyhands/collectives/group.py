@@ -18,8 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from manyhands.cluster import gloo_tls
-from manyhands.cluster.meeting import tell_all, try_ways
+from manyhands.collectives import gloo_tls
+from manyhands.collectives.reachability import tell_all, try_ways
 from manyhands.errors import SpecError
 from manyhands.transport.keepalive import ask_now_and_then, look_after
 

@@ -3,7 +3,7 @@
 Each tells which step is the last in its weights, and whether it has been in a view before. A worker is at
 most one step behind another, as no update is made before everybody's gradients are there; a new one has
 nothing. If all are equal and old, nothing is sent. If only new ones lack anything, they may get it while
-the others go on (catching_up.py).
+the others go on (state_transfer.py).
 """
 
 from __future__ import annotations

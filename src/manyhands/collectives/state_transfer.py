@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from manyhands.cluster.view import Me, View
+from manyhands.collectives.state_sync import batches, pour
 from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.runs.flat import blanks, flatten, rebuild
 from manyhands.runs.saver import Stateful, put_state
-from manyhands.strategies.peers import batches, pour
 from manyhands.threads import start_thread
 from manyhands.transport import Address, Limits, Link, Listener, Message, connect
 
