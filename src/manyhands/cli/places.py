@@ -29,7 +29,7 @@ from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.contract import Strategy
 from manyhands.errors import ManyhandsError, UsageError, closest
-from manyhands.strategies.ps import ParameterServer
+from manyhands.ps.config import ParameterServer
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec
 from manyhands.train.options import Options

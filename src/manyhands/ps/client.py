@@ -28,15 +28,15 @@ from manyhands.errors import (
     ViewChanging,
     WeightsLost,
 )
-from manyhands.ps.asking import Asking
+from manyhands.ps.block_store import Run
 from manyhands.ps.blocks import Layout
-from manyhands.ps.estate import travelling
-from manyhands.ps.heads import MALFORMED
-from manyhands.ps.holding import Run
-from manyhands.ps.host import Fate, Host, Push
-from manyhands.ps.lanes import LANES, Lanes, Uplink
+from manyhands.ps.channels import LANES, Lanes, Uplink
 from manyhands.ps.memory import Flat, bytes_of
 from manyhands.ps.placement import Placement
+from manyhands.ps.protocol import MALFORMED
+from manyhands.ps.requests import Asking
+from manyhands.ps.server_connection import Fate, Host, Push
+from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
 from manyhands.transport import Link
 

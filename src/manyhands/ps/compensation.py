@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from manyhands.ps.holding import Holding
+from manyhands.ps.block_store import Holding
 from manyhands.ps.memory import Flat
 
 

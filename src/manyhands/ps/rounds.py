@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import LinkTimeout
-from manyhands.ps.estate import Estate
-from manyhands.ps.holding import scale, squared_norm
+from manyhands.ps.block_store import scale, squared_norm
 from manyhands.ps.ledger import Decision, Given, lr_factor, progress_after
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import step_of
+from manyhands.ps.server_state import Estate
 from manyhands.transport.shm import Segment
 
 LOOK_S = 0.2

@@ -27,10 +27,10 @@ from manyhands.embeddings.shards import shard_of
 from manyhands.embeddings.sparse_grads import Basket, SharedBasket, to_wire, travelling, unpack
 from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError, LinkError
-from manyhands.ps.heads import Nonsense
-from manyhands.ps.holding import Material
+from manyhands.ps.block_store import Material
 from manyhands.ps.ledger import Decision, Ledger
-from manyhands.ps.parcels import pack
+from manyhands.ps.protocol import Nonsense
+from manyhands.ps.tensor_messages import pack
 
 TURNS = 128
 """Changes of a row are counted modulo this: more than can happen between reading it and pushing, and no

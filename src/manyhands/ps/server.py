@@ -2,19 +2,19 @@
 
 One thread owns everything; readers, one a connection, only put what arrived into its inbox. So no block
 has two writers, and no lock is held while numbers are added. A server lives as long as its view; what
-outlives it is in its Estate, and how a view begins is in council.py. Its messages, by their "k":
+outlives it is in its Estate, and how a view begins is in view_change.py. Its messages, by their "k":
 
     from workers    enter     worker, slots: its gradients in shared memory, or none; lane: for bulk
                     push      seq, slot, ...: a gradient is complete; run + payload: a piece of it
                     state     asks for what the optimizer remembers
-                    rest, wake, ends, who, pull, buffers; which fields each has is in heads.py
+                    rest, wake, ends, who, pull, buffers; which fields each has is in protocol.py
     to workers      refused   why; the last word to one that talks nonsense
                     begin     the placement and the version that the view begins with
                     new       v, own: a version, and which of your pushes it has, with the staleness and
                               the learning rate of each; run + payload
                     late      a push was left out               word      which step may begin
     among servers   had       to the lead: I have this push     decide    from the lead: apply this
-                    and what council.py and updates.py say to their like
+                    and what view_change.py and updates.py say to their like
 
 Where an update is everybody's gradients, each server knows by itself what is next, and nobody says had or
 decide. Cost a step and worker inside a host: one message to the lead and one from each server. Between
@@ -32,22 +32,22 @@ from typing import Any
 
 from manyhands.cluster.view import TORN_S
 from manyhands.errors import LinkError, ManyhandsError
+from manyhands.ps.acceptor import Door, Happened
 from manyhands.ps.blocks import order_needed
-from manyhands.ps.council import KINDS, Council
-from manyhands.ps.door import Door, Happened
-from manyhands.ps.estate import Estate
-from manyhands.ps.guest import Guest, find_slots
-from manyhands.ps.heads import REFUSED, Forgotten, Nonsense, given_of
-from manyhands.ps.lanes import Uplink
-from manyhands.ps.lead import MAX_UNDER_WAY, Lead
+from manyhands.ps.channels import Uplink
+from manyhands.ps.decider import MAX_UNDER_WAY, Lead
 from manyhands.ps.ledger import Decision, Given
 from manyhands.ps.memory import Flat
-from manyhands.ps.parcels import pack
+from manyhands.ps.mode import Terms
+from manyhands.ps.protocol import REFUSED, Forgotten, Nonsense, given_of
 from manyhands.ps.rounds import Bell, Serving, Table
 from manyhands.ps.rows import NearRows
-from manyhands.ps.terms import Terms
+from manyhands.ps.server_state import Estate
+from manyhands.ps.tensor_messages import pack
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
 from manyhands.ps.updates import Updates
+from manyhands.ps.view_change import KINDS, Council
+from manyhands.ps.worker_session import Guest, find_slots
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
 

@@ -3,7 +3,7 @@
     add up      the gradients of the decision into one of two sums (a replica may still read the other)
     clip        by the norm of the whole gradient, of which each server has a part (norm)
     replicate   the sum is with the keepers of this server's replicas (replica, held or taken); between
-                hosts this may be begun before there is a decision (early.py)
+                hosts this may be begun before there is a decision (partial_sums.py)
     apply       the optimizer's step
 
 Inside a host a decision is final: all can read all gradients and sums, so any survivor can finish it,
@@ -24,17 +24,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.errors import LinkError
+from manyhands.ps.block_store import Holding, Run, add_up, scale, squared_norm
+from manyhands.ps.channels import Trailer, Uplink
 from manyhands.ps.compensation import Compensation
-from manyhands.ps.council import Peer
-from manyhands.ps.early import Early
-from manyhands.ps.estate import Estate, Sums, spans, travelling
-from manyhands.ps.heads import Nonsense, made_of
-from manyhands.ps.holding import Holding, Run, add_up, scale, squared_norm
-from manyhands.ps.lanes import Trailer, Uplink
 from manyhands.ps.ledger import Decision
 from manyhands.ps.memory import Flat, bytes_of
+from manyhands.ps.mode import Terms
+from manyhands.ps.partial_sums import Early
 from manyhands.ps.placement import Placement
-from manyhands.ps.terms import Terms
+from manyhands.ps.protocol import Nonsense, made_of
+from manyhands.ps.server_state import Estate, Sums, spans, travelling
+from manyhands.ps.view_change import Peer
 
 MOST_BEHIND = 1024
 """More decisions than ever wait to be carried out."""

@@ -11,7 +11,7 @@ from typing import Any
 from manyhands.contract import Strategy
 from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.strategies.ps import PsAsync, PsBackup, PsSsp, PsSync
+from manyhands.strategies.parameter_server import PsAsync, PsBackup, PsSsp, PsSync
 from manyhands.strategies.single import Single
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec
 

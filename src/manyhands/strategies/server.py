@@ -29,10 +29,10 @@ class Keeper:
         from manyhands.compute.seeds import seed_loading
         from manyhands.compute.train_state import Trainee, begin_with
         from manyhands.job import load_job, total_steps
+        from manyhands.ps.config import ParameterServer
+        from manyhands.ps.node import Station
         from manyhands.runs.checkpoints import checkpoint_step
         from manyhands.runs.saver import load_state
-        from manyhands.strategies.ps import ParameterServer
-        from manyhands.strategies.ps_station import Station
         from manyhands.strategies.registry import make_strategy
 
         task = member.assignment

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from manyhands.compute.train_state import Trainee
+from manyhands.ps.block_store import Holding, Material, Run, add_up
 from manyhands.ps.blocks import Layout, Piece
-from manyhands.ps.estate import Estate, Sums, Ticker
-from manyhands.ps.holding import Holding, Material, Run, add_up
 from manyhands.ps.ledger import Decision, Given
 from manyhands.ps.memory import Flat, layout_of, pieces_of
-from manyhands.ps.parcels import Parcels, pack
-from manyhands.ps.settle import Plan, make_plan
+from manyhands.ps.recovery_plan import Plan, make_plan
+from manyhands.ps.server_state import Estate, Sums, Ticker
+from manyhands.ps.tensor_messages import Parcels, pack
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -181,7 +181,7 @@ class Village:
         for flat in self.flats:
             flat.close()
 
-    # A view begins, as in council.py.
+    # A view begins, as in view_change.py.
 
     def settle(self) -> Plan:
         self.view += 1

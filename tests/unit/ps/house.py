@@ -18,15 +18,15 @@ from torch import nn
 
 from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.ps.channels import LANES
 from manyhands.ps.client import Client
-from manyhands.ps.estate import Estate, Ticker
-from manyhands.ps.host import Fate
-from manyhands.ps.lanes import LANES
 from manyhands.ps.memory import Flat, layout_of
+from manyhands.ps.mode import Terms
 from manyhands.ps.policies import Async, Sync
 from manyhands.ps.server import Server
+from manyhands.ps.server_connection import Fate
+from manyhands.ps.server_state import Estate, Ticker
 from manyhands.ps.staleness import Rule
-from manyhands.ps.terms import Terms
 from manyhands.transport import Authority, Limits, Link, Listener, connect
 
 BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"

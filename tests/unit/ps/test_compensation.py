@@ -7,8 +7,8 @@ import pytest
 import torch
 from estates import everything, filled, layout_for, noise, trainee
 
+from manyhands.ps.block_store import Holding, Material
 from manyhands.ps.compensation import Compensation
-from manyhands.ps.holding import Holding, Material
 from manyhands.ps.memory import Flat
 
 

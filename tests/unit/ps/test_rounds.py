@@ -11,7 +11,7 @@ from estates import Village, noise
 
 from manyhands.embeddings.local_tables import EVICT_EVERY, Tables
 from manyhands.embeddings.spec import Table as TableSpec
-from manyhands.ps.holding import squared_norm
+from manyhands.ps.block_store import squared_norm
 from manyhands.ps.rounds import Bell, Serving, Table, Turns
 from manyhands.ps.rows import HeldBasket, RowEstate
 

@@ -12,7 +12,7 @@ import pytest
 from manyhands.embeddings.local_tables import Tables
 from manyhands.embeddings.sparse_grads import Basket, Sparse, num_bytes, pack_into
 from manyhands.embeddings.spec import Table
-from manyhands.ps.heads import Nonsense
+from manyhands.ps.protocol import Nonsense
 from manyhands.ps.rows import RowEstate
 
 SPECS = {"few": Table(3, rows=10), "any": Table(2)}

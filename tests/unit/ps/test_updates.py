@@ -14,12 +14,12 @@ import torch
 from estates import Village
 
 from manyhands.errors import LinkError, LinkTimeout
-from manyhands.ps.council import Peer
-from manyhands.ps.estate import Estate
 from manyhands.ps.ledger import Decision
+from manyhands.ps.mode import Terms
 from manyhands.ps.policies import Sync
-from manyhands.ps.terms import Terms
+from manyhands.ps.server_state import Estate
 from manyhands.ps.updates import Updates
+from manyhands.ps.view_change import Peer
 from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0

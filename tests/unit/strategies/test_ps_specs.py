@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import SpecError
+from manyhands.ps.config import DEDICATED, ParameterServer
 from manyhands.ps.policies import Async, Backup, Policy, Ssp, Sync
 from manyhands.ps.staleness import RULES
-from manyhands.strategies.ps import DEDICATED, ParameterServer
 from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
 
 NAMES = [name for name in STRATEGIES if name.startswith("ps:")]

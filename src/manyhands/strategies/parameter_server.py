@@ -16,81 +16,14 @@ network the gradients out and the parameters in, M bytes each, as much as a ring
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from manyhands.contract import Learner, Strategy
 from manyhands.errors import SpecError
+from manyhands.ps.config import ParameterServer
 
 if TYPE_CHECKING:
-    from manyhands.ps.terms import Terms
-
-DEDICATED = 2
-"""Servers of their own, if nobody says how many: two, for a replica needs a second one."""
-
-
-@dataclass(frozen=True)
-class ParameterServer(Strategy):
-    """What the four have in common."""
-
-    needs_coordinator: ClassVar[bool] = True
-    goes_on: ClassVar[bool] = True
-
-    servers: int | Literal["auto"] = "auto"
-    """How many servers; auto: every worker for whom there is something to serve, or two dedicated ones."""
-    placement: Literal["colocated", "dedicated"] = "colocated"
-    """Whether workers serve too, or servers are processes of their own."""
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How numbers travel; auto: shared memory inside a host, the network otherwise."""
-    replicas: int = 1
-    """Copies of each block on another server, kept up to date: 1 or 0."""
-    row_bits: int = 32
-    """Of each number of a table's row that travels: 32, or 16 (bfloat16)."""
-
-    def check(self, workers: int) -> None:
-        super().check(workers)
-        if self.replicas not in (0, 1):
-            raise SpecError(f"{self.name}: replicas={self.replicas}; a block has 0 or 1 replicas.")
-        if self.row_bits not in (16, 32):
-            raise SpecError(f"{self.name}: row_bits={self.row_bits}; a number has 32 or 16 bits.")
-        if self.servers == "auto":
-            return
-        most = workers if self.placement == "colocated" else 64
-        if not 1 <= self.servers <= most:
-            why = (
-                f"there are {workers} workers, each of which can serve"
-                if self.placement == "colocated"
-                else "more servers than that only wait for each other"
-            )
-            raise SpecError(
-                f"{self.name}: servers={self.servers}, and {why}. Use servers=1 to {most}, or auto."
-            )
-
-    def servers_for(self, workers: int) -> int:
-        if self.placement == "colocated":
-            return 0
-        return DEDICATED if self.servers == "auto" else self.servers
-
-    @property
-    def shares_memory(self) -> bool:
-        return self.transport != "tcp"
-
-    @property
-    def may_shrink(self) -> bool:
-        return self.replicas > 0 or self.placement == "dedicated"
-
-    def needs_keys(self, workers: int) -> bool:
-        return self.transport == "tcp"
-
-    def build(self) -> Learner:
-        from manyhands.strategies.ps_learner import PsLearner
-
-        return PsLearner(self)
-
-    @abstractmethod
-    def terms(self, clip_norm: float | None) -> Terms:
-        """How servers and clients agree; after torch is loaded."""
+    from manyhands.ps.mode import Terms
 
 
 @dataclass(frozen=True)
@@ -99,8 +32,8 @@ class PsSync(ParameterServer):
     summary: ClassVar[str] = "parameter servers, each step waits for all workers"
 
     def terms(self, clip_norm: float | None) -> Terms:
+        from manyhands.ps.mode import Terms
         from manyhands.ps.policies import Sync
-        from manyhands.ps.terms import Terms
 
         return Terms(make_policy=Sync, rounds=True, slots=1, for_all=True, clip_norm=clip_norm)
 
@@ -129,8 +62,8 @@ class PsAsync(ParameterServer):
             raise SpecError(f"{self.name}: row_age={self.row_age}; 0 or more steps.")
 
     def terms(self, clip_norm: float | None) -> Terms:
+        from manyhands.ps.mode import Terms
         from manyhands.ps.policies import Async
-        from manyhands.ps.terms import Terms
 
         return Terms(
             make_policy=Async,
@@ -138,6 +71,7 @@ class PsAsync(ParameterServer):
             slots=2,
             lr_rule=self.lr_rule or "none",
             compensate=self.compensate,
+            row_age=self.row_age,
         )
 
 
@@ -154,8 +88,6 @@ class PsSsp(PsAsync):
         self.terms(None).make_policy(())
 
     def terms(self, clip_norm: float | None) -> Terms:
-        from dataclasses import replace
-
         from manyhands.ps.policies import Policy, Ssp
 
         def make(workers: object) -> Policy:
@@ -190,8 +122,8 @@ class PsBackup(ParameterServer):
         return max(1, workers - self.spares)
 
     def terms(self, clip_norm: float | None) -> Terms:
+        from manyhands.ps.mode import Terms
         from manyhands.ps.policies import Backup, Policy
-        from manyhands.ps.terms import Terms
 
         def make(workers: object) -> Policy:
             return Backup(

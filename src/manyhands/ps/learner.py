@@ -24,13 +24,13 @@ from manyhands.embeddings.remote import RemoteTables
 from manyhands.embeddings.sparse_grads import SharedBasket
 from manyhands.errors import JobError, SpecError
 from manyhands.ps.client import Client
-from manyhands.ps.host import Fate
+from manyhands.ps.config import ParameterServer
+from manyhands.ps.gradient_buffer import Landing
 from manyhands.ps.memory import Flat, bytes_of, piece_state
+from manyhands.ps.node import Station
+from manyhands.ps.overlap import Overlap
 from manyhands.ps.rounds import Turns
-from manyhands.strategies.ps import ParameterServer, PsAsync
-from manyhands.strategies.ps_landing import Landing
-from manyhands.strategies.ps_overlap import Overlap
-from manyhands.strategies.ps_station import Station
+from manyhands.ps.server_connection import Fate
 
 if TYPE_CHECKING:
     from manyhands.cluster.view import Me, View
@@ -204,7 +204,7 @@ class PsLearner(Learner):
                 tables,
                 adds=isinstance(model, RowModel),
                 bits=self._config.row_bits,
-                age=self._config.row_age if isinstance(self._config, PsAsync) else None,
+                age=self._station.terms.row_age,
             )
             bind(model, self.trainee.tables)
         if not self._rounds:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from manyhands.ps.host import Host
-from manyhands.ps.parcels import Parcels
+from manyhands.ps.server_connection import Host
+from manyhands.ps.tensor_messages import Parcels
 
 Wait = Callable[[Callable[[], Sequence[str]]], None]
 """Waits until nobody is missing."""
@@ -57,7 +57,7 @@ class Asking(ABC):
         return self._parcels
 
     def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None:
-        """Ask servers for rows (see heads.py); what they answer will be in `answers`."""
+        """Ask servers for rows (see protocol.py); what they answer will be in `answers`."""
         for name, (head, payload) in asked.items():
             self._ask(name, head, payload, key=f"rows {head['tag']}")
 

@@ -1,6 +1,6 @@
 """What a process that serves keeps while the membership changes around it.
 
-The parameters' memory, the blocks it holds (its own and replicas, see holding.py), the ledger of what
+The parameters' memory, the blocks it holds (its own and replicas, see block_store.py), the ledger of what
 was applied, and the sums of the last two updates with the gradients that they were made of: enough to
 finish what others have finished, and to take over from a server whose replica is here.
 """
@@ -15,13 +15,13 @@ from fractions import Fraction
 from manyhands.compute.schedule import position
 from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.row_placement import Homes
+from manyhands.ps.block_store import Holding, Material, Run, add_up, runs_of, scale
 from manyhands.ps.blocks import Layout
-from manyhands.ps.holding import Holding, Material, Run, add_up, runs_of, scale
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.memory import Flat, block_state, pieces_of
 from manyhands.ps.placement import Placement
+from manyhands.ps.recovery_plan import Plan, Status
 from manyhands.ps.rows import RowEstate
-from manyhands.ps.settle import Plan, Status
 
 SPAN_BYTES = 4 << 20
 """Of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it was

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed
-from manyhands.ps.lanes import Lanes
+from manyhands.ps.channels import Lanes
 from manyhands.transport import Link, Listener, Message, connect
 
 LONG_S = 20.0

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.compute.train_state import Trainee
+from manyhands.ps.block_store import Holding, Material, add_up, runs_of, squared_norm
 from manyhands.ps.blocks import Layout, Piece
-from manyhands.ps.holding import Holding, Material, add_up, runs_of, squared_norm
 from manyhands.ps.memory import Flat, block_state, pieces_of
 
 

@@ -21,6 +21,8 @@ class Terms:
     lr_rule: Rule = "none"
     compensate: float = 0.0
     """Strength of the delay compensation; 0: none."""
+    row_age: int | None = None
+    """Steps for which a worker may reuse a table's row before it asks for it again; None: it never may."""
     for_all: bool = False
     """An update is everybody's gradients, so that every server knows by itself what comes next."""
     clip_norm: float | None = None

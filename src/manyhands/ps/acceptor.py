@@ -1,6 +1,6 @@
 """The door of a server: takes connections in, asks who it is, and puts what they say into one inbox.
 
-A connection has a thread that reads it. What a worker says is checked there (see heads.py): what comes
+A connection has a thread that reads it. What a worker says is checked there (see protocol.py): what comes
 into the inbox is as it should be. Whoever talks nonsense is told so, and its connection is closed.
 
 Everything is bounded: connections that have not said who they are, what they may hold in memory, and the
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError
-from manyhands.ps.heads import (
+from manyhands.ps.protocol import (
     ENTER,
     LANE,
     PEER,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import LinkError
-from manyhands.ps.heads import Nonsense
-from manyhands.ps.holding import Run
-from manyhands.ps.lanes import LANES, Lanes
+from manyhands.ps.block_store import Run
+from manyhands.ps.channels import LANES, Lanes
 from manyhands.ps.memory import Flat, bytes_of
+from manyhands.ps.protocol import Nonsense
 from manyhands.transport import Link
 
 MAX_ARRIVING = 8

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import LinkError
-from manyhands.ps.holding import Material
+from manyhands.ps.block_store import Material
 from manyhands.ps.memory import bytes_of
 
 PARAMS = "="

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed, LinkError
+from manyhands.ps.block_store import runs_of
 from manyhands.ps.blocks import Layout, Piece
-from manyhands.ps.guest import Guest
-from manyhands.ps.holding import runs_of
-from manyhands.ps.lanes import LANES
+from manyhands.ps.channels import LANES
 from manyhands.ps.memory import Flat
+from manyhands.ps.worker_session import Guest
 from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0

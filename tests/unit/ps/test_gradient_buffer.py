@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.collectives.weights_first import LARGE, Soon, weights_first
+from manyhands.ps.gradient_buffer import Landing
 from manyhands.ps.memory import Flat, layout_of, pieces_of
-from manyhands.strategies.ps_landing import Landing
 
 WIDTH = 256
 assert WIDTH * WIDTH >= LARGE

@@ -19,14 +19,14 @@ from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
 from manyhands.ps.blocks import Layout
-from manyhands.ps.estate import Estate, Ticker
-from manyhands.ps.heads import SPARSE_BYTES
-from manyhands.ps.lanes import Uplink
+from manyhands.ps.channels import Uplink
+from manyhands.ps.config import ParameterServer
 from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.ps.protocol import SPARSE_BYTES
 from manyhands.ps.rounds import Bell, Table
 from manyhands.ps.rows import RowEstate
 from manyhands.ps.server import Server
-from manyhands.strategies.ps import ParameterServer
+from manyhands.ps.server_state import Estate, Ticker
 from manyhands.threads import fail_process
 from manyhands.transport import Address, Limits, Link, Listener, connect
 

@@ -11,9 +11,9 @@ from estates import OPTIMIZERS, Village, layout_for, trainee
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ps.estate import SPAN_BYTES, Estate, Ticker, spans
 from manyhands.ps.memory import Flat
 from manyhands.ps.placement import place
+from manyhands.ps.server_state import SPAN_BYTES, Estate, Ticker, spans
 
 
 def make_village(name: str = "sgd", *, shared: bool, servers: int = 3, seed: int = 0) -> Village:

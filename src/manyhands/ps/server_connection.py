@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.ps.holding import Run
-from manyhands.ps.lanes import Lanes
+from manyhands.ps.block_store import Run
+from manyhands.ps.channels import Lanes
 from manyhands.transport import Link
 
 

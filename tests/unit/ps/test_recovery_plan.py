@@ -16,7 +16,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.ps.blocks import Layout, Piece
 from manyhands.ps.ledger import Decision, Given, Ledger
 from manyhands.ps.placement import Placement
-from manyhands.ps.settle import Move, Plan, Status, make_plan
+from manyhands.ps.recovery_plan import Move, Plan, Status, make_plan
 
 
 def ledger_at(version: int) -> Ledger:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manyhands.errors import LinkError
-from manyhands.ps.holding import Material
-from manyhands.ps.parcels import PARAMS, TYPES, Parcels, pack
+from manyhands.ps.block_store import Material
+from manyhands.ps.tensor_messages import PARAMS, TYPES, Parcels, pack
 
 Message = tuple[dict[str, Any], memoryview | None]
 

@@ -17,9 +17,9 @@ import manyhands as mh
 from manyhands.cluster.view import Me, Seat, View
 from manyhands.compute.train_state import Trainee, find_tables
 from manyhands.errors import LinkError, ViewChanging
+from manyhands.ps.config import ParameterServer
 from manyhands.ps.memory import Flat, layout_of
-from manyhands.strategies.ps import ParameterServer
-from manyhands.strategies.ps_station import Station
+from manyhands.ps.node import Station
 from manyhands.strategies.registry import make_strategy
 
 NAMES = [f"worker-{n}" for n in range(5)]

@@ -7,8 +7,9 @@ coordinator is asked to end it: else all others would wait for it.
 
 A connection is for what its first word says: `enter` for words, `lane` for bulk, `peer` between servers.
 
-What only the server's state can tell is checked there: which slots and runs there are (guest.py), which push
-is due (lead.py), whose turn it is when a view begins (council.py), which update is under way (updates.py).
+What only the server's state can tell is checked there: which slots and runs there are (worker_session.py),
+which push is due (decider.py), whose turn it is when a view begins (view_change.py), which update is under
+way (updates.py).
 What a server may decide, such as the numbers that it adds to its own blocks, the others believe.
 """
 

@@ -2,12 +2,12 @@
 
     all servers connect to each other      peer
     each tells the lead what it holds      status
-    the lead says who gets what            plan        (see settle.py)
+    the lead says who gets what            plan        (see recovery_plan.py)
     blocks change hands                    block
     each has what it should                moved
     the view begins                        go
 
-Whatever comes out of this order, or from somebody whose turn it is not, is Nonsense (see heads.py).
+Whatever comes out of this order, or from somebody whose turn it is not, is Nonsense (see protocol.py).
 
 Used by the server's thread alone. Nothing is applied in the meantime, so everything is as it was when
 this view fails too, and the next one begins from there.
@@ -21,14 +21,14 @@ from functools import partial
 from typing import Any
 
 from manyhands.embeddings.row_placement import Homes
-from manyhands.ps.door import Door, Happened
-from manyhands.ps.estate import Estate
-from manyhands.ps.heads import Nonsense, made_of
+from manyhands.ps.acceptor import Door, Happened
 from manyhands.ps.ledger import Ledger
-from manyhands.ps.parcels import Parcels, pack
 from manyhands.ps.placement import Placement
+from manyhands.ps.protocol import Nonsense, made_of
+from manyhands.ps.recovery_plan import Plan, Status, make_plan
 from manyhands.ps.rows import ROLE, RowEstate
-from manyhands.ps.settle import Plan, Status, make_plan
+from manyhands.ps.server_state import Estate
+from manyhands.ps.tensor_messages import Parcels, pack
 from manyhands.transport import Link
 
 KINDS = ("peer", "status", "plan", "block", "moved", "go")

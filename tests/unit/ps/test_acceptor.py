@@ -43,10 +43,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
-from manyhands.ps.door import MAX_STRANGERS, MAX_UNHEARD, Door
-from manyhands.ps.host import Fate
-from manyhands.ps.lead import MAX_UNDER_WAY
+from manyhands.ps.acceptor import MAX_STRANGERS, MAX_UNHEARD, Door
+from manyhands.ps.decider import MAX_UNDER_WAY
 from manyhands.ps.memory import Flat, layout_of
+from manyhands.ps.server_connection import Fate
 from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect
 

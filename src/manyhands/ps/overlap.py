@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhands.ps.client import Client
-from manyhands.strategies.ps_landing import Landing
+from manyhands.ps.gradient_buffer import Landing
 
 Where = tuple[str, int]
 """(server, number of one of its runs)."""

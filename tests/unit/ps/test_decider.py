@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ps.lead import Lead
+from manyhands.ps.decider import Lead
 from manyhands.ps.ledger import Decision, Given, Ledger
 from manyhands.ps.policies import Async, Backup, Policy, Ssp, Sync
 from manyhands.ps.staleness import RULES, lr_scale

@@ -1,0 +1,79 @@
+"""The options that all parameter-server strategies share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from manyhands.contract import Learner, Strategy
+from manyhands.errors import SpecError
+
+if TYPE_CHECKING:
+    from manyhands.ps.mode import Terms
+
+DEDICATED = 2
+"""Servers of their own, if nobody says how many: two, for a replica needs a second one."""
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """What the four have in common."""
+
+    needs_coordinator: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
+
+    servers: int | Literal["auto"] = "auto"
+    """How many servers; auto: every worker for whom there is something to serve, or two dedicated ones."""
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    """Whether workers serve too, or servers are processes of their own."""
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    """How numbers travel; auto: shared memory inside a host, the network otherwise."""
+    replicas: int = 1
+    """Copies of each block on another server, kept up to date: 1 or 0."""
+    row_bits: int = 32
+    """Of each number of a table's row that travels: 32, or 16 (bfloat16)."""
+
+    def check(self, workers: int) -> None:
+        super().check(workers)
+        if self.replicas not in (0, 1):
+            raise SpecError(f"{self.name}: replicas={self.replicas}; a block has 0 or 1 replicas.")
+        if self.row_bits not in (16, 32):
+            raise SpecError(f"{self.name}: row_bits={self.row_bits}; a number has 32 or 16 bits.")
+        if self.servers == "auto":
+            return
+        most = workers if self.placement == "colocated" else 64
+        if not 1 <= self.servers <= most:
+            why = (
+                f"there are {workers} workers, each of which can serve"
+                if self.placement == "colocated"
+                else "more servers than that only wait for each other"
+            )
+            raise SpecError(
+                f"{self.name}: servers={self.servers}, and {why}. Use servers=1 to {most}, or auto."
+            )
+
+    def servers_for(self, workers: int) -> int:
+        if self.placement == "colocated":
+            return 0
+        return DEDICATED if self.servers == "auto" else self.servers
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.transport != "tcp"
+
+    @property
+    def may_shrink(self) -> bool:
+        return self.replicas > 0 or self.placement == "dedicated"
+
+    def needs_keys(self, workers: int) -> bool:
+        return self.transport == "tcp"
+
+    def build(self) -> Learner:
+        from manyhands.ps.learner import PsLearner
+
+        return PsLearner(self)
+
+    @abstractmethod
+    def terms(self, clip_norm: float | None) -> Terms:
+        """How servers and clients agree; after torch is loaded."""
