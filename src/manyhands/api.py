@@ -39,11 +39,11 @@ from manyhands.compute.param_groups import foreign_parameters, listed, untrained
 from manyhands.compute.seeds import seed_compute
 from manyhands.compute.train_state import Loss, Trainee, find_tables, to_device
 from manyhands.contract import Learner
+from manyhands.coordinator.leases import Leases
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.job import Job
 from manyhands.ranges import shares, split
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.leases import Leases
 
 
 class Hands:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.coordinator.monitor import read_monitor
+from manyhands.coordinator.plan import Checkpoint, Course, Evaluate, StepPlan, Stop, Syllabus
 from manyhands.runs.files import jsonable
-from manyhands.train.course import Checkpoint, Course, Evaluate, StepPlan, Stop, Syllabus
-from manyhands.train.monitor import read_monitor
 
 
 @dataclass

@@ -20,13 +20,14 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"api"},
+    {"coordinator", "worker"},
     {"strategies"},
-    {"ps", "train"},
+    {"ps"},
     {"collectives"},
     {"compute"},
     {"word2vec"},
     {"embeddings"},
-    {"doctor", "launch", "lab"},
+    {"doctor", "launch", "lab", "control"},
     {"transport", "cluster", "runs", "events"},
     {"contract"},
     {"job", "errors", "ranges", "threads", "__init__"},
@@ -139,7 +140,7 @@ def test_only_the_cluster_reads_the_environment() -> None:
     }
 
 
-@pytest.mark.parametrize("module", ["manyhands", "manyhands.cli.main", "manyhands.train.start"])
+@pytest.mark.parametrize("module", ["manyhands", "manyhands.cli.main", "manyhands.coordinator.run"])
 def test_what_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(n for n in sys.modules if '.' not in n))"
     done = subprocess.run(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.coordinator.monitor import formerly_lower, metric_name
 from manyhands.events.history import History, read_history
 from manyhands.runs import checkpoints
 from manyhands.runs.folder import EVENTS, Run
-from manyhands.train.monitor import formerly_lower, metric_name
 
 TRAINS, CUT_OFF = "training now", "cut off"
 DONE = ("finished", "early-stopped")

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manyhands.cli.options import number_or_range, parse_set, parse_workers
+from manyhands.coordinator.batch_scaling import RULES
 from manyhands.errors import UsageError
 from manyhands.job import find_job
 from manyhands.launch import KINDS, KubernetesJob, SlurmJob
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.scaling import RULES
 
 HELP = "write the file that starts a job on Slurm or Kubernetes"
 EXAMPLES = """\

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli.digest import Digest, digest, dump
+from manyhands.coordinator.monitor import metric_name
 from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.events.units import clean, count, duration
 from manyhands.runs.folder import CONFIG, runs_in
-from manyhands.train.monitor import metric_name
 
 HELP = "the runs here: job, changed fields, best, time, outcome"
 EXAMPLES = """\

@@ -12,13 +12,13 @@ from manyhands.cluster.environment import PREFIX, option
 from manyhands.cluster.launchers import cores
 from manyhands.cluster.spec import ClusterSpec
 from manyhands.contract import Strategy
+from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
+from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
+from manyhands.coordinator.fault_spec import EXAMPLE, Chaos, check, parse_chaos
+from manyhands.coordinator.options import Manner, Options
+from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, closest
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.bad_steps import MAX_BAD_STEPS
-from manyhands.train.chaos import EXAMPLE, Chaos, check, parse_chaos
-from manyhands.train.options import Manner, Options
-from manyhands.train.scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
-from manyhands.train.stuck import STUCK_AFTER_S
 
 
 class Resolved:

@@ -28,11 +28,11 @@ from manyhands.cluster.specs import detect, one_of_several
 from manyhands.cluster.timeouts import Timeouts
 from manyhands.cluster.view import WORKER
 from manyhands.contract import Strategy
+from manyhands.coordinator.options import Options
 from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.ps.config import ParameterServer
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec
-from manyhands.train.options import Options
 from manyhands.transport import Authority, parse_address
 
 if TYPE_CHECKING:

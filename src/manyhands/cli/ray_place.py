@@ -22,10 +22,10 @@ from manyhands.cluster.on_ray.wish import (
     slots_for,
 )
 from manyhands.cluster.timeouts import Timeouts
+from manyhands.coordinator.options import Options
 from manyhands.errors import UsageError, closest
 from manyhands.job import find_job
 from manyhands.strategies.registry import make_strategy
-from manyhands.train.options import Options
 from manyhands.transport import Address, Authority, parse_address
 
 if TYPE_CHECKING:

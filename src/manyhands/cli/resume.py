@@ -19,6 +19,7 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
 from manyhands.compute.schedule import SCHEDULES
+from manyhands.coordinator.run import train
 from manyhands.errors import RunFolderError, UsageError, closest
 from manyhands.events import make_console
 from manyhands.job import job_of_run
@@ -26,7 +27,6 @@ from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
 from manyhands.runs.folder import Run
-from manyhands.train.start import train
 
 HELP = "go on where a run stopped, on any number of workers"
 EXAMPLES = """\

@@ -20,6 +20,9 @@ from manyhands.cli.options import (
 from manyhands.cli.places import find_cluster, leading
 from manyhands.cluster.machine import versions
 from manyhands.cluster.scratch import Scratch
+from manyhands.coordinator.fault_spec import GRAMMAR
+from manyhands.coordinator.options import Options
+from manyhands.coordinator.run import rehearse, train
 from manyhands.errors import MemberFailed, UsageError
 from manyhands.events import Sink, events, make_console
 from manyhands.events.console import LABEL_CELLS
@@ -29,9 +32,6 @@ from manyhands.job import JobFile, find_job
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
 from manyhands.runs.folder import Run
-from manyhands.train.chaos import GRAMMAR
-from manyhands.train.options import Options
-from manyhands.train.start import rehearse, train
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
 EXAMPLES = """\

@@ -1,4 +1,4 @@
-"""What members and agents say to the coordinator, but for what is a matter of training (train/messages.py).
+"""What members and agents say to the coordinator, but for what is a matter of training (control/messages.py).
 
 One dataclass a message, by its `kind`. What does not fit is a ProtocolError, and closes that link.
 """

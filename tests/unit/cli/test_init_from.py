@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.cli.init_from import find_weights, note, noted
+from manyhands.coordinator.options import Options
 from manyhands.errors import UsageError
 from manyhands.runs.checkpoints import commit, final, partial
 from manyhands.runs.folder import Run
-from manyhands.train.options import Options
 
 
 @pytest.fixture

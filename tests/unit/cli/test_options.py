@@ -16,11 +16,11 @@ from manyhands.cli.options import (
     resolve_options,
 )
 from manyhands.cluster.timeouts import Timeouts
+from manyhands.coordinator.batch_scaling import Scaling
+from manyhands.coordinator.options import Options
 from manyhands.errors import UsageError
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.single import Single
-from manyhands.train.options import Options
-from manyhands.train.scaling import Scaling
 
 
 class Restless(Single):

@@ -28,7 +28,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 MAKER = """
 import sys, time
 from pathlib import Path
-from manyhands.cluster.coordinator import Coordinator
+from manyhands.coordinator.coordinator import Coordinator
 from manyhands.cluster.launchers import LocalLauncher
 from manyhands.cluster.scratch import Scratch
 if sys.argv[1:]:

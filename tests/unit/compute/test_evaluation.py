@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from manyhands.compute.evaluation import evaluate
+from manyhands.control.messages import Evaluated
+from manyhands.coordinator.progress import combine
 from manyhands.errors import JobError
-from manyhands.train.messages import Evaluated
-from manyhands.train.reports import combine
 from manyhands.transport.fields import read
 
 INPUTS = torch.arange(28.0).reshape(7, 4)

@@ -13,11 +13,12 @@ from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients, rehearse
 from manyhands.compute.measures import means
 from manyhands.compute.train_state import Trainee
+from manyhands.control.messages import Row
+from manyhands.coordinator.progress import Gathering, StepPlan
 from manyhands.errors import JobError
 from manyhands.events.events import StepCommitted
 from manyhands.events.tensorboard import step_scalars
-from manyhands.train.loop import _read_measures
-from manyhands.train.reports import Gathering, Row, StepPlan
+from manyhands.worker.loop import _read_measures
 
 
 def logging(make_job: Any, *, name: Any = "inputs", value: Any = None, **fields: Any) -> Any:

@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler
 
 from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.train_state import Trainee, call, evaluating, job_loss, to_device
+from manyhands.coordinator.batch_scaling import Scaling
+from manyhands.coordinator.plan import Course, Syllabus
 from manyhands.errors import JobError
-from manyhands.train.course import Course, Syllabus
-from manyhands.train.scaling import Scaling
 
 BATCH = (torch.ones(3, 4), torch.ones(3, 2))
 

@@ -1,0 +1,152 @@
+"""The coordinator's side of checkpoints: a written one counts once every step up to it is on record.
+
+A checkpoint that can't be written is told and forgotten; training goes on, and nothing already saved
+is touched. Only when the last one fails does the run. One whose writer dies is void. One whose weights
+are not finite is not written at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from manyhands.control.messages import Saved
+from manyhands.coordinator.options import Options
+from manyhands.coordinator.plan import Checkpoint, Course
+from manyhands.errors import CheckpointError
+from manyhands.events import events
+from manyhands.events.sinks import Stream
+from manyhands.runs import checkpoints
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.folder import Run
+
+
+@dataclass
+class Expected:
+    order: Checkpoint
+    writer: str
+    workers: int
+    started: bool = False
+    """The writer has copied the state: whatever happens to the weights now, it can be written."""
+
+
+class Shelf:
+    def __init__(
+        self, run: Run, stream: Stream, options: Options, *, newest: Manifest | None
+    ) -> None:
+        self._run = run
+        self._stream = stream
+        self._options = options
+        self._expected: dict[int, Expected] = {}
+        self._written: dict[int, Saved] = {}
+        self._lost: set[int] = set()
+        self.newest = f"checkpoints/{newest.name}" if newest else None
+        """Relative to the run folder."""
+        self.error = ""
+        """What was wrong with the last attempt."""
+        self.not_finite: int | None = None
+        """The step of the last attempt, if its weights were not finite."""
+        self._told_not_finite = False
+
+    @property
+    def unstarted(self) -> bool:
+        """One was ordered whose writer has not come to it yet."""
+        return any(not expected.started for expected in self._expected.values())
+
+    def under_way(self, members: Collection[str], *, unstarted: bool = False) -> list[int]:
+        """Steps whose checkpoints are being written by one of these members, from a copy of the state.
+        `unstarted`: or are to be copied."""
+        return [
+            step
+            for step, expected in self._expected.items()
+            if (expected.started or unstarted)
+            and step not in self._written
+            and expected.writer in members
+        ]
+
+    def expect(self, order: Checkpoint, *, writer: str, workers: int) -> None:
+        self._expected[order.step] = Expected(order, writer, workers)
+        self._written.pop(order.step, None)
+        self._lost.discard(order.step)
+
+    def started(self, member: str, step: int) -> None:
+        expected = self._expected.get(step)
+        if expected is not None and expected.writer == member:
+            expected.started = True
+
+    def written(self, member: str, step: int, report: Saved) -> None:
+        expected = self._expected.get(step)
+        if expected is not None and expected.writer == member:
+            self._written[step] = report
+        else:  # it is void
+            folder = checkpoints.partial(self._run.path, step, member)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def void(self, members: Collection[str]) -> list[int]:
+        """With only these members left: forget what can't come any more; its steps."""
+        void = [
+            step
+            for step, expected in self._expected.items()
+            if step not in self._written and not (expected.started and expected.writer in members)
+        ]
+        for step in void:
+            del self._expected[step]
+        self._lost.update(void)
+        return void
+
+    def settle(self, course: Course) -> None:
+        """Make those count whose every step is committed."""
+        for step in [s for s in self._written if s <= course.committed_step]:
+            report, expected = self._written.pop(step), self._expected.pop(step)
+            if report.not_finite:
+                self._pass_over(step, report.not_finite, course)
+                continue
+            try:
+                self._commit(expected, report)
+            except CheckpointError as error:
+                self.error = f"The checkpoint of step {step} could not be saved: {error}"
+                last = f"; the last good one is {self.newest}" if self.newest else ""
+                self._stream.emit(events.Noticed(message=f"{self.error}. Training goes on{last}."))
+                continue
+            best = course.best.step if course.best.metrics else None
+            there = {*checkpoints.steps(self._run.path), *self._lost}
+            if best is None or best in there:  # else it is on its way
+                checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
+
+    def _pass_over(self, step: int, names: Sequence[str], course: Course) -> None:
+        """The weights of this checkpoint are not finite: it counts neither as the last nor as the best."""
+        self.not_finite = step
+        if course.best.step == step:
+            course.keep_best(checkpoints.steps(self._run.path))
+        if not self._told_not_finite:
+            self._told_not_finite = True
+            where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
+            last = f"The last good one is {self.newest}" if self.newest else "There is no good one"
+            what = f"The weights of step {step} are not finite ({where}): no checkpoint of them is saved"
+            self._stream.emit(events.Noticed(message=f"{what}. {last}"))
+
+    def _commit(self, expected: Expected, report: Saved) -> None:
+        order = expected.order
+        if report.error:
+            raise CheckpointError(report.error)
+        path = checkpoints.commit(
+            self._run.path,
+            order.step,
+            files={name: vars(facts) for name, facts in report.files.items()},
+            course=order.state,
+            strategy=self._options.strategy,
+            workers=expected.workers,
+            writer=expected.writer,
+        )
+        self.error, self.not_finite = "", None
+        self.newest = f"checkpoints/{path.name}"
+        self._stream.emit(
+            events.CheckpointSaved(
+                step=order.step,
+                path=self.newest,
+                bytes=report.bytes,
+                stall_s=report.stall_s,
+                write_s=report.write_s,
+            )
+        )

@@ -1,0 +1,367 @@
+"""The hand-out of work: which order goes to whom, what is still open, what a change of members voids.
+
+`InStep`: every worker has its share of every step, by how fast it computes, and orders go out in the
+order of the course.
+`InParts`: a step is cut into parts for whoever is free, or is one part if the members want no others.
+What is done by all of the workers together (an evaluation, a checkpoint, the stop) is a barrier: it
+waits until nothing is open. When only a barrier is left to wait for, each worker is told to rest.
+
+When the members change: `settle` says what of the open parts is in the weights, then `restart` gives
+out all the rest again, among those who are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from manyhands.cluster.view import View
+from manyhands.coordinator.checkpoint_tracker import Shelf
+from manyhands.coordinator.options import Manner
+from manyhands.coordinator.plan import (
+    Checkpoint,
+    Course,
+    Evaluate,
+    Order,
+    StepPlan,
+    Steps,
+    Stop,
+    Wait,
+)
+from manyhands.coordinator.progress import Committed, Gathering, PartKey, Row, Sums
+from manyhands.coordinator.straggler_trial import Meter
+from manyhands.coordinator.throughput import Pace
+from manyhands.coordinator.work_queue import AHEAD_S, BRIEF_S, MAX_LEASE, Part, PartQueue, cut
+from manyhands.errors import ProtocolError
+from manyhands.ranges import Range
+
+PROBE_EVERY = 50
+"""In so many steps, a worker that is too slow for a share gets one sample: it may have become faster."""
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""An order, for the member of that name."""
+
+
+def make_handout(
+    manner: Manner, course: Course, shelf: Shelf, tell: Tell, *, equal: bool = False
+) -> Handout:
+    if manner.lockstep:
+        return InStep(course, shelf, tell, equal=equal, leaves_out=manner.leaves_out)
+    return InParts(course, shelf, tell, parts=manner.parts)
+
+
+class Handout(ABC):
+    def __init__(self, course: Course, shelf: Shelf, tell: Tell) -> None:
+        self.course = course
+        self.gathering = Gathering()
+        self.workers: tuple[str, ...] = ()
+        self.members: tuple[str, ...] = ()
+        """The workers, then the servers."""
+        self.listening: set[str] = set()
+        """Workers that are new, and get samples when they have caught up."""
+        self.whole_steps = False
+        """Without lockstep: a step is one part."""
+        self.finishing: str | None = None
+        """The outcome, once all were told to stop."""
+        self.pace = Pace()
+        self.meter = Meter()
+        self._shelf = shelf
+        self._tell = tell
+
+    @abstractmethod
+    def more(self, *, hold: bool = False, brief: bool = False) -> None:
+        """Give out orders until enough is ahead. `hold`: no new work, the members will change; `brief`: they
+        will soon, so that less is enough."""
+
+    @property
+    @abstractmethod
+    def quiet(self) -> bool:
+        """Nothing that was given out is unfinished."""
+
+    @abstractmethod
+    def add(self, member: str, row: Row) -> None:
+        """One part of a step, as a worker reports it."""
+
+    @abstractmethod
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
+        """These parts are in the weights, and no others that nobody has reported."""
+
+    @abstractmethod
+    def restart(self, view: View) -> int:
+        """Begin anew with these members: what is open is given out again. The number of its steps."""
+
+    def committed(self) -> Iterator[Committed]:
+        """The steps that are complete now."""
+        for step in self.gathering.committed():
+            self.course.commit(step.plan.step, step.left_out, loss=step.loss)
+            self.meter.note(step.plan.samples)
+            yield step
+        self.meter.busy(len(self.gathering) > 0)
+
+    def saving(self, member: str, step: int) -> None:
+        """The writer has copied the state of this checkpoint."""
+        self._shelf.started(member, step)
+
+    def evaluated(self) -> None:
+        """All have evaluated."""
+        return
+
+    def finish(self, reason: str) -> None:
+        self.finishing = reason
+        self.tell_all(order="stop")
+
+    def tell_all(self, **order: Any) -> None:
+        for name in self.members:
+            self._tell(name, order)
+
+    def tell_workers(self, **order: Any) -> None:
+        for name in self.workers:
+            self._tell(name, order)
+
+    def _time(self, member: str, row: Row) -> None:
+        samples = self.gathering.samples((row.step, row.part))
+        if row.compute_s is not None and samples:
+            left_out = row.left_out[row.part] if row.left_out else 0
+            self.pace.note(member, samples - left_out, row.compute_s)
+
+    def _seat(self, view: View) -> None:
+        self.members = view.names
+        self.workers = tuple(seat.name for seat in view.workers)
+        self.finishing = None
+        self.meter.busy(False)
+
+    def _count(self) -> None:
+        """As many workers as get samples decide how large a batch is, where it follows them."""
+        self.course.seat(max(1, sum(name not in self.listening for name in self.workers)))
+
+    def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
+        match order:
+            case Evaluate(step, epoch):
+                self._give_evaluation(step, epoch)
+            case Checkpoint(step):
+                self._shelf.expect(order, writer=self.workers[0], workers=len(self.workers))
+                self.tell_workers(order="checkpoint", step=step)
+            case Stop(reason):
+                self.finish(reason)
+
+    def _give_evaluation(self, step: int, epoch: int) -> None:
+        """To each a part of the data, by how fast it computes."""
+        weights = self._weights()
+        ends = list(itertools.accumulate(weights, initial=0.0))
+        for name, part in zip(self.workers, itertools.pairwise(ends), strict=True):
+            order = {"order": "evaluate", "step": step, "epoch": epoch, "part": [*part, ends[-1]]}
+            self._tell(name, order)
+
+    def _weights(self) -> list[float]:
+        """In proportion to how much each worker should get."""
+        return self.pace.weights(self.workers)
+
+
+class InStep(Handout):
+    """Every worker does every step."""
+
+    def __init__(
+        self,
+        course: Course,
+        shelf: Shelf,
+        tell: Tell,
+        *,
+        equal: bool = False,
+        leaves_out: bool = False,
+    ) -> None:
+        """`equal`: shares are, also where workers are not. `leaves_out`: samples of a step may come back."""
+        super().__init__(course, shelf, tell)
+        self._equal = equal
+        self._leaves_out = leaves_out
+        self._step_s = 0.0
+
+    def more(self, *, hold: bool = False, brief: bool = False) -> None:
+        ahead_s = BRIEF_S if brief else AHEAD_S
+        if self.finishing is None and not hold:
+            self._count()
+        while self.finishing is None and not hold:
+            ahead = len(self.gathering)
+            if ahead >= 2 and ahead * self._step_s >= ahead_s:
+                return
+            if self._leaves_out and ahead and not self.course.trains_next:
+                return  # what comes back has to be done before
+            room = int(ahead_s / self._step_s) if self._step_s else 1
+            order = self.course.next(max(1, min(room, MAX_LEASE)))
+            if order is None or isinstance(order, Wait):
+                return
+            if not isinstance(order, Steps):
+                self._give_barrier(order)
+                continue
+            self._give(order)
+            if not self._step_s and ahead:
+                return
+
+    @property
+    def quiet(self) -> bool:
+        return not len(self.gathering) and not self.course.awaiting and not self._shelf.unstarted
+
+    def add(self, member: str, row: Row) -> None:
+        if row.dropped:
+            raise ProtocolError(f"it left out its share of step {row.step}, in lockstep")
+        self.gathering.check(row)
+        self._time(member, row)
+        self.gathering.add(member, row)
+
+    def committed(self) -> Iterator[Committed]:
+        for step in super().committed():
+            seconds = step.step_s
+            self._step_s = 0.9 * self._step_s + 0.1 * seconds if self._step_s else seconds
+            yield step
+
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
+        self.gathering.settle(applied, whole=True)
+
+    def restart(self, view: View) -> int:
+        redone = len(self.gathering)
+        self.gathering.clear()
+        self.course.take_back()
+        lost = self._shelf.void(view.names)
+        if any(step <= self.course.step for step in lost):  # the others come again by themselves
+            self.course.owe_checkpoint()
+        self._seat(view)
+        return redone
+
+    def _give(self, order: Steps) -> None:
+        portions: list[list[Any]] = [[] for _ in self.workers]
+        weights = self._weights()
+        if self.listening:
+            pairs = zip(self.workers, weights, strict=True)
+            weights = [0.0 if name in self.listening else weight for name, weight in pairs]
+        for plan in order.plans:
+            probe = plan.step % PROBE_EVERY == 0
+            shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
+            self.gathering.expect(plan, shares, dict(enumerate(self.workers)))
+            for rank, ranges in shares.items():
+                portions[rank].append(_portion(plan, ranges, rank))
+        for name, mine in zip(self.workers, portions, strict=True):
+            self._tell(name, {"order": "steps", "portions": mine})
+        self.meter.busy(True)
+
+    def _weights(self) -> list[float]:
+        return [1.0] * len(self.workers) if self._equal else super()._weights()
+
+
+class InParts(Handout):
+    """Each part of a step is done by whoever is free."""
+
+    def __init__(
+        self, course: Course, shelf: Shelf, tell: Tell, *, parts: Callable[[int], int]
+    ) -> None:
+        super().__init__(course, shelf, tell)
+        self._parts = parts
+        self._queue = PartQueue()
+        self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None
+        self._given = False
+        """The barrier was, and is not done yet."""
+        self._resting: set[str] = set()
+
+    def more(self, *, hold: bool = False, brief: bool = False) -> None:
+        self._queue.ahead_s = BRIEF_S if brief else AHEAD_S
+        if self.finishing is not None:
+            return
+        if not hold:
+            self._count()
+            self._deal()
+        if hold or (self._barrier is not None and not len(self._queue)):
+            self._rest()
+        if self._barrier is not None and not self._given and not hold and not len(self.gathering):
+            if isinstance(self._barrier, Wait):
+                self._lift()
+                self.more()
+                return
+            self._given = True
+            self._give_barrier(self._barrier)
+
+    @property
+    def quiet(self) -> bool:
+        return not self._queue.in_hand and not self._given
+
+    def add(self, member: str, row: Row) -> None:
+        self.gathering.check(row)
+        # Only what is in this member's hand: a part that was given to another counts when that one
+        # reports it.
+        if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):
+            self._time(member, row)
+            self.gathering.add(member, row)
+
+    def saving(self, member: str, step: int) -> None:
+        super().saving(member, step)
+        barrier = self._barrier
+        if isinstance(barrier, Checkpoint) and barrier.step == step and not self._shelf.unstarted:
+            self._lift()
+
+    def evaluated(self) -> None:
+        if isinstance(self._barrier, Evaluate):
+            self._lift()
+
+    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
+        self.gathering.settle(applied, whole=False)
+
+    def restart(self, view: View) -> int:
+        back = self._queue.take_back()
+        done = [p.key for p in self._queue.waiting if not self.gathering.is_open(p.key)]
+        self._queue.remove(done)
+        lost = self._shelf.void(view.names)
+        again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
+        if any(step != again for step in lost):
+            self.course.owe_checkpoint()
+            if isinstance(self._barrier, Stop):
+                self._lift()  # it comes again, behind the checkpoint
+        self._given = False
+        self._resting.clear()
+        self._seat(view)
+        self._queue.seat(self.workers)
+        self.gathering.width = len(self.workers)
+        return len({part.plan.step for part in back if part.key not in set(done)})
+
+    def _deal(self) -> None:
+        if isinstance(self._barrier, Evaluate) and not self._given and not self.course.awaiting:
+            self._lift()  # a stop was asked meanwhile
+        while self._barrier is None and (lacking := self._queue.room() - len(self._queue)) > 0:
+            self._fetch(lacking)
+        portions: dict[str, list[Any]] = {}
+        for name, part in self._queue.deal():
+            plan = part.plan
+            self.gathering.give(part.key, name)
+            portions.setdefault(name, []).append(_portion(plan, part.ranges, part.number))
+        for name, mine in portions.items():
+            self._resting.discard(name)
+            self._tell(name, {"order": "steps", "portions": mine})
+            self.meter.busy(True)
+
+    def _fetch(self, lacking: int) -> None:
+        """The next steps of the course into the queue, or the barrier before them."""
+        number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
+        order: Order | None = self.course.next(min(MAX_LEASE, math.ceil(lacking / number)))
+        assert order is not None, "the course awaits an evaluation that nobody was asked for"
+        if not isinstance(order, Steps):
+            self._barrier, self._given = order, False
+            return
+        for plan in order.plans:
+            parts: list[Part] = cut(plan, number)
+            self.gathering.expect(plan, {part.number: part.ranges for part in parts})
+            self._queue.extend(parts)
+
+    def _rest(self) -> None:
+        for name in self.workers:
+            if name not in self._resting:
+                self._resting.add(name)
+                self._tell(name, {"order": "rest"})
+
+    def _lift(self) -> None:
+        self._barrier, self._given = None, False
+
+
+def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> list[Any]:
+    """As it travels; of the learning rate and its schedule only what is not as usual."""
+    portion = [plan.step, plan.epoch, plan.samples, ranges, part]
+    unusual = plan.lr_factor != 1.0 or plan.ticks != 1
+    return [*portion, plan.lr_factor, plan.ticks] if unusual else portion

@@ -1,0 +1,214 @@
+"""What workers find when they have built the job: whether it fits, the syllabus that follows, and what people
+are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.control.messages import Evaluated
+from manyhands.coordinator.batch_scaling import FIXED, Scaling
+from manyhands.coordinator.learning_rate import Change
+from manyhands.coordinator.monitor import (
+    Monitor,
+    lower_is_better,
+    metric_name,
+    read_monitor,
+    saved_monitor,
+)
+from manyhands.coordinator.options import Options
+from manyhands.coordinator.plan import Course, Syllabus
+from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
+from manyhands.coordinator.progress import Committed, combine
+from manyhands.errors import JobError, UsageError
+from manyhands.events import events
+
+Facts = Mapping[str, Any]
+"""What a worker says when it is ready."""
+
+
+def check_job(
+    facts: Facts, *, workers: int, scaling: Scaling = FIXED, saved: Facts | None = None
+) -> None:
+    """What only shows when the job is loaded. `saved`: the course of a resumed run."""
+    fields, samples = facts["fields"], facts["train_samples"]
+    batch, metrics = fields["batch_size"], facts["metrics"]
+    monitor = metric_name(fields["monitor"])
+    if batch > samples:
+        raise JobError(
+            f"The data set has {samples} samples, and the global batch_size is {batch}. "
+            f"Use  --set batch_size={samples}  or fewer."
+        )
+    if scaling.on:
+        _check_scaling(scaling, batch, workers=workers, samples=samples)
+    elif workers > batch:
+        raise UsageError(
+            f"{workers} workers share a global batch of {batch}: every worker needs "
+            "at least one sample. Use fewer workers, or a larger batch: "
+            f"--set batch_size={workers}"
+        )
+    if metrics and monitor not in metrics:
+        raise JobError(
+            f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
+            "Set monitor to one of these, or return it from metrics()."
+        )
+    if not metrics and fields["patience"] is not None:
+        raise JobError("patience needs something to watch: eval_data() must return a data set.")
+    monitor_of(facts, saved)
+    plateau_of(facts, saved)
+
+
+def _check_scaling(scaling: Scaling, batch: int, *, workers: int, samples: int) -> None:
+    flag, reference = f"--scale-batch {scaling.rule}", scaling.reference
+    if reference > batch:
+        raise UsageError(
+            f"{flag}: a batch_size of {batch} is for {reference} workers, and every worker needs at "
+            f"least one sample. Use a larger batch:  --set batch_size={reference}"
+        )
+    whole = scaling.batch(batch, workers)
+    if whole > samples:
+        raise UsageError(
+            f"{flag}: a batch_size of {batch} for {reference} makes a global batch of {whole} for "
+            f"{workers} workers, and the data set has {samples} samples. Use fewer workers, or a "
+            f"smaller batch:  --set batch_size={max(1, samples * reference // workers)}"
+        )
+
+
+def check_same(first: Facts, other: Facts) -> None:
+    """All workers train the same."""
+    for key in ("train_samples", "eval_samples", "parameters", "fields"):
+        if other[key] != first[key]:
+            raise JobError(
+                f"The workers disagree on the job's {key}: {first[key]} and {other[key]}. "
+                "model() and data() must give the same in every process."
+            )
+
+
+def why_not(workers: Any, present: int, options: Options, facts: Facts) -> str:
+    """Why there can't be so many workers from now on, where so many are present; "" if there can."""
+    manner, samples = options.manner, facts["train_samples"]
+    if not isinstance(workers, int) or workers < 1:
+        return "at least 1 is needed"
+    if not manner.goes_on:
+        return f"{options.strategy} has as many workers as it began with"
+    if workers < present and not manner.may_shrink:
+        return f"with {options.strategy} each has something that no other has"
+    batch = options.scaling.batch(facts["fields"]["batch_size"], workers)
+    if workers > batch:
+        return f"they would share a global batch of {batch}"
+    if batch > samples:
+        return f"their global batch would be {batch}, of {samples} samples"
+    return ""
+
+
+def monitor_of(facts: Facts, saved: Facts | None = None) -> Monitor:
+    """The metric that decides which model is best. `saved`: the course of a resumed run, which keeps its
+    direction."""
+    text = facts["fields"]["monitor"]
+    if not facts["metrics"]:
+        return Monitor(metric_name(text), lower=True)  # nothing is evaluated, and nothing decided
+    before = saved_monitor(saved, metric_name(text))
+    return read_monitor(text, option='monitor="{}"', saved=before)
+
+
+def monitor_note(monitor: Monitor, facts: Facts) -> str:
+    """What to say of a direction that a resumed run has kept, and that its name does not say."""
+    text = facts["fields"]["monitor"]
+    unsaid = text.strip() == monitor.name and lower_is_better(monitor.name) != monitor.lower
+    if not facts["metrics"] or not unsaid:
+        return ""
+    other = Monitor(monitor.name, not monitor.lower)
+    return (
+        f'the best model is chosen by "{monitor}", as so far; to change it: --set monitor="{other}"'
+    )
+
+
+def plateau_of(facts: Facts, saved: Facts | None = None) -> Plateau | None:
+    """The job's plateau rule, if it has one, with the name and direction of what it watches."""
+    fields, metrics = facts["fields"], facts["metrics"]
+    if not fields.get("plateau"):
+        return None
+    rule = parse_plateau(fields["plateau"])
+    monitor = str(monitor_of(facts, saved)) if metrics else fields["monitor"]
+    return resolve(rule, monitor=monitor, metrics=metrics, saved=saved_watch(saved))
+
+
+def syllabus_of(facts: Facts, options: Options, saved: Facts | None = None) -> Syllabus:
+    fields = facts["fields"]
+    return Syllabus(
+        num_samples=facts["train_samples"],
+        batch_size=fields["batch_size"],
+        epochs=fields["epochs"],
+        eval_every=fields["eval_every"],
+        has_eval=facts["eval_samples"] > 0,
+        checkpoint_every=options.checkpoint_every,
+        monitor=monitor_of(facts, saved),
+        patience=fields["patience"],
+        scaling=options.scaling,
+        plateau=plateau_of(facts, saved),
+        leaves_out=options.manner.leaves_out,
+    )
+
+
+def ready_event(member: str, facts: Facts, syllabus: Syllabus) -> events.MemberReady:
+    return events.MemberReady(
+        member=member,
+        device=facts["device"],
+        parameters=facts["parameters"],
+        train_samples=facts["train_samples"],
+        eval_samples=facts["eval_samples"],
+        batch_size=syllabus.batch_size,
+        epochs=syllabus.epochs,
+        steps=syllabus.num_steps,
+        unit=facts["unit"][0],
+        units_per_sample=facts["unit"][1],
+        tables=facts["tables"],
+        monitor=str(syllabus.monitor) if syllabus.has_eval else "",
+    )
+
+
+def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
+    return events.StepCommitted(
+        step=step.plan.step,
+        epoch=step.plan.epoch,
+        samples=step.plan.samples,
+        shares=step.shares,
+        loss=step.loss,
+        lr=step.lr,
+        step_s=step.step_s,
+        compute_s=step.compute_s,
+        wait_s=step.wait_s,
+        bytes_sent=step.bytes_sent,
+        left_out=sum(stop - start for start, stop in step.left_out),
+        staleness=None if lockstep else step.mean_staleness,
+        measures=step.measures,
+    )
+
+
+def evaluated_event(parts: Sequence[Evaluated], course: Course) -> events.Evaluated:
+    """All workers have evaluated their parts: the course hears of it, too."""
+    samples, metrics = combine(parts)
+    if (name := course.syllabus.monitor.name) not in metrics:
+        raise JobError(
+            f"monitor is {name!r}, and the evaluation gave {', '.join(metrics) or 'none'}."
+        )
+    step, epoch = course.step, course.epoch
+    return events.Evaluated(
+        step=step,
+        epoch=epoch,
+        samples=samples,
+        metrics=metrics,
+        best=course.evaluated(metrics),
+        seconds=max(part.seconds for part in parts),
+    )
+
+
+def rate_event(change: Change, course: Course) -> events.RateChanged:
+    return events.RateChanged(
+        step=change.step,
+        factor=change.factor,
+        over=change.over,
+        batch_size=course.batch_size,
+        steps=course.num_steps,
+        reason=change.reason,
+    )

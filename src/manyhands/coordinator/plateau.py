@@ -1,0 +1,218 @@
+"""The plateau rule: when a number that is watched gets no better, the learning rate is lowered. Pure.
+
+    plateau  = option (";" option)*
+    option   = "factor=" NUMBER | "patience=" N | "watch=" METRIC | "every=" N
+             | "threshold=" NUMBER | "cooldown=" N | "lowest=" NUMBER
+    METRIC   = a name, or "min " or "max " and a name (monitor.py)
+
+What is watched is of all workers together: a metric of the evaluation, judged after each, or the mean
+of the training losses over an epoch or so many steps. The coordinator decides, between two steps, so
+that every worker's learning rate falls at the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from manyhands.coordinator.monitor import Monitor, formerly_lower, metric_name, read_monitor
+from manyhands.errors import JobError, closest
+
+TRAIN_LOSS = "train_loss"
+EXAMPLE = "factor=0.5; patience=3"
+
+
+@dataclass(frozen=True)
+class Plateau:
+    factor: float = 0.1
+    """What the learning rate is multiplied by."""
+    patience: int = 10
+    """After so many in a row that were no better than the best."""
+    watch: str = ""
+    """A metric of the evaluation, or train_loss, as "accuracy" or "min mae"; empty: the job's monitor, or
+    train_loss without one."""
+    every: int = 0
+    """Steps over which train_loss is a mean; 0: an epoch."""
+    threshold: float = 1e-4
+    """What counts as better is so much better, as a part of the best."""
+    cooldown: int = 0
+    """So many are not counted after the learning rate was lowered."""
+    lowest: float = 0.0
+    """All lowerings together multiply the learning rate by no less than this."""
+
+    def __str__(self) -> str:
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = [f"{f.name}={said[f.name]}" for f in fields(self) if said[f.name] != f.default]
+        return "; ".join(changed)
+
+    @property
+    def counts_losses(self) -> bool:
+        return self.metric.name == TRAIN_LOSS
+
+    @cached_property
+    def metric(self) -> Monitor:
+        return read_monitor(self.watch, option="watch={}")
+
+    def told(self, number: int) -> str:
+        """So many of what patience is counted in."""
+        what = "epoch" if self.counts_losses else "evaluation"
+        what = "mean" if self.every else what
+        over = f" over {self.every} steps" if self.every else ""
+        return f"{number} {what}{'' if number == 1 else 's'}{over}"
+
+    def better(self, value: float, best: float | None) -> bool:
+        if not math.isfinite(value):
+            return False
+        if best is None:
+            return True
+        by = self.threshold * abs(best)
+        return self.metric.better(value, best - by if self.metric.lower else best + by)
+
+
+def parse_plateau(text: str) -> Plateau:
+    """The rule of a job's field `plateau`."""
+    known = {f.name: f for f in fields(Plateau)}
+    given: dict[str, Any] = {}
+    for option in filter(str.strip, text.split(";")):
+        name, equals, value = (part.strip() for part in option.partition("="))
+        if not equals:
+            raise _wrong(option, "an option is NAME=VALUE.")
+        if name not in known:
+            there = ", ".join(known)
+            raise _wrong(option, f"there is no {name!r}{closest(name, known)} There are: {there}.")
+        if name in given:
+            raise _wrong(option, f"{name} is given twice.")
+        given[name] = _value(option, name, value)
+    return Plateau(**given)
+
+
+def resolve(
+    plateau: Plateau, *, monitor: str, metrics: list[str], saved: Monitor | None = None
+) -> Plateau:
+    """The rule for a job whose evaluation gives these metrics: what is watched has a name and a direction,
+    that of the job's `monitor` if it is the same metric. `saved`: what a resumed run has watched."""
+    text = plateau.watch or (monitor if metrics else TRAIN_LOSS)
+    if text == metric_name(monitor):
+        text = monitor
+    watch = metric_name(text)
+    if watch != TRAIN_LOSS and watch not in metrics:
+        gives = f"the evaluation gives {', '.join(metrics)}" if metrics else "nothing is evaluated"
+        raise JobError(
+            f'plateau "{plateau}": {watch!r} can\'t be watched: {gives}'
+            f"{closest(watch, metrics)} Watch one of these, or {TRAIN_LOSS}."
+        )
+    if plateau.every and watch != TRAIN_LOSS:
+        raise JobError(
+            f'plateau "{plateau}": every={plateau.every} is for watch={TRAIN_LOSS}; {watch} is known '
+            "after each evaluation, which the job's eval_every sets."
+        )
+    option = f'plateau="{replace(plateau, watch="{}")}"'
+    return replace(plateau, watch=str(read_monitor(text, option=option, saved=saved)))
+
+
+def saved_watch(course: Mapping[str, Any] | None) -> Monitor | None:
+    """What the plateau rule of a saved course has watched."""
+    state = (course or {}).get("rates", {}).get("plateau", {})
+    if not state.get("watch"):
+        return None
+    return Monitor(state["watch"], state.get("lower", formerly_lower(state["watch"])))
+
+
+_WHOLE = {"patience": 1, "every": 1, "cooldown": 0}
+"""Options that are whole numbers, and the least of each."""
+
+
+def _value(option: str, name: str, text: str) -> Any:
+    if name == "watch":
+        if not text:
+            raise _wrong(option, "the metric is missing.")
+        return text
+    if name in _WHOLE:
+        if not text.isdecimal() or int(text) < _WHOLE[name]:
+            raise _wrong(option, f"{name} is a whole number of at least {_WHOLE[name]}.")
+        return int(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    within = 0.0 < value < 1.0 if name == "factor" else 0.0 <= value < 1.0
+    if not within:
+        least = "above 0" if name == "factor" else "from 0"
+        raise _wrong(option, f"{name} is a number {least} and below 1.")
+    return value
+
+
+def _wrong(option: str, complaint: str) -> JobError:
+    return JobError(
+        f'plateau "{option.strip()}": {complaint} Write, for example,  plateau="{EXAMPLE}".'
+    )
+
+
+class Watch:
+    """What has been seen so far, by a rule."""
+
+    def __init__(self, rule: Plateau | None, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self.rule = rule
+        self.factor: float = state.get("factor", 1.0)
+        """What all lowerings so far multiply the learning rate by. Stays when the rule is given up."""
+        if rule is None or saved_watch({"rates": {"plateau": state}}) != rule.metric:
+            state = {}  # what was best is no measure for another number
+        self.best: float | None = state.get("best")
+        self.waited: int = state.get("waited", 0)
+        self.cooling: int = state.get("cooling", 0)
+        self.num_steps: int = state.get("num_steps", 0)
+        """Steps in the mean that is being made."""
+        self._sum = _number(state.get("sum", 0.0))
+        self._samples: int = state.get("samples", 0)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "watch": self.rule.metric.name if self.rule else "",
+            "lower": self.rule.metric.lower if self.rule else None,
+            "factor": self.factor,
+            "best": self.best,
+            "waited": self.waited,
+            "cooling": self.cooling,
+            "num_steps": self.num_steps,
+            "sum": self._sum,
+            "samples": self._samples,
+        }
+
+    def add(self, loss: float, samples: int) -> None:
+        """One more step is committed."""
+        self._sum += loss * samples
+        self._samples += samples
+        self.num_steps += 1
+
+    def close(self) -> str:
+        """The mean over its steps is complete: judge it."""
+        mean = self._sum / self._samples if self._samples else math.nan
+        self._sum, self._samples, self.num_steps = 0.0, 0, 0
+        return self.judge(mean)
+
+    def judge(self, value: float) -> str:
+        """One more value; why the learning rate is lowered now, or nothing."""
+        rule = self.rule
+        assert rule is not None
+        if rule.better(value, self.best):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        if self.cooling:
+            self.cooling, self.waited = self.cooling - 1, 0
+        lower = max(rule.lowest, self.factor * rule.factor)
+        if self.waited < rule.patience or lower >= self.factor:
+            return ""
+        than = "a number" if self.best is None else f"better than {self.best:.4g}"
+        why = f"{rule.metric.name} has not been {than} for {rule.told(self.waited)}"
+        self.factor, self.waited, self.cooling = lower, 0, rule.cooldown
+        return why
+
+
+def _number(value: float | None) -> float:
+    """What has been through JSON, which says None for what is no number."""
+    return math.nan if value is None else value

@@ -1,0 +1,283 @@
+"""What members report, put together. Pure, and without torch.
+
+A step is cut into parts, one a worker in lockstep; it is committed when every part of it is in the
+weights, in whatever order the reports come. Its loss and its learning rate are weighted means over its
+parts. In lockstep its time is that of the slowest worker; otherwise the workers' time for its parts,
+attempts that were left out included, shared by all of them. An evaluation is the weighted mean of the
+workers' parts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manyhands.compute.measures import means
+from manyhands.contract import WHOLE
+from manyhands.control.messages import Row
+from manyhands.coordinator.plan import StepPlan
+from manyhands.errors import ProtocolError
+from manyhands.ranges import Range, Ranges, split
+
+PartKey = tuple[int, int]
+"""(step, part)"""
+Sums = tuple[float, float]
+"""Weight, and sum of the losses times their weights."""
+
+
+@dataclass
+class OpenPart:
+    ranges: tuple[Range, ...]
+    holder: str | None = None
+    """Whose attempt at it counts."""
+    row: Row | None = None
+    settled: bool = False
+    """In the weights, by what the members say of them; its row was lost."""
+    sums: Sums | None = None
+    """Then: what they know of it."""
+    wasted: list[Row] = field(default_factory=list)
+    """Attempts that were left out: their time was spent, and their bytes sent."""
+
+    @property
+    def done(self) -> bool:
+        return self.settled or self.row is not None
+
+
+@dataclass
+class OpenStep:
+    plan: StepPlan
+    parts: dict[int, OpenPart]
+    sums: Sums | None = None
+    """Of the whole step, where members know it and rows were lost."""
+    left: int = field(init=False)
+    """Parts that are not in the weights yet."""
+
+    def __post_init__(self) -> None:
+        self.left = len(self.parts)
+
+    @property
+    def missing(self) -> list[str]:
+        """Who is waited for."""
+        return [p.holder for p in self.parts.values() if p.holder is not None and not p.done]
+
+
+@dataclass(frozen=True)
+class Committed:
+    plan: StepPlan
+    """Without what was left out."""
+    shares: Mapping[str, tuple[Range, ...]]
+    loss: float
+    lr: float
+    step_s: float
+    compute_s: float | None
+    wait_s: float | None
+    bytes_sent: int
+    num_parts: int = 0
+    weight: float = 1.0
+    """What its samples count together. A step that weighs nothing has no loss."""
+    left_out: tuple[Range, ...] = ()
+    """Samples of the plan that are not in the weights."""
+    staleness: tuple[int, ...] = ()
+    """Of each part that was reported."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What the job has logged, each a mean over the step."""
+
+    @property
+    def mean_staleness(self) -> float | None:
+        return sum(self.staleness) / len(self.staleness) if self.staleness else None
+
+
+class Gathering:
+    """The steps that were given out, until all their parts are in the weights."""
+
+    def __init__(self) -> None:
+        self.width: int | None = None
+        """How many workers share the time of a step; None in lockstep, where each takes all of it."""
+        self._open: dict[int, OpenStep] = {}
+        self._complete: list[OpenStep] = []
+        self._last: Committed | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def first(self) -> OpenStep | None:
+        return next(iter(self._open.values()), None)
+
+    @property
+    def steps(self) -> Sequence[OpenStep]:
+        """Those that are open, oldest first."""
+        return tuple(self._open.values())
+
+    def expect(
+        self,
+        plan: StepPlan,
+        parts: Mapping[int, Sequence[Range]],
+        holders: Mapping[int, str] | None = None,
+    ) -> None:
+        given = holders or {}
+        self._open[plan.step] = OpenStep(
+            plan, {n: OpenPart(tuple(ranges), given.get(n)) for n, ranges in parts.items()}
+        )
+
+    def give(self, key: PartKey, holder: str) -> None:
+        """From now on it is this member's attempt that counts."""
+        part = self._part(key)
+        assert part is not None, f"part {key} is given and was never expected"
+        assert not part.done, f"part {key} is given and in the weights already"
+        part.holder = holder
+
+    def add(self, member: str, row: Row) -> bool:
+        """A report; whether it put an open part into the weights. What is no longer open is ignored."""
+        part = self._part((row.step, row.part))
+        if part is None or part.done or part.holder != member:
+            return False
+        if row.dropped:
+            part.holder = None
+            part.wasted.append(row)
+            return False
+        part.row = row
+        self._count_down(row.step)
+        return True
+
+    def check(self, row: Row) -> None:
+        """Refuse what can't be of an open step."""
+        step = self._open.get(row.step)
+        if step is None or not row.left_out:
+            return
+        parts = step.parts
+        sizes = [self.samples((row.step, number)) for number in sorted(parts)]
+        fits = len(row.left_out) == len(sizes) and all(map(operator.le, row.left_out, sizes))
+        if not fits or row.part not in parts:
+            raise ProtocolError(
+                f"of step {row.step}, in parts of {sizes}, it leaves out {list(row.left_out)[:80]}"
+            )
+
+    def samples(self, key: PartKey) -> int:
+        """How many an open part has; 0 if it is not open."""
+        part = self._part(key)
+        return 0 if part is None else sum(stop - start for start, stop in part.ranges)
+
+    def is_open(self, key: PartKey) -> bool:
+        part = self._part(key)
+        return part is not None and not part.done
+
+    def settle(self, applied: Mapping[PartKey, Sums | None], *, whole: bool) -> None:
+        """These parts are in the weights, reported or not, and what is known of each, or of WHOLE steps.
+        `whole`: a step is so wholly or not at all."""
+        for step in self.steps:
+            number = step.plan.step
+            in_weights = [
+                n for n, part in step.parts.items() if part.done or (number, n) in applied
+            ]
+            step.sums = applied.get((number, WHOLE))
+            for n in step.parts if whole and in_weights else in_weights:
+                if not step.parts[n].done:
+                    step.parts[n].settled = True
+                    step.parts[n].sums = applied.get((number, n))
+                    self._count_down(number)
+
+    def clear(self) -> None:
+        """Forget what is open: it is void."""
+        self._open.clear()
+
+    def committed(self) -> Iterator[Committed]:
+        """The steps that are complete now, oldest first."""
+        complete, self._complete = sorted(self._complete, key=lambda s: s.plan.step), []
+        for step in complete:
+            self._last = self._together(step)
+            yield self._last
+
+    def _part(self, key: PartKey) -> OpenPart | None:
+        step = self._open.get(key[0])
+        return step.parts.get(key[1]) if step else None
+
+    def _count_down(self, number: int) -> None:
+        step = self._open[number]
+        step.left -= 1
+        if not step.left:
+            self._complete.append(self._open.pop(number))
+
+    def _together(self, step: OpenStep) -> Committed:
+        # In order of parts, not in that of arrival: sums of floats depend on it, and two runs must be
+        # equal.
+        parts = [step.parts[n] for n in sorted(step.parts)]
+        rows = [part.row for part in parts if part.row is not None]
+        # What one worker knows of a step all do: it may be told by others than who left something out.
+        counts = next((row.left_out for row in rows if row.left_out), [0] * len(parts))
+        held: dict[str, Ranges] = {}
+        left_out = Ranges()
+        for part, count in zip(parts, counts, strict=True):
+            used, rest = _cut_off(part.ranges, count)
+            for piece in rest:
+                left_out.add(piece)
+            if part.holder is not None:
+                ranges = held.setdefault(part.holder, Ranges())
+                for piece in used:
+                    ranges.add(piece)
+        last = self._last
+        known = [(p.row.weight, p.row.loss_sum) if p.row is not None else p.sums for p in parts]
+        sums = [pair for pair in known if pair is not None]
+        if len(rows) < len(parts) and step.sums is not None and step.sums[0]:
+            sums = [step.sums]
+        weight = sum(pair[0] for pair in sums)
+        spent = [row for part in parts for row in part.wasted] + rows
+        loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
+        if not weight and len(rows) < len(parts) and last is not None:
+            loss = last.loss  # of its parts nothing is known but that they count
+        return Committed(
+            plan=step.plan.without(left_out) if len(left_out) else step.plan,
+            shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
+            loss=loss,
+            lr=_mean_lr(rows) if rows else last.lr if last else math.nan,
+            step_s=self._seconds(spent) if rows else last.step_s if last else 0.0,
+            compute_s=self._mean([row.compute_s for row in spent]),
+            wait_s=self._mean([row.wait_s for row in spent]),
+            bytes_sent=sum(row.bytes_sent for row in spent),
+            num_parts=len(parts),
+            weight=weight,
+            left_out=tuple(left_out.to_list()),
+            staleness=tuple(row.staleness for row in rows),
+            measures=means([row.measures for row in rows]),
+        )
+
+    def _seconds(self, rows: Sequence[Row]) -> float:
+        if self.width is None:
+            return max(row.step_s for row in rows)
+        return sum(row.step_s for row in rows) / self.width
+
+    def _mean(self, values: Sequence[float | None]) -> float | None:
+        """Over workers, of what is known."""
+        known = [value for value in values if value is not None]
+        return sum(known) / (self.width or len(known)) if known else None
+
+
+def _mean_lr(rows: Sequence[Row]) -> float:
+    """What the parts moved the weights by, each as far as it counts."""
+    first, whole = rows[0].lr, sum(row.weight for row in rows)
+    if not whole or all(row.lr == first for row in rows):
+        return first
+    return sum(row.lr * row.weight for row in rows) / whole
+
+
+def _cut_off(ranges: Sequence[Range], count: int) -> list[list[Range]]:
+    """The ranges without the last `count` samples, and those."""
+    total = sum(stop - start for start, stop in ranges)
+    return split(ranges, [total - count, count])
+
+
+class Evaluation(Protocol):
+    """A worker's part of an evaluation."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def sums(self) -> Mapping[str, tuple[float, float]]: ...
+
+
+def combine(parts: Sequence[Evaluation]) -> tuple[int, dict[str, float]]:
+    """All workers' parts of an evaluation, as (samples, metrics)."""
+    return sum(part.samples for part in parts), means([part.sums for part in parts])

@@ -1,0 +1,238 @@
+"""From options to a finished run: puts coordinator, conductor, sinks and run folder together."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from manyhands.cluster.launchers import Launcher, LocalLauncher
+from manyhands.cluster.machine import versions
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.cluster.view import SERVER, WORKER
+from manyhands.coordinator.coordinator import Coordinator, on_signals
+from manyhands.coordinator.driver import Conductor
+from manyhands.coordinator.options import Options
+from manyhands.errors import (
+    Diverged,
+    Interrupted,
+    ManyhandsError,
+    RecordError,
+    UsageError,
+    WeightsLost,
+)
+from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
+from manyhands.events.events import Noticed, RunFinished
+from manyhands.runs import checkpoints
+from manyhands.runs.checkpoints import Manifest
+from manyhands.runs.folder import EVENTS, Run
+from manyhands.threads import on_process_failure
+from manyhands.transport import Authority
+
+PROGRAMS = {WORKER: "manyhands.worker.main", SERVER: "manyhands.worker.server"}
+"""What a member runs, by its role."""
+EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted": 75}
+
+
+def train(
+    options: Options,
+    run: Run,
+    *,
+    console: Console,
+    checkpoint: Manifest | None = None,
+    control: str = "unix",
+    timeouts: Timeouts | None = None,
+    launcher: Launcher | None = None,
+    authority: Authority | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Train in the run's folder; the exit code. A mistake of the person is raised, not told.
+
+    `on_ready` is called when nothing stands in the way any more: what changes the folder waits till then.
+    """
+    run.lock()
+    run.take_request()  # of a life before this one
+    resumed = (run.path / EVENTS).exists()
+
+    def ready() -> None:
+        checkpoints.clear_partials(run.path)
+        for step in checkpoints.steps(run.path):
+            if checkpoint is not None and step > checkpoint.step:
+                # Not deleted: it may be all that somebody has. Its steps are void from now on.
+                checkpoints.set_aside(checkpoints.final(run.path, step))
+                run.forget_summary()  # of steps that are void; else it counts until there is a new one
+        on_ready()
+
+    try:
+        stream = Stream(
+            [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
+        )
+        try:
+            with Coordinator(
+                launcher or LocalLauncher(),
+                logs=run.logs,
+                timeouts=timeouts,
+                control=control,
+                keys=options.manner.needs_keys and not options.trust_network,
+                authority=authority,
+            ) as coordinator:
+                on_signals(coordinator)
+                on_process_failure(coordinator.broke)
+
+                first = checkpoint
+
+                def life(before: Conductor | None) -> Conductor:
+                    # What was asked for is done by the time of a newer checkpoint.
+                    anew = replace(options, schedule="")
+                    return Conductor(
+                        coordinator,
+                        options if checkpoint == first else anew,
+                        run,
+                        stream,
+                        entries=PROGRAMS,
+                        checkpoint=checkpoint,
+                        resumed=resumed or before is not None,
+                        before=before,
+                        on_ready=ready,
+                        tick=console.tick,
+                        versions=versions(),
+                    )
+
+                def again(before: Conductor) -> Conductor:
+                    nonlocal checkpoint
+                    checkpoint = _begin_again(before)
+                    return life(before)
+
+                return _conduct([life(None)], again)
+        finally:
+            stream.close()
+    finally:
+        run.unlock()
+
+
+def _begin_again(conductor: Conductor) -> Manifest | None:
+    """Nobody is left who has the weights: end the others, too. The checkpoint to begin again from."""
+    run, crew, options = conductor.run, conductor.crew, conductor.options
+    conductor.coordinator.end_members()
+    checkpoint, complaints = checkpoints.last_sound(run.path)
+    source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
+    passed_over = "".join(f" {complaint} It is passed over." for complaint in complaints)
+    message = f"the weights are lost, and all begin again, from {source}.{passed_over}"
+    conductor.stream.emit(Noticed(message=message))
+    if crew.wanted != options.workers:
+        run.request(crew.wanted)  # as was asked for before
+    return checkpoint
+
+
+def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> int:
+    """The training and its end: whatever happens, members are gone and the summary is written. Where the
+    weights are lost, and all may begin again, another life is added."""
+    error: ManyhandsError | None = None
+    try:
+        outcome = _outlive(lives, again)
+        code = EXIT_CODES[outcome]
+    except Interrupted as caught:
+        code = caught.exit_code
+        error, outcome = caught, "preempted" if code == EXIT_CODES["preempted"] else "interrupted"
+    except Diverged as caught:
+        error, outcome, code = caught, "diverged", caught.exit_code
+    except RecordError:
+        raise  # there is nowhere to write how it ended
+    except ManyhandsError as caught:
+        error, outcome, code = caught, "failed", caught.exit_code
+    conductor = lives[-1]
+    conductor.coordinator.stop()
+    if isinstance(error, UsageError) and not any(life.tally.samples for life in lives):
+        raise error
+    run, injector = conductor.run, conductor.injector
+    if conductor.course is not None:
+        conductor.course.keep_best(checkpoints.steps(run.path))
+    done = outcome in ("finished", "early-stopped")
+    summary = conductor.tally.summary(
+        conductor.options,
+        conductor.course,
+        outcome=outcome,
+        checkpoint=conductor.shelf.newest,
+        error=str(error) if error else None,
+        num_lost=conductor.crew.num_lost,
+        num_replaced=conductor.crew.num_replaced,
+        num_again=conductor.crew.num_again,
+        num_injected=len(injector.injuries) if injector else 0,
+        chaos=injector.summary(finished=done) if injector else None,
+    )
+    try:
+        if done or run.summary is None or any(life.tally.samples for life in lives):
+            run.write_summary(summary)  # else the one of the training before still says all
+    except OSError as caught:
+        raise RecordError(f"{run.path} can't be written: {caught}") from caught
+    advice, command = ("", None) if done else _what_next(lives, outcome)
+    conductor.stream.emit(
+        RunFinished(outcome=outcome, summary=summary, resume_command=command, advice=advice)
+    )
+    return code
+
+
+def _what_next(lives: Sequence[Conductor], outcome: str) -> tuple[str, str | None]:
+    """What to do after a run that did not come to its end, and what to type to go on."""
+    conductor = lives[-1]
+    command = f"manyhands resume {shlex.quote(str(conductor.run.path))}"
+    if place := conductor.coordinator.launcher.again:
+        command += f" {place}"  # without it, all members would be on this machine
+    saved, job = conductor.shelf.newest, conductor.options.job
+    if outcome == "diverged":
+        if not saved:
+            return (
+                "Nothing good was saved. Train again with a lower learning rate, warm-up or clip_norm.",
+                None,
+            )
+        lr = conductor.crew.facts["fields"].get("lr")
+        if isinstance(lr, float):
+            return "A lower learning rate may help.", f"{command} --set lr={lr / 10:g}"
+        return "It would diverge again. Lower the learning rate of the job first.", command
+    if conductor.would_repeat and not any(life.tally.samples for life in lives):
+        if not saved:
+            return (
+                f"Nothing was trained, and it would fail again. Correct {job}, then train again.",
+                None,
+            )
+        return f"It would fail again. Correct {job} first.", command
+    return "", command
+
+
+def _outlive(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> str:
+    while True:
+        try:
+            return lives[-1].conduct()
+        except WeightsLost:
+            lives.append(again(lives[-1]))
+
+
+def rehearse(
+    options: Options,
+    folder: Path,
+    *,
+    control: str = "unix",
+    launcher: Launcher | None = None,
+    authority: Authority | None = None,
+    timeouts: Timeouts | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Conductor:
+    """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
+    run = Run.create("check", path=folder)
+    keys = options.manner.needs_keys and not options.trust_network
+    with Coordinator(
+        launcher or LocalLauncher(),
+        logs=run.logs,
+        control=control,
+        keys=keys,
+        authority=authority,
+        timeouts=timeouts,
+    ) as coordinator:
+        on_signals(coordinator)
+        on_process_failure(coordinator.broke)
+        conductor = Conductor(
+            coordinator, replace(options, rehearse=True), run, Stream(sinks), entries=PROGRAMS
+        )
+        conductor.conduct()
+    return conductor

@@ -1,0 +1,115 @@
+"""The program of a dedicated server: `python -m manyhands.worker.server`, started by a launcher.
+
+It builds the job's model and optimizer, as workers do, and serves them; it computes no gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.cluster.member import Member
+from manyhands.errors import ViewChanging
+from manyhands.worker.program import run
+
+POLL_S = 0.2
+
+
+def live(member: Member) -> None:
+    with member.phase("loading the job"):
+        keeper = Keeper(member)
+    with member.phase("serving"):
+        keeper.run()
+
+
+class Keeper:
+    """A server's life, driven by the coordinator's orders."""
+
+    def __init__(self, member: Member) -> None:
+        from manyhands.cluster.view import SERVER, Seat
+        from manyhands.compute.seeds import seed_loading
+        from manyhands.compute.train_state import Trainee, begin_with
+        from manyhands.job import load_job, total_steps
+        from manyhands.ps.config import ParameterServer
+        from manyhands.ps.node import Station
+        from manyhands.runs.checkpoints import checkpoint_step
+        from manyhands.runs.saver import load_state
+        from manyhands.strategies.registry import make_strategy
+
+        task = member.assignment
+        self.member = member
+        config = make_strategy(task["strategy"])
+        assert isinstance(config, ParameterServer), f"{config.name} has no servers"
+        job = load_job(task["job"], task["settings"])
+        seed_loading(job.seed, "data")
+        # Only for its length: the schedule of the learning rate goes by it.
+        num_steps = total_steps(job, len(job.data()))
+        trainee = Trainee.of(job, device="cpu", num_steps=num_steps)
+        trainee.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
+        self.seat = Seat(member.name, member.host, role=SERVER)
+        self.me = member.me(self.seat)
+        member.on_view = self._view_coming
+        if task["checkpoint"]:
+            state = load_state(task["checkpoint"], trainee, _Stateless())
+            trainee.resume(
+                state,
+                step=checkpoint_step(task["checkpoint"]),
+                num_steps=num_steps,
+                mode=task.get("schedule", ""),
+            )
+        elif task["init_from"]:
+            begin_with(task["init_from"], trainee, job)
+        self.station = Station(config, trainee, self.me)
+
+    def run(self) -> None:
+        self.member.say("ready", seat=vars(self.seat))
+        while True:
+            head = self.member.hear(timeout_s=POLL_S)
+            server = self.station.server
+            if server is not None and server.error is not None:
+                raise server.error
+            match head:
+                case {"kind": "view", "view": view}:
+                    with self.member.phase("joining its peers"):
+                        self._on_view(view)
+                case {"order": "stop"}:
+                    self._report("stopped")
+                case {"order": "leave"}:
+                    self._report("left", settled=self.station.settled())
+                    self.station.leave()
+                    return
+
+    def _view_coming(self) -> None:
+        self.me.newest_view = self.member.newest_view
+
+    def _on_view(self, told: Any) -> None:
+        from manyhands.cluster.view import View
+
+        view = View.from_dict(told)
+        if view.number < self.me.newest_view:
+            return  # the next one is in the queue
+        self.me.view = view
+        try:
+            with self.me.heeding_views():
+                self.station.leave(view)
+                self.station.enter(view)
+                self.station.wait_until_begun()
+        except ViewChanging:
+            return
+        self._report("joined", transport="", settled=self.station.settled(), placement="")
+
+    def _report(self, what: str, **fields: Any) -> None:
+        self.member.say("report", what=what, view=self.me.view.number, **fields)
+
+
+class _Stateless:
+    """A learner's state is a worker's business."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+if __name__ == "__main__":
+    run(live)

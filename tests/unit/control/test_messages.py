@@ -1,0 +1,239 @@
+"""What members say is read field by field: as it should be, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.cluster.messages import OF_AGENTS, OF_MEMBERS, AgentHello, read_kind
+from manyhands.control.messages import REPORTS, Joined, Ready, Steps, parse
+from manyhands.errors import ProtocolError
+from manyhands.transport.fields import read
+
+ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False, []]
+SETTLED = {"version": 4, "applied": [[3, 0], [4, -1, 8.0, 2.0]], "pushes": {"worker-0": 3}}
+SEAT = {"name": "worker-1", "host": "h", "role": "worker", "device": "cpu", "device_id": "cpu"}
+FIELDS = {"batch_size": 8, "epochs": 2, "eval_every": 1, "monitor": "loss", "patience": None}
+READY = {
+    "kind": "ready",
+    "seat": SEAT,
+    "job": "Regression",
+    "fields": {**FIELDS, "lr": 0.1},
+    "metrics": ["loss"],
+    "device": "cpu",
+    "torch": "2",
+    "parameters": 7,
+    "train_samples": 100,
+    "eval_samples": 10,
+    "unit": ["samples", 1],
+    "tables": {},
+    "optimizer": [],
+}
+FAILED = {
+    "kind": "failed",
+    "reason": "x",
+    "traceback": "",
+    "usage": False,
+    "consequence": False,
+    "weights_lost": False,
+    "exit_code": 1,
+}
+
+
+def report(what: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "report", "what": what, "view": 2, **fields}
+
+
+GOOD: list[dict[str, Any]] = [
+    {"kind": "hello", "member": "worker-1", "pid": 3, "host": "h", "python": "3"},
+    {"kind": "beat", "phase": "training", "since_s": 0.2, "ticks": 4},
+    {"kind": "post", "key": "a", "value": "b"},
+    {"kind": "bye"},
+    FAILED,
+    READY,
+    {"kind": "ready", "seat": {**SEAT, "role": "server"}},
+    report("joined", transport="", settled=SETTLED, placement="", catching_up=False),
+    report("joined", transport="", settled=None, placement="", whole_steps=True),
+    report("caught_up"),
+    report("steps", rows=[ROW, ROW]),
+    report("evaluated", samples=3, sums={"loss": [1.0, 3.0]}, seconds=0.1),
+    report("saving", step=20),
+    report(
+        "saved", step=20, files={"a": {"bytes": 3, "crc32": "00"}}, bytes=3, stall_s=0, write_s=1
+    ),
+    report("saved", step=20, error="no room"),
+    report("noticed", message="a loader process was killed"),
+    report("rehearsed"),
+    report("stopped"),
+    report("left", settled=SETTLED),
+    report("torn", peer="worker-0"),
+    report("refused", peer="worker-0", why="a push in slot 9"),
+]
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "its kind is 'None'"),
+    ({"kind": "reports"}, "its kind is 'reports'"),
+    (report("stepz"), "it reports 'stepz'"),
+    ({"kind": "report", "what": "caught_up"}, "view is missing"),
+    ({"kind": "report", "what": "torn", "peer": "x"}, "view is missing"),
+    ({"kind": "report", "what": "joined", "transport": ""}, "view is missing"),
+    (report("steps", rows=[[1]]), r"rows\[0\] has 1 fields of 8 to 13"),
+    (report("steps", rows=[[*ROW, {}, 1]]), r"rows\[0\] has 14 fields"),
+    (report("steps", rows=[["1", *ROW[1:]]]), r"rows\[0\].step is '1', not a whole number"),
+    (report("steps", rows=[[True, *ROW[1:]]]), r"rows\[0\].step is True"),
+    (report("steps", rows=[[10**30, *ROW[1:]]]), "not a whole number"),
+    (report("steps", rows=[[1, float("nan"), *ROW[2:]]]), r"rows\[0\].weight is no weight: nan"),
+    (report("steps", rows=[[*ROW[:4], float("inf"), *ROW[5:]]]), "step_s is no time"),
+    (report("steps", rows={}), "rows is {}, not a list"),
+    ({"kind": "failed"}, "reason is missing"),
+    ({"kind": "ready"}, "seat is None, not an object"),
+    ({**READY, "unit": ["samples"]}, r"unit is \['samples'\], not a list of 2"),
+    ({**READY, "fields": {}}, "fields.batch_size is missing"),
+    (report("torn", peer=7), "peer is 7, not a text"),
+    ({"kind": "post", "key": "a", "value": "x" * (1 << 19)}, "over the limit"),
+]
+
+
+@pytest.mark.parametrize("head", GOOD, ids=lambda head: str(head.get("what", head["kind"])))
+def test_what_members_say_is_read(head: dict[str, Any]) -> None:
+    message = parse(json.loads(json.dumps(head)))
+    assert dataclasses.is_dataclass(message)
+    assert parse({**head, "of a newer version": 1}) == message or head is READY
+
+
+def test_all_kinds_are_tried() -> None:
+    assert {head["what"] for head in GOOD if head["kind"] == "report"} == set(REPORTS)
+    assert {head["kind"] for head in GOOD} == {*OF_MEMBERS, "ready", "report"}
+
+
+def test_what_is_read_is_typed() -> None:
+    message = parse(report("steps", rows=[ROW]))
+    assert isinstance(message, Steps)
+    assert message.rows[0].bytes_sent == 120
+    message = parse(report("joined", transport="", settled=SETTLED))
+    assert isinstance(message, Joined)
+    assert message.settled is not None
+    assert message.settled.applied == [(3, 0), (4, -1, 8.0, 2.0)]
+    message = parse(READY)
+    assert isinstance(message, Ready)
+    assert message.seat.name == "worker-1"
+
+
+@pytest.mark.parametrize(("head", "why"), BAD, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_named(head: dict[str, Any], why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        parse(head)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+MUTATIONS = st.tuples(st.integers(0, 10**6), JSON | st.just("~remove"))
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to each item of a message."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    return [(*here, key) for key in keys] + [
+        place for key in keys for place in places(value[key], (*here, key))
+    ]
+
+
+def mutate(head: dict[str, Any], mutations: list[tuple[int, Any]]) -> dict[str, Any]:
+    head = copy.deepcopy(head)
+    for number, value in mutations:
+        found = [place for place in places(head) if place not in (("kind",), ("what",))]
+        if not found:
+            break
+        *way, last = found[number % len(found)]
+        inner: Any = head
+        for key in way:
+            inner = inner[key]
+        if value == "~remove":
+            del inner[last]
+        else:
+            inner[last] = value
+    return head
+
+
+@given(head=st.sampled_from(GOOD), mutations=st.lists(MUTATIONS, min_size=1, max_size=4))
+def test_any_change_of_a_message_is_read_or_refused(
+    head: dict[str, Any], mutations: list[tuple[int, Any]]
+) -> None:
+    changed = mutate(head, mutations)
+    try:
+        message = parse(changed)
+    except ProtocolError:
+        return
+    assert dataclasses.is_dataclass(message)
+
+
+@given(st.dictionaries(st.sampled_from(["kind", "what", "view", "rows", "settled"]), JSON))
+def test_anything_is_read_or_refused(head: dict[str, Any]) -> None:
+    for read_any in (
+        parse,
+        lambda head: read_kind(OF_AGENTS, head),
+        lambda head: read(AgentHello, head),
+    ):
+        try:
+            read_any(head)
+        except ProtocolError:
+            pass
+
+
+MACHINE = {"host": "h", "identity": "i", "cores": 2, "gpus": 0, "versions": {"torch": "2"}}
+ENTRY = {"name": "rank-1", "role": "worker", "rank": 1, "slots": 1, "devices": []}
+AGENT = {"machine": MACHINE, "entry": ENTRY, "process": "p"}
+
+
+def test_an_agent_says_who_it_is() -> None:
+    assert read(AgentHello, AGENT).entry.devices == ()
+    for wrong in (
+        {"rank": -1},
+        {"slots": 10**9},
+        {"role": "king"},
+        {"devices": [1]},
+        {"rank": None},
+    ):
+        with pytest.raises(ProtocolError):
+            read(AgentHello, {**AGENT, "entry": {**ENTRY, **wrong}})
+
+
+@given(mutations=st.lists(MUTATIONS, min_size=1, max_size=3))
+def test_any_change_of_an_agents_hello_is_read_or_refused(
+    mutations: list[tuple[int, Any]],
+) -> None:
+    try:
+        agent = read(AgentHello, mutate(AGENT, mutations))
+    except ProtocolError:
+        return
+    assert 0 <= agent.entry.slots <= 4096
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "exited", "name": "worker-0", "code": 10**9},
+        {"kind": "exited", "name": "worker-0"},
+        {"kind": "started", "name": "worker-0", "pid": -1},
+        {"kind": "settled", "sees_run": "yes"},
+        {"kind": "leaving"},
+        {"kind": "what"},
+        {"kind": []},
+    ],
+    ids=str,
+)
+def test_what_an_agent_says_wrong_is_refused(head: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        read_kind(OF_AGENTS, head)

@@ -1,0 +1,255 @@
+"""The coordinator and real members that know nothing of training: board, keys, views."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.cluster.launchers import Handle, LocalLauncher, Start
+from manyhands.cluster.messages import Post
+from manyhands.cluster.strangers import Strangers
+from manyhands.cluster.view import Seat
+from manyhands.coordinator.coordinator import (
+    MOST_POSTED,
+    MOST_UNHEARD_BYTES,
+    Coordinator,
+    LinkLost,
+    Said,
+    Signalled,
+    Told,
+)
+from manyhands.errors import LinkError
+from manyhands.transport import Authority, Credentials, Link, Listener, connect
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def members_find_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+
+
+@contextmanager
+def coordinating(tmp_path: Path, **options: Any) -> Iterator[Coordinator]:
+    with Coordinator(LocalLauncher(), logs=tmp_path, **options) as coordinator:
+        try:
+            yield coordinator
+        finally:
+            coordinator.stop()
+
+
+def start(coordinator: Coordinator, name: str, **assignment: Any) -> None:
+    coordinator.start(name, entry="chatty", local_rank=0, threads=1, assignment=assignment)
+
+
+def await_said(coordinator: Coordinator, member: str, kind: str) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        match coordinator.next(0.1):
+            case Said(name, Post() as message) if name == member and kind == "post":
+                return message
+            case Said(name, {"kind": said} as message) if name == member and said == kind:
+                return message
+    raise AssertionError(f"{member} did not say {kind}")
+
+
+def test_who_comes_late_reads_what_was_posted_before(tmp_path: Path) -> None:
+    with coordinating(tmp_path) as coordinator:
+        start(coordinator, "worker-0", post={"ps/1/worker-0": "here", "ps/1/other": "there"})
+        await_said(coordinator, "worker-0", "post")
+        await_said(coordinator, "worker-0", "post")
+        start(coordinator, "worker-1", fetch="ps/1/worker-0")
+        assert await_said(coordinator, "worker-1", "report")["got"] == "here"
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_keys_are_given_on_request_and_the_secret_always(tmp_path: Path, keys: bool) -> None:
+    with coordinating(tmp_path, keys=keys) as coordinator:
+        told = []
+        for name in ("worker-0", "server-0"):
+            start(coordinator, name)
+            told.append(await_said(coordinator, name, "ready"))
+        assert len(told[0]["secret"]) == 64
+        assert told[0]["secret"] == told[1]["secret"]
+        certificates = {one["certificate"] for one in told}
+        assert len(certificates) == 2 if keys else certificates == {None}
+
+
+def test_two_runs_have_two_secrets(tmp_path: Path) -> None:
+    secrets = set()
+    for _ in range(2):
+        with coordinating(tmp_path) as coordinator:
+            start(coordinator, "worker-0")
+            secrets.add(await_said(coordinator, "worker-0", "ready")["secret"])
+    assert len(secrets) == 2
+
+
+def test_a_view_ends_the_wait_for_what_nobody_posts(tmp_path: Path) -> None:
+    with coordinating(tmp_path) as coordinator:
+        start(coordinator, "worker-0", wait_through_views=True)
+        await_said(coordinator, "worker-0", "ready")
+        seat = Seat("worker-0", "here")
+        coordinator.form_view([seat])
+        time.sleep(0.5)
+        coordinator.form_view([seat])
+        report = await_said(coordinator, "worker-0", "report")
+        assert report["noted"] == [[1, False], [2, False]], "each before it can be heard"
+        assert report["heard"]["view"]["number"] == 1
+        assert report["seconds"] < 10
+
+
+def test_all_can_be_ended_and_others_started(tmp_path: Path) -> None:
+    """Also one that is frozen; what comes meanwhile is not lost, and what they said is not heard later."""
+    with coordinating(tmp_path) as coordinator:
+        for name in ("worker-0", "worker-1"):
+            start(coordinator, name)
+            await_said(coordinator, name, "ready")
+        os.kill(coordinator.members["worker-1"].handle.pid, signal.SIGSTOP)
+        coordinator.interrupt(signal.SIGTERM)
+        coordinator.end_members()
+        assert not any(member.alive for member in coordinator.members.values())
+        assert coordinator.next(1.0) == Signalled(signal.SIGTERM)
+        assert coordinator.next(0.0) is None
+        start(coordinator, "worker-2")
+        await_said(coordinator, "worker-2", "ready")
+
+
+class Inviting(LocalLauncher):
+    """Starts nobody, and keeps what members would be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.invitations: dict[str, Any] = {}
+        self.over = threading.Event()
+
+    def start(self, start: Start) -> Any:
+        self.invitations[start.name] = start.invitation
+        return Nobody(start.name, self.over)
+
+    def close(self) -> None:
+        self.over.set()
+
+
+class Nobody(Handle):
+    def __init__(self, name: str, over: threading.Event) -> None:
+        self.name, self.pid, self.host, self._over = name, 0, "here", over
+
+    def wait(self) -> int:
+        self._over.wait()
+        return 0
+
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@contextmanager
+def inviting(
+    tmp_path: Path, authority: Authority | None = None
+) -> Iterator[tuple[Coordinator, dict[str, Any]]]:
+    launcher = Inviting()
+    with Coordinator(
+        launcher, logs=tmp_path, control="tcp://127.0.0.1:0", authority=authority
+    ) as made:
+        start(made, "worker-0")
+        yield made, launcher.invitations["worker-0"]
+
+
+def dial(invitation: dict[str, Any], by: dict[str, Any]) -> Link:
+    credentials = Credentials.from_dict(by["credentials"])
+    return connect(invitation["address"], credentials=credentials, timeout_s=DEADLINE_S)
+
+
+def test_a_members_certificate_is_for_its_run_also_where_two_runs_have_one_key(
+    tmp_path: Path,
+) -> None:
+    key = Authority.from_secret("manyhands run", "one key for the whole project")
+    with inviting(tmp_path, key) as (one, mine), inviting(tmp_path, key) as (_, theirs):
+        with dial(mine, by=mine) as link:
+            assert link.peer == "coordinator"
+            link.send({"kind": "hello", "member": "worker-0"})
+            assert isinstance(one.next(DEADLINE_S), Said)
+        with pytest.raises(LinkError, match="refused"):
+            dial(theirs, by=mine)
+        server = Credentials.from_dict(theirs["credentials"])
+        with (
+            Listener("tcp://127.0.0.1:0", credentials=server) as listener,
+            pytest.raises(LinkError, match="refused"),
+        ):
+            dial({"address": listener.address}, by=mine)
+        # Whoever has the key is let in to be an agent, and trusts no member that says it is coordinator.
+        agent = key.issue("agent-x")
+        with connect(theirs["address"], credentials=agent, timeout_s=DEADLINE_S) as link:
+            assert link.peer == "coordinator"
+        with (
+            Listener(
+                "tcp://127.0.0.1:0", credentials=Credentials.from_dict(mine["credentials"])
+            ) as listener,
+            pytest.raises(LinkError, match="refused"),
+        ):
+            connect(listener.address, credentials=agent, timeout_s=DEADLINE_S)
+
+
+def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
+    with inviting(tmp_path) as (coordinator, invitation), dial(invitation, by=invitation) as link:
+        link.send({"kind": "hello", "member": "worker-0"})
+
+        def flood() -> None:
+            with contextlib.suppress(LinkError):
+                for number in range(1000):
+                    link.send({"kind": "post", "key": str(number), "value": "x" * 250_000})
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        deadline = time.monotonic() + DEADLINE_S
+        room = coordinator.members["worker-0"].room
+        while room._used < MOST_UNHEARD_BYTES - 300_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert room._used <= MOST_UNHEARD_BYTES
+        # It never reads what all are told: nobody waits for it.
+        heard: list[object] = []
+        while not any(isinstance(happening, LinkLost) for happening in heard):
+            heard.append(coordinator.next(0.1))
+            assert time.monotonic() < deadline
+        assert Told("worker-0 does not read what it is told; its link is closed") in heard or (
+            coordinator.next(DEADLINE_S)
+            == Told("worker-0 does not read what it is told; its link is closed")
+        )
+        assert sum(map(len, coordinator._board.values())) <= MOST_POSTED
+        thread.join(DEADLINE_S)
+
+
+def test_the_first_word_of_a_connection_is_short(tmp_path: Path) -> None:
+    with inviting(tmp_path) as (_, invitation), dial(invitation, by=invitation) as link:
+        with contextlib.suppress(LinkError):  # the other end may be quicker
+            link.send({"kind": "hello", "member": "worker-0", "more": "x" * (1 << 19)})
+        with pytest.raises(LinkError):
+            link.recv(timeout_s=DEADLINE_S)
+
+
+def test_hosts_that_are_refused_are_told_once_and_then_counted() -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    strangers = Strangers(told.put, told.put)
+    for number in range(1000):
+        strangers(f"127.0.0.1:{number}", "unknown ca")
+        strangers(f"fe80::{number}:77", "garbage")
+    lines = []
+    with contextlib.suppress(queue.Empty):
+        while len(lines) < 12:
+            lines.append(told.get(timeout=DEADLINE_S))
+    assert strangers.count == 2000
+    assert told.empty()
+    counts = [line for line in lines if "so far" in line]
+    assert [line.split()[0] for line in counts] == ["100", "1,000"]
+    assert sum("was refused: it has another key" in line for line in lines) == 1

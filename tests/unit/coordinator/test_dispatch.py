@@ -1,0 +1,433 @@
+"""The hand-out: whoever dies or comes, every sample is in the weights once, and every checkpoint is whole."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from troupe import Troupe, row
+
+from manyhands.cluster.view import SERVER, Seat, View
+from manyhands.coordinator.batch_scaling import FIXED, Scaling
+from manyhands.coordinator.checkpoint_tracker import Shelf
+from manyhands.coordinator.dispatch import Handout, make_handout
+from manyhands.coordinator.options import Manner, Options
+from manyhands.coordinator.plan import Course, Syllabus
+from manyhands.coordinator.plateau import Plateau
+from manyhands.events.sinks import Stream
+from manyhands.runs import checkpoints
+from manyhands.runs.folder import Run
+
+IN_STEP = Manner()
+IN_PARTS = Manner(lockstep=False, parts=lambda workers: workers)
+IN_MANY_PARTS = Manner(lockstep=False, parts=lambda workers: 2 * workers + 1)
+
+syllabi = st.builds(
+    Syllabus,
+    num_samples=st.integers(1, 40),
+    batch_size=st.integers(1, 15),
+    epochs=st.integers(1, 3),
+    eval_every=st.integers(1, 2),
+    has_eval=st.booleans(),
+    checkpoint_every=st.integers(0, 4),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    syllabus=syllabi,
+    manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    workers=st.integers(1, 4),
+    deaths=st.integers(0, 3),
+    arrivals=st.integers(0, 2),
+    stop_at=st.one_of(st.none(), st.integers(0, 200)),
+    seed=st.integers(0, 2**32),
+)
+def test_whoever_dies_or_comes_every_sample_counts_once(
+    syllabus: Syllabus,
+    manner: Manner,
+    workers: int,
+    deaths: int,
+    arrivals: int,
+    stop_at: int | None,
+    seed: int,
+) -> None:
+    play(syllabus, manner, workers, random.Random(seed), deaths, arrivals, stop_at)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    syllabus=st.builds(
+        Syllabus,
+        num_samples=st.integers(1, 30),
+        batch_size=st.integers(2, 9),
+        epochs=st.integers(1, 2),
+        has_eval=st.booleans(),
+        checkpoint_every=st.sampled_from([0, 3]),
+        scaling=st.sampled_from([FIXED, Scaling("linear", 2, 3), Scaling("sqrt", 3, 0)]),
+        plateau=st.builds(
+            Plateau, patience=st.just(1), watch=st.just("train_loss"), every=st.integers(0, 4)
+        ),
+    ),
+    manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    deaths=st.integers(0, 2),
+    arrivals=st.integers(0, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_also_where_the_batch_follows_the_workers_and_the_rate_the_losses(
+    syllabus: Syllabus, manner: Manner, deaths: int, arrivals: int, seed: int
+) -> None:
+    play(syllabus, manner, 3, random.Random(seed), deaths, arrivals, None)
+
+
+def play(
+    syllabus: Syllabus,
+    manner: Manner,
+    workers: int,
+    chance: random.Random,
+    deaths: int,
+    arrivals: int,
+    stop_at: int | None,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        troupe = Troupe(Path(folder), syllabus, manner, workers, chance)
+        troupe.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
+        course = troupe.course
+        steps = sorted(c.plan.step for c in troupe.committed)
+        assert steps == list(range(1, len(steps) + 1)), "each step is committed once"
+        assert course.committed_step == len(steps)
+        used = troupe.used()
+        assert course.samples_used == used.total()
+        assert set(used.values()) <= {1}
+        said = Counter(
+            (c.plan.epoch, i)
+            for c in troupe.committed
+            for ranges in c.shares.values()
+            for low, high in ranges
+            for i in range(low, high)
+        )
+        assert said == used, "the record is the truth"
+        if troupe.handout.finishing == "finished":
+            assert used.total() == syllabus.num_samples * syllabus.epochs
+            every, last = syllabus.eval_every, syllabus.epochs - 1
+            due = [e for e in range(syllabus.epochs) if (e + 1) % every == 0 or e == last]
+            assert troupe.evaluations == (due if syllabus.has_eval else [])
+        # Only the writer's last words are still on their way.
+        troupe.shelf.settle(course)
+        if troupe._writing is not None:
+            troupe._written()
+        if steps:
+            assert checkpoints.steps(troupe.run.path)[-1] == len(steps)
+
+
+class Stage:
+    """A hand-out, and what it told whom."""
+
+    def __init__(self, tmp_path: Path, manner: Manner, workers: int, **syllabus: Any) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.course = Course(Syllabus(**{"batch_size": 4, "epochs": 1, **syllabus}))
+        run = Run.create("stage", path=tmp_path / "run")
+        options = Options("job.py", "any", workers, manner=manner)
+        self.shelf = Shelf(run, Stream(), options, newest=None)
+        self.handout: Handout = make_handout(
+            manner, self.course, self.shelf, lambda name, order: self.told.append((name, order))
+        )
+        self.view = 0
+        self.seat(*[f"worker-{n}" for n in range(workers)])
+
+    def seat(self, *names: str, servers: int = 0) -> int:
+        self.view += 1
+        seats = [Seat(name, "here") for name in names]
+        seats += [Seat(f"server-{n}", "here", role=SERVER) for n in range(servers)]
+        return self.handout.restart(View(self.view, tuple(seats)))
+
+    def more(self, *, hold: bool = False) -> list[tuple[str, Any]]:
+        """What is told now: the order's name, or the (step, part) of each portion."""
+        self.told.clear()
+        self.handout.more(hold=hold)
+        return [
+            (
+                name,
+                [(p[0], p[4]) for p in order["portions"]]
+                if "portions" in order
+                else order["order"],
+            )
+            for name, order in self.told
+        ]
+
+    def done(self, name: str, step: int, part: int, seconds: float = 1.0, **how: Any) -> None:
+        self.handout.add(name, row(step, part, seconds, **how))
+        for _ in self.handout.committed():
+            pass
+
+
+def test_in_lockstep_everybody_has_a_share_of_every_step(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
+    assert stage.more() == [
+        *(("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])),
+        *(("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])),
+    ]
+
+
+def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.handout.settle(dict.fromkeys([(1, 0), (1, 1)]))
+    assert list(stage.handout.committed()) == []
+    assert stage.seat("worker-0") == 1
+    assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
+    (_, order), _ = stage.told
+    assert order["portions"] == [[2, 0, 4, [(4, 8)], 0]]
+
+
+def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
+    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
+    assert stage.more() == []
+    stage.done("worker-0", 1, 0)
+    assert stage.more() == [("worker-0", [(2, 0)])]
+    stage.done("worker-0", 2, 0)
+    assert stage.more() == [("worker-0", [(2, 1)])]
+    stage.done("worker-0", 2, 1)
+    assert stage.course.samples_used == 4, "step 2 is in the weights, step 1 is not"
+    assert stage.course.committed_step == 0
+
+
+def test_a_step_is_one_part_where_the_members_want_no_others(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
+    stage.handout.whole_steps = True
+    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
+    (_, order), _ = stage.told
+    assert order["portions"] == [[1, 0, 4, ((0, 4),), 0]]
+    stage.done("worker-1", 2, 0)
+    assert stage.more() == [("worker-1", [(3, 0)])]
+    assert stage.course.samples_used == 4
+
+
+def test_a_part_that_was_left_out_is_the_next(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
+    stage.more()
+    stage.done("worker-1", 1, 1, dropped=True)
+    assert stage.more() == [("worker-1", [(1, 1)])]
+    stage.done("worker-0", 1, 1)
+    assert stage.handout.gathering.is_open((1, 1)), "it is in the hands of another"
+
+
+def test_an_evaluation_waits_for_all_and_all_rest_meanwhile(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    assert stage.more() == [("worker-0", "rest"), ("worker-1", "rest")]
+    assert stage.more() == [], "once"
+    stage.done("worker-1", 1, 1, dropped=True)
+    assert stage.more() in (
+        [("worker-0", [(1, 1)]), ("worker-0", "rest")],
+        [("worker-1", [(1, 1)]), ("worker-1", "rest")],
+    )
+    stage.done(stage.told[0][0], 1, 1)
+    assert stage.more() == [("worker-0", "evaluate"), ("worker-1", "evaluate")]
+    assert not stage.handout.quiet
+
+
+def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=8, checkpoint_every=1)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    orders = [what for _, what in stage.more()]
+    assert orders == ["rest", "rest", "checkpoint", "checkpoint"]
+    assert stage.more() == []
+    stage.handout.saving("worker-0", 1)
+    assert stage.more() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
+    tmp_path: Path, manner: Manner
+) -> None:
+    stage = Stage(tmp_path, manner, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.more()
+    assert stage.course.awaiting
+    assert stage.seat("worker-1") == 0
+    assert ("worker-1", "evaluate") in stage.more()
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
+    tmp_path: Path, manner: Manner, started: bool, victim: str
+) -> None:
+    stage = Stage(tmp_path, manner, 2, num_samples=8, checkpoint_every=1)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.more()
+    if started:
+        stage.handout.saving("worker-0", 1)
+        stage.more()
+    left = "worker-1" if victim == "worker-0" else "worker-0"
+    stage.seat(left)
+    again = (left, "checkpoint") in stage.more()
+    if manner is IN_PARTS and started:
+        # The steps behind it are under way already: the next one is at their end.
+        assert not again
+        saved = victim != "worker-0"
+        assert stage.shelf.void([left]) == []
+        for _ in range(2):
+            for name, step, part in [(left, 2, 0), (left, 2, 1)]:
+                stage.done(name, step, part)
+                stage.more()
+        assert stage.shelf.unstarted or saved
+    else:
+        assert again == (not started or victim == "worker-0")
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+def test_the_last_checkpoint_is_owed_though_the_stop_was_ordered(
+    tmp_path: Path, manner: Manner
+) -> None:
+    """Whoever was writing it died when all had been told to stop."""
+    stage = Stage(tmp_path, manner, 2, num_samples=4, has_eval=False)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.more()
+    stage.handout.saving("worker-0", 1)
+    stage.more()
+    assert stage.handout.finishing == "finished"
+    stage.seat("worker-1")
+    assert ("worker-1", "checkpoint") in stage.more()
+    stage.handout.saving("worker-1", 1)
+    stage.more()
+    assert stage.handout.finishing == "finished"
+
+
+def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=4, has_eval=False)
+    stage.seat("worker-0", servers=2)
+    told = stage.more()
+    assert [name for name, what in told if what != "stop"] == ["worker-0"] * (len(told) - 3)
+    assert [name for name, what in told if what == "stop"] == ["worker-0", "server-0", "server-1"]
+
+
+def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
+    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
+    stage.handout.settle({(1, 1): None})
+    assert stage.seat("worker-1") == 1
+    assert stage.more() == [("worker-1", [(1, 0)])]
+    stage.done("worker-1", 1, 0)
+    assert stage.more() == [("worker-1", [(1, 2)])]
+
+
+def test_nothing_new_is_given_while_somebody_new_is_waited_for(tmp_path: Path) -> None:
+    for manner in (IN_STEP, IN_PARTS):
+        stage = Stage(tmp_path / str(manner.lockstep), manner, 1, num_samples=40)
+        stage.more()
+        assert not stage.handout.quiet
+        steps = [step.plan.step for step in stage.handout.gathering.steps]
+        for step in steps:
+            stage.done("worker-0", step, 0)
+            assert all(what == "rest" for _, what in stage.more(hold=True))
+        assert stage.handout.quiet
+        stage.seat("worker-0", "worker-1")
+        given = {name for name, what in stage.more() if isinstance(what, list)}
+        assert given == {"worker-0", "worker-1"}
+
+
+def test_an_evaluation_that_nobody_wants_any_more_is_not_ordered(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    stage.more()
+    assert stage.course.awaiting
+    stage.course.stop("interrupted")
+    stage.done("worker-1", 1, 1)
+    assert [what for _, what in stage.more()] == ["checkpoint", "checkpoint"]
+
+
+def test_those_who_rest_are_told_so_in_every_view(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    assert [what for _, what in stage.more()] == ["rest", "rest"]
+    stage.seat("worker-0")
+    assert stage.more() == [("worker-0", [(1, 1)]), ("worker-0", "rest")]
+
+
+def test_in_lockstep_it_is_not_quiet_before_the_evaluation_and_the_copy(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=4)
+    stage.more()
+    stage.done("worker-0", 1, 0)
+    assert stage.course.awaiting
+    assert not stage.handout.quiet
+    stage.course.evaluated({"loss": 1.0})
+    stage.handout.evaluated()
+    assert stage.handout.quiet
+    stage.more()
+    assert not stage.handout.quiet
+    stage.handout.saving("worker-0", 1)
+    assert stage.handout.quiet
+
+
+def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path: Path) -> None:
+    scaling = Scaling("linear", reference=1, warmup=0)
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
+    stage.more()
+    assert stage.told[0][1]["portions"] == [[1, 0, 4, [(0, 4)], 0]], "nothing is: nothing is sent"
+    stage.seat("worker-0", "worker-1")
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[1, 0, 8, [(0, 4)], 0, 2.0, 2]]
+    assert second["portions"] == [[1, 0, 8, [(4, 8)], 1, 2.0, 2]]
+
+
+@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+def test_where_losses_decide_nothing_is_given_before_they_are_known(
+    tmp_path: Path, manner: Manner
+) -> None:
+    rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=1)
+    stage = Stage(tmp_path, manner, 2, num_samples=40, plateau=rule)
+    for step, factor in enumerate([None, None, 0.5, 0.25], start=1):
+        stage.more()
+        given = [(name, order["portions"]) for name, order in stage.told if "portions" in order]
+        assert [(name, [p[0] for p in portions]) for name, portions in given] == [
+            ("worker-0", [step]),
+            ("worker-1", [step]),
+        ]
+        assert [p[5:6] for _, portions in given for p in portions] == [[factor] * bool(factor)] * 2
+        stage.done("worker-0", step, 0)
+        assert not any("portions" in order for _, order in stage.told[2:])
+        assert all(what == "rest" for _, what in stage.more())
+        stage.done("worker-1", step, 1)
+
+
+def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> None:
+    scaling = Scaling("linear", reference=1, warmup=0)
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
+    stage.seat("worker-0", "worker-1")
+    stage.handout.listening = {"worker-1"}
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[1, 0, 4, [(0, 4)], 0]]
+    assert second["portions"] == [[1, 0, 4, [], 1]]
+    for step in (1, 2):
+        stage.done("worker-0", step, 0)
+        stage.done("worker-1", step, 1)
+    stage.handout.listening.clear()
+    stage.more()
+    (_, first), (_, second), *_ = stage.told
+    assert first["portions"] == [[3, 0, 8, [(8, 12)], 0, 2.0, 2]]
+    assert second["portions"] == [[3, 0, 8, [(12, 16)], 1, 2.0, 2]]

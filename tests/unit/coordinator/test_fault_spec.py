@@ -1,0 +1,169 @@
+"""The language of --chaos: what parses, what is refused and how, when faults are due and for whom."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.coordinator.fault_spec import (
+    AFTER_STEP,
+    AT,
+    CUT,
+    EVERY,
+    KILL,
+    ONCE,
+    PAUSE,
+    Chaos,
+    Clause,
+    Timer,
+    Timing,
+    befallen,
+    check,
+    parse_chaos,
+)
+from manyhands.errors import UsageError
+
+durations = st.integers(1, 10_000_000).map(lambda ms: ms / 1000)
+targets = st.sampled_from(["worker", "server", "member", "worker-0", "server-12"])
+timings = st.one_of(
+    st.builds(Timing, st.sampled_from([EVERY, AT]), durations),
+    st.builds(Timing, st.just(AFTER_STEP), st.integers(0, 10**9)),
+    st.just(Timing(ONCE, 0.0)),
+)
+clauses = st.one_of(
+    st.builds(Clause, st.just(KILL), targets, st.just(0.0), timings),
+    st.builds(Clause, st.just(PAUSE), targets, durations, timings),
+    st.builds(Clause, st.just(CUT), targets, st.just(0.0) | durations, timings),
+)
+chaoses = st.builds(
+    Chaos,
+    st.lists(clauses, min_size=1, max_size=4).map(tuple),
+    st.none() | st.integers(0, 10**9),
+)
+
+
+def test_the_example() -> None:
+    chaos = parse_chaos("kill worker every 10s; pause server 2s; cut link 1s; seed 7")
+    assert chaos == Chaos(
+        (
+            Clause(KILL, "worker", 0.0, Timing(EVERY, 10.0)),
+            Clause(PAUSE, "server", 2.0, Timing(EVERY, 10.0)),
+            Clause(CUT, "member", 1.0, Timing(EVERY, 10.0)),
+        ),
+        seed=7,
+    )
+
+
+def test_other_moments_and_units() -> None:
+    text = "  KILL worker-1 at 1m;pause  member 500ms after step 100; cut link of server once;"
+    assert parse_chaos(text).clauses == (
+        Clause(KILL, "worker-1", 0.0, Timing(AT, 60.0)),
+        Clause(PAUSE, "member", 0.5, Timing(AFTER_STEP, 100)),
+        Clause(CUT, "server", 0.0, Timing(ONCE, 0.0)),
+    )
+
+
+@given(chaoses)
+def test_what_is_shown_parses_to_the_same(chaos: Chaos) -> None:
+    assert parse_chaos(str(chaos)) == chaos
+
+
+words = st.sampled_from(
+    [
+        *("kill", "pause", "cut", "link", "of", "every", "at", "after", "step", "once", "seed"),
+        *("worker", "server", "member", "worker-1", "7", "2s", "500ms", ";", "x"),
+    ]
+)
+
+
+@given(st.lists(words, max_size=8).map(" ".join) | st.text(max_size=30))
+def test_any_words_parse_or_are_a_mistake(text: str) -> None:
+    try:
+        chaos = parse_chaos(text)
+    except UsageError as error:
+        complaint = str(error)
+    else:
+        assert parse_chaos(str(chaos)) == chaos
+        return
+    assert complaint.startswith("--chaos ")
+    assert "Write  " in complaint
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("kil worker", "'kil' is no fault; did you mean 'kill'?"),
+        ("kill wroker", "'wroker' is no target; did you mean 'worker'?"),
+        ("kill coordinator", "'coordinator' is no target"),
+        ("kill", "the target is missing"),
+        ("kill worker evry 10s", "'evry' is no moment; did you mean 'every'?"),
+        ("kill worker every 10", "'10' is no duration, such as 500ms, 2s or 1m"),
+        ("kill worker every 0s", "'0s' is no duration"),
+        ("kill worker 2s", "Write  kill worker every 10s"),
+        ("kill worker after 10", "Write  after step 100"),
+        ("kill worker after step x", "'x' is no whole number"),
+        ("kill worker once more", "'more' is too much"),
+        ("pause server", "the duration is missing"),
+        ("cut worker", "Write  cut link of worker-1"),
+        ("kill worker; seed 1; seed 2", "there is a seed already"),
+        ("seed 4", "names no fault"),
+        (" ; ", "names no fault"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_write(text: str, wanted: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_chaos(text)
+    assert wanted in str(caught.value)
+
+
+def refusal(text: str, *, goes_on: bool = True, workers: int = 3, servers: int = 0) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(parse_chaos(text), strategy="mine", goes_on=goes_on, workers=workers, servers=servers)
+    return str(caught.value)
+
+
+def test_what_could_never_happen_is_refused() -> None:
+    assert "mine does not go on when a worker dies" in refusal("pause worker 1s", goes_on=False)
+    assert "--workers 3" in refusal("kill worker", workers=2)
+    assert "--workers 3" in refusal("kill worker-1", workers=2)
+    assert "no member of this run only serves" in refusal("pause server-0 1s")
+    assert "two servers" in refusal("kill server", servers=1)
+    fine = parse_chaos("pause worker 1s; cut link; kill server; kill member")
+    check(fine, strategy="mine", goes_on=True, workers=2, servers=2)
+
+
+names = st.integers(0, 5)
+
+
+@given(st.sampled_from([KILL, PAUSE, CUT]), targets, names, names)
+def test_a_kill_leaves_enough(fault: str, target: str, num_workers: int, num_servers: int) -> None:
+    workers = [f"worker-{n}" for n in range(num_workers)]
+    servers = [f"server-{n}" for n in range(num_servers)]
+    for victim in befallen(Clause(fault, target, 1.0), workers, servers):
+        assert target in ("member", victim, victim.partition("-")[0])
+        if fault == KILL:
+            assert len([name for name in workers if name != victim]) >= 2
+            assert not servers or [name for name in servers if name != victim]
+
+
+@given(timings, st.integers(0, 1000))
+def test_once_is_once_and_every_comes_again(timing: Timing, seed: int) -> None:
+    timer = Timer(timing, random.Random(seed))
+    late_s, late_step = 1e8, 10**10
+    assert timer.due(late_s, late_step)
+    assert timer.due(late_s, late_step), "it waits until it can be done"
+    timer.done(late_s)
+    assert not timer.due(late_s, late_step), "what was late is not made up for"
+    assert timer.due(2 * late_s, late_step) is (timing.kind == EVERY)
+
+
+def test_not_before_its_time() -> None:
+    rng = random.Random(0)
+    assert not Timer(Timing(EVERY, 10.0), rng).due(9.9, 10**6)
+    assert not Timer(Timing(AT, 10.0), rng).due(9.9, 10**6)
+    assert not Timer(Timing(AFTER_STEP, 10), rng).due(1e6, 9)
+    assert Timer(Timing(AFTER_STEP, 10), rng).due(0.0, 10)
+    assert Timer(Timing(ONCE, 0.0), rng).due(60.0, 0)

@@ -1,0 +1,100 @@
+"""What only shows when the job is loaded: batches that don't fit, and a plateau rule of nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from manyhands.coordinator.batch_scaling import Scaling
+from manyhands.coordinator.job_checks import check_job, monitor_note, syllabus_of
+from manyhands.coordinator.options import Options
+from manyhands.coordinator.plateau import Plateau
+from manyhands.errors import JobError, UsageError
+
+OPTIONS = Options("job.py", "allreduce", 2)
+
+
+def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> dict[str, Any]:
+    given = {"batch_size": 8, "monitor": "loss", "patience": None, "plateau": None, "epochs": 2}
+    return {
+        "fields": {**given, "eval_every": 1, **fields},
+        "train_samples": 100,
+        "eval_samples": 10 if metrics else 0,
+        "metrics": list(metrics),
+    }
+
+
+def test_a_batch_that_follows_the_workers_has_to_fit_the_data() -> None:
+    check_job(facts(), workers=20, scaling=Scaling("linear", reference=2))
+    with pytest.raises(UsageError, match="8 for 2 makes a global batch of 104 for 26 workers") as e:
+        check_job(facts(), workers=26, scaling=Scaling("linear", reference=2))
+    assert "--set batch_size=7" in str(e.value)
+    check_job(facts(batch_size=7), workers=26, scaling=Scaling("linear", reference=2))
+
+
+def test_each_worker_of_the_reference_needs_a_sample() -> None:
+    with pytest.raises(UsageError, match=r"batch_size of 8 is for 9 workers.*--set batch_size=9"):
+        check_job(facts(), workers=2, scaling=Scaling("sqrt", reference=9))
+    with pytest.raises(UsageError, match="9 workers share a global batch of 8"):
+        check_job(facts(), workers=9)
+
+
+def test_a_rule_is_checked_before_anything_is_trained() -> None:
+    with pytest.raises(JobError, match="there is no 'patients'"):
+        check_job(facts(plateau="patients=3"), workers=1)
+    with pytest.raises(JobError, match="'f1' can't be watched"):
+        check_job(facts(plateau="watch=f1"), workers=1)
+
+
+def test_a_direction_that_no_name_says_has_to_be_stated() -> None:
+    worst = ("loss", "worst")
+    with pytest.raises(
+        JobError, match=r'Write  monitor="min worst"  .* monitor="max worst"  if hi'
+    ):
+        check_job(facts(metrics=worst, monitor="worst"), workers=1)
+    with pytest.raises(JobError, match='Write  plateau="patience=2; watch=min worst"  if lower'):
+        check_job(facts(metrics=worst, plateau="watch=worst; patience=2"), workers=1)
+    stated = facts(metrics=worst, monitor="min worst", plateau="patience=2")
+    check_job(stated, workers=1)
+    syllabus = syllabus_of(stated, OPTIONS)
+    assert str(syllabus.monitor) == "min worst"
+    assert syllabus.plateau == Plateau(patience=2, watch="min worst")
+    same = syllabus_of(
+        {**stated, "fields": {**stated["fields"], "plateau": "watch=worst"}}, OPTIONS
+    )
+    assert same.plateau == Plateau(watch="min worst")
+    assert syllabus_of(facts(metrics=("loss", "mae"), monitor="mae"), OPTIONS).monitor.lower
+    check_job(facts(metrics=(), monitor="worst"), workers=1)  # nothing is evaluated
+
+
+def test_a_resumed_run_keeps_its_direction() -> None:
+    worst, best = ("loss", "worst"), {"metrics": {"loss": 1.0, "worst": 2.0}, "step": 4}
+    for saved, kept in (
+        ({"monitor": "min worst", "best": best}, "min worst"),
+        ({"best": best}, "max worst"),  # by a version that guessed
+    ):
+        told = facts(metrics=worst, monitor="worst")
+        check_job(told, workers=1, saved=saved)
+        monitor = syllabus_of(told, OPTIONS, saved).monitor
+        assert str(monitor) == kept
+        assert f'chosen by "{kept}"' in monitor_note(monitor, told)
+        stated = facts(metrics=worst, monitor="min worst")
+        assert str(syllabus_of(stated, OPTIONS, saved).monitor) == "min worst"
+    told = facts()
+    assert monitor_note(syllabus_of(told, OPTIONS).monitor, told) == ""
+    watched = {"rates": {"plateau": {"watch": "worst", "lower": True}}}
+    told = facts(metrics=worst, plateau="watch=worst")
+    assert syllabus_of(told, OPTIONS, watched).plateau == Plateau(watch="min worst")
+
+
+def test_the_syllabus_has_the_rules() -> None:
+    scaling = Scaling("sqrt", 3)
+    told = facts(plateau="patience=2", monitor="accuracy")
+    syllabus = syllabus_of(told, replace(OPTIONS, scaling=scaling))
+    assert syllabus.scaling == scaling
+    assert syllabus.plateau == Plateau(patience=2, watch="max accuracy")
+    without = syllabus_of(facts(metrics=(), plateau="patience=2"), OPTIONS)
+    assert without.plateau == Plateau(patience=2, watch="min train_loss")
+    assert syllabus_of(facts(), OPTIONS).plateau is None

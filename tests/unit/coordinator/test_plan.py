@@ -1,0 +1,248 @@
+"""The course of a training: whatever interrupts it, every sample of every epoch is used once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_driver import assert_once_an_epoch, drive, finish, through_json
+
+from manyhands.coordinator.plan import Checkpoint, Course, Evaluate, StepPlan, Steps, Stop, Syllabus
+from manyhands.errors import CheckpointError
+
+
+def due(syllabus: Syllabus) -> list[int]:
+    """The epochs after which to evaluate."""
+    if not syllabus.has_eval:
+        return []
+    last = syllabus.epochs - 1
+    return [e for e in range(syllabus.epochs) if (e + 1) % syllabus.eval_every == 0 or e == last]
+
+
+syllabi = st.builds(
+    Syllabus,
+    num_samples=st.integers(1, 40),
+    batch_size=st.integers(1, 15),
+    epochs=st.integers(1, 4),
+    eval_every=st.integers(1, 3),
+    has_eval=st.booleans(),
+    checkpoint_every=st.integers(0, 5),
+    checkpoints=st.booleans(),
+)
+
+
+@settings(max_examples=150)
+@given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_course(syllabus: Syllabus, seed: int, max_lease: int) -> None:
+    course = Course(syllabus)
+    life = drive(course, chance=random.Random(seed), max_lease=max_lease)
+    assert life.stop == "finished"
+    assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
+    assert len(life.committed) == syllabus.num_steps
+    assert course.samples_used == syllabus.num_samples * syllabus.epochs
+    assert [epoch for _, epoch in life.evaluations] == due(syllabus)
+    per_epoch = syllabus.steps_per_epoch
+    assert all(step == (epoch + 1) * per_epoch for step, epoch in life.evaluations)
+    if syllabus.checkpoints or syllabus.checkpoint_every:
+        saved = [checkpoint.step for checkpoint in life.checkpoints]
+        every = syllabus.checkpoint_every
+        wanted = {s for s in range(1, syllabus.num_steps) if every and s % every == 0}
+        ends = {(e + 1) * per_epoch for e in range(syllabus.epochs)}
+        wanted = wanted | ends if syllabus.checkpoints else wanted - ends
+        assert set(saved) >= wanted
+        assert len(saved) == len(set(saved))
+    if syllabus.checkpoints:
+        assert isinstance(life.orders[-2], Checkpoint)
+        assert life.orders[-2].step == syllabus.num_steps
+
+
+@settings(max_examples=250)
+@given(
+    syllabus=syllabi,
+    seed=st.integers(0, 2**32),
+    moment=st.integers(0, 120),
+    kill=st.booleans(),
+    other_batch=st.integers(1, 15),
+)
+def test_an_interrupted_course_goes_on(
+    syllabus: Syllabus, seed: int, moment: int, kill: bool, other_batch: int
+) -> None:
+    """Stopped or killed anywhere, then resumed from the newest checkpoint, with another batch size."""
+    syllabus = Syllabus(**{**vars(syllabus), "checkpoints": True})
+    chance = random.Random(seed)
+    how = {"cut_after": moment} if kill else {"stop_after": moment}
+    first = drive(Course(syllabus), chance=chance, **how)
+    if not kill:
+        assert first.stop in ("interrupted", "finished")
+        assert first.checkpoints[-1].step == len(first.committed), "stopped with all of it saved"
+    kept = first.checkpoints[-1] if first.checkpoints else None
+    again = Syllabus(**{**vars(syllabus), "batch_size": other_batch})
+    course = Course(again, through_json(kept.state) if kept else None)
+    start = kept.step if kept else 0
+    assert course.step == start
+    second = drive(course, chance=chance)
+    assert second.stop == "finished"
+    plans = [plan for plan in first.committed if plan.step <= start] + second.committed
+    wide = Syllabus(**{**vars(syllabus), "batch_size": max(other_batch, syllabus.batch_size)})
+    assert_once_an_epoch(plans, wide, syllabus.epochs)
+    assert course.samples_used == syllabus.num_samples * syllabus.epochs
+    # An evaluation whose result no checkpoint holds is done again; none is left out.
+    epochs = [epoch for _, epoch in second.evaluations]
+    before = [e for _, e in first.evaluations if e not in epochs]
+    assert sorted(before + epochs) == due(syllabus)
+    if second.committed:
+        assert second.checkpoints[-1].step == plans[-1].step
+
+
+@given(syllabus=syllabi, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
+def test_the_state_survives_json(syllabus: Syllabus, seed: int, moment: int) -> None:
+    course = Course(syllabus)
+    drive(course, chance=random.Random(seed), cut_after=moment)
+    state = through_json(course.state())
+    assert Course(syllabus, state).state() == state == course.state()
+
+
+def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:
+    course = Course(Syllabus(num_samples=3, batch_size=2, epochs=2))
+    assert isinstance(course.next(9), Steps)
+    assert course.next(9) == Evaluate(2, 0)
+    assert course.awaiting
+    assert course.next(9) is None
+    course.stop("interrupted")
+    saved = course.next(9)
+    assert isinstance(saved, Checkpoint)
+    assert course.next(9) == Stop("interrupted")
+    # The evaluation that was awaited is the first thing that a resumed run does.
+    assert Course(course.syllabus, through_json(saved.state)).next(9) == Evaluate(2, 0)
+
+
+def test_an_evaluation_that_is_done_is_not_done_again() -> None:
+    course = Course(Syllabus(num_samples=3, batch_size=3, epochs=2))
+    course.next(1)
+    course.commit(1)
+    assert course.next(1) == Evaluate(1, 0)
+    course.evaluated({"loss": 1.0})
+    course.stop("interrupted")
+    saved = course.next(1)
+    assert isinstance(saved, Checkpoint)
+    again = Course(course.syllabus, through_json(saved.state))
+    assert isinstance(again.next(1), Checkpoint)
+    order = again.next(1)
+    assert isinstance(order, Steps)
+    assert [(plan.step, plan.epoch) for plan in order.plans] == [(2, 1)]
+
+
+def test_a_finished_course_trained_longer_goes_on_with_the_next_epoch() -> None:
+    course, life = finish([3.0, 2.0])
+    state = through_json(life.checkpoints[-1].state)
+    assert Course(course.syllabus, state).next(5) == Stop("finished")
+    longer = Syllabus(**{**vars(course.syllabus), "epochs": 3})
+    order = Course(longer, state).next(5)
+    assert isinstance(order, Steps)
+    assert [(plan.step, plan.epoch) for plan in order.plans] == [(3, 2)]
+
+
+def test_data_of_another_size_is_refused_in_the_middle_of_an_epoch_only() -> None:
+    course = Course(Syllabus(num_samples=10, batch_size=4, epochs=2))
+    course.next(1)
+    course.commit(1)
+    smaller = Syllabus(num_samples=8, batch_size=4, epochs=2)
+    with pytest.raises(CheckpointError, match=r"epoch of 10 samples, and data\(\) has 8 now"):
+        Course(smaller, through_json(course.state()))
+    course.next(5)
+    course.next(5)
+    course.evaluated({"loss": 1.0})
+    between = course.next(5)
+    assert isinstance(between, Checkpoint)
+    order = Course(smaller, through_json(between.state)).next(5)
+    assert isinstance(order, Steps)
+    assert sum(plan.samples for plan in order.plans) == 8
+
+
+def test_a_step_is_committed_once() -> None:
+    course = Course(Syllabus(num_samples=10, batch_size=4, epochs=2))
+    course.next(3)
+    course.commit(2)
+    with pytest.raises(AssertionError, match="step 2 is committed and not open"):
+        course.commit(2)
+    assert (course.committed_step, course.samples_used) == (0, 4)
+    course.commit(1)
+    assert (course.committed_step, course.samples_used) == (2, 8)
+
+
+@settings(max_examples=100)
+@given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_course_in_any_order(syllabus: Syllabus, seed: int, max_lease: int) -> None:
+    course = Course(syllabus)
+    life = drive(course, chance=random.Random(seed), max_lease=max_lease, in_order=False)
+    assert life.stop == "finished"
+    life.committed.sort(key=lambda plan: plan.step)
+    assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
+    assert course.samples_used == syllabus.num_samples * syllabus.epochs
+    assert course.committed_step == syllabus.num_steps
+
+
+@settings(max_examples=250)
+@given(
+    syllabus=syllabi,
+    seed=st.integers(0, 2**32),
+    max_lease=st.integers(1, 6),
+    moments=st.lists(st.integers(0, 120), max_size=6),
+    stop=st.one_of(st.none(), st.integers(0, 120)),
+)
+def test_what_is_taken_back_is_ordered_again(
+    syllabus: Syllabus, seed: int, max_lease: int, moments: list[int], stop: int | None
+) -> None:
+    """Whenever what is open is void, the same steps come again with the same samples, and so do the
+    evaluations and checkpoints among them."""
+    course = Course(syllabus)
+    life = drive(
+        course,
+        chance=random.Random(seed),
+        max_lease=max_lease,
+        back_after=moments,
+        stop_after=stop,
+    )
+    given = {}
+    for order in life.orders:
+        for plan in order.plans if isinstance(order, Steps) else ():
+            assert given.setdefault(plan.step, plan) == plan
+    assert life.stop in ("finished", "interrupted")
+    assert course.samples_used == sum(plan.samples for plan in life.committed)
+    if life.stop == "finished":
+        assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
+        assert [epoch for _, epoch in life.results] == due(syllabus)
+        every, ends = syllabus.checkpoint_every, syllabus.steps_per_epoch
+        wanted = {s for s in given if every and s % every == 0 and s % ends}
+        assert {checkpoint.step for checkpoint in life.checkpoints} >= wanted
+    if syllabus.checkpoints and life.committed:
+        assert life.checkpoints[-1].step == life.committed[-1].step
+    for saved in life.checkpoints:
+        used = sum(plan.samples for plan in life.committed if plan.step <= saved.step)
+        assert Course(syllabus, through_json(saved.state)).samples_used == used
+
+
+def test_a_checkpoint_that_is_owed_comes_first() -> None:
+    course = Course(Syllabus(num_samples=12, batch_size=4, epochs=1))
+    course.next(1)
+    course.next(1)
+    course.commit(1)
+    course.take_back()
+    course.owe_checkpoint()
+    saved = course.next(5)
+    assert isinstance(saved, Checkpoint)
+    assert (saved.step, saved.state["committed"]) == (1, [[0, 4]])
+    order = course.next(5)
+    assert isinstance(order, Steps)
+    assert [(p.step, p.ranges) for p in order.plans] == [(2, ((4, 8),)), (3, ((8, 12),))]
+
+
+@given(st.integers(1, 30), st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_a_step_is_shared_out_whole(samples: int, weights: list[int]) -> None:
+    plan = StepPlan(1, 0, ((2, 2 + samples), (40, 45)))
+    parts = plan.share_out(weights)
+    assert len(parts) == len(weights)
+    used = [i for part in parts for low, high in part for i in range(low, high)]
+    assert used == [*range(2, 2 + samples), *range(40, 45)]

@@ -1,0 +1,134 @@
+"""The best evaluation, and the patience that ends a course: also over interruptions."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_driver import assert_once_an_epoch, drive, finish, through_json
+
+from manyhands.coordinator.monitor import Monitor
+from manyhands.coordinator.plan import Best, Checkpoint, Course, Evaluate, Stop, Syllabus
+
+
+@pytest.mark.parametrize(
+    ("monitor", "values", "epochs", "best"),
+    [
+        ("loss", [3.0, 2.0, 2.5, 2.0, 1.0], 4, 2),
+        ("val_error", [3.0, 2.0, 2.5, 1.9, 2.0, 2.0, 1.0], 6, 4),
+        ("Perplexity", [9.0, 9.0, 9.0, 1.0], 3, 1),
+        ("accuracy", [0.5, 0.6, 0.55, 0.6, 0.9], 4, 2),
+        ("f1", [0.1, 0.2, 0.3, 0.4], 4, 4),
+        ("mae", [3.0, 2.0, 2.5, 2.0, 1.0], 4, 2),
+        ("min worst", [3.0, 2.0, 2.5, 2.0, 1.0], 4, 2),
+        ("max loss", [0.1, 0.2, 0.3, 0.4], 4, 4),
+        ("loss", [math.nan, math.nan, 1.0], 2, 0),
+        ("accuracy", [0.1, math.nan, math.inf, 0.9], 3, 1),
+    ],
+)
+def test_patience(monitor: str, values: list[float], epochs: int, best: int) -> None:
+    course, life = finish(values, monitor=monitor, patience=2)
+    assert life.stop == ("finished" if epochs == len(values) else "early-stopped")
+    assert len(life.evaluations) == epochs
+    assert course.best.step == best
+    assert life.checkpoints[-1].step == epochs
+    assert_once_an_epoch(life.committed, course.syllabus, epochs)
+
+
+@given(
+    values=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan]), min_size=2, max_size=7),
+    patience=st.integers(1, 3),
+    monitor=st.sampled_from(["loss", "accuracy"]),
+    seed=st.integers(0, 2**32),
+    moment=st.integers(0, 40),
+    kill=st.booleans(),
+)
+def test_an_interruption_changes_nothing_of_the_patience(
+    values: list[float], patience: int, monitor: str, seed: int, moment: int, kill: bool
+) -> None:
+    whole, life = finish(values, monitor=monitor, patience=patience)
+    chance = random.Random(seed)
+    how = {"cut_after": moment} if kill else {"stop_after": moment}
+    metric = values.__getitem__
+    first = drive(Course(whole.syllabus), chance=chance, metric=metric, **how)
+    if first.stop in ("finished", "early-stopped"):
+        assert first.stop == life.stop
+        return
+    state = through_json(first.checkpoints[-1].state) if first.checkpoints else None
+    course = Course(whole.syllabus, state)
+    second = drive(course, chance=chance, metric=metric)
+    assert (second.stop, course.step, course.epoch) == (life.stop, whole.step, whole.epoch)
+    assert course.best == whole.best
+
+
+def test_without_patience_a_bad_metric_stops_nothing() -> None:
+    course, life = finish([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (life.stop, course.best.step, course.best.waited) == ("finished", 1, 4)
+
+
+@pytest.mark.parametrize("monitor", ["loss", "accuracy"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_never_best(monitor: str, value: float) -> None:
+    course, _ = finish([value, 0.5, value], monitor=monitor)
+    assert course.best.metrics == {"other": 0.5, monitor: 0.5}
+    only, _ = finish([value], monitor=monitor)
+    assert only.best.metrics is None
+
+
+def test_a_resumed_course_compares_with_what_it_knew() -> None:
+    """Also where a metric was no number, which JSON can't say."""
+    syllabus = Syllabus(num_samples=4, batch_size=4, epochs=3)
+    course = Course(syllabus)
+    course.next(1)
+    course.commit(1)
+    assert isinstance(course.next(1), Evaluate)
+    assert course.evaluated({"loss": 0.5, "other": math.nan})
+    saved = course.next(1)
+    assert isinstance(saved, Checkpoint)
+    again = Course(syllabus, through_json(saved.state))
+    assert math.isnan(again.last_metrics["other"])
+    again.next(1)
+    again.commit(2)
+    again.next(1)
+    assert not again.evaluated({"loss": 0.6, "other": 1.0})
+    # By another monitor, which was no number then, the first number is the best.
+    other = Syllabus(num_samples=4, batch_size=4, epochs=3, monitor=Monitor("other", lower=False))
+    changed = Course(other, through_json(saved.state))
+    changed.next(1)
+    changed.commit(2)
+    changed.next(1)
+    assert changed.evaluated({"loss": 0.6, "other": 1.0})
+
+
+def test_what_was_best_counts_only_in_its_own_direction() -> None:
+    """Also in runs that were saved without it."""
+    course, life = finish([3.0, 2.0, 2.5], monitor="max mae")
+    saved = through_json(life.checkpoints[-1].state)
+    assert (saved["monitor"], course.best.step) == ("max mae", 1)
+    old = {name: value for name, value in saved.items() if name != "monitor"}
+    for state in (saved, old):
+        kept = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
+        turned = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
+        assert (kept.best.step, turned.best) == (1, Best())
+
+
+def test_the_best_is_one_that_is_saved() -> None:
+    course, _ = finish([3.0, 2.0, 1.0, 1.5], monitor="loss", patience=None)
+    assert course.best.step == 3
+    course.keep_best([1, 2, 3, 4])
+    assert course.best.step == 3
+    course.keep_best([1, 2, 4])
+    assert course.best == Best({"loss": 2.0, "other": 0.5}, step=2, waited=2)
+    course.keep_best([4])
+    assert course.best == Best(waited=4)
+
+
+def test_a_course_that_stops_with_nothing_worth_saving_asks_for_no_checkpoint() -> None:
+    course = Course(Syllabus(6, 2, 5))
+    steps = course.next(2)
+    course.stop("diverged", save=False)
+    assert [plan.step for plan in steps.plans] == [1, 2]
+    assert course.next(2) == Stop("diverged")

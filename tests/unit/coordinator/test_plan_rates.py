@@ -1,0 +1,316 @@
+"""Courses whose batch follows the workers, and whose learning rate follows the losses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_driver import assert_once_an_epoch, drive, through_json
+
+from manyhands.coordinator.batch_scaling import Scaling
+from manyhands.coordinator.plan import Checkpoint, Course, Evaluate, StepPlan, Steps, Syllabus, Wait
+from manyhands.coordinator.plateau import Plateau
+
+scalings = st.builds(
+    Scaling,
+    rule=st.sampled_from(["linear", "sqrt"]),
+    reference=st.integers(1, 4),
+    warmup=st.integers(0, 6),
+)
+syllabi = st.builds(
+    Syllabus,
+    num_samples=st.integers(1, 60),
+    batch_size=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+    has_eval=st.booleans(),
+    checkpoint_every=st.integers(0, 5),
+    scaling=scalings,
+)
+moments = st.dictionaries(st.integers(0, 80), st.integers(1, 6), max_size=5)
+
+
+def widest(syllabus: Syllabus) -> Syllabus:
+    """With the largest batch that any of these worlds has."""
+    return replace(syllabus, batch_size=syllabus.scaling.batch(syllabus.batch_size, 6))
+
+
+def assert_scheduled(plans: list[StepPlan], syllabus: Syllabus) -> None:
+    """The schedule is stepped as often as it should be after each step, and all of it after the last."""
+    ticks = used = 0
+    for plan in plans:
+        ticks, used = ticks + plan.ticks, used + plan.samples
+        within = used - plan.epoch * syllabus.num_samples
+        whole = within // syllabus.batch_size
+        if within == syllabus.num_samples:
+            whole = syllabus.steps_per_epoch
+        assert ticks == plan.epoch * syllabus.steps_per_epoch + whole
+    assert ticks == syllabus.num_steps
+
+
+@settings(max_examples=200)
+@given(syllabus=syllabi, worlds=moments, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_whatever_the_sequence_of_worlds(
+    syllabus: Syllabus, worlds: dict[int, int], seed: int, max_lease: int
+) -> None:
+    course = Course(syllabus)
+    life = drive(course, chance=random.Random(seed), max_lease=max_lease, worlds=worlds)
+    assert life.stop == "finished"
+    assert_once_an_epoch(life.committed, widest(syllabus), syllabus.epochs)
+    assert_scheduled(life.committed, syllabus)
+    assert course.samples_used == syllabus.num_samples * syllabus.epochs
+    assert course.num_steps == len(life.committed)
+    scaling = syllabus.scaling
+    targets = {scaling.factor(world) for world in worlds.values()} | {1.0}
+    assert all(min(targets) <= plan.lr_factor <= max(targets) for plan in life.committed)
+
+
+@settings(max_examples=200)
+@given(
+    syllabus=syllabi,
+    worlds=moments,
+    later=moments,
+    seed=st.integers(0, 2**32),
+    moment=st.integers(0, 80),
+    kill=st.booleans(),
+)
+def test_an_interruption_changes_nothing_of_it(
+    syllabus: Syllabus,
+    worlds: dict[int, int],
+    later: dict[int, int],
+    seed: int,
+    moment: int,
+    kill: bool,
+) -> None:
+    chance = random.Random(seed)
+    how = {"cut_after": moment} if kill else {"stop_after": moment}
+    first = drive(Course(syllabus), chance=chance, worlds=worlds, **how)
+    kept = first.checkpoints[-1] if first.checkpoints else None
+    course = Course(syllabus, through_json(kept.state) if kept else None)
+    start = kept.step if kept else 0
+    before = [plan for plan in first.committed if plan.step <= start]
+    second = drive(course, chance=chance, worlds=later)
+    plans = before + second.committed
+    assert_once_an_epoch(plans, widest(syllabus), syllabus.epochs)
+    assert_scheduled(plans, syllabus)
+
+
+@settings(max_examples=100)
+@given(
+    syllabus=syllabi,
+    seed=st.integers(0, 2**32),
+    back=st.lists(st.integers(0, 80), max_size=4),
+)
+def test_in_the_reference_world_nothing_is_another(
+    syllabus: Syllabus, seed: int, back: list[int]
+) -> None:
+    plain = replace(syllabus, scaling=Scaling())
+    worlds = {0: syllabus.scaling.reference}
+    lives = [
+        drive(Course(each), chance=random.Random(seed), worlds=worlds, back_after=back)
+        for each in (syllabus, plain)
+    ]
+    assert lives[0].committed == lives[1].committed
+    assert {(plan.lr_factor, plan.ticks) for plan in lives[1].committed} == {(1.0, 1)}
+
+
+def test_step_by_step() -> None:
+    """One worker is the reference; two come after the second step, and one is left after the fifth."""
+    scaling = Scaling("linear", reference=1, warmup=4)
+    course = Course(Syllabus(num_samples=22, batch_size=2, epochs=1, scaling=scaling))
+    course.seat(1)
+    assert not course.take_changes()
+    first = course.next(2)
+    assert isinstance(first, Steps)
+    assert course.num_steps == 11
+    for plan in first.plans:
+        course.commit(plan.step)
+    course.seat(2)
+    (grown,) = course.take_changes()
+    assert (grown.step, grown.factor, grown.over, grown.reason) == (3, 2.0, 4, "2 workers")
+    assert (course.batch_size, course.num_steps) == (4, 7)
+    second = course.next(3)
+    assert isinstance(second, Steps)
+    course.seat(2)
+    assert not course.take_changes(), "as many as before: nothing new"
+    for plan in second.plans:
+        course.commit(plan.step)
+    course.seat(1)
+    (fallen,) = course.take_changes()
+    assert (fallen.step, fallen.factor, fallen.over, fallen.reason) == (6, 1.0, 0, "1 worker")
+    third = course.next(99)
+    assert isinstance(third, Steps)
+    told = [
+        (plan.samples, plan.lr_factor, plan.ticks)
+        for plan in (*first.plans, *second.plans, *third.plans)
+    ]
+    assert told == [
+        (2, 1.0, 1),
+        (2, 1.0, 1),
+        (4, 1.25, 2),
+        (4, 1.5, 2),
+        (4, 1.75, 2),
+        (2, 1.0, 1),
+        (2, 1.0, 1),
+        (2, 1.0, 1),
+    ]
+
+
+def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
+    scaling = Scaling("sqrt", reference=2)
+    course = Course(Syllabus(num_samples=11, batch_size=4, epochs=2, scaling=scaling))
+    course.seat(1)
+    steps = course.next(99)
+    assert isinstance(steps, Steps)
+    assert [(plan.samples, plan.ticks) for plan in steps.plans] == [
+        *((2, 0), (2, 1), (2, 0), (2, 1)),
+        *((2, 0), (1, 1)),  # the epoch is over: three steps of the schedule
+    ]
+
+
+def test_samples_that_come_back_do_not_move_the_schedule_twice() -> None:
+    scaling = Scaling("linear", reference=2)
+    course = Course(Syllabus(num_samples=8, batch_size=4, epochs=1, scaling=scaling))
+    course.seat(1)
+    ticks, left_out = [], iter([0, 1, 0, 0, 1])
+    while isinstance(order := course.next(1), Steps):
+        (plan,) = order.plans
+        ticks.append(plan.ticks)
+        _, stop = plan.ranges[-1]
+        course.commit(plan.step, [(stop - 1, stop)] if next(left_out, 0) else [])
+    assert course.samples_used == 8
+    assert ticks == [0, 1, 0, 0, 1, 0], "the fifth step has the last sample, and gives it back"
+
+
+# The plateau rule ---------------------------------------------------------------------------------
+
+
+def lowered_by_hand(syllabus: Syllabus, losses: list[float], plans: list[StepPlan]) -> list[float]:
+    """The factor of each step, as the rule says it: the mean over steps is no better than the best."""
+    rule = syllabus.plateau
+    assert rule is not None
+    factors, factor, best, waited = [], 1.0, None, 0
+    window: list[StepPlan] = []
+    for number, plan in enumerate(plans):
+        factors.append(factor)
+        window.append(plan)
+        last = number == len(plans) - 1 or plans[number + 1].epoch != plan.epoch
+        if len(window) < rule.every if rule.every else not last:
+            continue
+        total = 0.0
+        for each in window:
+            total += losses[each.step] * each.samples
+        mean = total / sum(each.samples for each in window)
+        window = []
+        if best is None or mean < best - rule.threshold * abs(best):
+            best, waited = mean, 0
+        else:
+            waited += 1
+        if waited >= rule.patience:
+            factor, waited = factor * rule.factor, 0
+    return factors
+
+
+@settings(max_examples=200)
+@given(
+    syllabus=st.builds(
+        Syllabus,
+        num_samples=st.integers(1, 40),
+        batch_size=st.integers(1, 8),
+        epochs=st.integers(1, 4),
+        has_eval=st.booleans(),
+        checkpoint_every=st.integers(0, 4),
+        plateau=st.builds(
+            Plateau,
+            factor=st.just(0.5),
+            patience=st.integers(1, 3),
+            watch=st.just("train_loss"),
+            every=st.integers(0, 6),
+        ),
+    ),
+    seed=st.integers(0, 2**32),
+    max_lease=st.integers(1, 6),
+    back=st.lists(st.integers(0, 120), max_size=5),
+    moment=st.one_of(st.none(), st.integers(0, 120)),
+    kill=st.booleans(),
+)
+def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
+    syllabus: Syllabus,
+    seed: int,
+    max_lease: int,
+    back: list[int],
+    moment: int | None,
+    kill: bool,
+) -> None:
+    chance = random.Random(seed)
+    losses = [chance.uniform(0.5, 1.0) for _ in range(1000)]
+    how = {"cut_after": moment} if kill else {"stop_after": moment}
+    drives = {"chance": chance, "max_lease": max_lease, "loss": losses.__getitem__}
+    course = Course(syllabus)
+    first = drive(course, back_after=back, **drives, **how)
+    plans = first.committed
+    if first.stop != "finished":
+        kept = first.checkpoints[-1] if first.checkpoints else None
+        start = kept.step if kept else 0
+        course = Course(syllabus, through_json(kept.state) if kept else None)
+        again = drive(course, **drives)
+        plans = [plan for plan in plans if plan.step <= start] + again.committed
+    assert_once_an_epoch(plans, syllabus, syllabus.epochs)
+    assert [plan.lr_factor for plan in plans] == lowered_by_hand(syllabus, losses, plans)
+
+
+def test_nothing_is_ordered_before_the_losses_of_a_mean_are_known() -> None:
+    rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=2)
+    syllabus = Syllabus(num_samples=12, batch_size=2, epochs=1, has_eval=False, plateau=rule)
+    course = Course(syllabus)
+    factors = []
+    for loss in (1.0, 2.0, 3.0):
+        order = course.next(9)
+        assert isinstance(order, Steps)
+        assert len(order.plans) == 2, "as many as the mean is over"
+        factors += [plan.lr_factor for plan in order.plans]
+        for plan in order.plans:
+            assert course.next(9) == Wait(course.step)
+            course.commit(plan.step, loss=loss)
+    assert factors == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+    assert isinstance(course.next(9), Checkpoint)
+    told = [(change.step, change.factor) for change in course.take_changes()]
+    assert told == [(5, 0.5), (7, 0.25)]
+
+
+def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold() -> None:
+    rule = Plateau(factor=0.5, patience=1, watch="loss")
+    scaling = Scaling("linear", reference=1, warmup=0)
+    syllabus = Syllabus(
+        num_samples=4, batch_size=2, epochs=3, scaling=scaling, plateau=rule, checkpoints=False
+    )
+    course = Course(syllabus)
+    course.seat(2)
+    seen = []
+    for value in (1.0, 2.0, 3.0):
+        order = course.next(9)
+        assert isinstance(order, Steps)
+        seen += [(plan.step, plan.lr_factor) for plan in order.plans]
+        for plan in order.plans:
+            course.commit(plan.step)
+        assert isinstance(course.next(9), Evaluate)
+        course.evaluated({"loss": value})
+    assert seen == [(1, 2.0), (2, 2.0), (3, 1.0)]
+    told = [(change.step, change.factor, change.reason) for change in course.take_changes()]
+    why = "loss has not been better than 1 for 1 evaluation"
+    assert told == [(1, 2.0, "2 workers"), (3, 1.0, why), (4, 0.5, why)]
+    state = through_json(course.state())
+    again = Course(syllabus, state)
+    again.seat(2)
+    assert again.state() == state
+    (change,) = again.take_changes()
+    assert (change.factor, change.over) == (0.5, 0), "said anew at each start"
+
+
+def test_a_course_without_rules_remembers_nothing_of_them() -> None:
+    course = Course(Syllabus(num_samples=4, batch_size=2, epochs=1))
+    course.seat(3)
+    course.next(1)
+    assert "rates" not in course.state()
+    assert not course.take_changes()

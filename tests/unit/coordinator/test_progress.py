@@ -1,0 +1,280 @@
+"""Reports: in whatever order they come, each step is committed once, with the right means."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.control.messages import Evaluated, Row
+from manyhands.coordinator.plan import StepPlan
+from manyhands.coordinator.progress import WHOLE, Committed, Gathering, combine
+from manyhands.errors import ProtocolError
+from manyhands.ranges import Range
+from manyhands.transport.fields import read
+
+
+def row(step: int, weight: float, loss: float, **changes: float) -> Row:
+    values = {"lr": 0.1, "step_s": 1.0, "compute_s": 1.0, "wait_s": 0.0, "bytes_sent": 0, **changes}
+    return Row(step, weight, weight * loss, **values)  # type: ignore[arg-type]
+
+
+def expect(gathering: Gathering, steps: int, members: list[str]) -> None:
+    for step in range(1, steps + 1):
+        parts: dict[int, list[Range]] = {i: [(i, i + 1)] for i in range(len(members))}
+        plan = StepPlan(step, 0, ((0, len(members)),))
+        gathering.expect(plan, parts, dict(enumerate(members)))
+
+
+@given(
+    num_members=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    weights=st.lists(st.integers(1, 50), min_size=24, max_size=24),
+    chance=st.randoms(use_true_random=False),
+)
+def test_any_order_of_members_commits_in_the_order_of_steps(
+    num_members: int, steps: int, weights: list[int], chance: random.Random
+) -> None:
+    members = [f"worker-{i}" for i in range(num_members)]
+    gathering = Gathering()
+    expect(gathering, steps, members)
+    weight_of = dict(zip(itertools.product(range(1, 7), range(4)), weights, strict=True))
+    pending = {name: list(range(1, steps + 1)) for name in members}
+    committed: list[Committed] = []
+    while any(pending.values()):
+        rank = chance.choice([i for i, name in enumerate(members) if pending[name]])
+        step = pending[members[rank]].pop(0)
+        one = row(step, weight_of[step, rank], loss=step + rank, part=rank)
+        assert gathering.add(members[rank], one)
+        committed += gathering.committed()
+        least = min(steps - len(left) for left in pending.values())
+        assert [c.plan.step for c in committed] == list(range(1, least + 1))
+    assert len(gathering) == 0
+    for c in committed:
+        counts = [weight_of[c.plan.step, rank] for rank in range(num_members)]
+        mean = sum(w * (c.plan.step + i) for i, w in enumerate(counts)) / sum(counts)
+        assert c.loss == pytest.approx(mean)
+
+
+def test_a_loss_does_not_depend_on_who_was_first() -> None:
+    """Sums of floats do: 0.1 + 0.2 + 0.3 is another number than 0.3 + 0.2 + 0.1."""
+    members = ["worker-0", "worker-1", "worker-2"]
+    losses = set()
+    for order in itertools.permutations(range(3)):
+        gathering = Gathering()
+        expect(gathering, 1, members)
+        for rank in order:
+            gathering.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank], part=rank))
+        (committed,) = gathering.committed()
+        losses.add(committed.loss)
+    assert len(losses) == 1
+
+
+def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
+    gathering = Gathering()
+    expect(gathering, 2, ["a", "b"])
+    gathering.add("b", row(1, 1.0, 1.0, part=1))
+    gathering.add("b", row(2, 1.0, 1.0, part=1))
+    assert list(gathering.committed()) == []
+    assert gathering.first is not None
+    assert gathering.first.missing == ["a"]
+    gathering.add("a", row(1, 1.0, 1.0))
+    assert [c.plan.step for c in gathering.committed()] == [1]
+
+
+def test_times_and_bytes_of_a_step() -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    slow = row(1, 3.0, 2.0, part=1, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10)
+    gathering.add("b", slow)
+    gathering.add("a", row(1, 1.0, 6.0, step_s=4.0, compute_s=4.0, wait_s=0.0, bytes_sent=20))
+    (step,) = gathering.committed()
+    assert (step.loss, step.step_s, step.compute_s, step.wait_s) == (3.0, 5.0, 3.0, 1.5)
+    assert (step.bytes_sent, step.lr) == (30, 0.1)
+    assert step.shares == {"a": ((0, 1),), "b": ((1, 2),)}
+
+
+def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
+    """Of two workers that each spent 2 s on the one part of a step, one came too late."""
+    gathering = Gathering()
+    gathering.width = 2
+    parted(gathering, 1, 1)
+    for member, dropped in (("a", True), ("b", False)):
+        gathering.give((1, 0), member)
+        times = {"step_s": 2.0, "compute_s": 0.5, "wait_s": 1.0, "bytes_sent": 5}
+        gathering.add(member, row(1, 1.0, 6.0, **times, dropped=dropped))
+    (step,) = gathering.committed()
+    assert (step.step_s, step.compute_s, step.wait_s, step.bytes_sent) == (2.0, 0.5, 1.0, 10)
+
+
+def test_the_learning_rate_of_a_step_is_the_mean_over_its_parts() -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("a", row(1, 3.0, 1.0, lr=0.2))
+    gathering.add("b", row(1, 1.0, 1.0, lr=0.1, part=1))
+    (step,) = gathering.committed()
+    assert step.lr == pytest.approx(0.175)
+
+
+def test_a_worker_without_samples_changes_no_mean() -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("a", row(1, 2.0, 1.5))
+    gathering.add("b", row(1, 0.0, 99.0, part=1))
+    assert next(gathering.committed()).loss == 1.5
+
+
+def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
+    """A job's own weights may add up to nothing, such as a batch of padding."""
+    gathering = Gathering()
+    expect(gathering, 1, ["a"])
+    gathering.add("a", row(1, 0.0, 0.0))
+    assert math.isnan(next(gathering.committed()).loss)
+
+
+def parted(gathering: Gathering, step: int, number: int) -> None:
+    """A step in parts that nobody holds yet."""
+    plan = StepPlan(step, 0, ((10 * step, 10 * step + number),))
+    gathering.expect(plan, {n: [(10 * step + n, 10 * step + n + 1)] for n in range(number)})
+
+
+@given(
+    parts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    drops=st.integers(0, 8),
+    chance=st.randoms(use_true_random=False),
+)
+def test_parts_in_any_order_commit_each_step_once(
+    parts: list[int], drops: int, chance: random.Random
+) -> None:
+    gathering = Gathering()
+    gathering.width = 3
+    for step, number in enumerate(parts):
+        parted(gathering, step, number)
+    todo = [(step, part) for step, number in enumerate(parts) for part in range(number)]
+    left = dict(enumerate(parts))
+    committed: list[int] = []
+    while todo:
+        key = todo.pop(chance.randrange(len(todo)))
+        member = chance.choice(["a", "b", "c"])
+        gathering.give(key, member)
+        assert not gathering.add("d", row(key[0], 1.0, 1.0, part=key[1])), "it is not in d's hands"
+        if drops and chance.random() < 0.3:
+            drops -= 1
+            assert not gathering.add(member, row(key[0], 1.0, 9.0, part=key[1], dropped=True))
+            assert gathering.is_open(key)
+            todo.append(key)
+            continue
+        assert gathering.add(member, row(key[0], 1.0, 1.0, part=key[1]))
+        assert not gathering.add(member, row(key[0], 1.0, 5.0, part=key[1])), "once is enough"
+        left[key[0]] -= 1
+        for done in gathering.committed():
+            committed.append(done.plan.step)
+            assert left[done.plan.step] == 0
+            assert done.loss == 1.0
+            used = [
+                i
+                for ranges in done.shares.values()
+                for low, high in ranges
+                for i in range(low, high)
+            ]
+            assert sorted(used) == list(range(*done.plan.ranges[0]))
+    assert sorted(committed) == list(range(len(parts)))
+    assert len(gathering) == 0
+
+
+def test_shares_of_one_member_are_put_together() -> None:
+    gathering = Gathering()
+    gathering.width = 2
+    parted(gathering, 0, 3)
+    for part, name in enumerate(["a", "b", "a"]):
+        gathering.give((0, part), name)
+        gathering.add(name, row(0, 1.0, 1.0, part=part, step_s=3.0, staleness=part, bytes_sent=5))
+    (step,) = gathering.committed()
+    assert step.shares == {"a": ((0, 1), (2, 3)), "b": ((1, 2),)}
+    assert step.step_s == 4.5, "nine seconds of work, by two workers"
+    assert (step.staleness, step.mean_staleness) == ((0, 1, 2), 1.0)
+
+
+def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
+    gathering = Gathering()
+    parted(gathering, 0, 1)
+    for name, dropped in (("a", True), ("b", False)):
+        gathering.give((0, 0), name)
+        gathering.add(name, row(0, 1.0, 2.0, dropped=dropped, bytes_sent=100))
+    (step,) = gathering.committed()
+    assert (step.bytes_sent, step.loss, step.shares) == (200, 2.0, {"b": ((0, 1),)})
+
+
+def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
+    gathering = Gathering()
+    for step in range(3):
+        parted(gathering, step, 2)
+        for part, name in enumerate("ab"):
+            gathering.give((step, part), name)
+    gathering.add("a", row(0, 1.0, 4.0))
+    gathering.settle(dict.fromkeys([(0, 0), (0, 1), (1, 1), (7, 0)]), whole=False)
+    (step0,) = gathering.committed()
+    assert (step0.loss, step0.plan.step) == (4.0, 0)
+    assert step0.shares == {"a": ((0, 1),), "b": ((1, 2),)}
+    assert not gathering.add("b", row(1, 1.0, 9.0, part=1)), "it comes too late"
+    assert gathering.is_open((1, 0))
+    assert not gathering.is_open((1, 1))
+    gathering.settle({(1, 0): None}, whole=False)
+    (step1,) = gathering.committed()
+    assert step1.loss == 4.0, "the last loss that is known"
+    assert [s.plan.step for s in gathering.steps] == [2]
+
+
+def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
+    gathering = Gathering()
+    expect(gathering, 3, ["a", "b"])
+    gathering.add("a", row(1, 1.0, 1.0))
+    gathering.settle(dict.fromkeys([(2, 0), (2, 1)]), whole=True)
+    assert [c.plan.step for c in gathering.committed()] == [1, 2]
+    assert [s.plan.step for s in gathering.steps] == [3]
+
+
+@pytest.mark.parametrize("known", [{(1, 1): (3.0, 9.0)}, {(1, 0): None, (1, WHOLE): (4.0, 11.0)}])
+def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[Any, Any]) -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    gathering.add("a", row(1, 1.0, 2.0))
+    gathering.settle(known, whole=True)
+    (step,) = gathering.committed()
+    assert step.loss == 11.0 / 4.0
+
+
+def part(samples: int, sums: dict[str, list[float]]) -> Evaluated:
+    return read(Evaluated, {"view": 1, "samples": samples, "sums": sums, "seconds": 0.0})
+
+
+def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:
+    parts = [
+        part(3, {"loss": [6.0, 3.0], "accuracy": [3.0, 3.0]}),
+        part(0, {}),
+        part(1, {"loss": [6.0, 1.0], "accuracy": [0.0, 1.0], "rare": [5.0, 1.0]}),
+    ]
+    for order in itertools.permutations(parts):
+        assert combine(order) == (4, {"loss": 3.0, "accuracy": 0.75, "rare": 5.0})
+
+
+def test_an_evaluation_of_nothing_has_no_number() -> None:
+    assert combine([part(0, {})]) == (0, {})
+    samples, metrics = combine([part(2, {"loss": [0.0, 0.0]})])
+    assert samples == 2
+    assert math.isnan(metrics["loss"])
+
+
+@pytest.mark.parametrize("left_out", [[1], [0, 0, 0], [0, 10**9]])
+def test_what_a_step_does_not_have_cannot_be_left_out_of_it(left_out: list[int]) -> None:
+    gathering = Gathering()
+    expect(gathering, 1, ["a", "b"])
+    with pytest.raises(ProtocolError, match="of step 1, in parts of"):
+        gathering.check(dataclasses.replace(row(1, 1.0, 2.0), left_out=left_out))
+    gathering.check(dataclasses.replace(row(7, 1.0, 2.0), left_out=left_out))  # not open: ignored

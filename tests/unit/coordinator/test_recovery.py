@@ -1,0 +1,305 @@
+"""Trainings of real processes by a strategy that goes on in place, whose members are killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.cluster.launchers import LocalLauncher
+from manyhands.cluster.timeouts import Timeouts
+from manyhands.cluster.view import SERVER, WORKER
+from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.driver import Conductor
+from manyhands.coordinator.options import Manner, Options
+from manyhands.errors import MemberFailed, WeightsLost
+from manyhands.events import events as ev
+from manyhands.events.sinks import Sink, Stream
+from manyhands.runs import checkpoints
+from manyhands.runs.folder import Run
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+SAMPLES, BATCH, EPOCHS = 98, 16, 4
+JOB = """
+import time
+from dataclasses import dataclass
+import torch
+from manyhands.testing.jobs import Regression
+
+@dataclass
+class Plain(Regression):
+    epochs: int = {epochs}
+    clip_norm: float | None = None
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.05)
+    def schedule(self, optimizer, num_steps):
+        return None
+"""
+PARTS = Manner(lockstep=False, goes_on=True)
+STEPS = Manner(lockstep=True, goes_on=True)
+
+
+@dataclass
+class Watcher(Sink):
+    """Keeps the events, and acts on them once each time that it is told to."""
+
+    coordinator: Coordinator | None = None
+    seen: list[ev.Event] = field(default_factory=list)
+    acts: list[tuple[Callable[[ev.Event], bool], Callable[[], None]]] = field(default_factory=list)
+
+    def handle(self, event: ev.Event) -> None:
+        self.seen.append(event)
+        if self.acts and self.acts[0][0](event):
+            self.acts.pop(0)[1]()
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: type[ev.Event]) -> list[Any]:
+        return [event for event in self.seen if isinstance(event, kind)]
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        assert self.coordinator is not None
+        self.coordinator.interrupt(signal.SIGINT)
+
+    def kill(self, member: str, number: signal.Signals = signal.SIGKILL) -> None:
+        pids = {event.member: event.pid for event in self.of(ev.MemberStarted)}
+        os.kill(pids[member], number)
+
+
+@pytest.fixture(autouse=True)
+def members_find_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+
+
+def conduct(
+    tmp_path: Path,
+    manner: Manner,
+    watcher: Watcher,
+    *,
+    workers: int = 3,
+    max_restarts: int = 0,
+    pause_s: float = 0.02,
+    epochs: int = EPOCHS,
+    timeouts: Timeouts | None = None,
+    outcome: str = "finished",
+) -> Conductor:
+    tmp_path.mkdir(exist_ok=True)
+    job = tmp_path / "job.py"
+    job.write_text(JOB.format(epochs=epochs))
+    options = Options(
+        job=str(job),
+        strategy="ledger-sync" if manner.lockstep else "ledger",
+        workers=workers,
+        settings={"pause_s": str(pause_s)},
+        device="cpu",
+        max_restarts=max_restarts,
+        manner=manner,
+    )
+    run = Run.create("run", path=tmp_path / "run")
+    run.write_config({})
+    with Coordinator(LocalLauncher(), logs=run.logs, timeouts=timeouts) as coordinator:
+        entries = {WORKER: "ledger", SERVER: "ledger"}
+        conductor = Conductor(coordinator, options, run, Stream([watcher]), entries=entries)
+        watcher.coordinator = coordinator
+        try:
+            assert conductor.conduct() == outcome
+        finally:
+            coordinator.stop()
+    return conductor
+
+
+def at_step(number: int) -> Callable[[ev.Event], bool]:
+    return lambda event: isinstance(event, ev.StepCommitted) and event.step >= number
+
+
+def assert_whole(conductor: Conductor, watcher: Watcher) -> None:
+    """Every sample was used once, all is saved, each epoch was evaluated."""
+    steps = sorted(watcher.of(ev.StepCommitted), key=lambda step: step.step)
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    used = Counter(
+        (step.epoch, i)
+        for step in steps
+        for ranges in step.shares.values()
+        for low, high in ranges
+        for i in range(low, high)
+    )
+    # In the last epoch of one that was stopped, only the first so many.
+    order = ((epoch, i) for epoch in itertools.count() for i in range(SAMPLES))
+    assert used == Counter(itertools.islice(order, used.total()))
+    newest, complaints = checkpoints.newest(conductor.run.path)
+    assert not complaints
+    assert newest is not None
+    assert newest.step == len(steps)
+    assert conductor.course is not None
+    assert conductor.course.samples_used == used.total()
+    evaluated = [event.epoch for event in watcher.of(ev.Evaluated)]
+    assert evaluated == list(range(len(evaluated)))
+    assert len(evaluated) >= used.total() // SAMPLES - 1
+
+
+def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) -> None:
+    watcher = Watcher()
+    conductor = conduct(tmp_path, PARTS, watcher, pause_s=0.005)
+    assert_whole(conductor, watcher)
+    (view,) = watcher.of(ev.ViewChanged)
+    assert (view.placement, view.transport) == ("in one file", "file")
+    summary = conductor.tally.summary(
+        conductor.options, conductor.course, outcome="finished", checkpoint=None, error=None
+    )
+    assert summary["staleness"]["count"] >= SAMPLES * EPOCHS / BATCH
+    assert summary["staleness"]["max"] <= 2
+    assert summary["staleness"]["mean"] > 0
+    assert all(step.staleness is not None for step in watcher.of(ev.StepCommitted))
+
+
+@pytest.mark.parametrize(
+    "manner", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
+)
+def test_the_others_go_on_without_the_dead(tmp_path: Path, manner: Manner) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(9), lambda: watcher.kill("worker-0")))
+    conductor = conduct(tmp_path, manner, watcher)
+    assert_whole(conductor, watcher)
+    assert len(watcher.of(ev.Evaluated)) == EPOCHS
+    (lost,) = watcher.of(ev.MemberLost)
+    assert (lost.member, lost.reason, lost.workers) == ("worker-0", "killed by SIGKILL", 2)
+    (recovered,) = watcher.of(ev.Recovered)
+    assert recovered.view == 2
+    assert recovered.seconds < 5
+    assert watcher.of(ev.ViewChanged)[-1].members == ("worker-1", "worker-2")
+    newest, _ = checkpoints.newest(conductor.run.path)
+    assert newest is not None
+    assert newest.workers == 2
+
+
+def test_in_lockstep_a_death_changes_no_number(tmp_path: Path) -> None:
+    """The step in flight is done again with the same samples: losses as if nobody had died."""
+    quiet, struck = Watcher(), Watcher()
+    conduct(tmp_path / "quiet", STEPS, quiet, pause_s=0.0, workers=2)
+    struck.acts.append((at_step(9), lambda: struck.kill("worker-1")))
+    conduct(tmp_path / "struck", STEPS, struck, workers=2)
+    losses = {step.step: step.loss for step in quiet.of(ev.StepCommitted)}
+    # Of the steps whose reports died with the victim only a part of the loss is known.
+    after = itertools.dropwhile(lambda e: not isinstance(e, ev.Recovered), struck.seen)
+    later = {event.step: event.loss for event in after if isinstance(event, ev.StepCommitted)}
+    assert len(later) > 5
+    assert later == pytest.approx({step: losses[step] for step in later}, rel=1e-4)
+    last, wanted = struck.of(ev.Evaluated)[-1], quiet.of(ev.Evaluated)[-1]
+    assert last.metrics == pytest.approx(wanted.metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "manner", [PARTS, pytest.param(STEPS, marks=pytest.mark.long)], ids=["parts", "steps"]
+)
+def test_the_dead_are_replaced_under_new_names(tmp_path: Path, manner: Manner) -> None:
+    watcher = Watcher()
+    watcher.acts += [
+        (at_step(9), lambda: watcher.kill("worker-0")),
+        (lambda e: isinstance(e, ev.StepCommitted) and "worker-2" in e.shares, watcher.stop),
+    ]
+    conductor = conduct(
+        tmp_path, manner, watcher, workers=2, max_restarts=1, epochs=900, outcome="interrupted"
+    )
+    assert_whole(conductor, watcher)
+    views = [view.members for view in watcher.of(ev.ViewChanged)]
+    assert views == [("worker-0", "worker-1"), ("worker-1",), ("worker-1", "worker-2")]
+    assert (conductor.crew.num_lost, conductor.crew.num_replaced) == (1, 1)
+    assert len(watcher.of(ev.Recovered)) == 1, "a replacement is no recovery"
+
+
+def test_whoever_is_not_ready_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(20), lambda: watcher.kill("worker-1")))
+    conductor = conduct(tmp_path, PARTS, watcher, workers=2, max_restarts=1, pause_s=0.005)
+    assert_whole(conductor, watcher)
+    assert (conductor.crew.num_lost, conductor.crew.num_replaced) == (1, 0)
+
+
+def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> None:
+    watcher = Watcher()
+
+    def kill_and_spoil() -> None:
+        (tmp_path / "job.py").write_text("import nonesuch")
+        watcher.kill("worker-1")
+
+    def twice(_: ev.Event) -> bool:
+        return len([n for n in watcher.of(ev.Noticed) if "came to nothing" in n.message]) == 2
+
+    watcher.acts += [(at_step(5), kill_and_spoil), (twice, watcher.stop)]
+    conductor = conduct(
+        tmp_path, PARTS, watcher, workers=2, max_restarts=2, epochs=900, outcome="interrupted"
+    )
+    assert_whole(conductor, watcher)
+    told = [
+        notice.message for notice in watcher.of(ev.Noticed) if "came to nothing" in notice.message
+    ]
+    assert len(told) == 2
+    assert "nonesuch" in told[0]
+    assert conductor.crew.num_replaced == 0
+
+
+def test_a_frozen_member_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(5), lambda: watcher.kill("worker-1", signal.SIGSTOP)))
+    timeouts = dataclasses.replace(Timeouts(), silence_s=2.5, beat_s=0.2)
+    conductor = conduct(tmp_path, PARTS, watcher, workers=2, timeouts=timeouts)
+    assert_whole(conductor, watcher)
+    (lost,) = watcher.of(ev.MemberLost)
+    assert "said nothing for" in lost.reason
+
+
+def test_two_deaths_at_once(tmp_path: Path) -> None:
+    watcher = Watcher()
+
+    def both() -> None:
+        watcher.kill("worker-0")
+        watcher.kill("worker-2")
+
+    watcher.acts.append((at_step(9), both))
+    conductor = conduct(tmp_path, PARTS, watcher)
+    assert_whole(conductor, watcher)
+    assert {lost.member for lost in watcher.of(ev.MemberLost)} == {"worker-0", "worker-2"}
+    assert watcher.of(ev.ViewChanged)[-1].members == ("worker-1",)
+
+
+def test_when_nobody_is_left_the_run_fails(tmp_path: Path) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(5), lambda: watcher.kill("worker-0")))
+    with pytest.raises(MemberFailed, match="worker-0 killed by SIGKILL") as failed:
+        conduct(tmp_path, PARTS, watcher, workers=1)
+    assert failed.value.exit_code == 137
+
+
+def test_when_nobody_is_left_all_may_begin_again(tmp_path: Path) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(5), lambda: watcher.kill("worker-0")))
+    with pytest.raises(WeightsLost, match="killed by SIGKILL") as lost:
+        conduct(tmp_path, PARTS, watcher, workers=1, max_restarts=1)
+    assert lost.value.exit_code == 137
+    assert not watcher.of(ev.MemberFailed)
+    assert [(e.member, e.workers) for e in watcher.of(ev.MemberLost)] == [("worker-0", 0)]
+
+
+def test_servers_stand_beside_the_workers_and_may_die(tmp_path: Path) -> None:
+    watcher = Watcher()
+    watcher.acts.append((at_step(9), lambda: watcher.kill("server-0")))
+    manner = dataclasses.replace(PARTS, servers=2)
+    conductor = conduct(tmp_path, manner, watcher, workers=2)
+    assert_whole(conductor, watcher)
+    first, second = watcher.of(ev.ViewChanged)
+    assert first.members == ("worker-0", "worker-1", "server-0", "server-1")
+    assert (first.servers, second.servers) == (2, 1)
+    assert second.members == ("worker-0", "worker-1", "server-1")
+    assert all(set(s.shares) <= {"worker-0", "worker-1"} for s in watcher.of(ev.StepCommitted))

@@ -1,0 +1,166 @@
+"""Who is left out, when, and when it comes back: the rule, on scripted speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from manyhands.coordinator.straggler_trial import WINDOW_STEPS, Brakes, Meter, Phase
+from manyhands.coordinator.throughput import Pace
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Script:
+    """A run whose workers are as fast as they are said to be, and who does what it is told."""
+
+    devices: dict[str, str]
+    speeds: dict[str, float]
+    together: float
+    """Samples a second, of all."""
+    without: float
+    least: int = 1
+    occasion: tuple[int, int] = (0, 0)
+    seated: tuple[str, ...] = ()
+    changes_soon: bool = False
+    spared: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seated = tuple(self.devices)
+        self.clock = Clock()
+        self.meter = Meter(self.clock)
+        self.meter.busy(True)
+        self.pace = Pace()
+        self.brakes = Brakes(self, self.meter, self.notes.append)
+
+    def device(self, worker: str) -> str:
+        return self.devices[worker]
+
+    def may_spare(self, number: int) -> bool:
+        return len(self.seated) - number >= self.least
+
+    def spare(self, workers: Sequence[str]) -> None:
+        self.spared = list(workers)
+        self.seated = tuple(name for name in self.seated if name not in self.spared)
+
+    def recall(self) -> None:
+        self.seated = (*self.seated, *self.spared)
+        self.spared = []
+
+    def run(self, seconds: float) -> list[Phase]:
+        phases = []
+        for _ in range(round(seconds * 10)):
+            self.clock.now += 0.1
+            for name in self.seated:
+                self.pace.note(name, round(self.speeds[name]), 0.1)
+            rate = self.without if self.spared else self.together
+            self.meter.note(round(rate * 0.1))
+            self.brakes.tick(self.pace)
+            phases.append(self.brakes.phase)
+        return list(dict.fromkeys(phases))
+
+
+def gpu_and_cpus(together: float, without: float, **more: int) -> Script:
+    devices = {"worker-0": "cuda", "worker-1": "cpu", "worker-2": "cpu"}
+    speeds = {"worker-0": 300.0, "worker-1": 100.0, "worker-2": 100.0}
+    return Script(devices, speeds, together, without, **more)
+
+
+def test_cpus_that_only_brake_stay_out() -> None:
+    run = gpu_and_cpus(700.0, 1000.0)
+    assert run.run(30) == [Phase.TOGETHER, Phase.LEAVING, Phase.WITHOUT, Phase.APART]
+    assert run.spared == ["worker-1", "worker-2"]
+    (note,) = run.notes
+    assert note == (
+        "1,000 samples/s without worker-1, worker-2 (cpu), 700 with: left out "
+        "(--workers 3:3 keeps all)"
+    )
+
+
+@pytest.mark.parametrize("without", [500.0, 700.0, 720.0])
+def test_those_that_help_or_cost_nothing_come_back(without: float) -> None:
+    run = gpu_and_cpus(700.0, without)
+    phases = [Phase.TOGETHER, Phase.LEAVING, Phase.WITHOUT, Phase.SETTLED]
+    assert run.run(60) == phases
+    assert not run.spared
+    assert "taken back" in run.notes[-1]
+    assert run.run(60) == [Phase.SETTLED], "and it is not tried again and again"
+
+
+def test_what_is_plainly_slower_is_not_tried_for_long() -> None:
+    run = gpu_and_cpus(700.0, 400.0)
+    while run.brakes.phase != Phase.WITHOUT:
+        run.run(0.1)
+    assert run.run(1.2)[-1] == Phase.SETTLED
+    assert run.notes == ["400 samples/s without worker-1, worker-2 (cpu), 700 with: taken back"]
+
+
+def test_workers_that_are_alike_are_left_alone() -> None:
+    devices = dict.fromkeys(["worker-0", "worker-1"], "cpu")
+    run = Script(devices, {"worker-0": 300.0, "worker-1": 100.0}, 100.0, 1000.0)
+    assert run.run(30) == [Phase.TOGETHER, Phase.SETTLED]
+    much = Script(devices, {"worker-0": 300.0, "worker-1": 70.0}, 100.0, 1000.0)
+    much.run(30)
+    assert much.spared == ["worker-1"]
+
+
+def test_never_fewer_than_were_asked_for() -> None:
+    run = gpu_and_cpus(700.0, 1000.0, least=3)
+    assert run.run(30) == [Phase.TOGETHER, Phase.SETTLED]
+    assert not run.notes
+
+
+def test_what_is_slower_by_now_ends_it() -> None:
+    run = gpu_and_cpus(700.0, 1000.0)
+    run.run(30)
+    run.without = 600.0
+    assert run.run(10) == [Phase.APART, Phase.SETTLED]
+    assert not run.spared
+    assert run.notes[-1].startswith("600 samples/s without")
+
+
+def test_a_death_brings_all_back_and_three_trials_are_enough() -> None:
+    run = gpu_and_cpus(700.0, 1000.0)
+    for deaths in range(1, 3):
+        run.run(30)
+        assert run.spared
+        run.occasion = (deaths, 0)
+        run.run(0.1)
+        assert not run.spared
+    run.run(30)
+    assert run.spared
+    run.occasion = (9, 0)
+    assert run.run(60) == [Phase.TOGETHER, Phase.SETTLED]
+
+
+def test_nothing_is_measured_while_shares_change() -> None:
+    run = gpu_and_cpus(700.0, 1000.0)
+    for number in range(20):
+        run.pace.parts = {"worker-0": 1.0, "worker-1": 0.1 + number / 100}
+        assert run.run(2) == [Phase.TOGETHER]
+
+
+def test_a_meter_counts_time_with_something_to_do() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    clock.now = 5.0
+    meter.busy(True)
+    for _ in range(WINDOW_STEPS):
+        clock.now += 0.4
+        meter.note(20)
+    meter.busy(False)
+    clock.now = 100.0
+    assert meter.full
+    assert meter.take() == pytest.approx(50.0)
+    assert not meter.full
+    assert meter.seconds == 0.0

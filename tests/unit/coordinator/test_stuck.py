@@ -1,0 +1,116 @@
+"""Who hangs in the job's code, and who only waits."""
+
+from __future__ import annotations
+
+from manyhands.cluster.activity import COMPUTING, EVALUATING, LOADING, SAVING, WAITING, Activity
+from manyhands.coordinator.stuck import ENDING_S, StuckWatch
+
+
+class Clock:
+    """Beats of members, one a second, and what the watch says of them."""
+
+    def __init__(self, after_s: float = 60.0) -> None:
+        self.watch = StuckWatch(after_s)
+        self.now = 1000.0
+        self.named: list[tuple[str, str]] = []
+        self.given_up: list[tuple[str, str]] = []
+        self.moved: list[tuple[str, str]] = []
+
+    def beat(self, seconds: int, *, ending: bool = False, **doing: tuple[int, str, int]) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            for name, (step, what, ticks) in doing.items():
+                said = self.watch.hear(name, step=step, doing=what, ticks=ticks, now=self.now)
+                self.moved += [(name, said)] if said else []
+            self.named += self.watch.newly_stuck(self.now).items()
+            self.given_up += self.watch.hopeless(self.now, ending=ending).items()
+
+
+def test_who_hangs_is_named_once_and_who_waits_for_it_is_not() -> None:
+    clock = Clock()
+    clock.beat(60, a=(35, LOADING, 70), b=(35, WAITING, 70))
+    assert clock.named == []
+    clock.beat(500, a=(35, LOADING, 70), b=(35, WAITING, 70))
+    assert clock.named == [("a", "has been in step 35 for 60 s (loading data)")]
+    assert clock.given_up == []
+    clock.beat(100, a=(35, LOADING, 70), b=(35, WAITING, 70))
+    assert clock.given_up == [("a", "has been in step 35 for 600 s (loading data)")]
+    assert clock.moved == []
+
+
+def test_one_that_goes_on_says_so_and_may_hang_again() -> None:
+    clock = Clock()
+    clock.beat(80, a=(35, COMPUTING, 70))
+    clock.beat(1, a=(36, COMPUTING, 71))
+    assert clock.moved == [("a", "goes on after 80 s (forward and backward)")]
+    clock.beat(61, a=(36, LOADING, 71))
+    assert [words for _, words in clock.named] == [
+        "has been in step 35 for 60 s (forward and backward)",
+        "has been in step 36 for 60 s (loading data)",
+    ]
+
+
+def test_progress_inside_a_step_or_an_evaluation_is_enough() -> None:
+    clock = Clock()
+    for ticks in range(30):
+        clock.beat(50, a=(35, COMPUTING, ticks), b=(0, EVALUATING, ticks))
+    assert clock.named == []
+    clock.beat(40, a=(35, COMPUTING, 29), b=(0, EVALUATING, 29))
+    assert clock.named == []  # longer than usual, but not twice as long
+    clock.beat(40, a=(35, COMPUTING, 29), b=(0, EVALUATING, 29))
+    assert [words for _, words in clock.named] == [
+        "has been in step 35 for 100 s (forward and backward)",
+        "has been evaluating for 100 s",
+    ]
+
+
+def test_where_steps_are_long_they_are_not_named_again_and_again() -> None:
+    clock = Clock()
+    for step in range(1, 20):
+        clock.beat(90, a=(step, COMPUTING, step))
+    assert len(clock.named) == 2
+
+
+def test_a_first_step_that_keeps_a_core_busy_may_compile() -> None:
+    watch = StuckWatch(60.0)
+    for now in range(1000):
+        watch.hear("a", step=1, doing=COMPUTING, ticks=0, now=now, busy=True)
+        watch.hear("b", step=1, doing=COMPUTING, ticks=3, now=now, busy=True)
+        watch.hear("c", step=1, doing=COMPUTING, ticks=0, now=now)
+    assert list(watch.newly_stuck(1000)) == ["b", "c"]
+
+
+def test_one_that_stops_beating_is_named_by_its_last_beat() -> None:
+    clock = Clock()
+    clock.beat(1, a=(35, COMPUTING, 70))
+    clock.beat(61)
+    assert len(clock.named) == 1
+    clock.watch.forget("a")
+    clock.beat(1000)
+    assert clock.given_up == []
+
+
+def test_when_the_run_is_to_end_patience_is_short() -> None:
+    clock = Clock()
+    clock.beat(int(ENDING_S), a=(35, LOADING, 70), b=(0, SAVING, 70), ending=True)
+    assert clock.given_up == []
+    clock.beat(100, a=(35, LOADING, 70), b=(0, SAVING, 70), ending=True)
+    assert clock.given_up == [("a", "has been in step 35 for 20 s (loading data)")]
+
+
+def test_zero_is_never_but_a_run_can_still_be_ended() -> None:
+    clock = Clock(0.0)
+    clock.beat(10_000, a=(35, LOADING, 70))
+    assert clock.named == clock.given_up == []
+    clock.beat(1, a=(35, LOADING, 70), ending=True)
+    assert len(clock.given_up) == 1
+
+
+def test_sections_are_nested_and_restored() -> None:
+    activity = Activity()
+    with activity.in_step(7), activity.during(COMPUTING):
+        assert (activity.step, activity.doing) == (7, COMPUTING)
+        with activity.during(WAITING):
+            assert activity.doing == WAITING
+        assert activity.doing == COMPUTING
+    assert (activity.step, activity.doing) == (0, WAITING)

@@ -1,0 +1,217 @@
+"""Plays the workers of a training by chance, against the real hand-out, course and shelf.
+
+The weights are the list of parts that were put into them. In lockstep a step is in them once every
+worker of the view has computed its share; otherwise each part by itself, some left out. Deaths lose
+the reports that were on their way, and whatever the members had been ordered to do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.view import Seat, View
+from manyhands.control.messages import Row, Saved
+from manyhands.coordinator.checkpoint_tracker import Shelf
+from manyhands.coordinator.dispatch import make_handout
+from manyhands.coordinator.options import Manner, Options
+from manyhands.coordinator.plan import Course, StepPlan, Syllabus
+from manyhands.coordinator.progress import Committed, PartKey
+from manyhands.events.sinks import Stream
+from manyhands.runs.checkpoints import partial
+from manyhands.runs.folder import Run
+
+Sample = tuple[int, int]
+"""(epoch, position)"""
+Portion = list[Any]
+"""step, epoch, samples, ranges, part; what is unusual"""
+
+
+class Troupe:
+    def __init__(
+        self, folder: Path, syllabus: Syllabus, manner: Manner, workers: int, chance: random.Random
+    ) -> None:
+        self.chance = chance
+        self.manner = manner
+        self.course = Course(syllabus)
+        run = Run.create("played", path=folder / "run")
+        options = Options("job.py", "played", workers, manner=manner)
+        self.shelf = Shelf(run, Stream(), options, newest=None)
+        self.run = run
+        self.handout = make_handout(manner, self.course, self.shelf, self._hear)
+        self.weights: list[tuple[PartKey, list[Sample]]] = []
+        self.committed: list[Committed] = []
+        self.evaluations: list[int] = []
+        self.rests = 0
+        self.redone = 0
+        self._agendas: dict[str, deque[dict[str, Any]]] = {}
+        self._rows: dict[str, list[Row]] = {}
+        self._pushed: dict[int, dict[str, Portion]] = {}
+        self._evaluated: set[str] = set()
+        self._writing: tuple[str, int] | None = None
+        self._number = 0
+        self._names = 0
+        self.view(self.newcomers(workers))
+
+    def newcomers(self, number: int) -> list[str]:
+        self._names += number
+        return [f"worker-{n}" for n in range(self._names - number, self._names)]
+
+    def view(self, names: list[str]) -> None:
+        """These are the members now; all have settled what is in the weights, and joined."""
+        for name in self._rows:
+            # What is resolved is told before joining; of the rest it is not known, or they are dead.
+            kept = self._rows[name] if self.chance.random() < 0.5 else []
+            for row in kept:
+                self.handout.add(name, row)
+        self.handout.settle(dict.fromkeys(key for key, _ in self.weights[-40:]))
+        self._commit()
+        self._number += 1
+        seats = tuple(Seat(name, "here") for name in names)
+        if self._writing is not None and self._writing[0] not in names:
+            self._writing = None
+        self._agendas = {name: deque() for name in names}
+        self._rows = {name: [] for name in names}
+        self._pushed, self._evaluated = {}, set()
+        self.redone += self.handout.restart(View(self._number, seats))
+
+    def play(self, *, deaths: int = 0, arrivals: int = 0, stop_at: int | None = None) -> None:
+        arriving = False
+        for moment in range(100_000):
+            if moment == stop_at:
+                self.course.stop("interrupted")
+            self.handout.more(hold=arriving)
+            if arriving and self.handout.quiet:
+                assert not any("portions" in head for a in self._agendas.values() for head in a)
+                self.view([*self._agendas, *self.newcomers(1)])
+                arriving = False
+                continue
+            if self._all_stopped():
+                return
+            roll = self.chance.random()
+            if deaths and roll < 0.03 and len(self._agendas) > 1:
+                deaths -= 1
+                victim = self.chance.choice(list(self._agendas))
+                self.view([name for name in self._agendas if name != victim])
+                arriving = False
+            elif arrivals and roll < 0.06 and self.handout.finishing is None:
+                arrivals -= 1
+                arriving = True
+            elif self._writing is not None and roll < 0.3:
+                self._written()
+            else:
+                self._act(self.chance.choice(list(self._agendas)))
+        raise AssertionError("no end")
+
+    def used(self) -> Counter[Sample]:
+        return Counter(sample for _, samples in self.weights for sample in samples)
+
+    def _hear(self, name: str, order: dict[str, Any]) -> None:
+        if order["order"] == "steps":
+            for portion in order["portions"]:
+                self._agendas[name].append({"order": "step", "portions": portion})
+        else:
+            self._agendas[name].append(order)
+
+    def _all_stopped(self) -> bool:
+        return self.handout.finishing is not None and all(
+            agenda and agenda[0]["order"] == "stop" for agenda in self._agendas.values()
+        )
+
+    def _act(self, name: str) -> None:
+        """One thing that a worker does, if it has anything to do."""
+        agenda = self._agendas[name]
+        if self._rows[name] and (not agenda or self.chance.random() < 0.3):
+            self._flush(name)
+        if not agenda or agenda[0]["order"] == "stop":
+            return
+        head = agenda[0]
+        if head["order"] == "step":
+            if self._compute(name, head["portions"]):
+                agenda.popleft()
+            return
+        self._flush(name)
+        if head["order"] == "checkpoint" and name == self.handout.workers[0]:
+            if self._writing is not None:
+                return
+            self._copy(name, head["step"])
+        elif head["order"] == "evaluate":
+            self._evaluate(name)
+        elif head["order"] == "rest":
+            self.rests += 1
+        agenda.popleft()
+
+    def _compute(self, name: str, portion: Portion) -> bool:
+        """Whether the worker is through with it; in lockstep it waits for all the others."""
+        step, part = portion[0], portion[4]
+        if not self.manner.lockstep:
+            dropped = self.chance.random() < 0.15
+            if not dropped:
+                self._apply(portion)
+            seconds = self.chance.choice([0.05, 0.2, 0.5])
+            self._rows[name].append(row(step, part, seconds, dropped=dropped))
+            return True
+        pushed = self._pushed.setdefault(step, {})
+        if name not in pushed:
+            pushed[name] = portion
+            if len(pushed) == len(self._agendas):
+                for one in pushed.values():
+                    self._apply(one)
+        if len(pushed) < len(self._agendas):
+            return False
+        self._rows[name].append(row(step, part, 0.2))
+        return True
+
+    def _apply(self, portion: Portion) -> None:
+        step, epoch, _, ranges, part, *_ = portion
+        self.weights.append(
+            ((step, part), [(epoch, i) for lo, hi in ranges for i in range(lo, hi)])
+        )
+
+    def _flush(self, name: str) -> None:
+        rows, self._rows[name] = self._rows[name], []
+        for one in rows:
+            self.handout.add(name, one)
+        self._commit()
+
+    def _commit(self) -> None:
+        for step in self.handout.committed():
+            self.committed.append(step)
+        self.shelf.settle(self.course)
+
+    def _evaluate(self, name: str) -> None:
+        self._evaluated.add(name)
+        if self._evaluated == set(self.handout.workers):
+            self._evaluated = set()
+            if self.course.awaiting:
+                self.evaluations.append(self.course.epoch)
+                self.course.evaluated({"loss": 1.0 / (1 + self.course.epoch)})
+            self.handout.evaluated()
+
+    def _copy(self, name: str, step: int) -> None:
+        """The state of a checkpoint is that of its step, exactly."""
+        assert {key[0] for key, _ in self.weights} == set(range(1, step + 1))
+        assert set(self.used().values()) <= {1}
+        plans = [c.plan for c in self.committed] + list(self.course.open_steps)
+        wanted = sum(plan.samples for plan in _once(plans) if plan.step <= step)
+        assert sum(self.used().values()) == wanted
+        self._writing = (name, step)
+        partial(self.run.path, step, name).mkdir(parents=True, exist_ok=True)
+        self.handout.saving(name, step)
+
+    def _written(self) -> None:
+        assert self._writing is not None
+        name, step = self._writing
+        self._writing = None
+        self.shelf.written(name, step, Saved(view=1, step=step))
+        self.shelf.settle(self.course)
+
+
+def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> Row:
+    return Row(step, 1.0, 1.0, 0.1, seconds, None, None, 0, part=part, dropped=dropped)
+
+
+def _once(plans: list[StepPlan]) -> list[StepPlan]:
+    return list({plan.step: plan for plan in plans}.values())
