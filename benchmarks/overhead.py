@@ -22,8 +22,8 @@ from pathlib import Path
 
 from overhead_models import WORKERS
 
-from manyhands.cluster.launchers import cores
 from manyhands.events.jsonl import read_events
+from manyhands.hosts.launchers import cores
 
 HERE = Path(__file__).parent
 STEPS = {"Perceptron": 600, "Transformer": 250}

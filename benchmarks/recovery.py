@@ -38,8 +38,8 @@ from ps_contenders import split_names
 from recovery_model import BATCH, SAVE_EVERY
 from recovery_trainings import Ours, Stuck, Torchrun, Training
 
-from manyhands.cluster.launchers import cores
 from manyhands.errors import SpecError
+from manyhands.hosts.launchers import cores
 from manyhands.strategies.registry import make_strategy
 
 TORCHRUN = "torchrun"

@@ -28,11 +28,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.cluster.devices import device_id, pick_device
-from manyhands.cluster.scratch import Scratch
-from manyhands.cluster.spec import EVALUATOR
-from manyhands.cluster.specs import alone, look
-from manyhands.cluster.view import Me, Seat, View
 from manyhands.compute.feed import Feed, Portion, Share, is_map_style
 from manyhands.compute.gradients import StepReport
 from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
@@ -41,6 +36,11 @@ from manyhands.compute.train_state import Loss, Trainee, find_tables, to_device
 from manyhands.contract import Learner
 from manyhands.coordinator.leases import Leases
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
+from manyhands.hosts.devices import device_id, pick_device
+from manyhands.hosts.discovery import alone, look
+from manyhands.hosts.scratch import Scratch
+from manyhands.hosts.spec import EVALUATOR
+from manyhands.hosts.view import Me, Seat, View
 from manyhands.job import Job
 from manyhands.ranges import shares, split
 from manyhands.strategies.registry import make_strategy

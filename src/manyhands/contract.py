@@ -39,10 +39,10 @@ from manyhands.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from manyhands.cluster.view import Me, View
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import Trainee
+    from manyhands.hosts.view import Me, View
 
 WHOLE = -1
 """In place of a part of a step: all of them."""

@@ -15,7 +15,7 @@ from manyhands.testing.conformance import assert_once_an_epoch
 HOSTILE = """
 import gc, json
 from dataclasses import dataclass
-from manyhands.cluster.member import Member
+from manyhands.hosts.member import Member
 from manyhands.testing.jobs import Regression
 
 @dataclass
@@ -94,7 +94,7 @@ FRAGILE = """
 import gc
 from dataclasses import dataclass
 from torch import nn
-from manyhands.cluster.member import Member
+from manyhands.hosts.member import Member
 from manyhands.testing.jobs import Regression
 
 class Fragile(nn.Linear):

@@ -14,7 +14,7 @@ from manyhands.testing.conformance import assert_once_an_epoch
 HOSTILE = """
 import gc, json
 from dataclasses import dataclass
-from manyhands.cluster.member import Member
+from manyhands.hosts.member import Member
 from manyhands.ps.client import Client
 from manyhands.ps.server import Server
 from manyhands.testing.jobs import Regression

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.faults import cut_a_link
+from manyhands.hosts.faults import cut_a_link
 from manyhands.testing import harness
 from manyhands.testing.chaos import audit, case_of, suffer
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from manyhands.cli.options import parse_workers
-from manyhands.cluster.launchers import cores
 from manyhands.errors import UsageError
+from manyhands.hosts.launchers import cores
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch
 

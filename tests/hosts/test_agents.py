@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from together import KEY, LONG_S, Process, Together, manyhands, place, together, until
 
-from manyhands.cluster.launchers.agents import AgentLauncher
-from manyhands.cluster.specs import detect
-from manyhands.cluster.timeouts import Timeouts
-from manyhands.cluster.view import WORKER
 from manyhands.coordinator.coordinator import Coordinator, Exited, Happening, Said, Told
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.hosts.discovery import detect
+from manyhands.hosts.launchers.agents import AgentLauncher
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.view import WORKER
 from manyhands.testing.harness import gone
 from manyhands.transport import Authority, connect
 

@@ -28,7 +28,7 @@ FLOORS = [
     {"word2vec"},
     {"embeddings"},
     {"doctor", "launch", "lab", "control"},
-    {"transport", "cluster", "runs", "events"},
+    {"transport", "hosts", "runs", "events"},
     {"contract"},
     {"job", "errors", "ranges", "threads", "__init__"},
 ]
@@ -110,7 +110,7 @@ def test_no_two_rooms_import_each_other() -> None:
             rooms = {room for _, room in imported(path, types=False)}
             graph.setdefault(here, set()).update(rooms - {here, "__init__"})
     order = list(TopologicalSorter(graph).static_order())
-    assert order.index("errors") < order.index("transport") < order.index("cluster")
+    assert order.index("errors") < order.index("transport") < order.index("hosts")
 
 
 def reads_environment(path: Path) -> list[int]:
@@ -131,7 +131,7 @@ def test_only_the_cluster_reads_the_environment() -> None:
     """And data, for where its own folder is; and testing, which hands it on to what it starts."""
     readers = {path.relative_to(HOME) for path in FILES if reads_environment(path)}
     assert {path.parts[0] for path in readers} <= {
-        "cluster",
+        "hosts",
         "collectives",
         "data",
         "doctor",

@@ -17,13 +17,13 @@ from typing import Any, TextIO
 
 from manyhands.cli.options import Resolved
 from manyhands.cli.places import meeting_place, trust
-from manyhands.cluster.rendezvous import dialled_address
-from manyhands.cluster.spec import EVALUATOR, ClusterSpec
-from manyhands.cluster.specs import describe, detect
 from manyhands.doctor import Check, Finding, checks, wants_colour
 from manyhands.doctor.hosts import Attendant, Lead, PairFacts, judge, tell
 from manyhands.errors import Interrupted
 from manyhands.events.units import clean
+from manyhands.hosts.discovery import describe, detect
+from manyhands.hosts.rendezvous import dialled_address
+from manyhands.hosts.spec import EVALUATOR, ClusterSpec
 
 HELP = "what this machine has, what works, and what to fix"
 EXAMPLES = """\

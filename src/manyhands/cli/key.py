@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from manyhands.cluster.key import fresh_key
+from manyhands.hosts.key import fresh_key
 
 HELP = "print a fresh key for a run over several hosts"
 EXAMPLES = """\

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.cluster.launchers import Launcher
-from manyhands.cluster.timeouts import Timeouts
+from manyhands.hosts.launchers import Launcher
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.transport import Authority
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli.places import add_place_flags, check_room, default_workers, fit_strategy
-from manyhands.cluster.environment import PREFIX, option
-from manyhands.cluster.launchers import cores
-from manyhands.cluster.spec import ClusterSpec
 from manyhands.contract import Strategy
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
@@ -18,6 +15,9 @@ from manyhands.coordinator.fault_spec import EXAMPLE, Chaos, check, parse_chaos
 from manyhands.coordinator.options import Manner, Options
 from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, closest
+from manyhands.hosts.environment import PREFIX, option
+from manyhands.hosts.launchers import cores
+from manyhands.hosts.spec import ClusterSpec
 from manyhands.strategies.registry import make_strategy
 
 

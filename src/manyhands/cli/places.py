@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 from manyhands.cli.lead import Lead
 from manyhands.cli.ray_place import RayCluster, add_ray_flags, find_ray
-from manyhands.cluster.dialling import check_only_lead
-from manyhands.cluster.key import no_key, read_key
-from manyhands.cluster.launchers import LocalLauncher
-from manyhands.cluster.launchers.agents import AgentLauncher
-from manyhands.cluster.on_ray.wish import parse_place
-from manyhands.cluster.rendezvous import dialled_address, listening_address, one_host
-from manyhands.cluster.spec import COORDINATOR, EVALUATOR, ClusterSpec
-from manyhands.cluster.specs import detect, one_of_several
-from manyhands.cluster.timeouts import Timeouts
-from manyhands.cluster.view import WORKER
 from manyhands.contract import Strategy
 from manyhands.coordinator.options import Options
 from manyhands.errors import ManyhandsError, UsageError, closest
+from manyhands.hosts.connect import check_only_lead
+from manyhands.hosts.discovery import detect, one_of_several
+from manyhands.hosts.key import no_key, read_key
+from manyhands.hosts.launchers import LocalLauncher
+from manyhands.hosts.launchers.agents import AgentLauncher
+from manyhands.hosts.ray.resources import parse_place
+from manyhands.hosts.rendezvous import dialled_address, listening_address, one_host
+from manyhands.hosts.spec import COORDINATOR, EVALUATOR, ClusterSpec
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.view import WORKER
 from manyhands.ps.config import ParameterServer
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Part, Spec, Value, parse_spec
@@ -119,7 +119,7 @@ class Cluster:
                 f"{self.spec.source} may do without an evaluator."
             )
             return 0
-        from manyhands.cluster.agent import Agent
+        from manyhands.hosts.agent import Agent
 
         keyed = self.authority is not None
         address = dialled_address(self.spec, self.control, keyed=keyed)

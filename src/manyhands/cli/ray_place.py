@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.cli.lead import Lead
-from manyhands.cluster.key import fresh_key
-from manyhands.cluster.launchers.ray import RayLauncher
-from manyhands.cluster.on_ray.far import command_there, run_there
-from manyhands.cluster.on_ray.line import Line, check_installed
-from manyhands.cluster.on_ray.wish import (
+from manyhands.coordinator.options import Options
+from manyhands.errors import UsageError, closest
+from manyhands.hosts.key import fresh_key
+from manyhands.hosts.launchers.ray import RayLauncher
+from manyhands.hosts.ray.broker_client import Line, check_installed
+from manyhands.hosts.ray.far import command_there, run_there
+from manyhands.hosts.ray.resources import (
     CLIENT,
     LOCAL,
     PLACEMENTS,
@@ -21,9 +23,7 @@ from manyhands.cluster.on_ray.wish import (
     in_order,
     slots_for,
 )
-from manyhands.cluster.timeouts import Timeouts
-from manyhands.coordinator.options import Options
-from manyhands.errors import UsageError, closest
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.job import find_job
 from manyhands.strategies.registry import make_strategy
 from manyhands.transport import Address, Authority, parse_address

@@ -18,8 +18,6 @@ from manyhands.cli.options import (
     resolve_options,
 )
 from manyhands.cli.places import find_cluster, leading
-from manyhands.cluster.machine import versions
-from manyhands.cluster.scratch import Scratch
 from manyhands.coordinator.fault_spec import GRAMMAR
 from manyhands.coordinator.options import Options
 from manyhands.coordinator.run import rehearse, train
@@ -28,6 +26,8 @@ from manyhands.events import Sink, events, make_console
 from manyhands.events.console import LABEL_CELLS
 from manyhands.events.events import Event
 from manyhands.events.text import direction
+from manyhands.hosts.machine import versions
+from manyhands.hosts.scratch import Scratch
 from manyhands.job import JobFile, find_job
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest

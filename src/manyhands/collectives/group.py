@@ -26,7 +26,7 @@ from manyhands.transport.keepalive import ask_now_and_then, look_after
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from manyhands.cluster.view import Me, View
+    from manyhands.hosts.view import Me, View
 
 CONNECT_S = 5.0
 """All of a view come to it at the same moment, so they find each other in less; otherwise they try again."""

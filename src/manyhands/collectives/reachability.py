@@ -18,7 +18,7 @@ from manyhands.errors import ViewChanging
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from manyhands.cluster.view import Me, View
+    from manyhands.hosts.view import Me, View
 
 WAY_S = 3.0
 """A connection is made in this time, or the other is not reached."""

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.cluster.view import Me, View
 from manyhands.collectives.state_sync import batches, pour
 from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
+from manyhands.hosts.view import Me, View
 from manyhands.runs.flat import blanks, flatten, rebuild
 from manyhands.runs.saver import Stateful, put_state
 from manyhands.threads import start_thread

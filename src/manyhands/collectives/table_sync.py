@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.cluster.view import View
 from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.local_tables import EVICT_EVERY
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
 from manyhands.errors import SpecError
+from manyhands.hosts.view import View
 
 
 class TablesTogether:

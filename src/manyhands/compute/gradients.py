@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from manyhands.cluster.activity import COMPUTING
 from manyhands.compute.feed import Share
 from manyhands.compute.measures import Logged
 from manyhands.compute.seeds import derive
 from manyhands.compute.train_state import Trainee, checked_weight
 from manyhands.embeddings.modules import RowModel
+from manyhands.hosts.activity import COMPUTING
 
 
 class DeviceTime:

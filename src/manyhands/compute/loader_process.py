@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from manyhands.cluster.member import die_with
 from manyhands.compute.feed import gather
 from manyhands.compute.loaders import BATCH, FAILED, receive, send
 from manyhands.compute.seeds import seed_loading
+from manyhands.hosts.member import die_with
 from manyhands.job import Job, load_job
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from manyhands.cluster.activity import Activity
 from manyhands.compute.measures import Measures
 from manyhands.compute.param_groups import build_optimizer, check_optimizer
 from manyhands.compute.schedule import (
@@ -40,6 +39,7 @@ from manyhands.compute.schedule import (
 from manyhands.compute.schedule_hints import schedule_hints, vanishing_hint
 from manyhands.embeddings.modules import ANCHOR, add_anchor, tables_of
 from manyhands.errors import JobError
+from manyhands.hosts.activity import Activity
 from manyhands.job import Job
 
 if TYPE_CHECKING:

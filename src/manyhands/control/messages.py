@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.cluster.messages import OF_MEMBERS, read_kind
-from manyhands.cluster.view import Seat
 from manyhands.errors import ProtocolError
+from manyhands.hosts.messages import OF_MEMBERS, read_kind
+from manyhands.hosts.view import Seat
 from manyhands.transport.fields import Count, Positive, Seconds, Weight, read
 
 

@@ -20,17 +20,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.interfaces import is_any
-from manyhands.cluster.launchers import AGENT, Ground, Handle, Launcher, Start
-from manyhands.cluster.log_stream import CHUNK_BYTES
-from manyhands.cluster.messages import OF_MEMBERS, Beat, Bye, Hello, Post, read_kind
-from manyhands.cluster.scratch import Scratch
-from manyhands.cluster.stop_signals import on_stop_signals
-from manyhands.cluster.strangers import Strangers
-from manyhands.cluster.timeouts import Timeouts
-from manyhands.cluster.view import WORKER, Seat, View
 from manyhands.coordinator.outgoing import Outgoing
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
+from manyhands.hosts.interfaces import is_any
+from manyhands.hosts.launchers import AGENT, Ground, Handle, Launcher, Start
+from manyhands.hosts.log_stream import CHUNK_BYTES
+from manyhands.hosts.messages import OF_MEMBERS, Beat, Bye, Hello, Post, read_kind
+from manyhands.hosts.refused_peers import Strangers
+from manyhands.hosts.scratch import Scratch
+from manyhands.hosts.stop_signals import on_stop_signals
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.view import WORKER, Seat, View
 from manyhands.threads import describe, start_thread
 from manyhands.transport import Authority, Credentials, Limits, Link, Listener
 from manyhands.transport.address import parse_address

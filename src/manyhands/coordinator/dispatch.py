@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from manyhands.cluster.view import View
 from manyhands.coordinator.checkpoint_tracker import Shelf
 from manyhands.coordinator.options import Manner
 from manyhands.coordinator.plan import (
@@ -36,6 +35,7 @@ from manyhands.coordinator.straggler_trial import Meter
 from manyhands.coordinator.throughput import Pace
 from manyhands.coordinator.work_queue import AHEAD_S, BRIEF_S, MAX_LEASE, Part, PartQueue, cut
 from manyhands.errors import ProtocolError
+from manyhands.hosts.view import View
 from manyhands.ranges import Range
 
 PROBE_EVERY = 50

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from manyhands.cluster.launchers import cores
-from manyhands.cluster.messages import Beat, Failed
 from manyhands.control.messages import (
     CaughtUp,
     Evaluated,
@@ -87,6 +85,8 @@ from manyhands.errors import (
 )
 from manyhands.events import events
 from manyhands.events.sinks import Stream
+from manyhands.hosts.launchers import cores
+from manyhands.hosts.messages import Beat, Failed
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.folder import Run
 from manyhands.threads import describe

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from manyhands.cluster.faults import cut_a_link
-from manyhands.cluster.launchers import LocalHandle
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.fault_spec import CUT, KILL, PAUSE, Chaos, Clause, Timer, befallen
 from manyhands.coordinator.membership import Crew
 from manyhands.coordinator.plan import Course
 from manyhands.events import events
 from manyhands.events.sinks import Stream
+from manyhands.hosts.faults import cut_a_link
+from manyhands.hosts.launchers import LocalHandle
 
 CUT_EVERY_S = 0.1
 """How often, while links of a member are to stay cut."""

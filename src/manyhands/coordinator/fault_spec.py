@@ -21,8 +21,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.cluster.view import SERVER, WORKER
 from manyhands.errors import UsageError, closest
+from manyhands.hosts.view import SERVER, WORKER
 
 KILL, PAUSE, CUT = "kill", "pause", "cut link"
 EVERY, AT, AFTER_STEP, ONCE = "every", "at", "after step", "once"

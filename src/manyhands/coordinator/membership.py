@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from manyhands.cluster.view import SERVER, WORKER, Seat, View
 from manyhands.control.messages import Joined
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.job_checks import Facts
@@ -30,6 +29,7 @@ from manyhands.coordinator.progress import PartKey, Sums
 from manyhands.errors import ManyhandsError, ProtocolError
 from manyhands.events import events
 from manyhands.events.sinks import Stream
+from manyhands.hosts.view import SERVER, WORKER, Seat, View
 
 APART_VIEWS = 2
 """In so many views in a row two did not find each other: they will not in the next."""

@@ -7,10 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.launchers import Launcher, LocalLauncher
-from manyhands.cluster.machine import versions
-from manyhands.cluster.timeouts import Timeouts
-from manyhands.cluster.view import SERVER, WORKER
 from manyhands.coordinator.coordinator import Coordinator, on_signals
 from manyhands.coordinator.driver import Conductor
 from manyhands.coordinator.options import Options
@@ -24,6 +20,10 @@ from manyhands.errors import (
 )
 from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
 from manyhands.events.events import Noticed, RunFinished
+from manyhands.hosts.launchers import Launcher, LocalLauncher
+from manyhands.hosts.machine import versions
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.view import SERVER, WORKER
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.folder import EVENTS, Run

@@ -1,6 +1,6 @@
 """Find members that hang inside the job's code. Pure: the caller has the clock.
 
-A member is stuck if it has been in one section of the job's code (cluster/activity.py) for `after_s`
+A member is stuck if it has been in one section of the job's code (hosts/activity.py) for `after_s`
 without getting anything done. A member that waits for others is never stuck. Where long sections are
 usual, the limit is twice the usual: the second longest that ended by itself, so that one hang that
 resolved does not hide the next.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.cluster.activity import SAVING
+from manyhands.hosts.activity import SAVING
 
 STUCK_AFTER_S = 60.0
 GIVE_UP_FACTOR = 10

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from manyhands.cluster.member import die_with
+from manyhands.hosts.member import die_with
 
 NUM_ELEMENTS = 1024
 

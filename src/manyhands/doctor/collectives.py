@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cluster.launchers import Handle, LocalLauncher, Start
 from manyhands.doctor.finding import Finding
 from manyhands.events.units import clean, plural
+from manyhands.hosts.launchers import Handle, LocalLauncher, Start
 from manyhands.threads import start_thread
 
 GROUP_S = 60.0

@@ -13,11 +13,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from manyhands.cluster import cgroup
-from manyhands.cluster.cgroup import MemoryLimit
-from manyhands.cluster.launchers import cores
 from manyhands.doctor.finding import Finding
 from manyhands.events.units import plural, size
+from manyhands.hosts import cgroup
+from manyhands.hosts.cgroup import MemoryLimit
+from manyhands.hosts.launchers import cores
 
 LEAST_MEMORY_BYTES = 10**9
 """Two workers take most of this before they have a model: Python and torch themselves."""

@@ -10,9 +10,9 @@ import queue
 import socket
 import time
 
-from manyhands.cluster.scratch import Scratch
 from manyhands.doctor.finding import Finding
 from manyhands.errors import ManyhandsError
+from manyhands.hosts.scratch import Scratch
 from manyhands.threads import start_thread
 from manyhands.transport import Authority, Credentials, Listener, connect
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.cluster.cgroup import memory_limit
 from manyhands.embeddings.parsing import show_bytes
 from manyhands.errors import JobError
+from manyhands.hosts.cgroup import memory_limit
 from manyhands.transport.shm import Segment
 
 SPARE_PART = 50

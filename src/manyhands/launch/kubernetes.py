@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.cluster.spec import DEFAULT_PORT
 from manyhands.errors import UsageError, closest
+from manyhands.hosts.spec import DEFAULT_PORT
 from manyhands.launch.shell import Flags, at_least, matching, one_line, quoted
 from manyhands.launch.yaml import Flow, Script, render
 

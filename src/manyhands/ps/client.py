@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from manyhands.cluster.activity import WAITING, Activity
 from manyhands.embeddings.row_placement import Homes
 from manyhands.errors import (
     BadFrame,
@@ -28,6 +27,7 @@ from manyhands.errors import (
     ViewChanging,
     WeightsLost,
 )
+from manyhands.hosts.activity import WAITING, Activity
 from manyhands.ps.block_store import Run
 from manyhands.ps.blocks import Layout
 from manyhands.ps.channels import LANES, Lanes, Uplink

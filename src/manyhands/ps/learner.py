@@ -33,9 +33,9 @@ from manyhands.ps.rounds import Turns
 from manyhands.ps.server_connection import Fate
 
 if TYPE_CHECKING:
-    from manyhands.cluster.view import Me, View
     from manyhands.compute.feed import Share
     from manyhands.compute.train_state import Trainee
+    from manyhands.hosts.view import Me, View
 
 
 class PsLearner(Learner):

@@ -14,10 +14,10 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from manyhands.cluster.view import SERVER, Me, View
 from manyhands.compute.train_state import Trainee
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
+from manyhands.hosts.view import SERVER, Me, View
 from manyhands.ps.blocks import Layout
 from manyhands.ps.channels import Uplink
 from manyhands.ps.config import ParameterServer

@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from manyhands.cluster.view import TORN_S
 from manyhands.errors import LinkError, ManyhandsError
+from manyhands.hosts.view import TORN_S
 from manyhands.ps.acceptor import Door, Happened
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.channels import Uplink

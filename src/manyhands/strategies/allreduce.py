@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from manyhands.cluster.view import TORN_S
 from manyhands.contract import WHOLE, Learner, Strategy
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
+from manyhands.hosts.view import TORN_S
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from manyhands.cluster.view import Me, View
     from manyhands.collectives.deadline import Deadline
     from manyhands.collectives.group import Group
     from manyhands.collectives.reducer import Reducer
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import Trainee
+    from manyhands.hosts.view import Me, View
 
 LATEST = 2_000
 """Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""

@@ -13,9 +13,9 @@ from manyhands.contract import Learner, Strategy
 from manyhands.errors import SpecError
 
 if TYPE_CHECKING:
-    from manyhands.cluster.view import View
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
+    from manyhands.hosts.view import View
 
 
 @dataclass(frozen=True)

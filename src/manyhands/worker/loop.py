@@ -29,10 +29,6 @@ from typing import Any, Protocol
 
 import torch
 
-from manyhands.cluster.activity import EVALUATING, LOADING, SAVING
-from manyhands.cluster.devices import describe_device, device_id, pick_device
-from manyhands.cluster.member import Member
-from manyhands.cluster.view import Me, Seat, View
 from manyhands.compute.evaluation import evaluate
 from manyhands.compute.feed import Feed, Portion, Share, check_dataset
 from manyhands.compute.gradients import DeviceTime, StepReport, rehearse
@@ -42,6 +38,10 @@ from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
 from manyhands.compute.train_state import Trainee, begin_with
 from manyhands.errors import LinkError, ViewChanging
+from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
+from manyhands.hosts.devices import describe_device, device_id, pick_device
+from manyhands.hosts.member import Member
+from manyhands.hosts.view import Me, Seat, View
 from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable

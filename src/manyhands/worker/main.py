@@ -5,7 +5,7 @@ Builds the learner that its spec names and runs the loop with it.
 
 from __future__ import annotations
 
-from manyhands.cluster.member import Member
+from manyhands.hosts.member import Member
 from manyhands.worker.program import run
 
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from manyhands.cluster.member import Member
 from manyhands.compute.lazy_dynamo import compile_late
 from manyhands.errors import LinkError, PeerLost
+from manyhands.hosts.member import Member
 from manyhands.threads import on_process_failure
 
 

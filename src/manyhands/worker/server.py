@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhands.cluster.member import Member
 from manyhands.errors import ViewChanging
+from manyhands.hosts.member import Member
 from manyhands.worker.program import run
 
 POLL_S = 0.2
@@ -25,9 +25,9 @@ class Keeper:
     """A server's life, driven by the coordinator's orders."""
 
     def __init__(self, member: Member) -> None:
-        from manyhands.cluster.view import SERVER, Seat
         from manyhands.compute.seeds import seed_loading
         from manyhands.compute.train_state import Trainee, begin_with
+        from manyhands.hosts.view import SERVER, Seat
         from manyhands.job import load_job, total_steps
         from manyhands.ps.config import ParameterServer
         from manyhands.ps.node import Station
@@ -82,7 +82,7 @@ class Keeper:
         self.me.newest_view = self.member.newest_view
 
     def _on_view(self, told: Any) -> None:
-        from manyhands.cluster.view import View
+        from manyhands.hosts.view import View
 
         view = View.from_dict(told)
         if view.number < self.me.newest_view:

@@ -15,10 +15,10 @@ from manyhands.cli.options import (
     manner_of,
     resolve_options,
 )
-from manyhands.cluster.timeouts import Timeouts
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.options import Options
 from manyhands.errors import UsageError
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.single import Single
 

@@ -11,9 +11,9 @@ import pytest
 
 from manyhands.cli.options import Resolved, resolve_options
 from manyhands.cli.places import find_cluster, fit_strategy
-from manyhands.cluster.spec import ClusterSpec
-from manyhands.cluster.specs import detect
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.hosts.discovery import detect
+from manyhands.hosts.spec import ClusterSpec
 
 KEY = "k" * 32
 

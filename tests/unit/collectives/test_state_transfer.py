@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.cluster.view import Me, Seat, View
 from manyhands.collectives import state_transfer as catching_up
 from manyhands.collectives.state_transfer import CatchingUp, Lender
 from manyhands.compute.train_state import Trainee
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
+from manyhands.hosts.view import Me, Seat, View
 from manyhands.runs.saver import gather_state
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.testing.conformance import assert_same_bits

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.messages import OF_AGENTS, OF_MEMBERS, AgentHello, read_kind
 from manyhands.control.messages import REPORTS, Joined, Ready, Steps, parse
 from manyhands.errors import ProtocolError
+from manyhands.hosts.messages import OF_AGENTS, OF_MEMBERS, AgentHello, read_kind
 from manyhands.transport.fields import read
 
 ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False, []]

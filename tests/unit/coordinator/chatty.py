@@ -6,8 +6,8 @@ import os
 import threading
 import time
 
-from manyhands.cluster.member import Member
 from manyhands.errors import ViewChanging
+from manyhands.hosts.member import Member
 
 
 def main() -> None:

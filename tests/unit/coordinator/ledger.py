@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.cluster.member import Member
-from manyhands.cluster.view import SERVER, Me, Seat, View
 from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients
 from manyhands.compute.train_state import Trainee
 from manyhands.contract import Learner
 from manyhands.errors import ViewChanging
+from manyhands.hosts.member import Member
+from manyhands.hosts.view import SERVER, Me, Seat, View
 from manyhands.worker.loop import Worker
 
 MAX_STALENESS = 2

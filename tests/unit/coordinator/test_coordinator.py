@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.launchers import Handle, LocalLauncher, Start
-from manyhands.cluster.messages import Post
-from manyhands.cluster.strangers import Strangers
-from manyhands.cluster.view import Seat
 from manyhands.coordinator.coordinator import (
     MOST_POSTED,
     MOST_UNHEARD_BYTES,
@@ -29,6 +25,10 @@ from manyhands.coordinator.coordinator import (
     Told,
 )
 from manyhands.errors import LinkError
+from manyhands.hosts.launchers import Handle, LocalLauncher, Start
+from manyhands.hosts.messages import Post
+from manyhands.hosts.refused_peers import Strangers
+from manyhands.hosts.view import Seat
 from manyhands.transport import Authority, Credentials, Link, Listener, connect
 
 DEADLINE_S = 30.0

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from troupe import Troupe, row
 
-from manyhands.cluster.view import SERVER, Seat, View
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import Shelf
 from manyhands.coordinator.dispatch import Handout, make_handout
@@ -21,6 +20,7 @@ from manyhands.coordinator.options import Manner, Options
 from manyhands.coordinator.plan import Course, Syllabus
 from manyhands.coordinator.plateau import Plateau
 from manyhands.events.sinks import Stream
+from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.runs import checkpoints
 from manyhands.runs.folder import Run
 

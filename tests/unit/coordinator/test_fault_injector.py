@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from manyhands.cluster.launchers import LocalHandle
 from manyhands.coordinator import fault_injector as injector_module
 from manyhands.coordinator.fault_injector import Injector
 from manyhands.coordinator.fault_spec import parse_chaos
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
+from manyhands.hosts.launchers import LocalHandle
 
 
 class Dummy(LocalHandle):

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.launchers import LocalLauncher
-from manyhands.cluster.timeouts import Timeouts
-from manyhands.cluster.view import SERVER, WORKER
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.driver import Conductor
 from manyhands.coordinator.options import Manner, Options
 from manyhands.errors import MemberFailed, WeightsLost
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
+from manyhands.hosts.launchers import LocalLauncher
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.view import SERVER, WORKER
 from manyhands.runs import checkpoints
 from manyhands.runs.folder import Run
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manyhands.cluster.activity import COMPUTING, EVALUATING, LOADING, SAVING, WAITING, Activity
 from manyhands.coordinator.stuck import ENDING_S, StuckWatch
+from manyhands.hosts.activity import COMPUTING, EVALUATING, LOADING, SAVING, WAITING, Activity
 
 
 class Clock:

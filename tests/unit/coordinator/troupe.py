@@ -12,7 +12,6 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.view import Seat, View
 from manyhands.control.messages import Row, Saved
 from manyhands.coordinator.checkpoint_tracker import Shelf
 from manyhands.coordinator.dispatch import make_handout
@@ -20,6 +19,7 @@ from manyhands.coordinator.options import Manner, Options
 from manyhands.coordinator.plan import Course, StepPlan, Syllabus
 from manyhands.coordinator.progress import Committed, PartKey
 from manyhands.events.sinks import Stream
+from manyhands.hosts.view import Seat, View
 from manyhands.runs.checkpoints import partial
 from manyhands.runs.folder import Run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster import cgroup
-from manyhands.cluster.cgroup import MemoryLimit
 from manyhands.doctor import Check, Finding, checks, machine, network, software
+from manyhands.hosts import cgroup
+from manyhands.hosts.cgroup import MemoryLimit
 
 CHILD_S = 60.0
 GB = 10**9

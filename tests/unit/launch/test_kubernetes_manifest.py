@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import validate
 
-from manyhands.cluster.specs import detect
 from manyhands.errors import UsageError
+from manyhands.hosts.discovery import detect
 from manyhands.launch import KINDS, KubernetesJob
 from manyhands.launch.yaml import Flow, Script, render
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from stand_ins import Slurm
 
-from manyhands.cluster.specs import detect
 from manyhands.errors import UsageError
+from manyhands.hosts.discovery import detect
 from manyhands.launch import SlurmJob
 
 AWKWARD = ["--set", 'text=it\'s a "$HOME" `id` \\ ; $(id) *']

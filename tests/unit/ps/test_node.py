@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster.view import Me, Seat, View
 from manyhands.compute.train_state import Trainee, find_tables
 from manyhands.errors import LinkError, ViewChanging
+from manyhands.hosts.view import Me, Seat, View
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.memory import Flat, layout_of
 from manyhands.ps.node import Station

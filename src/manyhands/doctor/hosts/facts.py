@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.launchers import cores
-from manyhands.cluster.machine import versions
 from manyhands.doctor.machine import available_memory
+from manyhands.hosts.launchers import cores
+from manyhands.hosts.machine import versions
 
 WATCH_S = 0.3
 """How long the cores are watched to see how many are idle."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from manyhands.cluster.machine import unfit
 from manyhands.doctor.finding import Finding
 from manyhands.doctor.hosts.facts import HostFacts, PairFacts
 from manyhands.doctor.machine import LEAST_MEMORY_BYTES
 from manyhands.events.units import duration, size
+from manyhands.hosts.machine import unfit
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WRONG_S = 3600.0

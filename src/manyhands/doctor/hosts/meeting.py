@@ -20,17 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manyhands.cluster.dialling import LIMITS, Dialler
-from manyhands.cluster.interfaces import Reach, reach
-from manyhands.cluster.launchers import AGENT
-from manyhands.cluster.machine import Machine
-from manyhands.cluster.rendezvous import publish
-from manyhands.cluster.spec import EVALUATOR, ClusterSpec, Entry
-from manyhands.cluster.strangers import Strangers
 from manyhands.doctor.finding import Finding
 from manyhands.doctor.hosts.facts import HostFacts, PairFacts
 from manyhands.doctor.hosts.probe import REACH_S, STUCK_S, Probe
 from manyhands.errors import CoordinatorLost, LinkError, ManyhandsError, UsageError
+from manyhands.hosts.connect import LIMITS, Dialler
+from manyhands.hosts.interfaces import Reach, reach
+from manyhands.hosts.launchers import AGENT
+from manyhands.hosts.machine import Machine
+from manyhands.hosts.refused_peers import Strangers
+from manyhands.hosts.rendezvous import publish
+from manyhands.hosts.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.transport import Authority, Link, Listener
 
 HELLO_S = 5.0

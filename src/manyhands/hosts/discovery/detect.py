@@ -1,0 +1,128 @@
+"""Which description of the cluster applies to this process. Of several, the first of these counts:
+
+1. a cluster file, by `--cluster FILE` or MANYHANDS_CLUSTER: somebody meant exactly this run;
+2. torchrun: it has started this very process, whatever started torchrun itself;
+3. TF_CONFIG;
+4. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by anything else;
+5. srun;
+6. the variables of a Kubernetes job.
+
+Where several of 3 to 6 are there, each speaks of this process, so they have to agree on which of how many
+it is: if not, that is an error that names both.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from manyhands.errors import ClusterError
+from manyhands.hosts.discovery import file, kubernetes, slurm, tf_config, torch_variables
+from manyhands.hosts.spec import COORDINATOR, ClusterSpec, Entry
+
+FILE, AS = "MANYHANDS_CLUSTER", "MANYHANDS_AS"
+
+
+def detect(
+    environ: Mapping[str, str] | None = None,
+    *,
+    cluster: Path | None = None,
+    name: str | None = None,
+    hostname: str | None = None,
+) -> ClusterSpec:
+    """The cluster that this process is a part of; an error if nothing says so.
+
+    `cluster` and `name` are what `--cluster` and `--as` say.
+    """
+    environ = os.environ if environ is None else environ
+    found = look(environ, cluster=cluster, name=name, hostname=hostname)
+    if found is None:
+        raise ClusterError(_nothing(environ))
+    return found
+
+
+def look(
+    environ: Mapping[str, str] | None = None,
+    *,
+    cluster: Path | None = None,
+    name: str | None = None,
+    hostname: str | None = None,
+) -> ClusterSpec | None:
+    """The same, or None if nothing says anything of a cluster."""
+    environ = os.environ if environ is None else environ
+    hostname = socket.gethostname() if hostname is None else hostname
+    name = name or environ.get(AS) or None
+    path = cluster or (Path(environ[FILE]) if environ.get(FILE) else None)
+    if path is not None:
+        return file.read(path, name=name, hostname=hostname)
+    if name is not None:
+        given = f"--as {name}" if environ.get(AS) != name else f"{AS}={name}"
+        raise ClusterError(
+            f"{given}: names are those of a cluster file. Give it too:  --cluster FILE."
+        )
+    if torch_variables.is_torchrun(environ):
+        return torch_variables.read(environ, hostname=hostname)
+    found = [
+        reader.read(environ, hostname=hostname)
+        for reader in (tf_config, torch_variables, slurm, kubernetes)
+        if reader.applies(environ) and not _leftover(reader, environ)
+    ]
+    for other in found[1:]:
+        _agree(found[0], other)
+    return found[0] if found else None
+
+
+def alone(hostname: str | None = None) -> ClusterSpec:
+    """The cluster of a process that nobody has told anything."""
+    name = socket.gethostname() if hostname is None else hostname
+    me = Entry(name="rank-0", role=COORDINATOR, rank=0, host=name, local_rank=0)
+    return ClusterSpec((me,), host=name, port=None, source="nobody: one worker", mine=me)
+
+
+def _leftover(reader: object, environ: Mapping[str, str]) -> bool:
+    """Job scripts of Slurm often set WORLD_SIZE, the same for all tasks; the rank is then srun's."""
+    if reader is not torch_variables or "RANK" in environ or not slurm.applies(environ):
+        return False
+    spec = slurm.read(environ)
+    if environ["WORLD_SIZE"].strip() != str(spec.size):
+        raise ClusterError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, and srun has started {spec.size} tasks. "
+            "Make them equal, or unset WORLD_SIZE."
+        )
+    return True
+
+
+def _agree(one: ClusterSpec, other: ClusterSpec) -> None:
+    def place(spec: ClusterSpec) -> tuple[int, int]:
+        return spec.me.rank, spec.size
+
+    if place(one) != place(other):
+        rank, size = place(one)
+        its_rank, its_size = place(other)
+        raise ClusterError(
+            f"{one.source} says that this process is number {rank} of {size}, and {other.source} that "
+            f"it is number {its_rank} of {its_size} (counted from 0). Unset the variables of the one "
+            "that is not meant, or name a cluster file with  --cluster FILE."
+        )
+
+
+def _nothing(environ: Mapping[str, str]) -> str:
+    if slurm.is_batch_script(environ):
+        return (
+            f"This is inside the Slurm job {environ['SLURM_JOB_ID']}, but srun has not started it, so "
+            "it is one process that knows of no others. Put  srun  before the command, or write the "
+            "job's script with  manyhands launch slurm."
+        )
+    if kubernetes.INDEX in environ:
+        return (
+            f"{kubernetes.INDEX} is set, but {kubernetes.PODS} and {kubernetes.FIRST} are not: the "
+            "index alone does not say how many pods there are, nor where the first one is. Write the "
+            "job's file with  manyhands launch kubernetes."
+        )
+    return (
+        "Nothing says which cluster this process is a part of. Start it with torchrun, with srun, or "
+        "from a file of  manyhands launch kubernetes; or set RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT, or TF_CONFIG; or give a cluster file with  --cluster FILE."
+    )

@@ -1,0 +1,69 @@
+"""Pods of an Indexed Job or a JobSet, with the variables that `manyhands launch kubernetes` sets. Pure.
+
+    JOB_COMPLETION_INDEX     the pod's number; Kubernetes sets it
+    MANYHANDS_PODS           how many pods there are
+    MANYHANDS_COORDINATOR    HOST:PORT of pod 0, where HOST is its name in the headless service
+    MANYHANDS_SLOTS          how many members a pod takes (default: 1)
+
+The index alone says too little: a pod is not told how many others there are, nor what they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manyhands.errors import ClusterError
+from manyhands.hosts.discovery.values import MAX_ENTRIES, number, split_address
+from manyhands.hosts.spec import COORDINATOR, WORKER, ClusterSpec, Entry
+
+INDEX = "JOB_COMPLETION_INDEX"
+PODS, FIRST, SLOTS = "MANYHANDS_PODS", "MANYHANDS_COORDINATOR", "MANYHANDS_SLOTS"
+MAX_SLOTS = 1024
+
+
+def applies(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in (PODS, FIRST))
+
+
+def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
+    for name in (INDEX, PODS, FIRST):
+        if name not in environ:
+            given = PODS if PODS in environ else FIRST
+            raise ClusterError(
+                f"{given} is set, but {name} is not: pods of a job need {INDEX} (an Indexed Job has "
+                f"it), {PODS} and {FIRST}. Write the file with  manyhands launch kubernetes."
+            )
+    pods = number(environ, PODS, least=1, most=MAX_ENTRIES)
+    index = number(environ, INDEX)
+    if index >= pods:
+        raise ClusterError(
+            f"{INDEX} is {index} and {PODS} is {pods}: pods go from 0 to {pods - 1}. {PODS} must be "
+            "what the Job has as completions and parallelism."
+        )
+    slots = number(environ, SLOTS, least=1, most=MAX_SLOTS) if SLOTS in environ else 1
+    try:
+        where, port = split_address(environ[FIRST].strip())
+    except ValueError as error:
+        raise ClusterError(
+            f"{FIRST} is {environ[FIRST]!r}: {error}. It is like  digits-0.digits:29600."
+        ) from None
+    entries = tuple(
+        Entry(
+            name=f"pod-{number}",
+            role=WORKER if number else COORDINATOR,
+            rank=number,
+            host=hostname if number == index and number else _sibling(where, number),
+            local_rank=0,
+            slots=slots,
+        )
+        for number in range(pods)
+    )
+    return ClusterSpec(entries, host=where, port=port, source="Kubernetes", mine=entries[index])
+
+
+def _sibling(first: str, number: int) -> str:
+    """The name of a pod, from that of pod 0: digits-0.digits, digits-1.digits, ..."""
+    pod, dot, service = first.partition(".")
+    if number == 0:
+        return first
+    return f"{pod[:-1]}{number}{dot}{service}" if pod.endswith("-0") else ""

@@ -1,0 +1,80 @@
+"""If the environment says that this process is one of several that were started together. Pure.
+
+For a command that was not told `--on`: each process would train by itself, in a run folder of its own. Only
+what is sure counts. A Slurm allocation is no sign, as long as srun has not started this process; nor is a
+WORLD_SIZE that a script exports for later, an index of a Kubernetes job (sweeps have one), or a description
+that can't be read.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manyhands.errors import ClusterError
+from manyhands.hosts.discovery import kubernetes, slurm, tf_config, torch_variables
+from manyhands.hosts.spec import ClusterSpec
+
+STARTERS = {"torchrun": "torchrun ... --no-python ", "srun": "srun ... "}
+"""What stands before the command, by the source of the description."""
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "PMI_RANK": "PMI_SIZE",  # MPICH, Intel MPI
+}
+
+
+@dataclass(frozen=True)
+class Several:
+    source: str
+    """Whoever says so: "torchrun"."""
+    size: int
+    before: str = ""
+    """What stands before the command that trains with the others."""
+    variables: str = ""
+    """What a shell in between has to set, if anything."""
+    spec: ClusterSpec | None = None
+    """None: `--on env` needs variables that nobody has set yet."""
+
+    def line(self, argv: Sequence[str]) -> str:
+        """The command of `argv`, as all processes together have to be given it."""
+        module = os.path.basename(argv[0]) == "__main__.py"
+        command = shlex.join([*argv[1:], "--on", "env"])
+        if module and self.source == "torchrun":
+            return f"torchrun ... -m manyhands {command}"
+        program = "python -m manyhands" if module else "manyhands"
+        line = f"{program} {command}"
+        if self.variables:
+            line = f"sh -c {shlex.quote(f'{self.variables} exec {line}')}"
+        return self.before + line
+
+
+def one_of_several(environ: Mapping[str, str] | None = None) -> Several | None:
+    environ = os.environ if environ is None else environ
+    if (found := _mpi(environ)) is not None:
+        return found
+    for reader in (torch_variables, tf_config, slurm, kubernetes):
+        if not reader.applies(environ):
+            continue
+        try:
+            spec = reader.read(environ, hostname=socket.gethostname())
+        except ClusterError:
+            continue
+        if len(spec.entries) > 1:
+            before = STARTERS.get(spec.source, "")
+            return Several(spec.source, len(spec.entries), before, spec=spec)
+    return None
+
+
+def _mpi(environ: Mapping[str, str]) -> Several | None:
+    """mpirun, which --on env does not read: it has to hand on its own variables."""
+    if torch_variables.applies(environ) or slurm.applies(environ):
+        return None
+    for rank, size in MPI.items():
+        number = environ.get(size, "")
+        if rank in environ and number.isdecimal() and int(number) > 1:
+            told = f"RANK=${rank} WORLD_SIZE=${size} MASTER_ADDR=HOST MASTER_PORT=29500"
+            return Several("mpirun", int(number), "mpirun ... ", told)
+    return None

@@ -1,0 +1,153 @@
+"""Members as processes of this machine: the embedded default.
+
+Each member is a fresh Python (never a fork of one that has loaded torch), in a process group of its
+own so that Ctrl-C reaches only the coordinator, with its output in its own log. The invitation goes
+through standard input; a member that has the terminal gets it through a pipe. A member asks the kernel
+to kill it when its parent dies and ends itself when the control link closes (see hosts/member.py):
+two independent reasons why none is ever left over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from manyhands.hosts.key import VARIABLE
+from manyhands.hosts.launchers.base import Handle, Launcher, Start
+
+NOT_THEIRS = (VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
+"""Variables that members do not get."""
+
+
+class LocalHandle(Handle):
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], *, own_group: bool = True
+    ) -> None:
+        self.name = name
+        self._own_group = own_group
+        self.pid = process.pid
+        self.host = socket.gethostname()
+        self.output = process.stdout
+        """What it prints, where no log was given; whoever reads it closes it."""
+        self._process = process
+        # Popen.wait() from two threads at once may lose the exit code of the loser.
+        self._lock = threading.Lock()
+
+    def wait(self) -> int:
+        with self._lock:
+            code = self._process.wait()
+            # Once, right after the leader: its data loaders must not outlive it, and later on the
+            # number may belong to somebody else.
+            if not self.gone:
+                self.kill()
+                self.gone = True
+            return code
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To it and everything it started, if it is still there."""
+        if not self.gone:
+            with suppress(ProcessLookupError, PermissionError):
+                (os.killpg if self._own_group else os.kill)(self.pid, number)
+
+
+class LocalLauncher(Launcher):
+    kind = "local"
+    shares_cores = True
+
+    def __init__(self, interface: str = "lo", *, terminal: bool = False) -> None:
+        self.interface = interface
+        """Of the network, over which members of other hosts are reached."""
+        self.terminal = terminal
+        """If true, members have our terminal, for a debugger. They are in our process group then: another
+        one could not read from it."""
+        self._modes = _terminal_modes() if terminal else None
+        self._handles: list[LocalHandle] = []
+
+    def start(self, start: Start) -> LocalHandle:
+        if self.terminal:
+            return self._start_at_terminal(start)
+        with ExitStack() as stack:
+            # Appended to: a resumed run keeps what was logged before.
+            output = (
+                subprocess.PIPE if start.log is None else stack.enter_context(open(start.log, "ab"))
+            )
+            # No bufsize: the invitation must be on its way when write() returns.
+            process = subprocess.Popen(
+                [sys.executable, "-m", start.entry],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                bufsize=0,
+                env=self._environment(start),
+            )
+        assert process.stdin is not None
+        invitation = {**start.invitation, "parent": os.getpid()}
+        with suppress(BrokenPipeError):  # it died at once: wait() tells
+            process.stdin.write(json.dumps(invitation).encode())
+            process.stdin.close()
+        handle = LocalHandle(start.name, process)
+        self._handles.append(handle)
+        return handle
+
+    def _start_at_terminal(self, start: Start) -> LocalHandle:
+        if start.log is not None:
+            start.log.touch()  # what it prints is on the terminal
+        reading, writing = os.pipe()
+        with open(writing, "wb") as pipe:
+            process = subprocess.Popen(
+                [sys.executable, "-m", start.entry, str(reading)],
+                pass_fds=(reading,),
+                env=self._environment(start),
+            )
+            os.close(reading)
+            with suppress(BrokenPipeError):
+                pipe.write(json.dumps({**start.invitation, "parent": os.getpid()}).encode())
+        handle = LocalHandle(start.name, process, own_group=False)
+        self._handles.append(handle)
+        return handle
+
+    def _environment(self, start: Start) -> dict[str, str]:
+        # Its invitation has all the secrets that it needs, and the variables of whoever started us are
+        # not about it: it has a rank of its own.
+        theirs = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
+        interfaces = {} if self.interface == "lo" else {"NCCL_SOCKET_IFNAME": self.interface}
+        ours = {
+            "OMP_NUM_THREADS": str(start.threads or cores()),
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {"GLOO_SOCKET_IFNAME": self.interface} | interfaces | theirs | ours
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.kill()
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        if self._modes is not None:
+            # A debugger that was killed at its prompt has left it without echo.
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._modes)
+
+
+def _terminal_modes() -> list[Any] | None:
+    return termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+
+
+def cores() -> int:
+    """The cores that this process may use, which a container may have fewer of than the machine."""
+    return len(os.sched_getaffinity(0))

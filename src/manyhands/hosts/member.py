@@ -1,0 +1,319 @@
+"""A member's end of the control connection.
+
+A member starts with an invitation (a JSON dict that its launcher wrote to standard input), connects,
+says hello, and from then on a thread reads what the coordinator says while another sends a beat a
+second. What is said, as the `kind` of each message:
+
+    member:       hello, ready, beat, report, post, failed, bye
+    coordinator:  view, order, posted, stacks
+
+When the link closes without a bye, the coordinator is gone, and the member ends itself at once, with
+everything it started.
+"""
+
+from __future__ import annotations
+
+import bdb
+import ctypes
+import faulthandler
+import json
+import os
+import platform
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from manyhands.errors import (
+    LinkError,
+    LinkTimeout,
+    ManyhandsError,
+    PeerLost,
+    UsageError,
+    ViewChanging,
+    WeightsLost,
+)
+from manyhands.hosts import tracebacks
+from manyhands.hosts.activity import Activity
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.view import Me, Seat, View
+from manyhands.job import find_job
+from manyhands.threads import start_thread
+from manyhands.transport import Credentials, Limits, Link, connect
+
+PR_SET_PDEATHSIG = 1
+LIMITS = Limits(head_bytes=16 << 20, payload_bytes=0)
+ORPHANED = 70
+"""Exit code of a member whose coordinator is gone."""
+
+
+class Member:
+    """This process as a member: what it hears, what it says, in which phase it is."""
+
+    def __init__(self, invitation: Mapping[str, Any]) -> None:
+        self.name: str = invitation["member"]
+        self.host: str = invitation.get("host") or socket.gethostname()
+        self.reach: str = invitation.get("reach", "127.0.0.1")
+        self.assignment: dict[str, Any] = dict(invitation["assignment"])
+        self.timeouts = Timeouts.from_dict(invitation["timeouts"])
+        self.scratch: str = invitation["scratch"]
+        self.local_rank: int = invitation["local_rank"]
+        self.secret: str = invitation.get("secret", "")
+        self.newest_view = 0
+        """The number of the newest view that has arrived, heard or not."""
+        self.on_view: Callable[[], None] = lambda: None
+        """Called in the control thread when a view arrives, before it can be heard."""
+        credentials = invitation.get("credentials")
+        self.credentials = Credentials.from_dict(credentials) if credentials else None
+        secured = invitation.get("secured", credentials is not None)
+        self._link: Link = connect(
+            invitation["address"],
+            credentials=self.credentials if secured else None,
+            timeout_s=self.timeouts.hello_s,
+            peer="coordinator",
+            limits=LIMITS,
+        )
+        if secured and self._link.peer != "coordinator":
+            self._link.close()
+            raise LinkError(f"{self._link.peer} answers where the coordinator should.")
+        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._heard_view = 0
+        self._board: dict[str, str] = {}
+        self._board_changed = threading.Condition()
+        self._leaving = threading.Event()
+        self._phase = ("starting", time.monotonic())
+        self.activity = Activity()
+        """While it changes, nobody calls this member stuck."""
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called when this member has told of its failure, before its process ends."""
+        self.on_stacks: Callable[[], None] = lambda: None
+        """Called in the control thread after the stacks of this process were written to its log."""
+        self.say(
+            "hello",
+            member=self.name,
+            pid=os.getpid(),
+            host=self.host,
+            python=platform.python_version(),
+        )
+        start_thread(self._listen, name="control", on_error=self.fail_and_end)
+        start_thread(self._beat, name="beat", on_error=self.fail_and_end)
+
+    @classmethod
+    def from_launcher(cls) -> Member:
+        """The member that this process was started to be."""
+        if len(sys.argv) > 1:  # standard input is the terminal
+            with open(int(sys.argv.pop())) as pipe:
+                invitation = json.load(pipe)
+        else:
+            invitation = json.load(sys.stdin)
+        die_with(invitation.get("parent"))
+        # Ctrl-C and a scheduler's warning are the coordinator's to handle; it says what to do.
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        member = cls(invitation)
+        if member.debugged:
+            sys.breakpointhook = _breakpoint
+        return member
+
+    @property
+    def debugged(self) -> bool:
+        """If true, this member has the terminal."""
+        return bool(self.assignment.get("debug"))
+
+    def me(self, seat: Seat) -> Me:
+        """What this member knows of itself, before it has joined anybody."""
+        return Me(
+            self.name,
+            self.host,
+            seat.device,
+            Path(self.scratch),
+            View(0, (seat,)),
+            board=self,
+            timeouts=self.timeouts,
+            credentials=self.credentials,
+            secret=self.secret,
+            trust_network=self.assignment.get("trust_network", False),
+            address=self.reach,
+            spans_hosts=self.assignment.get("spans_hosts", False),
+        )
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self._link.send({"kind": kind, **fields})
+
+    def hear(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next view or order, or None when nothing came in time."""
+        try:
+            head = self._heard.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if head.get("kind") == "view":
+            self._heard_view = head["view"]["number"]
+        return head
+
+    def heard(self) -> bool:
+        return not self._heard.empty()
+
+    def post(self, key: str, value: str) -> None:
+        """Tell all members a small fact."""
+        self.say("post", key=key, value=value)
+
+    def fetch(self, key: str, *, timeout_s: float) -> str:
+        """What some member has posted, once it has. ViewChanging if a view comes that was not heard yet:
+        whoever was to post it may be gone."""
+        with self._board_changed:
+            if not self._board_changed.wait_for(
+                lambda: key in self._board or self.newest_view > self._heard_view, timeout_s
+            ):
+                raise LinkTimeout(f"{self.name} waited {timeout_s:.0f} s for {key!r} of its peers.")
+            if key not in self._board:
+                raise ViewChanging(f"{self.name} waited for {key!r} when the members changed.")
+            return self._board[key]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this member is doing, for whoever has to say why everybody waits."""
+        before, self._phase = self._phase, (name, time.monotonic())
+        try:
+            yield
+        finally:
+            self._phase = (before[0], time.monotonic())
+
+    def fail(self, error: BaseException) -> int:
+        """Tell the coordinator what ended this member; the exit code to end with."""
+        usage = isinstance(error, UsageError)
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            code = getattr(error, "exit_code", 1)
+        trace = "".join(traceback.format_exception(error))
+        if isinstance(error, bdb.BdbQuit) and self.debugged:
+            self._quit()
+        if self.debugged:
+            log = Path(self.assignment["run"]) / "logs" / f"{self.name}.log"
+            log.write_text(trace)
+        elif not usage:
+            print(trace, file=sys.stderr, flush=True)
+        known = isinstance(error, ManyhandsError)
+        try:
+            self.say(
+                "failed",
+                reason=(str(error) if known else f"{type(error).__name__}: {error}")[:4000],
+                # What manyhands itself reports is written for people; the log has the rest.
+                traceback="" if known else self._shown(error)[-20_000:],
+                usage=usage,
+                consequence=isinstance(error, PeerLost),
+                weights_lost=isinstance(error, WeightsLost),
+                exit_code=code,
+            )
+        except LinkError:
+            pass
+        return code
+
+    def fail_and_end(self, error: BaseException) -> None:
+        """A thread that this process depends on has failed: tell the coordinator, and end at once."""
+        end_now(self.fail(error))
+
+    def _shown(self, error: BaseException) -> str:
+        """The traceback from the job's own code on."""
+        try:
+            job = find_job(self.assignment["job"]).path
+        except (ManyhandsError, KeyError):
+            job = None
+        return tracebacks.shown(error, job)
+
+    def _quit(self) -> NoReturn:
+        """A debugger was told to quit: as Ctrl-C, which the coordinator ends the run on."""
+        os.kill(os.getppid(), signal.SIGINT)
+        while True:
+            time.sleep(60)
+
+    def leave(self) -> None:
+        """All done: the coordinator may close the link now."""
+        self._leaving.set()
+        try:
+            self.say("bye")
+        except LinkError:
+            pass
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._link.recv()
+            except LinkError as error:
+                if not self._leaving.is_set():
+                    print(f"{self.name}: the coordinator is gone ({error}); ending.", flush=True)
+                    end_now(ORPHANED)
+                return
+            head = message.head
+            if head.get("kind") == "posted":
+                with self._board_changed:
+                    self._board[head["key"]] = head["value"]
+                    self._board_changed.notify_all()
+            elif head.get("kind") == "stacks":
+                self._write_stacks()
+            else:
+                if head.get("kind") == "view":
+                    with self._board_changed:
+                        self.newest_view = head["view"]["number"]
+                        self._board_changed.notify_all()
+                    self.on_view()
+                self._heard.put(head)
+
+    def _write_stacks(self) -> None:
+        """Where every thread is, into the log."""
+        print(f"{time.strftime('%F %T')} {self.name} seems to hang. Its stacks:", file=sys.stderr)
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        self.on_stacks()
+
+    def _beat(self) -> None:
+        activity, used, looked = self.activity, time.process_time(), time.monotonic()
+        while not self._leaving.wait(self.timeouts.beat_s):
+            name, since = self._phase
+            used_before, used = used, time.process_time()
+            looked_before, looked = looked, time.monotonic()
+            try:
+                self.say(
+                    "beat",
+                    phase=name,
+                    since_s=round(looked - since, 1),
+                    busy=used - used_before > 0.5 * (looked - looked_before),
+                    ticks=activity.ticks,
+                    step=activity.step,
+                    doing=activity.doing,
+                )
+            except LinkError:
+                return  # the listener acts on it
+
+
+def _breakpoint(*arguments: Any, **options: Any) -> Any:
+    """As Python's own, but Ctrl-C stays the coordinator's."""
+    import pdb
+
+    if os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*arguments, **options)
+    pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
+    return None
+
+
+def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the parent ends (Linux)."""
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(ORPHANED)
+
+
+def end_now(code: int) -> None:
+    """End this process and, where it leads its process group, everything that it started."""
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)

@@ -1,0 +1,162 @@
+"""What members and agents say to the coordinator, but for what is a matter of training (control/messages.py).
+
+One dataclass a message, by its `kind`. What does not fit is a ProtocolError, and closes that link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from manyhands.errors import ProtocolError
+from manyhands.hosts.machine import Machine
+from manyhands.hosts.spec import ROLES, Entry
+from manyhands.transport.fields import Count, Seconds, read
+
+MOST_POSTED_BYTES = 1 << 18
+"""Of one fact on the board."""
+MOST_SLOTS = 1 << 12
+
+
+# Members ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    member: str
+    pid: Count = 0
+    host: str = ""
+    python: str = ""
+
+
+@dataclass(frozen=True)
+class Beat:
+    phase: str
+    since_s: Seconds
+    ticks: Count
+    step: Count = 0
+    doing: str = ""
+    """The section of the job's code that it is in; see activity.py."""
+    busy: bool = False
+    """If true, it has used a core since the last beat."""
+
+
+def _short(value: str) -> str:
+    if len(value) > MOST_POSTED_BYTES:
+        raise ValueError(f"has {len(value)} characters, over the limit of {MOST_POSTED_BYTES}")
+    return value
+
+
+@dataclass(frozen=True)
+class Post:
+    """A small fact for the board."""
+
+    key: Annotated[str, _short]
+    value: Annotated[str, _short]
+
+
+@dataclass(frozen=True)
+class Bye:
+    """All done."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a member ends."""
+
+    reason: str
+    traceback: str
+    usage: bool
+    consequence: bool
+    weights_lost: bool
+    exit_code: int
+
+
+OF_MEMBERS: Mapping[str, type[Any]] = {
+    "hello": Hello,
+    "beat": Beat,
+    "post": Post,
+    "bye": Bye,
+    "failed": Failed,
+}
+
+
+# Agents -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentHello:
+    machine: Machine
+    entry: Entry
+    process: str
+
+    def __post_init__(self) -> None:
+        entry = self.entry
+        if entry.role not in ROLES or entry.rank < 0 or not 0 <= entry.slots <= MOST_SLOTS:
+            raise ProtocolError(f"it is {entry.role!r} of rank {entry.rank}, {entry.slots} slots")
+
+
+@dataclass(frozen=True)
+class Settled:
+    sees_run: bool
+
+
+@dataclass(frozen=True)
+class Started:
+    name: str
+    pid: Count
+
+
+@dataclass(frozen=True)
+class Unstarted:
+    name: str
+    reason: str
+
+
+def _exit_code(value: int) -> int:
+    if not -255 <= value <= 255:
+        raise ValueError("is no exit code")
+    return value
+
+
+@dataclass(frozen=True)
+class Ended:
+    name: str
+    code: Annotated[int, _exit_code]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Its payload is what a member has printed."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Leaving:
+    signal: str
+
+
+@dataclass(frozen=True)
+class AgentBeat:
+    pass
+
+
+OF_AGENTS: Mapping[str, type[Any]] = {
+    "settled": Settled,
+    "started": Started,
+    "unstarted": Unstarted,
+    "exited": Ended,
+    "log": Printed,
+    "leaving": Leaving,
+    "beat": AgentBeat,
+}
+
+
+def read_kind(kinds: Mapping[str, type[Any]], head: Mapping[str, Any]) -> Any:
+    """The message, as the dataclass of its kind."""
+    kind = head.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ProtocolError(f"its kind is {str(kind)[:80]!r}, which nobody knows")
+    return read(kinds[kind], head)

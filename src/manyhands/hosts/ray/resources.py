@@ -1,0 +1,180 @@
+"""What is asked of a Ray cluster, and whether it could ever give it. Pure.
+
+Each member has a slot, which Ray knows as a bundle of CPUs and perhaps a GPU, and in it an actor. Bundles
+of one placement group are reserved together, on as many nodes as possible (spread) or as few (pack).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.errors import UsageError
+from manyhands.hosts.view import SERVER, WORKER
+
+PLACEMENTS = ("spread", "pack")
+LOCAL = "local"
+"""The address of a cluster that is started for the run."""
+CLIENT = "ray://"
+
+
+def parse_place(text: str) -> str | None:
+    """The address in `ray`, `ray=ADDRESS` or `ray://HOST:PORT`, empty where none is given; None: not Ray."""
+    if text == "ray":
+        return ""
+    if text.startswith(CLIENT):
+        return _checked(text, text)
+    if text.startswith("ray="):
+        return _checked(text.removeprefix("ray="), text)
+    return None
+
+
+def _checked(address: str, given: str) -> str:
+    where = address.removeprefix(CLIENT)
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", where)
+    if address not in (LOCAL, "auto") and not (match and 0 < int(match[1]) < 65536):
+        raise UsageError(
+            f"--on {given}: write  ray  for the cluster that is here, ray=HOST:PORT for one by its "
+            "address (as  ray status  knows it, port 6379 by default), ray=local for one that is "
+            "started for this run, or ray://HOST:10001 to train on a cluster from outside of it."
+        )
+    return address
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one member."""
+
+    rank: int
+    """1, 2, ...: its number among the agents of the run."""
+    role: str
+    cpus: int
+    gpu: bool = False
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus)} | ({"GPU": 1.0} if self.gpu else {})
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpu else "cpu"
+
+    def __str__(self) -> str:
+        return amounts(self.cpus, int(self.gpu))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster, with all that it has, used or not."""
+
+    host: str
+    address: str
+    cpus: float
+    gpus: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Node:
+        """From what `ray.nodes()` says of it."""
+        has = record["Resources"]
+        return cls(
+            record["NodeManagerHostname"],
+            record["NodeManagerAddress"],
+            float(has.get("CPU", 0)),
+            float(has.get("GPU", 0)),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address}): {amounts(self.cpus, self.gpus)}"
+
+
+def slots_for(
+    *, workers: int, servers: int, threads: int, device: str, gpus: float, first: int = 1
+) -> list[Slot]:
+    """A slot for each member. `device`: as `--device` has it; `gpus`: how many the cluster has in all."""
+    wishes = [part.strip() for part in device.split(",")]
+    for wish in wishes:
+        if wish not in ("auto", "cpu", "cuda"):
+            raise UsageError(
+                f"--device {device}: on Ray it is auto, cpu or cuda, or several of them, one a worker: "
+                "cuda,cpu. Which GPU it is, Ray decides."
+            )
+    chosen = [wishes[number % len(wishes)] for number in range(workers)]
+    left = gpus - chosen.count("cuda")
+    # All or none: workers that were not told apart should be alike.
+    auto = 0 < chosen.count("auto") <= left
+    slots = [
+        Slot(first + number, WORKER, threads, wish == "cuda" or (wish == "auto" and auto))
+        for number, wish in enumerate(chosen)
+    ]
+    return slots + [Slot(first + workers + number, SERVER, threads) for number in range(servers)]
+
+
+def in_order(slots: Sequence[Slot], least: int | None) -> tuple[list[Slot], list[Slot]]:
+    """Those without which nothing begins, and the rest. `least`: so many workers are enough; None: all."""
+    workers = [slot for slot in slots if slot.role == WORKER]
+    spare = [] if least is None else workers[least:]
+    return [slot for slot in slots if slot not in spare], spare
+
+
+def fitting(slots: Sequence[Slot], nodes: Sequence[Node]) -> int:
+    """For how many of these slots the nodes have room, if nobody else used them."""
+    room = [[node.cpus, node.gpus] for node in nodes]
+    number = 0
+    # Those with a GPU first, the large before the small, and CPU slots where no GPU is wasted.
+    for slot in sorted(slots, key=lambda slot: (not slot.gpu, -slot.cpus)):
+        fits = [r for r in room if r[0] >= slot.cpus and r[1] >= slot.gpu]
+        if fits:
+            place = min(fits, key=lambda r: (r[1], r[0]))
+            place[0] -= slot.cpus
+            place[1] -= slot.gpu
+            number += 1
+    return number
+
+
+def check_possible(slots: Sequence[Slot], nodes: Sequence[Node]) -> None:
+    """Refuse what these nodes could never give."""
+    number = fitting(slots, nodes)
+    if number == len(slots):
+        return
+    there = "\n    ".join(str(node) for node in nodes) or "no node at all"
+    fewer = (
+        f"Ask for {number}, which {'fits' if number == 1 else 'fit'}, or for fewer --threads"
+        if number
+        else "Ask for fewer --threads, or another --device"
+    )
+    raise UsageError(
+        f"The Ray cluster can never give {describe(slots)}. It has\n    {there}\n{fewer}; or add nodes; or, "
+        "where nodes come by themselves (an autoscaler), say how long to wait for them: --wait 600."
+    )
+
+
+def describe(slots: Sequence[Slot]) -> str:
+    """`3 workers with 1 CPU and 1 GPU each and 1 server with 1 CPU`"""
+    kinds: dict[tuple[str, int, bool], int] = {}
+    for slot in slots:
+        kind = (slot.role, slot.cpus, slot.gpu)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return " and ".join(
+        f"{count(number, role)} with {amounts(cpus, int(gpu))}{' each' * (number > 1)}"
+        for (role, cpus, gpu), number in kinds.items()
+    )
+
+
+def waits(missing: int, total: int, free: Mapping[str, float]) -> str:
+    """`waits for 2 of 4 slots: the cluster has 3 free CPUs`"""
+    if not free:
+        return f"waits for {missing} of {count(total, 'slot')}"
+    kinds = ", ".join(f"{value:g} free {kind}{'s' * (value != 1)}" for kind, value in free.items())
+    return f"waits for {missing} of {count(total, 'slot')}: the cluster has {kinds}"
+
+
+def amounts(cpus: float, gpus: float) -> str:
+    """`4 CPUs and 1 GPU`"""
+    told = f"{cpus:g} CPU{'s' * (cpus != 1)}"
+    return told + (f" and {gpus:g} GPU{'s' * (gpus != 1)}" if gpus else "")
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,182 @@
+"""Who takes part: a numbered view of the members, and what one member knows of itself.
+
+A view never changes; when the membership does, the coordinator makes the next one. Ranks are
+positions among a view's workers, so they are always 0, 1, ... without gaps, while a member keeps its
+name for life.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from manyhands.errors import LinkError, LinkTimeout, PeerLost, ViewChanging
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.transport import Credentials
+
+WORKER = "worker"
+SERVER = "server"
+TORN_S = 1.0
+"""Grace period before a lost link or collective counts as a network failure rather than a death."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One member in a view."""
+
+    name: str
+    host: str
+    role: str = WORKER
+    device: str = "cpu"
+    device_id: str = "cpu"
+    """Tells devices apart over the whole cluster: two members with the same id share one device."""
+
+
+@dataclass(frozen=True)
+class View:
+    number: int
+    seats: tuple[Seat, ...]
+
+    @property
+    def workers(self) -> tuple[Seat, ...]:
+        return tuple(seat for seat in self.seats if seat.role == WORKER)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(seat.name for seat in self.seats)
+
+    @property
+    def world(self) -> int:
+        return len(self.workers)
+
+    @property
+    def one_host(self) -> bool:
+        return len({seat.host for seat in self.seats}) <= 1
+
+    def rank(self, name: str) -> int:
+        return [seat.name for seat in self.workers].index(name)
+
+    def seat(self, name: str) -> Seat:
+        return next(seat for seat in self.seats if seat.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "seats": [vars(seat) for seat in self.seats]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> View:
+        return cls(int(values["number"]), tuple(Seat(**seat) for seat in values["seats"]))
+
+
+class Board(Protocol):
+    """A few small facts that members of a view tell each other by way of the coordinator."""
+
+    def post(self, key: str, value: str) -> None: ...
+
+    def fetch(self, key: str, *, timeout_s: float) -> str: ...
+
+    def say(self, kind: str, **fields: Any) -> None: ...
+
+
+@dataclass
+class Me:
+    """Everything that a member knows of itself; handed down, so that nothing reads globals."""
+
+    name: str
+    host: str
+    device: str
+    scratch: Path
+    """A folder of the run on this host that only this user can read, gone after the run."""
+    view: View
+    board: Board | None = None
+    rendezvous: str | None = None
+    """host:port of a store that somebody else keeps (torchrun)."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    credentials: Credentials | None = None
+    """To speak with other members over the network, where the strategy asked for keys."""
+    secret: str = ""
+    """The same in every member of the run, and nowhere else."""
+    trust_network: bool = False
+    """Authenticate, but don't encrypt bulk data."""
+    address: str = "127.0.0.1"
+    """Where members on other hosts reach this one."""
+    spans_hosts: bool = False
+    """Members of other hosts are there, or may come: nothing may depend on shared memory."""
+    newest_view: int = 0
+    """The number of the newest view that this member was told of, before it takes it up: all that is
+    done in one with a lower number is void."""
+    addresses: dict[str, list[str]] = field(default_factory=dict)
+    """Who is where, as far as this member has met them: errors of torch name addresses."""
+    in_doubt: bool = False
+    """Peers were lost though nobody died: whether all are reached is to be tried before the next meeting."""
+
+    def view_folder(self, view: View) -> Path:
+        """Where members of this host put the sockets and files of a view."""
+        folder = self.scratch / f"view-{view.number}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def forget_views(self) -> None:
+        """Delete what is left of views before this one: of members that died, too. All have joined it."""
+        for folder in self.scratch.glob("view-*"):
+            if int(folder.name.removeprefix("view-")) < self.view.number:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def view_changing(self) -> bool:
+        """There is a newer view than the one that this member is in, or joins."""
+        return self.newest_view > self.view.number
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank(self.name)
+
+    @property
+    def world(self) -> int:
+        return self.view.world
+
+    @contextmanager
+    def heeding_views(self) -> Iterator[None]:
+        """Turn a vanished peer into a change of view. Whatever broke with it, a link or an attempt to attach
+        its memory, is no failure of this member."""
+        try:
+            yield
+        except LinkTimeout:
+            raise  # it names who was waited for, and for how long
+        except LinkError as error:
+            self.wait_for_a_view(error, torn_s=TORN_S)
+            raise ViewChanging(f"a peer is gone: {error}") from error
+
+    def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
+        """What this member does with its peers broke: wait for the view without whoever died. If none comes
+        in a while, nobody did, and the coordinator is asked for one in which all connect again."""
+        assert self.board is not None, "views come from a coordinator"
+        began, asked = time.monotonic(), False
+        while not self.view_changing:
+            waited = time.monotonic() - began
+            if waited > torn_s and not asked:
+                asked = self.in_doubt = True
+                peers = self._named_in(error)
+                peer = peers[0] if len(peers) == 1 else "one of " + ", ".join(peers)
+                self.board.say("report", what="torn", view=self.view.number, peer=peer)
+            if waited > torn_s + self.timeouts.view_s:
+                raise self.lost_a_peer(error) from error
+            time.sleep(0.005)
+
+    def _named_in(self, error: BaseException) -> list[str]:
+        """The members that an error is about: those at an address in it, or else all others."""
+        others = [name for name in self.view.names if name != self.name]
+        found = set(re.findall(r"\d+\.\d+\.\d+\.\d+", str(error)))
+        named = {name for address in found for name in self.addresses.get(address, ())}
+        return [name for name in others if name in named] or others
+
+    def lost_a_peer(self, error: BaseException) -> PeerLost:
+        """What to raise when a collective broke: who was waited for, and what torch said."""
+        others = [seat.name for seat in self.view.workers if seat.name != self.name]
+        first_line = str(error).strip().splitlines()[0]
+        return PeerLost(f"{self.name} lost one of {', '.join(others)}: {first_line}")

@@ -1,0 +1,32 @@
+"""Which signals are heard."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from manyhands.hosts.stop_signals import STOP_SIGNALS, on_stop_signals
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_nohup_keeps_its_promise() -> None:
+    """It does nothing but ignore SIGHUP before the command begins."""
+    heard: list[int] = []
+    for before in (signal.SIG_IGN, signal.SIG_DFL):
+        heard.clear()
+        signal.signal(signal.SIGHUP, before)
+        on_stop_signals(lambda number, _: heard.append(number))
+        for number in STOP_SIGNALS:
+            signal.raise_signal(number)
+        ignored = [signal.SIGHUP] if before == signal.SIG_IGN else []
+        assert heard == [number for number in STOP_SIGNALS if number not in ignored]
