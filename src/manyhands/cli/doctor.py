@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.cli.options import Resolved
-from manyhands.cli.places import meeting_place, trust
+from manyhands.cli.where import meeting_place, trust
 from manyhands.doctor import Check, Finding, checks, wants_colour
 from manyhands.doctor.hosts import Attendant, Lead, PairFacts, judge, tell
 from manyhands.errors import Interrupted

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.places import add_place_flags, check_room, default_workers, fit_strategy
+from manyhands.cli.where import add_place_flags, check_room, default_workers, fit_strategy
 from manyhands.contract import Strategy
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling

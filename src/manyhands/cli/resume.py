@@ -17,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.places import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
+from manyhands.cli.where import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
 from manyhands.compute.schedule import SCHEDULES
 from manyhands.coordinator.run import train
 from manyhands.errors import RunFolderError, UsageError, closest

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cli import init_from
-from manyhands.cli.lead import Lead
+from manyhands.cli.launch_plan import Lead
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
@@ -17,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.places import find_cluster, leading
+from manyhands.cli.where import find_cluster, leading
 from manyhands.coordinator.fault_spec import GRAMMAR
 from manyhands.coordinator.options import Options
 from manyhands.coordinator.run import rehearse, train

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.lead import Lead
-from manyhands.cli.ray_place import RayCluster, add_ray_flags, find_ray
+from manyhands.cli.launch_plan import Lead
+from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
 from manyhands.contract import Strategy
 from manyhands.coordinator.options import Options
 from manyhands.errors import ManyhandsError, UsageError, closest

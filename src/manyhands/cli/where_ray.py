@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.lead import Lead
+from manyhands.cli.launch_plan import Lead
 from manyhands.coordinator.options import Options
 from manyhands.errors import UsageError, closest
 from manyhands.hosts.key import fresh_key

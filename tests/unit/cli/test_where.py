@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manyhands.cli.options import Resolved, resolve_options
-from manyhands.cli.places import find_cluster, fit_strategy
+from manyhands.cli.where import find_cluster, fit_strategy
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.discovery import detect
 from manyhands.hosts.spec import ClusterSpec
