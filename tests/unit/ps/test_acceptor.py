@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from house import (
+from ps_group import (
     BAD,
     BUFFERS,
     ENTER,

@@ -1,4 +1,4 @@
-"""The house: imports point down, one room reads the environment, torch comes late."""
+"""Layers: imports point down, few packages read the environment, torch is imported late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import manyhands
 HOME = Path(manyhands.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
-FLOORS = [
+LAYERS = [
     {"__main__"},
     {"cli"},
     {"api"},
@@ -32,16 +32,16 @@ FLOORS = [
     {"contract"},
     {"job", "errors", "ranges", "threads", "__init__"},
 ]
-"""From the top down. Beside the stairs: `data` stands on the ground, `testing` may look anywhere."""
+"""From the top down. `data` may import only errors and job; `testing` may import anything."""
 
 
-def room_of(path: Path) -> str:
-    """The folder in the package, or the module's own name."""
+def package_of(path: Path) -> str:
+    """Return the package below `manyhands`, or the module's own name."""
     return path.relative_to(HOME).parts[0].removesuffix(".py")
 
 
 def for_types_only(tree: ast.Module) -> set[ast.AST]:
-    """All that stands under `if TYPE_CHECKING:`."""
+    """Return every node under `if TYPE_CHECKING:`."""
     return {
         inner
         for node in ast.walk(tree)
@@ -52,7 +52,7 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
 
 
 def imported(path: Path, *, types: bool) -> Iterator[tuple[int, str]]:
-    """Line and room of each import of our own, wherever in the file it stands."""
+    """Yield line and package of each import from manyhands, anywhere in the file."""
     tree = ast.parse(path.read_text())
     hidden = set() if types else for_types_only(tree)
     for node in ast.walk(tree):
@@ -72,43 +72,43 @@ def imported(path: Path, *, types: bool) -> Iterator[tuple[int, str]]:
                 yield node.lineno, inside if known else "__init__"
 
 
-def floor(room: str) -> int:
-    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+def layer(package: str) -> int:
+    return next(number for number, packages in enumerate(LAYERS) if package in packages)
 
 
-def test_every_room_has_its_floor() -> None:
-    rooms = {room_of(path) for path in FILES}
-    assert rooms - {"data", "testing"} == set().union(*FLOORS)
+def test_every_package_has_a_layer() -> None:
+    packages = {package_of(path) for path in FILES}
+    assert packages - {"data", "testing"} == set().union(*LAYERS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
 def test_imports_point_down(path: Path) -> None:
-    here = room_of(path)
+    here = package_of(path)
     wrong = []
-    # The contract names what stands above it, for type checkers only.
-    for line, room in imported(path, types=here != "contract"):
-        if room == here or here == "testing":
+    # The contract names types of higher layers, for type checkers only.
+    for line, package in imported(path, types=here != "contract"):
+        if package == here or here == "testing":
             continue
         if here == "__init__":
-            # It hands out their names, late.
-            fine = room in ("api", "data", "embeddings", "errors", "job", "word2vec")
+            # It exports their names, lazily.
+            fine = package in ("api", "data", "embeddings", "errors", "job", "word2vec")
         elif here == "data":
-            fine = room in ("errors", "job")
+            fine = package in ("errors", "job")
         else:
-            fine = room not in ("data", "testing") and floor(room) >= floor(here)
+            fine = package not in ("data", "testing") and layer(package) >= layer(here)
         if not fine:
-            wrong.append(f"line {line}: {here} imports {room}")
+            wrong.append(f"line {line}: {here} imports {package}")
     assert not wrong
 
 
-def test_no_two_rooms_import_each_other() -> None:
-    """On one floor too; what is there for type checkers only does not count."""
+def test_no_two_packages_import_each_other() -> None:
+    """Not even inside a layer. Imports for type checkers do not count."""
     graph: dict[str, set[str]] = {}
     for path in FILES:
-        here = room_of(path)
+        here = package_of(path)
         if here != "__init__":
-            rooms = {room for _, room in imported(path, types=False)}
-            graph.setdefault(here, set()).update(rooms - {here, "__init__"})
+            packages = {package for _, package in imported(path, types=False)}
+            graph.setdefault(here, set()).update(packages - {here, "__init__"})
     order = list(TopologicalSorter(graph).static_order())
     assert order.index("errors") < order.index("transport") < order.index("hosts")
 
@@ -127,8 +127,8 @@ def _names_environ(node: ast.ImportFrom) -> bool:
     return any(alias.name in ("environ", "getenv") for alias in node.names)
 
 
-def test_only_the_cluster_reads_the_environment() -> None:
-    """And data, for where its own folder is; and testing, which hands it on to what it starts."""
+def test_few_packages_read_the_environment() -> None:
+    """Options come from hosts; data finds its own folder there, and testing passes it on."""
     readers = {path.relative_to(HOME) for path in FILES if reads_environment(path)}
     assert {path.parts[0] for path in readers} <= {
         "hosts",
