@@ -113,7 +113,7 @@ class Ours(Training):
             strategy=strategy,
             workers=workers,
         )
-        self._command = harness.Command(arguments, run)
+        self._command = harness.RunningCommand(arguments, run)
 
     def runs(self) -> bool:
         return self._command.process.poll() is None

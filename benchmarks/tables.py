@@ -25,7 +25,7 @@ import torch
 from manyhands.embeddings.memory import available_bytes
 from manyhands.embeddings.shards import hash_ids
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import Store
+from manyhands.embeddings.store import TableStore
 
 BATCH = 4096
 BATCHES = 100
@@ -60,7 +60,7 @@ def far(ranks: np.ndarray) -> np.ndarray:
 class Ours:
     def __init__(self, args: argparse.Namespace, optimizer: str) -> None:
         spec = Table(args.dim, optimizer=optimizer)
-        self.store = Store.create("bench", spec, seed=1)
+        self.store = TableStore.create("bench", spec, seed=1)
         began = time.perf_counter()
         for begin in range(0, args.rows, BATCH):
             ranks = np.arange(begin, min(begin + BATCH, args.rows))
@@ -156,7 +156,7 @@ def show(rates: dict[str, list[float]], first: str) -> None:
         print(line, flush=True)
 
 
-def memory_lines(store: Store, rows: int) -> Iterator[str]:
+def memory_lines(store: TableStore, rows: int) -> Iterator[str]:
     spec = store.spec
     row, state = 4 * spec.dim, 4 * (spec.width - spec.dim) + 4 * spec.row_optimizer.scalar
     rest = store.nbytes / rows - row - state

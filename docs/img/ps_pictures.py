@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from manyhands.ps.policies import Async, Backup, Policy, Ssp, Sync, Verdict
+from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy, Verdict
 
 FOLDER = Path(__file__).parent
 WORKERS = ("worker-0", "worker-1", "worker-2")
@@ -336,14 +336,14 @@ def main() -> None:
     timeline(
         "ps-sync.svg",
         "ps:sync",
-        Sync(WORKERS),
+        SyncPolicy(WORKERS),
         rounds=True,
         notes=["An update is everybody's gradients. The fast wait (dots) for the slow."],
     )
     timeline(
         "ps-backup.svg",
         "ps:backup(spares=1)",
-        Backup(WORKERS, spares=1),
+        BackupPolicy(WORKERS, spares=1),
         rounds=True,
         notes=[
             "An update is the first two of three. What comes too late is left out, and its samples are",
@@ -353,7 +353,7 @@ def main() -> None:
     timeline(
         "ps-async.svg",
         "ps:async",
-        Async(WORKERS),
+        AsyncPolicy(WORKERS),
         rounds=False,
         notes=[
             "Each push is an update. Nobody waits; the slow worker's gradients are the stalest."
@@ -362,7 +362,7 @@ def main() -> None:
     timeline(
         "ps-ssp.svg",
         "ps:ssp(staleness=1)",
-        Ssp(WORKERS, staleness=1),
+        SspPolicy(WORKERS, staleness=1),
         rounds=False,
         notes=["As async, but nobody begins a step more than one ahead of the slowest."],
     )

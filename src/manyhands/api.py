@@ -32,7 +32,7 @@ from manyhands.compute.feed import Feed, Portion, Share, is_map_style
 from manyhands.compute.gradients import StepReport
 from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
 from manyhands.compute.seeds import seed_compute
-from manyhands.compute.train_state import Loss, Trainee, find_tables, to_device
+from manyhands.compute.train_state import Loss, TrainState, find_tables, to_device
 from manyhands.contract import Learner
 from manyhands.coordinator.leases import Leases
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
@@ -53,7 +53,7 @@ class Hands:
         self._learner = learner
         self._me = me
         self._seed = seed
-        self._trainee: Trainee | None = None
+        self._trainee: TrainState | None = None
         self._steps = 0
         self._given: tuple[int, int] | None = None
 
@@ -89,7 +89,7 @@ class Hands:
                 f"the optimizer leaves out {listed(left_out)}; hands.step() does not change them",
                 stacklevel=2,
             )
-        self._trainee = Trainee(
+        self._trainee = TrainState(
             model=model.to(self.device),
             optimizer=optimizer,
             loss=_no_loss,

@@ -20,7 +20,7 @@ The **learner** is what the config builds inside each worker. Its life:
         interrupt()                 from another thread: the next view is coming
     close()                         leave the peers
 
-A learner whose strategy goes on in place (`goes_on`) raises ViewChanging out of whatever it waits for,
+A learner whose strategy goes on in place (`elastic`) raises ViewChanging out of whatever it waits for,
 on_view too, while `me.view_changing`: a newer view has come than the one that it is in, or joins.
 interrupt() is there to wake it up. What was not resolved by the end of on_view is forgotten.
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
-    from manyhands.compute.train_state import Trainee
+    from manyhands.compute.train_state import TrainState
     from manyhands.hosts.view import Me, View
 
 WHOLE = -1
@@ -60,10 +60,10 @@ class Strategy(ABC):
     """Its members find each other by way of the coordinator: not for `mh.join()`."""
     lockstep: ClassVar[bool] = True
     """Every worker does every step. Otherwise a step is cut into parts for whoever is free."""
-    goes_on: ClassVar[bool] = False
+    elastic: ClassVar[bool] = False
     """Training goes on in place when a member dies."""
 
-    one_batch: ClassVar[bool] = True
+    updates_whole_batches: ClassVar[bool] = True
     """An update is a whole global batch, so that a larger one makes fewer of them."""
 
     @property
@@ -72,12 +72,12 @@ class Strategy(ABC):
         return False
 
     @property
-    def leaves_out(self) -> bool:
+    def drops_samples(self) -> bool:
         """A step may be made without a part of its samples, which come back."""
         return False
 
     @property
-    def may_shrink(self) -> bool:
+    def can_shrink(self) -> bool:
         """A worker can be done without: nothing is at it alone."""
         return True
 
@@ -106,10 +106,10 @@ class Strategy(ABC):
 class Learner(ABC):
     """The run-time half. Inside a worker, after torch is loaded."""
 
-    trainee: Trainee
+    trainee: TrainState
     me: Me
 
-    def prepare(self, trainee: Trainee, me: Me) -> None:
+    def prepare(self, trainee: TrainState, me: Me) -> None:
         self.trainee = trainee
         self.me = me
 

@@ -21,7 +21,7 @@ ManyhandsError               1   anything that manyhands itself reports
 ├── PeerLost                 1   a collective failed because another member went away
 ├── ViewChanging             1   the membership changes: whatever was waited for is void
 ├── WeightsLost              *   nobody is left who has the weights, or part of them: only a checkpoint helps
-├── MemberFailed             *   a member ended the run; the exit code is the member's own
+├── MemberError             *   a member ended the run; the exit code is the member's own
 └── Interrupted              *   stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM
 """
 
@@ -45,7 +45,7 @@ __all__ = [
     "LinkTimeout",
     "LoaderLost",
     "ManyhandsError",
-    "MemberFailed",
+    "MemberError",
     "PeerLost",
     "ProtocolError",
     "RecordError",
@@ -146,7 +146,7 @@ class WeightsLost(ManyhandsError):
         self.exit_code = exit_code
 
 
-class MemberFailed(ManyhandsError):
+class MemberError(ManyhandsError):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code

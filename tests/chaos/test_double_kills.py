@@ -67,7 +67,7 @@ def suffer_pairs(
 
 
 def _kill_two(
-    running: harness.Command, suffered: Pairs, rng: random.Random, *, wanted: int
+    running: harness.RunningCommand, suffered: Pairs, rng: random.Random, *, wanted: int
 ) -> bool:
     """Kill two and wait until all are here again; False if the run was over before."""
     time.sleep(rng.uniform(0.0, 0.3))
@@ -98,7 +98,7 @@ def _kill_two(
     return False
 
 
-def _view(running: harness.Command) -> Mapping[str, Any]:
+def _view(running: harness.RunningCommand) -> Mapping[str, Any]:
     return [e for e in running.events() if e["event"] == "ViewChanged"][-1]
 
 

@@ -352,7 +352,7 @@ def order_for(pids: list[int], kind: str) -> dict[str, Any]:
     return {"kind": kind, "ports": ports, "bells": bells}
 
 
-def committed(running: harness.Command) -> list[dict[str, Any]]:
+def committed(running: harness.RunningCommand) -> list[dict[str, Any]]:
     return [e for e in running.events() if e["event"] == "StepCommitted"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from manyhands.runs import checkpoints
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 
@@ -135,7 +135,7 @@ def test_as_many_workers_begin_again_as_were_asked_for_last(tmp_path: Path) -> N
     )
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(2)
-        Run.open(run).request(2)
+        RunFolder.open(run).request(2)
         running.wait_for(lambda events: len(views(events)) == 2)
         for member in views(running.events())[-1]["members"]:
             running.kill(member)
@@ -166,7 +166,7 @@ def test_a_signal_while_all_begin_again_ends_the_run(
         done = running.wait()
     assert done.code == code
     assert harness.gone(list(running.pids().values()))
-    summary = Run.open(run).summary
+    summary = RunFolder.open(run).summary
     assert summary is not None
     assert (summary["steps"], summary["checkpoint"]) == (None, "checkpoints/step-7")
     assert summary["outcome"] == ("interrupted" if code == 130 else "preempted")

@@ -10,7 +10,7 @@ from together import KEY, LONG_S, manyhands, step_reached, until
 
 from manyhands.events.jsonl import read_events
 from manyhands.testing.harness import Finished
-from manyhands.testing.lab import Host, Lab
+from manyhands.testing.lab import Lab, LabHost
 
 
 class Cast:
@@ -24,7 +24,7 @@ class Cast:
         run: Path,
         *,
         environ: Mapping[str, str] | None = None,
-        hosts: Sequence[Host] | None = None,
+        hosts: Sequence[LabHost] | None = None,
     ) -> None:
         """`environ`: other variables than a host should have. `hosts`: where it starts at once, if not on
         all."""
@@ -37,7 +37,7 @@ class Cast:
         for host in lab.hosts if hosts is None else hosts:
             self.start(host)
 
-    def start(self, host: Host) -> None:
+    def start(self, host: LabHost) -> None:
         """Once more, if it has been started before."""
         environ = {
             "RANK": str(host.index),
@@ -53,7 +53,7 @@ class Cast:
                 self._command, env=environ, stdout=out, stderr=subprocess.STDOUT
             )
 
-    def kill(self, host: Host) -> None:
+    def kill(self, host: LabHost) -> None:
         """All that runs there, as a power cut would."""
         host.kill_all()
         del self._processes[host.name]

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 from together import KEY, LONG_S, Process, Together, manyhands, place, together, until
 
-from manyhands.coordinator.coordinator import Coordinator, Exited, Happening, Said, Told
+from manyhands.coordinator.coordinator import (
+    Coordinator,
+    Exited,
+    Happening,
+    HostNotice,
+    MemberMessage,
+)
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.discovery import detect
 from manyhands.hosts.launchers.agents import AgentLauncher
@@ -84,7 +90,7 @@ class Scene:
     def ready(self, name: str) -> None:
         def is_ready(happening: Happening) -> bool:
             match happening:
-                case Said(member, {"kind": "ready"}):
+                case MemberMessage(member, {"kind": "ready"}):
                     return member == name
             return False
 
@@ -95,7 +101,7 @@ class Scene:
 
     @property
     def told(self) -> str:
-        return "\n".join(h.message for h in self.heard if isinstance(h, Told))
+        return "\n".join(h.message for h in self.heard if isinstance(h, HostNotice))
 
 
 def path() -> str:

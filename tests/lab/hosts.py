@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.lab import network, records
-from manyhands.testing.lab import Host
+from manyhands.testing.lab import LabHost
 
 WITHIN_S = 20.0
 
@@ -80,14 +80,14 @@ def python(code: str, *words: str) -> list[str]:
     return [sys.executable, "-S", "-c", code.replace("PORT", str(PORT)), *words]
 
 
-def listen(host: Host) -> subprocess.Popen[str]:
+def listen(host: LabHost) -> subprocess.Popen[str]:
     """Whatever is sent there comes back."""
     server = host.start(python(ECHO), stdout=subprocess.PIPE, text=True)
     assert server.stdout.readline() == "listens\n"
     return server
 
 
-def reach(*ways: tuple[Host, str], within_s: float = 5.0) -> list[str]:
+def reach(*ways: tuple[LabHost, str], within_s: float = 5.0) -> list[str]:
     """For each way, all at once: "connected", or the name of the error."""
     pipe = subprocess.PIPE
     dialling = [
@@ -106,7 +106,7 @@ def reach(*ways: tuple[Host, str], within_s: float = 5.0) -> list[str]:
 class Talk:
     """A connection from one host to another that stays open."""
 
-    def __init__(self, here: Host, there: Host) -> None:
+    def __init__(self, here: LabHost, there: LabHost) -> None:
         pipe = subprocess.PIPE
         command = python(TALK, there.name, "5")
         self._process = here.start(command, stdin=pipe, stdout=pipe, text=True)

@@ -12,8 +12,8 @@ from ray_nodes import Nodes, need_ray, ray_nodes
 
 from manyhands.testing.conformance import assert_once_an_epoch
 from manyhands.testing.harness import (
-    Command,
     Finished,
+    RunningCommand,
     command,
     gone,
     resume,
@@ -38,7 +38,7 @@ def started(nodes: Nodes, run: Path, *flags: str, workers: int | str = 2, **fiel
     return command(*arguments[:at], str(workers), *arguments[at + 1 :], run=run)
 
 
-def notices(running: Command | Finished) -> list[str]:
+def notices(running: RunningCommand | Finished) -> list[str]:
     events = running.events if isinstance(running, Finished) else running.events()
     return [event["message"] for event in events if event["event"] == "Noticed"]
 

@@ -11,7 +11,7 @@ import pytest
 from ray_nodes import Nodes
 
 from manyhands.events.jsonl import read_events
-from manyhands.testing.harness import JOBS, Command, command, gone, train, train_arguments
+from manyhands.testing.harness import JOBS, RunningCommand, command, gone, train, train_arguments
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +20,7 @@ def far(nodes: Nodes) -> tuple[str, str]:
     return "--on", f"ray://127.0.0.1:{nodes.client}"
 
 
-def until_printed(running: Command, run: Path, step: int) -> None:
+def until_printed(running: RunningCommand, run: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     path = run / "events.jsonl"
     while not any(e.get("step", 0) >= step for e in (read_events(path) if path.exists() else ())):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.compute.seeds import derive
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.job import load_job
 from manyhands.testing import harness
 
@@ -35,7 +35,7 @@ def test_what_is_late_is_left_out_and_comes_again(kill: bool, tmp_path: Path) ->
     assert all(step["samples"] + step["left_out"] <= 48 for step in done.steps)
 
     job = load_job(f"{harness.JOBS}:Straggling", {k: str(v) for k, v in fields.items()})
-    trainee = Trainee.of(job, device="cpu", num_steps=40)
+    trainee = TrainState.of(job, device="cpu", num_steps=40)
     trainee.scheduler = (
         None  # by samples, so that it ends with the training: a step says its own rate
     )

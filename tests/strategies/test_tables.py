@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manyhands.compute.feed import Feed, Portion
-from manyhands.compute.train_state import Trainee, begin_with
+from manyhands.compute.train_state import TrainState, begin_with
 from manyhands.runs.checkpoints import choose
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing import harness
@@ -266,7 +266,7 @@ def test_one_worker_is_left_and_goes_on_with_the_tables(
 def losses_from(run: Path, *, epochs: int) -> list[float]:
     """What one worker makes of a training that begins with the last weights of a run, without processes."""
     job = Sparse(table_optim="adam", epochs=epochs)
-    trainee = Trainee.of(job, device="cpu", num_steps=7 * epochs)
+    trainee = TrainState.of(job, device="cpu", num_steps=7 * epochs)
     begin_with(str(choose(run, "last").path), trainee, job)
     learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
     learner.trainee = trainee

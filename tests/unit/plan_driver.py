@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.coordinator.monitor import read_monitor
-from manyhands.coordinator.plan import Checkpoint, Course, Evaluate, StepPlan, Stop, Syllabus
+from manyhands.coordinator.plan import (
+    Checkpoint,
+    Evaluate,
+    PlanConfig,
+    StepPlan,
+    Stop,
+    TrainingPlan,
+)
 from manyhands.runs.files import jsonable
 
 
@@ -31,7 +38,7 @@ class Life:
 
 
 def drive(
-    course: Course,
+    course: TrainingPlan,
     *,
     chance: random.Random,
     max_lease: int = 4,
@@ -96,7 +103,7 @@ def through_json(state: Any) -> Any:
     return json.loads(json.dumps(jsonable(state), allow_nan=False))
 
 
-def assert_once_an_epoch(plans: list[StepPlan], syllabus: Syllabus, epochs: int) -> None:
+def assert_once_an_epoch(plans: list[StepPlan], syllabus: PlanConfig, epochs: int) -> None:
     assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
     assert [plan.epoch for plan in plans] == sorted(plan.epoch for plan in plans)
     used = Counter((p.epoch, i) for p in plans for low, high in p.ranges for i in range(low, high))
@@ -104,10 +111,12 @@ def assert_once_an_epoch(plans: list[StepPlan], syllabus: Syllabus, epochs: int)
     assert all(1 <= plan.samples <= syllabus.batch_size for plan in plans)
 
 
-def finish(values: list[float], monitor: str | None = None, **changes: Any) -> tuple[Course, Life]:
+def finish(
+    values: list[float], monitor: str | None = None, **changes: Any
+) -> tuple[TrainingPlan, Life]:
     """One epoch of one step for each value of the monitored metric."""
     if monitor is not None:
         changes["monitor"] = read_monitor(monitor, option='monitor="{}"')
-    syllabus = Syllabus(num_samples=4, batch_size=4, epochs=len(values), **changes)
-    course = Course(syllabus)
+    syllabus = PlanConfig(num_samples=4, batch_size=4, epochs=len(values), **changes)
+    course = TrainingPlan(syllabus)
     return course, drive(course, chance=random.Random(0), metric=lambda epoch: values[epoch])

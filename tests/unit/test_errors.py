@@ -37,8 +37,8 @@ def test_every_error_has_the_exit_code_that_is_drawn() -> None:
     for name, (_, code) in drawn().items():
         if code != "*":
             assert CLASSES[name]("x").exit_code == int(code)
-    assert errors.MemberFailed("x").exit_code == 1
-    assert errors.MemberFailed("x", exit_code=137).exit_code == 137
+    assert errors.MemberError("x").exit_code == 1
+    assert errors.MemberError("x", exit_code=137).exit_code == 137
     assert errors.Interrupted("x", exit_code=75).exit_code == 75
 
 

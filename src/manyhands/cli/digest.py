@@ -16,7 +16,7 @@ from typing import Any
 from manyhands.coordinator.monitor import formerly_lower, metric_name
 from manyhands.events.history import History, read_history
 from manyhands.runs import checkpoints
-from manyhands.runs.folder import EVENTS, Run
+from manyhands.runs.folder import EVENTS, RunFolder
 
 TRAINS, CUT_OFF = "training now", "cut off"
 DONE = ("finished", "early-stopped")
@@ -111,7 +111,7 @@ class Digest:
         }
 
 
-def digest(run: Run, *, with_steps: bool) -> Digest:
+def digest(run: RunFolder, *, with_steps: bool) -> Digest:
     """What is known of a run. Raises RunFolderError, KeyError or TypeError if it is no longer readable."""
     config, trains = run.config, run.locked
     summary = None if trains else run.summary  # that of a life before this one

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from manyhands.cli.options import Resolved
 from manyhands.cli.where import meeting_place, trust
 from manyhands.doctor import Check, Finding, checks, wants_colour
-from manyhands.doctor.hosts import Attendant, Lead, PairFacts, judge, tell
+from manyhands.doctor.hosts import Attendant, PairFacts, ProbeLead, judge, tell
 from manyhands.errors import Interrupted
 from manyhands.events.units import clean
 from manyhands.hosts.discovery import describe, detect
@@ -114,11 +114,11 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(describe(spec), end="\n\n", flush=True)
     say = _say_aside if arguments.json else _say
-    with Lead(spec, address, authority=authority, wait_s=wait_s, tell=say) as lead:
+    with ProbeLead(spec, address, authority=authority, wait_s=wait_s, tell=say) as lead:
         return _lead(lead, spec, as_json=arguments.json)
 
 
-def _lead(lead: Lead, spec: ClusterSpec, *, as_json: bool) -> int:
+def _lead(lead: ProbeLead, spec: ClusterSpec, *, as_json: bool) -> int:
     pairs: list[PairFacts] = []
     before = signal.signal(signal.SIGTERM, _stop)
     stopped = 0

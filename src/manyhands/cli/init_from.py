@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.errors import CheckpointError, RunFolderError, UsageError
 from manyhands.runs.checkpoints import Manifest, choose, verify
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 FLAG = "--init-from"
 
@@ -20,7 +20,7 @@ def find_weights(text: str) -> Manifest:
     if not named:
         path, step = text, "best"
     try:
-        return choose(Run.open(Path(path)).path, step)
+        return choose(RunFolder.open(Path(path)).path, step)
     except (CheckpointError, RunFolderError) as error:
         allowed = "" if named else f" Give a run folder, or one and a step: {FLAG} {path}:last"
         raise UsageError(f"{FLAG} {text}: {error}{allowed}") from error

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from manyhands.errors import Interrupted, UsageError
 from manyhands.events.units import duration, plural, size
-from manyhands.lab import Host, Lab
+from manyhands.lab import Lab, LabHost
 from manyhands.lab.everywhere import everywhere
 from manyhands.lab.lab import remove_all
 from manyhands.lab.layout import bandwidth_text
@@ -279,7 +279,7 @@ def _cuts(lab: Lab) -> str:
     return "cut: " + "; ".join(" - ".join(cut) for cut in cuts) if cuts else "nothing is cut"
 
 
-def _bytes(host: Host) -> str:
+def _bytes(host: LabHost) -> str:
     traffic = host.traffic()
     return f"sent {size(traffic.sent_bytes):>9}  received {size(traffic.received_bytes):>9}"
 

@@ -10,7 +10,7 @@ from manyhands.transport import Authority
 
 
 @dataclass(frozen=True)
-class Lead:
+class LaunchPlan:
     control: str
     """Where it listens."""
     launcher: Launcher | None = None

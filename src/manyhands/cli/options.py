@@ -11,8 +11,8 @@ from manyhands.cli.where import add_place_flags, check_room, default_workers, fi
 from manyhands.contract import Strategy
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
-from manyhands.coordinator.fault_spec import EXAMPLE, Chaos, check, parse_chaos
-from manyhands.coordinator.options import Manner, Options
+from manyhands.coordinator.fault_spec import EXAMPLE, FaultSpec, check, parse_chaos
+from manyhands.coordinator.options import Manner, RunOptions
 from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, closest
 from manyhands.hosts.environment import PREFIX, option
@@ -187,7 +187,7 @@ def resolve_options(
     cluster: ClusterSpec | None = None,
     elsewhere: bool = False,
     debug: bool = False,
-) -> Options:
+) -> RunOptions:
     """All options, checked. `cluster`: where members run, if somebody has described it. `elsewhere`: not all
     of them on this machine."""
     spec = resolved.get("strategy", "ps:async" if cluster and cluster.servers else "allreduce")
@@ -224,7 +224,7 @@ def resolve_options(
     ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
-    return Options(
+    return RunOptions(
         job=job,
         strategy=spec,
         workers=count,
@@ -287,7 +287,7 @@ def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
                 f"--{name} {value}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
                 f"--scale-batch {SQRT}."
             )
-    if rule != NONE and not config.one_batch:
+    if rule != NONE and not config.updates_whole_batches:
         raise UsageError(
             f"--scale-batch {rule}: with {config.name} each push is one worker's batch, and an update of "
             "its own, already: more workers make more updates, not larger ones. Set what a worker pushes "
@@ -300,12 +300,12 @@ def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
     return Scaling(rule, reference, warmup)
 
 
-def _chaos(text: str | None, config: Strategy, workers: int) -> Chaos | None:
+def _chaos(text: str | None, config: Strategy, workers: int) -> FaultSpec | None:
     if text is None:
         return None
     chaos = parse_chaos(text)
     servers = config.servers_for(workers)
-    check(chaos, strategy=config.name, goes_on=config.goes_on, workers=workers, servers=servers)
+    check(chaos, strategy=config.name, elastic=config.elastic, workers=workers, servers=servers)
     return chaos
 
 
@@ -314,9 +314,9 @@ def manner_of(config: Strategy, workers: int) -> Manner:
     return Manner(
         lockstep=config.lockstep,
         parts=config.parts,
-        goes_on=config.goes_on,
-        may_shrink=config.may_shrink,
-        leaves_out=config.leaves_out,
+        elastic=config.elastic,
+        can_shrink=config.can_shrink,
+        drops_samples=config.drops_samples,
         servers=config.servers_for(workers),
         needs_keys=config.needs_keys(workers),
     )

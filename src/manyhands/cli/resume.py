@@ -17,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.where import MEANT_FOR, Cluster, RayCluster, find_cluster, leading
+from manyhands.cli.where import MEANT_FOR, RayCluster, ResolvedCluster, find_cluster, leading
 from manyhands.compute.schedule import SCHEDULES
 from manyhands.coordinator.run import train
 from manyhands.errors import RunFolderError, UsageError, closest
@@ -26,7 +26,7 @@ from manyhands.job import job_of_run
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 HELP = "go on where a run stopped, on any number of workers"
 EXAMPLES = """\
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = find_cluster(Resolved(arguments))
     if cluster is not None and not cluster.leads:
         return cluster.serve()
-    folder = Run.open(arguments.run_folder)
+    folder = RunFolder.open(arguments.run_folder)
     folder.lock()  # before anything is touched: somebody may be training in it
     try:
         return _resume(folder, arguments, cluster)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(
-    folder: Run, arguments: argparse.Namespace, cluster: Cluster | RayCluster | None
+    folder: RunFolder, arguments: argparse.Namespace, cluster: ResolvedCluster | RayCluster | None
 ) -> int:
     if _is_done(folder, arguments):
         print(
@@ -159,14 +159,14 @@ def _schedule(given: str | None) -> str:
     return given or ""
 
 
-def _is_done(folder: Run, arguments: argparse.Namespace) -> bool:
+def _is_done(folder: RunFolder, arguments: argparse.Namespace) -> bool:
     summary = folder.summary
     if summary is None or summary.get("outcome") not in ("finished", "early-stopped"):
         return False
     return not arguments.set and not arguments.checkpoint
 
 
-def _pick(folder: Run, wanted: str | None) -> tuple[Manifest | None, list[str]]:
+def _pick(folder: RunFolder, wanted: str | None) -> tuple[Manifest | None, list[str]]:
     """The checkpoint to go on from, and what is wrong with newer ones."""
     if wanted is None:
         return checkpoints.last_sound(folder.path)

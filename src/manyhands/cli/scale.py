@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.errors import RunFolderError, UsageError
 from manyhands.events.units import plural
-from manyhands.runs.folder import EVENTS, Run
+from manyhands.runs.folder import EVENTS, RunFolder
 
 HELP = "give a live run more workers, or fewer"
 EXAMPLES = """\
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted: int = arguments.workers
     if wanted < 1:
         raise UsageError(f"--workers {wanted}: at least 1 worker is needed.")
-    folder = Run.open(arguments.run_folder)
+    folder = RunFolder.open(arguments.run_folder)
     if not folder.locked:
         raise RunFolderError(
             f"Nobody is training in {folder.path}. Go on with so many workers:  "
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _wait(folder, wanted, news)
 
 
-def _wait(folder: Run, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
+def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
     """Tell what happens until there are so many, or somebody wants another number. `news` begins with the
     view that there is."""
     taken = False  # what was asked for before is not ours

@@ -17,7 +17,7 @@ from manyhands.errors import RunFolderError
 from manyhands.events.history import BARS, PLAIN_BARS, sparkline
 from manyhands.events.text import direction
 from manyhands.events.units import clean, count, duration, figure, plural
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 HELP = "one run: best checkpoint, curves, who was lost"
 EXAMPLES = """\
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = Run.open(arguments.run_folder)
+    folder = RunFolder.open(arguments.run_folder)
     try:
         known = digest(folder, with_steps=True)
     except (KeyError, TypeError, AttributeError) as error:

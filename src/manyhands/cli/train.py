@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cli import init_from
-from manyhands.cli.launch_plan import Lead
+from manyhands.cli.launch_plan import LaunchPlan
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
@@ -19,9 +19,9 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.where import find_cluster, leading
 from manyhands.coordinator.fault_spec import GRAMMAR
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.run import rehearse, train
-from manyhands.errors import MemberFailed, UsageError
+from manyhands.errors import MemberError, UsageError
 from manyhands.events import Sink, events, make_console
 from manyhands.events.console import LABEL_CELLS
 from manyhands.events.events import Event
@@ -31,7 +31,7 @@ from manyhands.hosts.scratch import Scratch
 from manyhands.job import JobFile, find_job
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
 EXAMPLES = """\
@@ -103,12 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(
     arguments: argparse.Namespace,
     resolved: Resolved,
-    options: Options,
-    lead: Lead,
+    options: RunOptions,
+    lead: LaunchPlan,
     job: JobFile,
     weights: Manifest | None,
 ) -> int:
-    folder_run = Run.create(job.title, path=resolved.get("run_dir", None, Path))
+    folder_run = RunFolder.create(job.title, path=resolved.get("run_dir", None, Path))
     folder_run.write_config(
         {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -157,7 +157,7 @@ class _Failures(Sink):
         pass
 
 
-def _check(options: Options, lead: Lead) -> int:
+def _check(options: RunOptions, lead: LaunchPlan) -> int:
     started = time.monotonic()
     failures = _Failures()
     try:
@@ -171,7 +171,7 @@ def _check(options: Options, lead: Lead) -> int:
                 timeouts=lead.timeouts,
                 sinks=[failures],
             )
-    except MemberFailed as error:
+    except MemberError as error:
         if not failures.shown:
             raise
         return error.exit_code

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.launch_plan import Lead
+from manyhands.cli.launch_plan import LaunchPlan
 from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
 from manyhands.contract import Strategy
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.options import RunOptions
 from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.hosts.connect import check_only_lead
 from manyhands.hosts.discovery import detect, one_of_several
@@ -32,7 +32,7 @@ from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER
 from manyhands.ps.config import ParameterServer
 from manyhands.strategies.registry import make_strategy
-from manyhands.strategies.spec import Part, Spec, Value, parse_spec
+from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 from manyhands.transport import Authority, parse_address
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ResolvedCluster:
     """Where the members of this run are, and how its processes find and trust each other."""
 
     spec: ClusterSpec
@@ -126,17 +126,19 @@ class Cluster:
         agent = Agent(self.spec, address, authority=self.authority, timeouts=self.timeouts)
         return agent.run()
 
-    def lead(self, options: Options, *, is_range: bool) -> Lead:
+    def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         control = meeting_place(self.spec, self.control, self.authority)
         launcher = AgentLauncher(
             self.spec,
             least=options.min_workers if is_range else None,
             shares_memory=make_strategy(options.strategy).shares_memory,
         )
-        return Lead(control, launcher, self.authority, self.timeouts)
+        return LaunchPlan(control, launcher, self.authority, self.timeouts)
 
 
-def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | RayCluster | None:
+def find_cluster(
+    resolved: Resolved, *, job: str | None = None
+) -> ResolvedCluster | RayCluster | None:
     """The cluster that this process was started in; None: members are processes of this machine."""
     file = resolved.get("cluster", None, Path)
     name = resolved.get("as", None)
@@ -169,7 +171,7 @@ def find_cluster(resolved: Resolved, *, job: str | None = None) -> Cluster | Ray
     control = resolved.get("control", None)
     authority = trust(spec, control, key_file)
     timeouts = Timeouts() if wait_s is None else Timeouts(gather_s=wait_s)
-    return Cluster(spec, authority, control, timeouts)
+    return ResolvedCluster(spec, authority, control, timeouts)
 
 
 def _refuse_several() -> None:
@@ -226,16 +228,16 @@ def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
 
 @contextmanager
 def leading(
-    cluster: Cluster | RayCluster | None, resolved: Resolved, options: Options
-) -> Iterator[tuple[Lead, Callable[[int], int]]]:
+    cluster: ResolvedCluster | RayCluster | None, resolved: Resolved, options: RunOptions
+) -> Iterator[tuple[LaunchPlan, Callable[[int], int]]]:
     """While it is led. Call what is given with the exit code: the agents end with the same."""
     if cluster is None:
         control = resolved.get("control", "unix")
         if options.debug:
             launcher = LocalLauncher(terminal=True)
-            yield Lead(control, launcher, timeouts=Timeouts.endless()), lambda code: code
+            yield LaunchPlan(control, launcher, timeouts=Timeouts.endless()), lambda code: code
         else:
-            yield Lead(control), lambda code: code
+            yield LaunchPlan(control), lambda code: code
         return
     lead = cluster.lead(options, is_range=":" in str(resolved.sources["workers"]["value"]))
     agents, codes = lead.launcher, [1]
@@ -279,7 +281,7 @@ def fit_strategy(text: str, cluster: ClusterSpec) -> str:
                 f"--strategy {text} says {name}={given[name]}, and {cluster.source} names {number} "
                 f"parameter servers: {name}={value}. Leave {name} out."
             )
-    return str(Spec(Part(spec.strategy.name, {**given, **wanted}), spec.codecs))
+    return str(Spec(SpecPart(spec.strategy.name, {**given, **wanted}), spec.codecs))
 
 
 def default_workers(config: Strategy, cluster: ClusterSpec) -> int:

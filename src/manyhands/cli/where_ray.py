@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.launch_plan import Lead
-from manyhands.coordinator.options import Options
+from manyhands.cli.launch_plan import LaunchPlan
+from manyhands.coordinator.options import RunOptions
 from manyhands.errors import UsageError, closest
 from manyhands.hosts.key import fresh_key
 from manyhands.hosts.launchers.ray import RayLauncher
-from manyhands.hosts.ray.broker_client import Line, check_installed
+from manyhands.hosts.ray.broker_client import BrokerClient, check_installed
 from manyhands.hosts.ray.far import command_there, run_there
 from manyhands.hosts.ray.resources import (
     CLIENT,
@@ -73,12 +73,12 @@ class RayCluster:
         command = command_there(sys.argv[1:], job=self.job, ship=self.ship, run_dir=self.run_dir)
         return run_there(self.address, command, ship=self.ship)
 
-    def lead(self, options: Options, *, is_range: bool) -> Lead:
+    def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         """Connect. Whoever gets this ends the launcher, which gives back what was taken."""
         servers, least = options.manner.servers, options.min_workers if is_range else None
         cpus = options.threads * (options.workers + servers)
         ship = str(self.ship.resolve()) if self.ship else None
-        line = Line(self.address, cpus=cpus, ship=ship)
+        line = BrokerClient(self.address, cpus=cpus, ship=ship)
         try:
             slots = slots_for(
                 workers=options.workers,
@@ -105,7 +105,7 @@ class RayCluster:
             raise
         launcher.shares_cores = self.address == LOCAL  # it is given as many as are asked for
         launcher.again = f"--on ray={self.address}" if self.address else "--on ray"
-        return Lead(
+        return LaunchPlan(
             self.control or str(Address(host=line.host, port=0)),
             launcher,
             Authority.from_secret("manyhands run", key),

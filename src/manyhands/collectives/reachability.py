@@ -25,7 +25,7 @@ WAY_S = 3.0
 AT_ONCE = 16
 
 
-class NoWay(RuntimeError):
+class Unreachable(RuntimeError):
     """Another worker of the view is there, and not reached."""
 
 
@@ -44,8 +44,8 @@ def tell_all(store: dist.Store, me: Me, view: View, what: str, text: str) -> lis
 
 
 def try_ways(store: dist.Store, me: Me, view: View) -> None:
-    """Returns if each reaches each. One who does not reach another gets NoWay; the rest wait for the view
-    that will come of it."""
+    """Returns if each reaches each. One who does not reach another gets Unreachable; the rest wait for the
+    view that will come of it."""
     with socket.create_server((me.address, 0), backlog=view.world) as door:
         port = door.getsockname()[1]
         doors = tell_all(store, me, view, "door", f"{me.address} {port}")
@@ -54,9 +54,9 @@ def try_ways(store: dist.Store, me: Me, view: View) -> None:
         closed = [rank for rank, fine in enumerate(reached) if not fine]
         told = tell_all(store, me, view, "closed", json.dumps(closed))
     if closed:
-        raise NoWay(f"connection timed out: {doors[closed[0]]}")
+        raise Unreachable(f"connection timed out: {doors[closed[0]]}")
     if any(json.loads(text) for text in told):
-        error = NoWay("two others do not reach each other")
+        error = Unreachable("two others do not reach each other")
         me.wait_for_a_view(error, torn_s=me.timeouts.view_s)
         raise ViewChanging(str(error))
 

@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.flat import blanks, flatten, rebuild
 from manyhands.runs.saver import Stateful, gather_state, put_state
 
 if TYPE_CHECKING:
-    from manyhands.embeddings.local_tables import Tables
+    from manyhands.embeddings.local_tables import LocalTables
 
 BATCH_BYTES = 64 << 20
 """So much of a state is sent at once."""
 
 
 @dataclass(frozen=True)
-class Agreed:
+class SyncResult:
     version: int
     """The last step that is in the weights."""
     new: tuple[int, ...] = ()
@@ -39,14 +39,14 @@ class Agreed:
 
 
 def agree(
-    trainee: Trainee,
+    trainee: TrainState,
     learner: Stateful,
     *,
     version: int,
     agreed: bool,
     tables: bool,
     may_wait: bool = False,
-) -> Agreed:
+) -> SyncResult:
     """Bring all to the state of the furthest. `tables`: they are a part of it, and not in memory that all
     share. `may_wait`: where only new ones lack it, leave that to be done beside the training."""
     mine = torch.tensor([int(agreed), version], device=trainee.device)
@@ -64,7 +64,7 @@ def agree(
             _agree_on_rows(trainee, trainee.tables, source)
     elif may_wait and all(each == best for each in ranks if each[0]):
         new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
-        return Agreed(int(best[1]), new, source)
+        return SyncResult(int(best[1]), new, source)
     elif any(each != best for each in ranks):
         state = {}
         if dist.get_rank() == source:
@@ -74,10 +74,10 @@ def agree(
         state = _send(state, trainee, source)
         if dist.get_rank() != source:
             put_state(state, trainee, learner, tables=tables)
-    return Agreed(int(best[1]))
+    return SyncResult(int(best[1]))
 
 
-def _agree_on_rows(trainee: Trainee, tables: Tables, source: int) -> None:
+def _agree_on_rows(trainee: TrainState, tables: LocalTables, source: int) -> None:
     """Rows are loaded by all workers alike, in a run; a user's own loop may have loaded them in one."""
     mine = torch.tensor([tables.fingerprint()], device=trainee.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
@@ -93,7 +93,7 @@ def _agree_on_rows(trainee: Trainee, tables: Tables, source: int) -> None:
         tables.load_state_dict(state["tables"])
 
 
-def _send(state: Any, trainee: Trainee, source: int) -> Any:
+def _send(state: Any, trainee: TrainState, source: int) -> Any:
     """The state of the source, on all."""
     if dist.get_rank() == source:
         text, tensors = flatten(state)
@@ -106,7 +106,7 @@ def _send(state: Any, trainee: Trainee, source: int) -> Any:
     return rebuild(text, tensors)
 
 
-def _send_bytes(given: Tensor | None, trainee: Trainee, source: int) -> Tensor:
+def _send_bytes(given: Tensor | None, trainee: TrainState, source: int) -> Tensor:
     size = torch.tensor([0 if given is None else len(given)], device=trainee.device)
     dist.broadcast(size, src=source)
     if given is None:
@@ -116,7 +116,7 @@ def _send_bytes(given: Tensor | None, trainee: Trainee, source: int) -> Tensor:
     return there.cpu()
 
 
-def _send_all(tensors: Sequence[Tensor], trainee: Trainee, source: int) -> None:
+def _send_all(tensors: Sequence[Tensor], trainee: TrainState, source: int) -> None:
     """The numbers of all tensors, into them on all but the source."""
     for batch in batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])

@@ -1,13 +1,13 @@
-"""How a new worker gets the state while the others go on computing.
+"""Copies the state to a new worker while the others keep training.
 
-It takes part in every step from the first on, with no samples: it hears the sum of the gradients, as all
-do, and keeps it. Meanwhile a copy of the state, as it was when the newcomer came, travels to it beside the
-training (`Lender`, on the worker that has it; `CatchingUp`, on the new one). When that is here, the newcomer
-makes all the updates that it has kept, in order, and has the weights of the others, bit for bit: they
-came from the same state by the same sums. From then on it gets samples.
+The new worker takes part in every step from the first one, without samples: it receives the sum of the
+gradients like everybody else and keeps it. Meanwhile `StateSender`, on a worker that has the state, sends a
+copy of it to `StateReceiver` on the new worker. When the copy has arrived, the new worker applies the
+updates that it kept, in order. It then has the weights of the others bit for bit, because they came from
+the same state by the same sums, and it gets samples from then on.
 
-Cost: for the others the copy of the state in memory, once, as for a checkpoint. For the newcomer memory for
-the gradients of as many steps as the state takes to travel.
+Cost: one copy of the state in the sender's memory, as for a checkpoint; on the new worker, the gradients of
+all steps made during the transfer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from manyhands.collectives.state_sync import batches, pour
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.view import Me, View
 from manyhands.runs.flat import blanks, flatten, rebuild
@@ -46,7 +46,7 @@ SPARE_BYTES = 64 << 20
 """A state that is larger than so many times the parameters, and some more, is none: L-BFGS remembers 200."""
 
 
-class Lender:
+class StateSender:
     """Sends a state to newcomers, in threads beside the training."""
 
     def __init__(self, me: Me, view: View, state: dict[str, Any], *, newcomers: int) -> None:
@@ -90,7 +90,7 @@ class Lender:
 
 
 @dataclass(frozen=True)
-class Update:
+class KeptUpdate:
     """One that was kept: the summed gradients, and what the order of its step said of the learning rate."""
 
     gradients: list[Tensor | None]
@@ -98,13 +98,13 @@ class Update:
     ticks: int
 
 
-class CatchingUp:
+class StateReceiver:
     """On its way to the state of the others."""
 
-    def __init__(self, me: Me, view: View, trainee: Trainee, learner: Stateful) -> None:
+    def __init__(self, me: Me, view: View, trainee: TrainState, learner: Stateful) -> None:
         self._me, self._view = me, view
         self._trainee, self._learner = trainee, learner
-        self._kept: list[Update] = []
+        self._kept: list[KeptUpdate] = []
         self._link: Link | None = None
         self._closed = False
         self._over = threading.Event()
@@ -114,7 +114,7 @@ class CatchingUp:
     def keep(self, parameters: Sequence[Tensor]) -> None:
         """Parameters have the gradients of a step, summed up over all."""
         gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
-        self._kept.append(Update(gradients, self._trainee.lr_factor, self._trainee.ticks))
+        self._kept.append(KeptUpdate(gradients, self._trainee.lr_factor, self._trainee.ticks))
 
     def caught_up(self, parameters: Sequence[Tensor], *, wait_s: float = 0.0) -> bool:
         """Make the updates that were kept, if the state that they begin from is here. Raises what went wrong

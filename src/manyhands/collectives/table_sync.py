@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.local_tables import EVICT_EVERY
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
@@ -24,8 +24,8 @@ from manyhands.errors import SpecError
 from manyhands.hosts.view import View
 
 
-class TablesTogether:
-    def __init__(self, trainee: Trainee, view: View, *, shared: bool) -> None:
+class TableSync:
+    def __init__(self, trainee: TrainState, view: View, *, shared: bool) -> None:
         assert trainee.tables is not None
         self._trainee = trainee
         self._tables = trainee.tables

@@ -17,7 +17,7 @@ from torch import Tensor
 from manyhands.compute.feed import Share
 from manyhands.compute.measures import Logged
 from manyhands.compute.seeds import derive
-from manyhands.compute.train_state import Trainee, checked_weight
+from manyhands.compute.train_state import TrainState, checked_weight
 from manyhands.embeddings.modules import RowModel
 from manyhands.hosts.activity import COMPUTING
 
@@ -80,7 +80,7 @@ Sum = Callable[[float | Tensor], float | Tensor]
 
 
 def gradients(
-    trainee: Trainee,
+    trainee: TrainState,
     share: Share,
     *,
     total: Sum | None = None,
@@ -130,7 +130,7 @@ def gradients(
     return sum(weights[1:], weights[0]), losses
 
 
-def rehearse(trainee: Trainee, share: Share) -> None:
+def rehearse(trainee: TrainState, share: Share) -> None:
     """Forward, loss and backward of a share, of which nothing is left."""
     if not isinstance(trainee.model, RowModel):
         with trainee.measures.weighted(1.0):
@@ -141,14 +141,14 @@ def rehearse(trainee: Trainee, share: Share) -> None:
         trainee.tables.forget()
 
 
-def row_seed(trainee: Trainee, share: Share, index: int) -> int:
+def row_seed(trainee: TrainState, share: Share, index: int) -> int:
     """From which a RowModel draws in one micro-batch; known before its turn comes."""
     assert trainee.tables is not None
     return derive(trainee.tables.seed, "rows", share.step, share.part, index)
 
 
 def _touch(
-    trainee: Trainee, model: RowModel, share: Share
+    trainee: TrainState, model: RowModel, share: Share
 ) -> tuple[float | Tensor, float | Tensor]:
     """A model that changes rows itself: there are no gradients."""
     assert trainee.tables is not None
@@ -164,14 +164,14 @@ def _touch(
     return weight, losses
 
 
-def _own_weight(trainee: Trainee, batch: object, samples: int) -> float | Tensor:
+def _own_weight(trainee: TrainState, batch: object, samples: int) -> float | Tensor:
     assert trainee.weight is not None
     if samples == 0:
         return 0.0
     return checked_weight(trainee.weight(batch))
 
 
-def _take_part(trainee: Trainee) -> None:
+def _take_part(trainee: TrainState) -> None:
     """Gradients of zero for what counts nothing: an empty share, or samples that weigh nothing.
 
     Its loss may be NaN (a mean over nothing), so the gradients come from the parameters themselves.

@@ -43,13 +43,13 @@ from manyhands.hosts.activity import Activity
 from manyhands.job import Job
 
 if TYPE_CHECKING:
-    from manyhands.embeddings.local_tables import Tables
+    from manyhands.embeddings.local_tables import LocalTables
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
-class Trainee:
+class TrainState:
     model: nn.Module
     optimizer: Optimizer
     loss: Loss
@@ -68,7 +68,7 @@ class Trainee:
     """Of the optimizer's groups, as the job has made them, before there was a schedule."""
     notes: list[str] = field(default_factory=list)
     """What a person should know of it."""
-    tables: Tables | None = None
+    tables: LocalTables | None = None
     """The sparse side of the model, if it has one."""
     measures: Measures = field(default_factory=Measures)
     """What the job logs in the step that is computed."""
@@ -80,7 +80,7 @@ class Trainee:
     """What the worker does right now, for whoever has to say why everybody waits."""
 
     @classmethod
-    def of(cls, job: Job, *, device: str, num_steps: int) -> Trainee:
+    def of(cls, job: Job, *, device: str, num_steps: int) -> TrainState:
         # The same model on every worker, whatever the device: built on the CPU from the seed.
         torch.manual_seed(job.seed)
         model = job.model()
@@ -235,7 +235,7 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"] = rate
 
 
-def begin_with(checkpoint: str, trainee: Trainee, job: Job) -> None:
+def begin_with(checkpoint: str, trainee: TrainState, job: Job) -> None:
     """Train from the weights of a checkpoint on. Optimizer and schedule are as they were built."""
     from manyhands.embeddings import from_run
 
@@ -243,13 +243,13 @@ def begin_with(checkpoint: str, trainee: Trainee, job: Job) -> None:
     from_run.begin_with(checkpoint, trainee.model, trainee.tables, model_of=name)
 
 
-def find_tables(model: nn.Module, *, seed: int) -> Tables | None:
+def find_tables(model: nn.Module, *, seed: int) -> LocalTables | None:
     """The tables of a model, bound to it. What they need is loaded only if there are any."""
     if not tables_of(model):
         return None
-    from manyhands.embeddings.local_tables import Tables
+    from manyhands.embeddings.local_tables import LocalTables
 
-    return Tables.of(model, seed=seed)
+    return LocalTables.of(model, seed=seed)
 
 
 def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

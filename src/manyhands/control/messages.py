@@ -17,7 +17,7 @@ from manyhands.transport.fields import Count, Positive, Seconds, Weight, read
 
 
 @dataclass(frozen=True)
-class Fields:
+class JobFields:
     """The fields of a job that the coordinator goes by."""
 
     batch_size: Positive
@@ -32,7 +32,7 @@ class WorkerFacts:
     """What a worker has found when it has built the job."""
 
     job: str
-    fields: Fields
+    fields: JobFields
     metrics: list[str]
     device: str
     torch: str
@@ -53,7 +53,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Settled:
+class AppliedSteps:
     """What is in the weights."""
 
     version: Count
@@ -71,7 +71,7 @@ class Report:
 @dataclass(frozen=True)
 class Joined(Report):
     transport: str
-    settled: Settled | None = None
+    settled: AppliedSteps | None = None
     placement: str = ""
     catching_up: bool = False
     whole_steps: bool = False
@@ -83,7 +83,7 @@ class CaughtUp(Report):
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One member's report of one part of one step, as it travels."""
 
     step: Count
@@ -105,12 +105,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Steps(Report):
-    rows: list[Row]
+class StepsReport(Report):
+    rows: list[StepRow]
 
 
 @dataclass(frozen=True)
-class Evaluated(Report):
+class EvaluationReport(Report):
     samples: Count
     sums: Mapping[str, tuple[float, Weight]]
     """Of each metric, its weighted sum and the weight."""
@@ -142,7 +142,7 @@ class Saved(Report):
 
 
 @dataclass(frozen=True)
-class Note(Report):
+class Notice(Report):
     """Something a person should know."""
 
     message: str
@@ -160,16 +160,16 @@ class Stopped(Report):
 
 @dataclass(frozen=True)
 class Left(Report):
-    settled: Settled | None = None
+    settled: AppliedSteps | None = None
 
 
 @dataclass(frozen=True)
-class Torn(Report):
+class LinkBroken(Report):
     peer: str
 
 
 @dataclass(frozen=True)
-class Refused(Report):
+class PeerRefused(Report):
     """A peer has said what makes no sense, and its link was closed."""
 
     peer: str
@@ -179,16 +179,16 @@ class Refused(Report):
 REPORTS: Mapping[str, type[Report]] = {
     "joined": Joined,
     "caught_up": CaughtUp,
-    "steps": Steps,
-    "evaluated": Evaluated,
+    "steps": StepsReport,
+    "evaluated": EvaluationReport,
     "saving": Saving,
     "saved": Saved,
-    "noticed": Note,
+    "noticed": Notice,
     "rehearsed": Rehearsed,
     "stopped": Stopped,
     "left": Left,
-    "torn": Torn,
-    "refused": Refused,
+    "torn": LinkBroken,
+    "refused": PeerRefused,
 }
 
 

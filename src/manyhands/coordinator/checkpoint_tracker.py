@@ -12,18 +12,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from manyhands.control.messages import Saved
-from manyhands.coordinator.options import Options
-from manyhands.coordinator.plan import Checkpoint, Course
+from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.plan import Checkpoint, TrainingPlan
 from manyhands.errors import CheckpointError
 from manyhands.events import events
 from manyhands.events.sinks import Stream
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 
 @dataclass
-class Expected:
+class ExpectedCheckpoint:
     order: Checkpoint
     writer: str
     workers: int
@@ -31,14 +31,14 @@ class Expected:
     """The writer has copied the state: whatever happens to the weights now, it can be written."""
 
 
-class Shelf:
+class CheckpointTracker:
     def __init__(
-        self, run: Run, stream: Stream, options: Options, *, newest: Manifest | None
+        self, run: RunFolder, stream: Stream, options: RunOptions, *, newest: Manifest | None
     ) -> None:
         self._run = run
         self._stream = stream
         self._options = options
-        self._expected: dict[int, Expected] = {}
+        self._expected: dict[int, ExpectedCheckpoint] = {}
         self._written: dict[int, Saved] = {}
         self._lost: set[int] = set()
         self.newest = f"checkpoints/{newest.name}" if newest else None
@@ -66,7 +66,7 @@ class Shelf:
         ]
 
     def expect(self, order: Checkpoint, *, writer: str, workers: int) -> None:
-        self._expected[order.step] = Expected(order, writer, workers)
+        self._expected[order.step] = ExpectedCheckpoint(order, writer, workers)
         self._written.pop(order.step, None)
         self._lost.discard(order.step)
 
@@ -95,7 +95,7 @@ class Shelf:
         self._lost.update(void)
         return void
 
-    def settle(self, course: Course) -> None:
+    def settle(self, course: TrainingPlan) -> None:
         """Make those count whose every step is committed."""
         for step in [s for s in self._written if s <= course.committed_step]:
             report, expected = self._written.pop(step), self._expected.pop(step)
@@ -114,7 +114,7 @@ class Shelf:
             if best is None or best in there:  # else it is on its way
                 checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
 
-    def _pass_over(self, step: int, names: Sequence[str], course: Course) -> None:
+    def _pass_over(self, step: int, names: Sequence[str], course: TrainingPlan) -> None:
         """The weights of this checkpoint are not finite: it counts neither as the last nor as the best."""
         self.not_finite = step
         if course.best.step == step:
@@ -126,7 +126,7 @@ class Shelf:
             what = f"The weights of step {step} are not finite ({where}): no checkpoint of them is saved"
             self._stream.emit(events.Noticed(message=f"{what}. {last}"))
 
-    def _commit(self, expected: Expected, report: Saved) -> None:
+    def _commit(self, expected: ExpectedCheckpoint, report: Saved) -> None:
         order = expected.order
         if report.error:
             raise CheckpointError(report.error)

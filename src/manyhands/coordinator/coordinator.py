@@ -23,10 +23,10 @@ from typing import Any
 from manyhands.coordinator.outgoing import Outgoing
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
 from manyhands.hosts.interfaces import is_any
-from manyhands.hosts.launchers import AGENT, Ground, Handle, Launcher, Start
+from manyhands.hosts.launchers import AGENT, Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.log_stream import CHUNK_BYTES
-from manyhands.hosts.messages import OF_MEMBERS, Beat, Bye, Hello, Post, read_kind
-from manyhands.hosts.refused_peers import Strangers
+from manyhands.hosts.messages import OF_MEMBERS, Beat, BoardPost, Bye, Hello, read_kind
+from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.stop_signals import on_stop_signals
 from manyhands.hosts.timeouts import Timeouts
@@ -50,7 +50,7 @@ MEMBERS = "manyhands members"
 
 
 @dataclass(frozen=True)
-class Said:
+class MemberMessage:
     member: str
     message: Any
     """A dataclass of messages.py, or what `Coordinator.parse` made of it."""
@@ -83,23 +83,23 @@ class Signalled:
 
 
 @dataclass(frozen=True)
-class Told:
+class HostNotice:
     """Something about the hosts that whoever watches should know."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class Broke:
+class ThreadFailed:
     """A thread of the coordinator has failed: something would not be noticed any more."""
 
     error: BaseException
 
 
-Happening = Said | LinkLost | Garbage | Exited | Signalled | Told | Broke
+Happening = MemberMessage | LinkLost | Garbage | Exited | Signalled | HostNotice | ThreadFailed
 
 
-class Room:
+class InboxQuota:
     """For what one member has said and nobody has heard yet: more is not read before there is room."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Room:
 
 
 @dataclass
-class Attendance:
+class MemberRecord:
     """What the coordinator knows of one member."""
 
     name: str
@@ -141,7 +141,7 @@ class Attendance:
     read_out: threading.Event = field(default_factory=threading.Event)
     """All that it ever said is in the inbox."""
     exit_code: int | None = None
-    room: Room = field(default_factory=Room)
+    room: InboxQuota = field(default_factory=InboxQuota)
     outgoing: Outgoing | None = None
 
     @property
@@ -167,7 +167,7 @@ class Coordinator:
         self.launcher = launcher
         self.logs = logs
         self.timeouts = timeouts or Timeouts()
-        self.members: dict[str, Attendance] = {}
+        self.members: dict[str, MemberRecord] = {}
         self.view: View | None = None
         self.parse: Callable[[Mapping[str, Any]], Any] = lambda head: head
         """What members say beyond membership, in the thread that hears it; raises ProtocolError."""
@@ -194,7 +194,7 @@ class Coordinator:
                 address,
                 credentials=self._own_credentials() if self._over_network else None,
                 limits=LIMITS,
-                on_refused=Strangers(self._tell, self._tell),
+                on_refused=RefusedPeers(self._tell, self._tell),
             )
         except (ManyhandsError, OSError) as error:
             self._scratch.close()
@@ -207,7 +207,7 @@ class Coordinator:
                 f"The coordinator can't listen on {address}: {error} {remedy}"
             ) from error
         launcher.attach(
-            Ground(
+            LauncherContext(
                 self._listener.address, self.scratch, logs, self.timeouts, self._tell, self.broke
             )
         )
@@ -239,7 +239,7 @@ class Coordinator:
         threads: int,
         assignment: Mapping[str, Any],
         role: str = WORKER,
-    ) -> Attendance:
+    ) -> MemberRecord:
         credentials: Credentials | None = None
         if self._authority:
             trusted = [self._key_authority] if self._key_authority else []
@@ -258,10 +258,12 @@ class Coordinator:
         }
         with self._starting:
             try:
-                handle = self.launcher.start(Start(name, entry, invitation, log, threads, role))
+                handle = self.launcher.start(
+                    StartRequest(name, entry, invitation, log, threads, role)
+                )
             except OSError as error:
                 raise ManyhandsError(f"{name} can't be started: {error}") from error
-            member = Attendance(name, handle, log)
+            member = MemberRecord(name, handle, log)
             self.members[name] = member
         start_thread(self._reap, member, name=f"reap-{name}", on_error=self.broke)
         return member
@@ -279,10 +281,12 @@ class Coordinator:
             happening = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
-        if isinstance(happening, Said):
+        if isinstance(happening, MemberMessage):
             self.members[happening.member].room.give_back(happening.num_bytes)
         match happening:
-            case Said(member) | LinkLost(member) | Garbage(member) if self.members[member].unheard:
+            case MemberMessage(member) | LinkLost(member) | Garbage(member) if self.members[
+                member
+            ].unheard:
                 return None
         self._note(happening)
         return happening
@@ -293,7 +297,7 @@ class Coordinator:
 
     def broke(self, error: BaseException) -> None:
         """An `on_error` for the threads behind the inbox."""
-        self._inbox.put(Broke(error))
+        self._inbox.put(ThreadFailed(error))
 
     def say(self, name: str, kind: str, **fields: Any) -> None:
         """Say something to one member. A link that just broke is news of its own: it arrives as LinkLost."""
@@ -316,7 +320,7 @@ class Coordinator:
             self.say(name, "view", view=self.view.to_dict())
         return self.view
 
-    def overdue(self) -> tuple[Attendance, str] | None:
+    def overdue(self) -> tuple[MemberRecord, str] | None:
         """A member that has been silent for too long, and what to say of it."""
         now = time.monotonic()
         for member in self.members.values():
@@ -341,7 +345,7 @@ class Coordinator:
             deadline = time.monotonic() + self.timeouts.kill_s
             while any(m.alive for m in running) and time.monotonic() < deadline:
                 happening = self.next(deadline - time.monotonic())
-                if isinstance(happening, Signalled | Told | Broke):
+                if isinstance(happening, Signalled | HostNotice | ThreadFailed):
                     kept.append(happening)
         for happening in kept:
             self._inbox.put(happening)  # whoever decides next shall hear of it
@@ -361,12 +365,12 @@ class Coordinator:
 
     def _note(self, happening: Happening) -> None:
         """Keep the attendance list right, before the caller sees the happening."""
-        if isinstance(happening, (Signalled, Told, Broke)):
+        if isinstance(happening, (Signalled, HostNotice, ThreadFailed)):
             return
         member = self.members[happening.member]
         if isinstance(happening, Exited):
             member.exit_code = happening.exit_code
-        elif isinstance(happening, Said):
+        elif isinstance(happening, MemberMessage):
             member.heard = time.monotonic()
             match happening.message:
                 case Beat(phase, since_s, ticks):
@@ -377,7 +381,7 @@ class Coordinator:
                     # It may come late, and want to know what was posted before.
                     for key, value in self._board.items():
                         self.say(member.name, "posted", key=key, value=value)
-                case Post(key, value):
+                case BoardPost(key, value):
                     self._put_up(key, value)
                     for other in self.members:
                         self.say(other, "posted", key=key, value=value)
@@ -392,7 +396,7 @@ class Coordinator:
             self._board_size -= len(oldest) + len(self._board.pop(oldest))
 
     def _tell(self, message: str) -> None:
-        self._inbox.put(Told(message))
+        self._inbox.put(HostNotice(message))
 
     def _read(self, link: Link) -> None:
         """One member's link, from its hello to its end."""
@@ -436,13 +440,13 @@ class Coordinator:
             member.outgoing.close()
             member.read_out.set()
 
-    def _hear(self, member: Attendance, link: Link, hello: Mapping[str, Any]) -> None:
+    def _hear(self, member: MemberRecord, link: Link, hello: Mapping[str, Any]) -> None:
         head, before = hello, 0
         while True:
             message, num_bytes = self._parse(head), link.bytes_received - before
             before += num_bytes
             member.room.take(num_bytes)
-            self._inbox.put(Said(member.name, message, num_bytes))
+            self._inbox.put(MemberMessage(member.name, message, num_bytes))
             head = link.recv().head
 
     def _parse(self, head: Mapping[str, Any]) -> Any:
@@ -450,7 +454,7 @@ class Coordinator:
             return read_kind(OF_MEMBERS, head)
         return self.parse(head)
 
-    def _reap(self, member: Attendance) -> None:
+    def _reap(self, member: MemberRecord) -> None:
         code = member.handle.wait()
         # What it said last should be heard before its end is announced.
         if member.link is not None:

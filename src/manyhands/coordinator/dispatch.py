@@ -1,13 +1,13 @@
-"""The hand-out of work: which order goes to whom, what is still open, what a change of members voids.
+"""Dispatches work: which order goes to whom, what is still open, and what a view change voids.
 
-`InStep`: every worker has its share of every step, by how fast it computes, and orders go out in the
-order of the course.
-`InParts`: a step is cut into parts for whoever is free, or is one part if the members want no others.
-What is done by all of the workers together (an evaluation, a checkpoint, the stop) is a barrier: it
-waits until nothing is open. When only a barrier is left to wait for, each worker is told to rest.
+`LockstepDispatcher`: every worker gets a share of every step, in proportion to its speed, and orders are sent
+in the order of the plan.
+`WorkQueueDispatcher`: a step is cut into parts, and each part goes to the next free worker. If the learners
+want no parts, a step is one part. Whatever all workers do together (an evaluation, a checkpoint, the stop)
+is a barrier: it waits until nothing is open. When only a barrier is left, each worker is told to rest.
 
-When the members change: `settle` says what of the open parts is in the weights, then `restart` gives
-out all the rest again, among those who are left.
+When the members change, `settle` takes in which of the open parts are in the weights; `restart` then
+dispatches the rest again among the members that are left.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from manyhands.coordinator.checkpoint_tracker import Shelf
+from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.options import Manner
 from manyhands.coordinator.plan import (
     Checkpoint,
-    Course,
     Evaluate,
     Order,
     StepPlan,
-    Steps,
     Stop,
+    TrainingPlan,
+    TrainSteps,
     Wait,
 )
-from manyhands.coordinator.progress import Committed, Gathering, PartKey, Row, Sums
+from manyhands.coordinator.progress import Committed, PartKey, StepProgress, StepRow, Sums
 from manyhands.coordinator.straggler_trial import Meter
-from manyhands.coordinator.throughput import Pace
-from manyhands.coordinator.work_queue import AHEAD_S, BRIEF_S, MAX_LEASE, Part, PartQueue, cut
+from manyhands.coordinator.throughput import Throughput
+from manyhands.coordinator.work_queue import AHEAD_S, BRIEF_S, MAX_LEASE, QueuedPart, WorkQueue, cut
 from manyhands.errors import ProtocolError
 from manyhands.hosts.view import View
 from manyhands.ranges import Range
@@ -46,17 +46,24 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def make_handout(
-    manner: Manner, course: Course, shelf: Shelf, tell: Tell, *, equal: bool = False
-) -> Handout:
+    manner: Manner,
+    course: TrainingPlan,
+    shelf: CheckpointTracker,
+    tell: Tell,
+    *,
+    equal: bool = False,
+) -> Dispatcher:
     if manner.lockstep:
-        return InStep(course, shelf, tell, equal=equal, leaves_out=manner.leaves_out)
-    return InParts(course, shelf, tell, parts=manner.parts)
+        return LockstepDispatcher(
+            course, shelf, tell, equal=equal, drops_samples=manner.drops_samples
+        )
+    return WorkQueueDispatcher(course, shelf, tell, parts=manner.parts)
 
 
-class Handout(ABC):
-    def __init__(self, course: Course, shelf: Shelf, tell: Tell) -> None:
+class Dispatcher(ABC):
+    def __init__(self, course: TrainingPlan, shelf: CheckpointTracker, tell: Tell) -> None:
         self.course = course
-        self.gathering = Gathering()
+        self.gathering = StepProgress()
         self.workers: tuple[str, ...] = ()
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
@@ -66,7 +73,7 @@ class Handout(ABC):
         """Without lockstep: a step is one part."""
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
-        self.pace = Pace()
+        self.pace = Throughput()
         self.meter = Meter()
         self._shelf = shelf
         self._tell = tell
@@ -82,7 +89,7 @@ class Handout(ABC):
         """Nothing that was given out is unfinished."""
 
     @abstractmethod
-    def add(self, member: str, row: Row) -> None:
+    def add(self, member: str, row: StepRow) -> None:
         """One part of a step, as a worker reports it."""
 
     @abstractmethod
@@ -121,7 +128,7 @@ class Handout(ABC):
         for name in self.workers:
             self._tell(name, order)
 
-    def _time(self, member: str, row: Row) -> None:
+    def _time(self, member: str, row: StepRow) -> None:
         samples = self.gathering.samples((row.step, row.part))
         if row.compute_s is not None and samples:
             left_out = row.left_out[row.part] if row.left_out else 0
@@ -160,22 +167,22 @@ class Handout(ABC):
         return self.pace.weights(self.workers)
 
 
-class InStep(Handout):
+class LockstepDispatcher(Dispatcher):
     """Every worker does every step."""
 
     def __init__(
         self,
-        course: Course,
-        shelf: Shelf,
+        course: TrainingPlan,
+        shelf: CheckpointTracker,
         tell: Tell,
         *,
         equal: bool = False,
-        leaves_out: bool = False,
+        drops_samples: bool = False,
     ) -> None:
-        """`equal`: shares are, also where workers are not. `leaves_out`: samples of a step may come back."""
+        """If `equal`, shares ignore the workers' speed. If `drops_samples`, samples of a step may return."""
         super().__init__(course, shelf, tell)
         self._equal = equal
-        self._leaves_out = leaves_out
+        self._leaves_out = drops_samples
         self._step_s = 0.0
 
     def more(self, *, hold: bool = False, brief: bool = False) -> None:
@@ -192,7 +199,7 @@ class InStep(Handout):
             order = self.course.next(max(1, min(room, MAX_LEASE)))
             if order is None or isinstance(order, Wait):
                 return
-            if not isinstance(order, Steps):
+            if not isinstance(order, TrainSteps):
                 self._give_barrier(order)
                 continue
             self._give(order)
@@ -203,7 +210,7 @@ class InStep(Handout):
     def quiet(self) -> bool:
         return not len(self.gathering) and not self.course.awaiting and not self._shelf.unstarted
 
-    def add(self, member: str, row: Row) -> None:
+    def add(self, member: str, row: StepRow) -> None:
         if row.dropped:
             raise ProtocolError(f"it left out its share of step {row.step}, in lockstep")
         self.gathering.check(row)
@@ -229,7 +236,7 @@ class InStep(Handout):
         self._seat(view)
         return redone
 
-    def _give(self, order: Steps) -> None:
+    def _give(self, order: TrainSteps) -> None:
         portions: list[list[Any]] = [[] for _ in self.workers]
         weights = self._weights()
         if self.listening:
@@ -249,15 +256,20 @@ class InStep(Handout):
         return [1.0] * len(self.workers) if self._equal else super()._weights()
 
 
-class InParts(Handout):
+class WorkQueueDispatcher(Dispatcher):
     """Each part of a step is done by whoever is free."""
 
     def __init__(
-        self, course: Course, shelf: Shelf, tell: Tell, *, parts: Callable[[int], int]
+        self,
+        course: TrainingPlan,
+        shelf: CheckpointTracker,
+        tell: Tell,
+        *,
+        parts: Callable[[int], int],
     ) -> None:
         super().__init__(course, shelf, tell)
         self._parts = parts
-        self._queue = PartQueue()
+        self._queue = WorkQueue()
         self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None
         self._given = False
         """The barrier was, and is not done yet."""
@@ -284,7 +296,7 @@ class InParts(Handout):
     def quiet(self) -> bool:
         return not self._queue.in_hand and not self._given
 
-    def add(self, member: str, row: Row) -> None:
+    def add(self, member: str, row: StepRow) -> None:
         self.gathering.check(row)
         # Only what is in this member's hand: a part that was given to another counts when that one
         # reports it.
@@ -342,11 +354,11 @@ class InParts(Handout):
         number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
         order: Order | None = self.course.next(min(MAX_LEASE, math.ceil(lacking / number)))
         assert order is not None, "the course awaits an evaluation that nobody was asked for"
-        if not isinstance(order, Steps):
+        if not isinstance(order, TrainSteps):
             self._barrier, self._given = order, False
             return
         for plan in order.plans:
-            parts: list[Part] = cut(plan, number)
+            parts: list[QueuedPart] = cut(plan, number)
             self.gathering.expect(plan, {part.number: part.ranges for part in parts})
             self._queue.extend(parts)
 

@@ -19,41 +19,41 @@ from contextlib import suppress
 from typing import Any
 
 from manyhands.control.messages import (
+    AppliedSteps,
     CaughtUp,
-    Evaluated,
+    EvaluationReport,
     Joined,
     Left,
-    Note,
+    LinkBroken,
+    Notice,
+    PeerRefused,
     Ready,
-    Refused,
     Rehearsed,
     Report,
     Saved,
     Saving,
-    Settled,
-    Steps,
+    StepsReport,
     Stopped,
-    Torn,
     parse,
 )
 from manyhands.coordinator.bad_steps import BadSteps
-from manyhands.coordinator.checkpoint_tracker import Shelf
+from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.coordinator import (
-    Broke,
     Coordinator,
     Exited,
     Garbage,
     Happening,
+    HostNotice,
     LinkLost,
-    Said,
+    MemberMessage,
     Signalled,
-    Told,
+    ThreadFailed,
     exit_status,
     signal_name,
 )
-from manyhands.coordinator.dispatch import Handout, make_handout
-from manyhands.coordinator.failures import Failure, FirstFailure, Grade
-from manyhands.coordinator.fault_injector import Injector
+from manyhands.coordinator.dispatch import Dispatcher, make_handout
+from manyhands.coordinator.failures import FirstFailure, Grade, MemberFailure
+from manyhands.coordinator.fault_injector import FaultInjector
 from manyhands.coordinator.job_checks import (
     Facts,
     check_job,
@@ -66,18 +66,18 @@ from manyhands.coordinator.job_checks import (
     syllabus_of,
     why_not,
 )
-from manyhands.coordinator.membership import Crew
-from manyhands.coordinator.options import Options
-from manyhands.coordinator.plan import Course
-from manyhands.coordinator.run_stats import Tally
-from manyhands.coordinator.straggler_trial import Brakes
+from manyhands.coordinator.membership import Membership
+from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.plan import TrainingPlan
+from manyhands.coordinator.run_stats import RunStats
+from manyhands.coordinator.straggler_trial import StragglerTrial
 from manyhands.coordinator.stuck import StuckWatch
 from manyhands.errors import (
     CheckpointError,
     Diverged,
     Interrupted,
     ManyhandsError,
-    MemberFailed,
+    MemberError,
     ProtocolError,
     RecordError,
     UsageError,
@@ -88,7 +88,7 @@ from manyhands.events.sinks import Stream
 from manyhands.hosts.launchers import cores
 from manyhands.hosts.messages import Beat, Failed
 from manyhands.runs.checkpoints import Manifest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 from manyhands.threads import describe
 
 TICK_S = 0.1
@@ -100,18 +100,18 @@ COPY_S = 2.0
 """How long a failure waits for a checkpoint that was ordered, and of which there is no copy yet."""
 
 
-class Conductor:
+class Driver:
     def __init__(
         self,
         coordinator: Coordinator,
-        options: Options,
-        run: Run,
+        options: RunOptions,
+        run: RunFolder,
         stream: Stream,
         *,
         entries: Mapping[str, str],
         checkpoint: Manifest | None = None,
         resumed: bool = False,
-        before: Conductor | None = None,
+        before: Driver | None = None,
         on_ready: Callable[[], None] = lambda: None,
         tick: Callable[[], None] = lambda: None,
         versions: Mapping[str, str] | None = None,
@@ -122,11 +122,11 @@ class Conductor:
         self.options = options
         self.run = run
         self.stream = stream
-        self.shelf = Shelf(run, stream, options, newest=checkpoint)
-        self.tally: Tally = Tally(
+        self.shelf = CheckpointTracker(run, stream, options, newest=checkpoint)
+        self.tally: RunStats = RunStats(
             lockstep=options.manner.lockstep, before=before.tally if before else None
         )
-        self.crew: Crew = Crew(
+        self.crew: Membership = Membership(
             coordinator,
             options,
             stream,
@@ -134,24 +134,24 @@ class Conductor:
             assignment=options.assignment(run.path, checkpoint.path if checkpoint else None),
             before=before.crew if before else None,
         )
-        self.injector: Injector | None = before.injector if before else None
+        self.injector: FaultInjector | None = before.injector if before else None
         if self.injector is not None:
             self.injector.follow(self.crew)
         elif options.chaos is not None and not options.rehearse:
-            self.injector = Injector(options.chaos, coordinator, self.crew, stream)
-        self.course: Course | None = None
+            self.injector = FaultInjector(options.chaos, coordinator, self.crew, stream)
+        self.course: TrainingPlan | None = None
         self.bad_steps = BadSteps(options.max_bad_steps)
         self.would_repeat = False
         """It was ended by the job's own code, which would do the same again."""
-        self._brakes: Brakes | None = None
-        self._handout: Handout | None = None
+        self._brakes: StragglerTrial | None = None
+        self._handout: Dispatcher | None = None
         self._versions = dict(versions or {})
         self._before = before
         self._resumed = resumed
         self._resumed_from = checkpoint
         self._on_ready = on_ready
         self._tick = tick
-        self._evaluation: dict[str, Evaluated] = {}
+        self._evaluation: dict[str, EvaluationReport] = {}
         self._rehearsed: set[str] = set()
         self._stopped: set[str] = set()
         self._leaving = False
@@ -224,7 +224,7 @@ class Conductor:
                 "more workers than cores are slower than as many"
             )
 
-    def _prepare(self) -> Handout:
+    def _prepare(self) -> Dispatcher:
         """All are ready: what to train, and how to hand it out."""
         facts = {name: facts for name, facts in self.crew.ready.items() if "fields" in facts}
         first = self.crew.facts
@@ -238,12 +238,12 @@ class Conductor:
             self.tally.unit = tuple(told["unit"])
         for note in filter(None, [monitor_note(syllabus.monitor, first), *first.get("notes", [])]):
             self._notice(note)
-        self.course = Course(syllabus, saved)
+        self.course = TrainingPlan(syllabus, saved)
         self._handout = make_handout(
             *(options.manner, self.course, self.shelf, self._tell), equal=options.equal_shares
         )
         if options.may_do_without:
-            self._brakes = Brakes(self.crew, self._handout.meter, self._notice)
+            self._brakes = StragglerTrial(self.crew, self._handout.meter, self._notice)
         return self._handout
 
     def _begin(self) -> None:
@@ -339,7 +339,7 @@ class Conductor:
             wake()
             self._tick()
             if time.monotonic() - self._progress > limit:
-                raise MemberFailed(self._late(limit, phase))
+                raise MemberError(self._late(limit, phase))
 
     def _look_after_folder(self) -> None:
         """Now and then: without its folder a run can save nothing, and nobody would find it."""
@@ -357,7 +357,7 @@ class Conductor:
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()
         match happening:
-            case Said(member, message):
+            case MemberMessage(member, message):
                 try:
                     self._on_said(member, message)
                 except ProtocolError as error:
@@ -368,7 +368,7 @@ class Conductor:
                 if self._goes_on:
                     self.crew.cut_off(member)
                 else:
-                    self._failures.add(Failure(member, reason, grade=Grade.SUSPICION), now)
+                    self._failures.add(MemberFailure(member, reason, grade=Grade.SUSPICION), now)
             case Exited(member, code):
                 self._stuck.forget(member)
                 self.stream.emit(events.MemberExited(member=member, exit_code=code))
@@ -376,9 +376,9 @@ class Conductor:
                     self._on_death(member, code)
             case Signalled(number):
                 self._on_signal(number)
-            case Told(message):
+            case HostNotice(message):
                 self._notice(message)
-            case Broke(error):
+            case ThreadFailed(error):
                 raise ManyhandsError(
                     f"A thread of the coordinator failed: {describe(error)}"
                 ) from error
@@ -442,15 +442,15 @@ class Conductor:
                 self.crew.join(member, report)
             case CaughtUp() if current:
                 self.crew.listening.discard(member)
-            case Note(message=message):
+            case Notice(message=message):
                 self._notice(f"{member}: {message[:MAX_NOTE]}")
             case Rehearsed():
                 self._rehearsed.add(member)
-            case Steps() if current:
+            case StepsReport() if current:
                 for row in report.rows:
                     self.handout.add(member, row)
                 self._commit_steps()
-            case Evaluated() if current and not self.crew.joining:
+            case EvaluationReport() if current and not self.crew.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()
             case Stopped() if current and not self.crew.joining:
@@ -459,13 +459,13 @@ class Conductor:
                     self._leaving = True
                     self.crew.dismiss()
                     self.handout.tell_all(order="leave")
-            case Torn():
+            case LinkBroken():
                 if self._goes_on and not self._leaving and report.view == self.crew.view.number:
                     self.crew.meet_again(member, report.peer)
-            case Refused():
+            case PeerRefused():
                 if self._goes_on and not self._leaving and report.view == self.crew.view.number:
                     self.crew.expel(report.peer, by=member, why=report.why)
-            case Left(settled=Settled(pushes=pushes)) if pushes:
+            case Left(settled=AppliedSteps(pushes=pushes)) if pushes:
                 self.tally.pushes = dict(pushes)
             case Saving():
                 self.handout.saving(member, report.step)
@@ -524,14 +524,14 @@ class Conductor:
     @property
     def _goes_on(self) -> bool:
         """A death is not the end of the run."""
-        return self.options.manner.goes_on and self.tally.trains and not self.options.rehearse
+        return self.options.manner.elastic and self.tally.trains and not self.options.rehearse
 
     def _distrust(self, member: str, why: str) -> None:
         """A member has sent what makes no sense: it is not listened to any more, and ended."""
         self.coordinator.hang_up(member)
         reason = f"sent a report that makes no sense: {why}"
         if not self._goes_on:
-            self._failures.add(Failure(member, reason, by_chance=True), time.monotonic())
+            self._failures.add(MemberFailure(member, reason, by_chance=True), time.monotonic())
         elif self.crew.is_new(member) and not self._leaving:
             self.crew.give_up(member, reason)
         else:
@@ -547,7 +547,7 @@ class Conductor:
             self.crew.suspect(member, said.reason)
             return
         self._failures.add(
-            Failure(
+            MemberFailure(
                 member,
                 said.reason,
                 said.traceback,
@@ -563,7 +563,9 @@ class Conductor:
         """A process has ended without a goodbye."""
         crew, reason = self.crew, self.crew.reason(member, signal_name(code))
         by_itself = code == 0 and not crew.suspected(member)
-        failure = Failure(member, reason, exit_code=exit_status(code) or 1, by_chance=not by_itself)
+        failure = MemberFailure(
+            member, reason, exit_code=exit_status(code) or 1, by_chance=not by_itself
+        )
         if not self._goes_on:
             self._failures.add(failure, time.monotonic())
         elif self._leaving:
@@ -581,7 +583,7 @@ class Conductor:
             self.crew.enforce()
         elif failure is None and (overdue := self.coordinator.overdue()) is not None:
             member, reason = overdue
-            failure = Failure(member.name, reason, by_chance=True)
+            failure = MemberFailure(member.name, reason, by_chance=True)
         if failure is not None:
             self._raise(failure)
         if self.tally.trains and not self._leaving:
@@ -614,7 +616,7 @@ class Conductor:
                 told = True
                 self._notice(f"finishing the checkpoint of step {steps[-1]} first")
             match self.coordinator.next(TICK_S):
-                case Said(member, Steps() | Saving() | Saved() as report):
+                case MemberMessage(member, StepsReport() | Saving() | Saved() as report):
                     with suppress(ProtocolError):  # it ends anyway
                         self._on_report(member, report)
                 case Exited(member, code):
@@ -623,7 +625,7 @@ class Conductor:
                     return  # somebody is in a hurry
             self._tick()
 
-    def _raise(self, failure: Failure) -> None:
+    def _raise(self, failure: MemberFailure) -> None:
         if failure.usage:
             self._finish_saving()
             raise UsageError(failure.reason)
@@ -648,7 +650,7 @@ class Conductor:
             )
         )
         self._finish_saving()
-        raise MemberFailed(words, exit_code=failure.exit_code)
+        raise MemberError(words, exit_code=failure.exit_code)
 
     def _late(self, limit_s: float, phase: str) -> str:
         """Who has been waited for, in what phase, for how long."""
@@ -668,7 +670,7 @@ class Conductor:
     # ------------------------------------------------------------------------------------------
 
     @property
-    def handout(self) -> Handout:
+    def handout(self) -> Dispatcher:
         assert self._handout is not None, "not before all are ready"
         return self._handout
 

@@ -18,7 +18,7 @@ class Grade(IntEnum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class MemberFailure:
     member: str
     reason: str
     traceback: str = ""
@@ -33,10 +33,10 @@ class Failure:
 class FirstFailure:
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s
-        self._failures: dict[str, Failure] = {}
+        self._failures: dict[str, MemberFailure] = {}
         self._newest = 0.0
 
-    def add(self, failure: Failure, now: float) -> None:
+    def add(self, failure: MemberFailure, now: float) -> None:
         known = self._failures.get(failure.member)
         if known is not None and known.grade is not Grade.SUSPICION:
             return  # what a member said first is why it ended
@@ -45,7 +45,7 @@ class FirstFailure:
         self._failures[failure.member] = failure
         self._newest = now
 
-    def verdict(self, now: float) -> Failure | None:
+    def verdict(self, now: float) -> MemberFailure | None:
         """The failure to name, once it is certain or nothing new has come for a while."""
         first = min(self._failures.values(), key=lambda failure: failure.grade, default=None)
         if first is None or first.grade is Grade.CAUSE or now - self._newest >= self._settle_s:

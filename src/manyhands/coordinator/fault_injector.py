@@ -19,9 +19,17 @@ from statistics import median
 from typing import Any
 
 from manyhands.coordinator.coordinator import Coordinator
-from manyhands.coordinator.fault_spec import CUT, KILL, PAUSE, Chaos, Clause, Timer, befallen
-from manyhands.coordinator.membership import Crew
-from manyhands.coordinator.plan import Course
+from manyhands.coordinator.fault_spec import (
+    CUT,
+    KILL,
+    PAUSE,
+    FaultClause,
+    FaultSpec,
+    FaultTimer,
+    befallen,
+)
+from manyhands.coordinator.membership import Membership
+from manyhands.coordinator.plan import TrainingPlan
 from manyhands.events import events
 from manyhands.events.sinks import Stream
 from manyhands.hosts.faults import cut_a_link
@@ -32,7 +40,7 @@ CUT_EVERY_S = 0.1
 
 
 @dataclass
-class Injury:
+class InjectedFault:
     """One fault, and what became of it."""
 
     fault: str
@@ -47,37 +55,37 @@ class Injury:
     recovered: bool = False
 
 
-class Drill:
+class ActiveClause:
     """A clause in a run."""
 
-    def __init__(self, clause: Clause, rng: random.Random) -> None:
+    def __init__(self, clause: FaultClause, rng: random.Random) -> None:
         self.clause = clause
         self.rng = rng
-        self.timer = Timer(clause.timing, rng)
+        self.timer = FaultTimer(clause.timing, rng)
         self.told = False
         """That it can't be done now."""
         self.over = False
 
 
-class Injector:
+class FaultInjector:
     def __init__(
         self,
-        chaos: Chaos,
+        chaos: FaultSpec,
         coordinator: Coordinator,
-        crew: Crew,
+        crew: Membership,
         stream: Stream,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         seed = random.randrange(100_000) if chaos.seed is None else chaos.seed
         self.chaos = replace(chaos, seed=seed)
-        self.injuries: list[Injury] = []
+        self.injuries: list[InjectedFault] = []
         self._coordinator = coordinator
         self._crew = crew
         self._stream = stream
         self._clock = clock
         self._drills = [
-            Drill(clause, random.Random(f"{seed} {number}"))
+            ActiveClause(clause, random.Random(f"{seed} {number}"))
             for number, clause in enumerate(chaos.clauses)
         ]
         self._rng = random.Random(seed)
@@ -86,13 +94,13 @@ class Injector:
         self._last_commit = 0.0
         self._last_cut = 0.0
 
-    def follow(self, crew: Crew) -> None:
+    def follow(self, crew: Membership) -> None:
         """All have begun again: it goes on with these."""
         self._crew, self._samples = crew, 0
         for injury in self.injuries:
             injury.lasts = False
 
-    def tick(self, course: Course, *, samples: int, ending: bool) -> None:
+    def tick(self, course: TrainingPlan, *, samples: int, ending: bool) -> None:
         """`samples`: committed in this start, to see that anything was."""
         now = self._clock()
         if self._began is None:
@@ -122,7 +130,7 @@ class Injector:
 
     # One fault --------------------------------------------------------------------------------
 
-    def _inject(self, drill: Drill) -> str | None:
+    def _inject(self, drill: ActiveClause) -> str | None:
         """Do it to somebody, if it can be done now; to whom."""
         clause = drill.clause
         if clause.fault != PAUSE and not self._calm:
@@ -137,7 +145,7 @@ class Injector:
         self._signal(member, signal.SIGKILL if clause.fault == KILL else signal.SIGSTOP)
         return member
 
-    def _cut_one_of(self, candidates: list[str], drill: Drill) -> str | None:
+    def _cut_one_of(self, candidates: list[str], drill: ActiveClause) -> str | None:
         drill.rng.shuffle(candidates)
         try:
             for member in candidates:
@@ -156,7 +164,7 @@ class Injector:
         grave = [injury for injury in self.injuries if injury.fault != PAUSE]
         return not self._crew.joining and all(injury.recovered for injury in grave)
 
-    def _candidates(self, clause: Clause) -> list[str]:
+    def _candidates(self, clause: FaultClause) -> list[str]:
         members, is_worker = self._coordinator.members, self._crew.is_worker
         alive = [name for name in self._crew.view.names if members[name].alive]
         workers = [name for name in alive if is_worker(name)]
@@ -169,7 +177,7 @@ class Injector:
         lasting = any(injury.member == name for injury in self.injuries if injury.lasts)
         return isinstance(member.handle, LocalHandle) and not lasting
 
-    def _explain(self, drill: Drill) -> None:
+    def _explain(self, drill: ActiveClause) -> None:
         """Once, and not while somebody is on the way who makes it possible again."""
         if not self._crew.expects_somebody:
             why = "a kill leaves two workers, and a server where there are any; see --max-restarts"
@@ -178,10 +186,10 @@ class Injector:
 
     # What becomes of it -----------------------------------------------------------------------
 
-    def _note(self, clause: Clause, member: str, now: float, given_step: int) -> None:
+    def _note(self, clause: FaultClause, member: str, now: float, given_step: int) -> None:
         until, lasts = now + clause.length_s, clause.length_s > 0
         self.injuries.append(
-            Injury(clause.fault, member, now, until, given_step=given_step, lasts=lasts)
+            InjectedFault(clause.fault, member, now, until, given_step=given_step, lasts=lasts)
         )
         self._stream.emit(
             events.Injected(fault=clause.fault, member=member, seconds=clause.length_s)
@@ -198,7 +206,7 @@ class Injector:
         for injury in hurt:
             injury.recovered = committed_step > injury.given_step and self._is_over(injury)
 
-    def _is_over(self, injury: Injury) -> bool:
+    def _is_over(self, injury: InjectedFault) -> bool:
         if injury.fault == KILL and injury.member in self._crew.view.names:
             return False  # its death is not even noticed
         return not injury.lasts and not self._crew.joining
@@ -226,7 +234,7 @@ class Injector:
         assert isinstance(handle, LocalHandle)
         handle.signal(number)
 
-    def _tell_once(self, drill: Drill, message: str) -> None:
+    def _tell_once(self, drill: ActiveClause, message: str) -> None:
         if not drill.told:
             drill.told = True
             self._notice(message)

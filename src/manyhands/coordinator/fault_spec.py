@@ -46,7 +46,7 @@ GRAMMAR = """\
 
 
 @dataclass(frozen=True)
-class Timing:
+class FaultTiming:
     kind: str = EVERY
     value: float = 10.0
     """Seconds, or a step; nothing for `once`."""
@@ -59,11 +59,11 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Clause:
+class FaultClause:
     fault: str
     target: str = MEMBER
     length_s: float = 0.0
-    timing: Timing = Timing()
+    timing: FaultTiming = FaultTiming()
 
     def __str__(self) -> str:
         words = [self.fault, f"of {self.target}" if self.fault == CUT else self.target]
@@ -73,8 +73,8 @@ class Clause:
 
 
 @dataclass(frozen=True)
-class Chaos:
-    clauses: tuple[Clause, ...]
+class FaultSpec:
+    clauses: tuple[FaultClause, ...]
     seed: int | None = None
 
     def __str__(self) -> str:
@@ -82,10 +82,10 @@ class Chaos:
         return "; ".join([*map(str, self.clauses), *seed])
 
 
-class Timer:
+class FaultTimer:
     """When the faults of one clause are due."""
 
-    def __init__(self, timing: Timing, rng: random.Random) -> None:
+    def __init__(self, timing: FaultTiming, rng: random.Random) -> None:
         self._timing = timing
         self._over = False
         self._due_s = rng.uniform(0.0, ONCE_WITHIN_S) if timing.kind == ONCE else timing.value
@@ -103,7 +103,7 @@ class Timer:
             self._over = True
 
 
-def befallen(clause: Clause, workers: Sequence[str], servers: Sequence[str]) -> list[str]:
+def befallen(clause: FaultClause, workers: Sequence[str], servers: Sequence[str]) -> list[str]:
     """Whom of these a clause may befall: a kill leaves enough of them to go on."""
     if clause.fault == KILL:
         can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
@@ -112,9 +112,9 @@ def befallen(clause: Clause, workers: Sequence[str], servers: Sequence[str]) -> 
     return [name for name in whom if clause.target in (*TARGETS, name)]
 
 
-def check(chaos: Chaos, *, strategy: str, goes_on: bool, workers: int, servers: int) -> None:
+def check(chaos: FaultSpec, *, strategy: str, elastic: bool, workers: int, servers: int) -> None:
     """Refuse what could never happen in such a run."""
-    if not goes_on:
+    if not elastic:
         raise UsageError(
             f'--chaos "{chaos}": {strategy} does not go on when a worker dies, but begins again from '
             "its last checkpoint. Choose a strategy that does, such as  --strategy allreduce --workers 3."
@@ -126,7 +126,7 @@ def check(chaos: Chaos, *, strategy: str, goes_on: bool, workers: int, servers: 
                 f'--chaos "{clause}": no member of this run only serves. Say worker or member; servers '
                 "with a process of their own come with  --strategy 'ps:sync(placement=dedicated)'."
             )
-        anybody = Clause(clause.fault, role)
+        anybody = FaultClause(clause.fault, role)
         if not befallen(anybody, ["worker"] * workers, ["server"] * servers):
             raise UsageError(
                 f'--chaos "{clause}": a kill leaves {WORKERS_LEFT} workers, and a server where there are '
@@ -142,8 +142,8 @@ def check(chaos: Chaos, *, strategy: str, goes_on: bool, workers: int, servers: 
 # The parser ---------------------------------------------------------------------------------------
 
 
-def parse_chaos(text: str) -> Chaos:
-    clauses: list[Clause] = []
+def parse_chaos(text: str) -> FaultSpec:
+    clauses: list[FaultClause] = []
     seed: int | None = None
     for part in filter(str.strip, text.split(";")):
         words = _Words(part)
@@ -156,7 +156,7 @@ def parse_chaos(text: str) -> Chaos:
         words.end("seed 7")
     if not clauses:
         raise UsageError(f'--chaos "{text}": it names no fault. Write  --chaos "{EXAMPLE}".')
-    return Chaos(tuple(clauses), seed)
+    return FaultSpec(tuple(clauses), seed)
 
 
 def show_duration(seconds: float) -> str:
@@ -222,7 +222,7 @@ class _Words:
             raise self.error(f"{' '.join(self._left)!r} is too much.", example)
 
 
-def _clause(words: _Words) -> Clause:
+def _clause(words: _Words) -> FaultClause:
     if words.accept("kill"):
         fault, target, length_s = KILL, words.target("kill worker"), 0.0
         example = "kill worker every 10s"
@@ -238,22 +238,22 @@ def _clause(words: _Words) -> Clause:
         length_s = words.duration(example) if words.next[:1].isdigit() else 0.0
     else:
         raise words.unknown("fault", (KILL, PAUSE, CUT, "seed"), EXAMPLE)
-    clause = Clause(fault, target, length_s, _timing(words, example))
+    clause = FaultClause(fault, target, length_s, _timing(words, example))
     words.end(example)
     return clause
 
 
-def _timing(words: _Words, example: str) -> Timing:
+def _timing(words: _Words, example: str) -> FaultTiming:
     if not words.next:
-        return Timing()
+        return FaultTiming()
     if words.accept("every"):
-        return Timing(EVERY, words.duration(example))
+        return FaultTiming(EVERY, words.duration(example))
     if words.accept("at"):
-        return Timing(AT, words.duration("at 30s"))
+        return FaultTiming(AT, words.duration("at 30s"))
     if words.accept("once"):
-        return Timing(ONCE, 0.0)
+        return FaultTiming(ONCE, 0.0)
     if words.accept("after"):
         if not words.accept("step"):
             raise words.error("after what?", "after step 100")
-        return Timing(AFTER_STEP, words.number("after step 100"))
+        return FaultTiming(AFTER_STEP, words.number("after step 100"))
     raise words.unknown("moment", (EVERY, AT, AFTER_STEP, ONCE), example)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.control.messages import Evaluated
+from manyhands.control.messages import EvaluationReport
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
-from manyhands.coordinator.learning_rate import Change
+from manyhands.coordinator.learning_rate import RateChange
 from manyhands.coordinator.monitor import (
     Monitor,
     lower_is_better,
@@ -16,8 +16,8 @@ from manyhands.coordinator.monitor import (
     read_monitor,
     saved_monitor,
 )
-from manyhands.coordinator.options import Options
-from manyhands.coordinator.plan import Course, Syllabus
+from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.plan import PlanConfig, TrainingPlan
 from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
 from manyhands.coordinator.progress import Committed, combine
 from manyhands.errors import JobError, UsageError
@@ -84,14 +84,14 @@ def check_same(first: Facts, other: Facts) -> None:
             )
 
 
-def why_not(workers: Any, present: int, options: Options, facts: Facts) -> str:
+def why_not(workers: Any, present: int, options: RunOptions, facts: Facts) -> str:
     """Why there can't be so many workers from now on, where so many are present; "" if there can."""
     manner, samples = options.manner, facts["train_samples"]
     if not isinstance(workers, int) or workers < 1:
         return "at least 1 is needed"
-    if not manner.goes_on:
+    if not manner.elastic:
         return f"{options.strategy} has as many workers as it began with"
-    if workers < present and not manner.may_shrink:
+    if workers < present and not manner.can_shrink:
         return f"with {options.strategy} each has something that no other has"
     batch = options.scaling.batch(facts["fields"]["batch_size"], workers)
     if workers > batch:
@@ -133,9 +133,9 @@ def plateau_of(facts: Facts, saved: Facts | None = None) -> Plateau | None:
     return resolve(rule, monitor=monitor, metrics=metrics, saved=saved_watch(saved))
 
 
-def syllabus_of(facts: Facts, options: Options, saved: Facts | None = None) -> Syllabus:
+def syllabus_of(facts: Facts, options: RunOptions, saved: Facts | None = None) -> PlanConfig:
     fields = facts["fields"]
-    return Syllabus(
+    return PlanConfig(
         num_samples=facts["train_samples"],
         batch_size=fields["batch_size"],
         epochs=fields["epochs"],
@@ -146,11 +146,11 @@ def syllabus_of(facts: Facts, options: Options, saved: Facts | None = None) -> S
         patience=fields["patience"],
         scaling=options.scaling,
         plateau=plateau_of(facts, saved),
-        leaves_out=options.manner.leaves_out,
+        drops_samples=options.manner.drops_samples,
     )
 
 
-def ready_event(member: str, facts: Facts, syllabus: Syllabus) -> events.MemberReady:
+def ready_event(member: str, facts: Facts, syllabus: PlanConfig) -> events.MemberReady:
     return events.MemberReady(
         member=member,
         device=facts["device"],
@@ -185,7 +185,7 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
     )
 
 
-def evaluated_event(parts: Sequence[Evaluated], course: Course) -> events.Evaluated:
+def evaluated_event(parts: Sequence[EvaluationReport], course: TrainingPlan) -> events.Evaluated:
     """All workers have evaluated their parts: the course hears of it, too."""
     samples, metrics = combine(parts)
     if (name := course.syllabus.monitor.name) not in metrics:
@@ -203,7 +203,7 @@ def evaluated_event(parts: Sequence[Evaluated], course: Course) -> events.Evalua
     )
 
 
-def rate_event(change: Change, course: Course) -> events.RateChanged:
+def rate_event(change: RateChange, course: TrainingPlan) -> events.RateChanged:
     return events.RateChanged(
         step=change.step,
         factor=change.factor,

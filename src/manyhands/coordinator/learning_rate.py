@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.coordinator.batch_scaling import Ramp, Scaling
-from manyhands.coordinator.plateau import Plateau, Watch
+from manyhands.coordinator.plateau import Plateau, PlateauWatch
 
 
 @dataclass(frozen=True)
-class Change:
+class RateChange:
     """From a step on the learning rate is multiplied by another factor."""
 
     step: int
@@ -29,7 +29,7 @@ class Change:
     reason: str
 
 
-class Rates:
+class LearningRate:
     def __init__(
         self,
         batch_size: int,
@@ -41,11 +41,11 @@ class Rates:
         self.scaling = scaling
         self.batch_size = scaling.batch(batch_size, scaling.reference)
         """Of the next step."""
-        self.watch = Watch(plateau, state.get("plateau"))
+        self.watch = PlateauWatch(plateau, state.get("plateau"))
         self._job_batch = batch_size
         self._ramp = Ramp(**state["ramp"]) if scaling.on and "ramp" in state else Ramp()
         self._seated = False
-        self._news: list[Change] = []
+        self._news: list[RateChange] = []
 
     @property
     def counts_losses(self) -> bool:
@@ -93,7 +93,7 @@ class Rates:
     def close_mean(self, *, step: int) -> None:
         self._lowered(self.watch.close(), step)
 
-    def take_news(self) -> list[Change]:
+    def take_news(self) -> list[RateChange]:
         """What has changed, each told once."""
         news, self._news = self._news, []
         return news
@@ -113,4 +113,4 @@ class Rates:
 
     def _tell(self, step: int, reason: str) -> None:
         factor, over = self._ramp.end * self.watch.factor, self._ramp.left(step)
-        self._news.append(Change(step + 1, factor, over, reason))
+        self._news.append(RateChange(step + 1, factor, over, reason))

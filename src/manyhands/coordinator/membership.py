@@ -24,7 +24,7 @@ from typing import Any
 from manyhands.control.messages import Joined
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.job_checks import Facts
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.progress import PartKey, Sums
 from manyhands.errors import ManyhandsError, ProtocolError
 from manyhands.events import events
@@ -35,16 +35,16 @@ APART_VIEWS = 2
 """In so many views in a row two did not find each other: they will not in the next."""
 
 
-class Crew:
+class Membership:
     def __init__(
         self,
         coordinator: Coordinator,
-        options: Options,
+        options: RunOptions,
         stream: Stream,
         *,
         entries: Mapping[str, str],
         assignment: Mapping[str, Any],
-        before: Crew | None = None,
+        before: Membership | None = None,
     ) -> None:
         """`before`: those of whom nobody was left that had the weights."""
         self.ready: dict[str, Facts] = {}
@@ -138,7 +138,7 @@ class Crew:
     def has_room(self) -> bool:
         """The hosts have free slots for as many as are needed to begin with."""
         options, servers = self._options, self._options.manner.servers
-        fewer = options.manner.goes_on and not servers
+        fewer = options.manner.elastic and not servers
         workers = options.min_workers if fewer else options.workers
         return self._coordinator.launcher.room(workers, servers)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
-from manyhands.coordinator.fault_spec import Chaos
+from manyhands.coordinator.fault_spec import FaultSpec
 from manyhands.coordinator.stuck import STUCK_AFTER_S
 
 
@@ -21,11 +21,11 @@ class Manner:
     """Every worker does every step. Otherwise a step is cut into parts for whoever is free."""
     parts: Callable[[int], int] = lambda workers: workers
     """How many parts a step is cut into among so many workers, without lockstep."""
-    goes_on: bool = False
+    elastic: bool = False
     """Training goes on in place when a member dies."""
-    may_shrink: bool = True
+    can_shrink: bool = True
     """A worker can be done without: nothing is at it alone."""
-    leaves_out: bool = False
+    drops_samples: bool = False
     """Samples of a step may be left out, and come back."""
     servers: int = 0
     """Members beside the workers that only serve."""
@@ -34,7 +34,7 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     job: str
     """path.py or path.py:Name"""
     strategy: str
@@ -68,7 +68,7 @@ class Options:
     """Authenticate, but don't encrypt bulk data."""
     manner: Manner = field(default_factory=Manner)
     """How the strategy wants to be driven."""
-    chaos: Chaos | None = None
+    chaos: FaultSpec | None = None
     """Faults to inject."""
     schedule: str = ""
     """How a resumed run goes on with the schedule of the learning rate: keep, stretch or restart."""
@@ -100,5 +100,5 @@ class Options:
     def may_do_without(self) -> bool:
         """Whether slow workers may be left out where that is faster: nothing but speed changes by it."""
         manner = self.manner
-        shrinks = manner.lockstep and manner.goes_on and manner.may_shrink
+        shrinks = manner.lockstep and manner.elastic and manner.can_shrink
         return shrinks and not self.equal_shares and not self.scaling.on

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
-from manyhands.coordinator.learning_rate import Change, Rates
+from manyhands.coordinator.learning_rate import LearningRate, RateChange
 from manyhands.coordinator.leases import Leases
 from manyhands.coordinator.monitor import LOSS, Monitor, saved_monitor
 from manyhands.coordinator.plateau import Plateau
@@ -32,7 +32,7 @@ from manyhands.ranges import Range, Ranges, shares, split
 
 
 @dataclass(frozen=True)
-class Syllabus:
+class PlanConfig:
     """What a course is made from."""
 
     num_samples: int
@@ -48,13 +48,13 @@ class Syllabus:
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
     plateau: Plateau | None = None
-    leaves_out: bool = False
+    drops_samples: bool = False
     """Samples of a step may be left out, and come back."""
 
     @property
     def by_samples(self) -> bool:
         """The job's schedule goes by samples, for steps are not all of its batch."""
-        return self.scaling.on or self.leaves_out
+        return self.scaling.on or self.drops_samples
 
     @property
     def steps_per_epoch(self) -> int:
@@ -100,7 +100,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class Steps:
+class TrainSteps:
     plans: tuple[StepPlan, ...]
 
 
@@ -129,7 +129,7 @@ class Stop:
     reason: str
 
 
-Order = Steps | Evaluate | Checkpoint | Wait | Stop
+Order = TrainSteps | Evaluate | Checkpoint | Wait | Stop
 
 
 @dataclass
@@ -142,8 +142,8 @@ class Best:
     """Evaluations since."""
 
 
-class Course:
-    def __init__(self, syllabus: Syllabus, state: Mapping[str, Any] | None = None) -> None:
+class TrainingPlan:
+    def __init__(self, syllabus: PlanConfig, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
         self.syllabus = syllabus
         self.epoch: int = state.get("epoch", 0)
@@ -162,7 +162,7 @@ class Course:
             syllabus.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
         )
         rates = state.get("rates", {})
-        self._rates = Rates(syllabus.batch_size, syllabus.scaling, syllabus.plateau, rates)
+        self._rates = LearningRate(syllabus.batch_size, syllabus.scaling, syllabus.plateau, rates)
         self._ticks = self._ticks_due + rates.get("ticks_ahead", 0)
         """Steps of the job's schedule that were given out, where it does not go by steps."""
         self._open: dict[int, StepPlan] = {}
@@ -306,7 +306,7 @@ class Course:
         left = math.ceil(len(self._leases.free) / batch)
         return self.step + left + (epochs - 1) * math.ceil(self.syllabus.num_samples / batch)
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[RateChange]:
         """Of the learning rate and the batch; each told once."""
         return self._rates.take_news()
 
@@ -363,7 +363,7 @@ class Course:
         over = self._leases.exhausted
         return self._rates.mean_due(num_open=len(self._open), epoch_over=over)
 
-    def _steps(self, max_steps: int) -> Steps:
+    def _steps(self, max_steps: int) -> TrainSteps:
         plans: list[StepPlan] = []
         room = self._rates.room(num_open=len(self._open))
         most = max_steps if room is None else min(max_steps, room)
@@ -373,7 +373,7 @@ class Course:
             factor = self._rates.factor(self.step)
             plans.append(StepPlan(self.step, self.epoch, ranges, factor, self._tick()))
         self._open.update((plan.step, plan) for plan in plans)
-        return Steps(tuple(plans))
+        return TrainSteps(tuple(plans))
 
     def _tick(self) -> int:
         """How often the schedule is stepped after the step that was just given out."""
@@ -428,7 +428,7 @@ def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
-def _check_samples(syllabus: Syllabus, state: Mapping[str, Any]) -> None:
+def _check_samples(syllabus: PlanConfig, state: Mapping[str, Any]) -> None:
     """In the middle of an epoch, positions only mean something in the data that they were cut from."""
     before = state.get("num_samples", syllabus.num_samples)
     if state.get("committed") and before != syllabus.num_samples:

@@ -151,7 +151,7 @@ def _wrong(option: str, complaint: str) -> JobError:
     )
 
 
-class Watch:
+class PlateauWatch:
     """What has been seen so far, by a rule."""
 
     def __init__(self, rule: Plateau | None, state: Mapping[str, Any] | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from manyhands.compute.measures import means
 from manyhands.contract import WHOLE
-from manyhands.control.messages import Row
+from manyhands.control.messages import StepRow
 from manyhands.coordinator.plan import StepPlan
 from manyhands.errors import ProtocolError
 from manyhands.ranges import Range, Ranges, split
@@ -33,12 +33,12 @@ class OpenPart:
     ranges: tuple[Range, ...]
     holder: str | None = None
     """Whose attempt at it counts."""
-    row: Row | None = None
+    row: StepRow | None = None
     settled: bool = False
     """In the weights, by what the members say of them; its row was lost."""
     sums: Sums | None = None
     """Then: what they know of it."""
-    wasted: list[Row] = field(default_factory=list)
+    wasted: list[StepRow] = field(default_factory=list)
     """Attempts that were left out: their time was spent, and their bytes sent."""
 
     @property
@@ -90,7 +90,7 @@ class Committed:
         return sum(self.staleness) / len(self.staleness) if self.staleness else None
 
 
-class Gathering:
+class StepProgress:
     """The steps that were given out, until all their parts are in the weights."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Gathering:
         assert not part.done, f"part {key} is given and in the weights already"
         part.holder = holder
 
-    def add(self, member: str, row: Row) -> bool:
+    def add(self, member: str, row: StepRow) -> bool:
         """A report; whether it put an open part into the weights. What is no longer open is ignored."""
         part = self._part((row.step, row.part))
         if part is None or part.done or part.holder != member:
@@ -143,7 +143,7 @@ class Gathering:
         self._count_down(row.step)
         return True
 
-    def check(self, row: Row) -> None:
+    def check(self, row: StepRow) -> None:
         """Refuse what can't be of an open step."""
         step = self._open.get(row.step)
         if step is None or not row.left_out:
@@ -244,7 +244,7 @@ class Gathering:
             measures=means([row.measures for row in rows]),
         )
 
-    def _seconds(self, rows: Sequence[Row]) -> float:
+    def _seconds(self, rows: Sequence[StepRow]) -> float:
         if self.width is None:
             return max(row.step_s for row in rows)
         return sum(row.step_s for row in rows) / self.width
@@ -255,7 +255,7 @@ class Gathering:
         return sum(known) / (self.width or len(known)) if known else None
 
 
-def _mean_lr(rows: Sequence[Row]) -> float:
+def _mean_lr(rows: Sequence[StepRow]) -> float:
     """What the parts moved the weights by, each as far as it counts."""
     first, whole = rows[0].lr, sum(row.weight for row in rows)
     if not whole or all(row.lr == first for row in rows):

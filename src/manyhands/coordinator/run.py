@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.coordinator.coordinator import Coordinator, on_signals
-from manyhands.coordinator.driver import Conductor
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.driver import Driver
+from manyhands.coordinator.options import RunOptions
 from manyhands.errors import (
     Diverged,
     Interrupted,
@@ -26,7 +26,7 @@ from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import SERVER, WORKER
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
-from manyhands.runs.folder import EVENTS, Run
+from manyhands.runs.folder import EVENTS, RunFolder
 from manyhands.threads import on_process_failure
 from manyhands.transport import Authority
 
@@ -36,8 +36,8 @@ EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted"
 
 
 def train(
-    options: Options,
-    run: Run,
+    options: RunOptions,
+    run: RunFolder,
     *,
     console: Console,
     checkpoint: Manifest | None = None,
@@ -82,10 +82,10 @@ def train(
 
                 first = checkpoint
 
-                def life(before: Conductor | None) -> Conductor:
+                def life(before: Driver | None) -> Driver:
                     # What was asked for is done by the time of a newer checkpoint.
                     anew = replace(options, schedule="")
-                    return Conductor(
+                    return Driver(
                         coordinator,
                         options if checkpoint == first else anew,
                         run,
@@ -99,7 +99,7 @@ def train(
                         versions=versions(),
                     )
 
-                def again(before: Conductor) -> Conductor:
+                def again(before: Driver) -> Driver:
                     nonlocal checkpoint
                     checkpoint = _begin_again(before)
                     return life(before)
@@ -111,7 +111,7 @@ def train(
         run.unlock()
 
 
-def _begin_again(conductor: Conductor) -> Manifest | None:
+def _begin_again(conductor: Driver) -> Manifest | None:
     """Nobody is left who has the weights: end the others, too. The checkpoint to begin again from."""
     run, crew, options = conductor.run, conductor.crew, conductor.options
     conductor.coordinator.end_members()
@@ -125,7 +125,7 @@ def _begin_again(conductor: Conductor) -> Manifest | None:
     return checkpoint
 
 
-def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> int:
+def _conduct(lives: list[Driver], again: Callable[[Driver], Driver]) -> int:
     """The training and its end: whatever happens, members are gone and the summary is written. Where the
     weights are lost, and all may begin again, another life is added."""
     error: ManyhandsError | None = None
@@ -173,7 +173,7 @@ def _conduct(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
     return code
 
 
-def _what_next(lives: Sequence[Conductor], outcome: str) -> tuple[str, str | None]:
+def _what_next(lives: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
     """What to do after a run that did not come to its end, and what to type to go on."""
     conductor = lives[-1]
     command = f"manyhands resume {shlex.quote(str(conductor.run.path))}"
@@ -200,7 +200,7 @@ def _what_next(lives: Sequence[Conductor], outcome: str) -> tuple[str, str | Non
     return "", command
 
 
-def _outlive(lives: list[Conductor], again: Callable[[Conductor], Conductor]) -> str:
+def _outlive(lives: list[Driver], again: Callable[[Driver], Driver]) -> str:
     while True:
         try:
             return lives[-1].conduct()
@@ -209,7 +209,7 @@ def _outlive(lives: list[Conductor], again: Callable[[Conductor], Conductor]) ->
 
 
 def rehearse(
-    options: Options,
+    options: RunOptions,
     folder: Path,
     *,
     control: str = "unix",
@@ -217,9 +217,9 @@ def rehearse(
     authority: Authority | None = None,
     timeouts: Timeouts | None = None,
     sinks: Sequence[Sink] = (),
-) -> Conductor:
+) -> Driver:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
-    run = Run.create("check", path=folder)
+    run = RunFolder.create("check", path=folder)
     keys = options.manner.needs_keys and not options.trust_network
     with Coordinator(
         launcher or LocalLauncher(),
@@ -231,7 +231,7 @@ def rehearse(
     ) as coordinator:
         on_signals(coordinator)
         on_process_failure(coordinator.broke)
-        conductor = Conductor(
+        conductor = Driver(
             coordinator, replace(options, rehearse=True), run, Stream(sinks), entries=PROGRAMS
         )
         conductor.conduct()

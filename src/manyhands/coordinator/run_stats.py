@@ -7,16 +7,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.coordinator.options import Options
-from manyhands.coordinator.plan import Course
+from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.plan import TrainingPlan
 from manyhands.coordinator.progress import Committed
-from manyhands.coordinator.staleness_stats import StalenessTally
+from manyhands.coordinator.staleness_stats import StalenessStats
 
 
-class Tally:
+class RunStats:
     """Counts from this start on: a resumed run counts anew, its course does not."""
 
-    def __init__(self, *, lockstep: bool = True, before: Tally | None = None) -> None:
+    def __init__(self, *, lockstep: bool = True, before: RunStats | None = None) -> None:
         """`before`: that of the same start, from before all began again."""
         self.samples = 0
         self.parts = 0
@@ -27,7 +27,7 @@ class Tally:
         self.unit: tuple[str, float] = ("samples", 1.0)
         """What speed is told in, and how many of them a sample has."""
         self.last_loss: float | None = None
-        self.staleness = None if lockstep else StalenessTally()
+        self.staleness = None if lockstep else StalenessStats()
         """Of every part that was reported; in lockstep there is none."""
         self._started: float = before._started if before else time.monotonic()
         self._training_since: float | None = None
@@ -58,8 +58,8 @@ class Tally:
 
     def summary(
         self,
-        options: Options,
-        course: Course | None,
+        options: RunOptions,
+        course: TrainingPlan | None,
         *,
         outcome: str,
         checkpoint: str | None,

@@ -3,7 +3,7 @@
 The staleness of a part is the number of updates applied between the weights that it was computed on
 and its own update: 0 where all wait for all, about the number of workers less one where nobody waits.
 
-`StalenessTally` counts in bins 0, 1, 2-3, 4-7, ... so that it stays a few numbers however long the
+`StalenessStats` counts in bins 0, 1, 2-3, 4-7, ... so that it stays a few numbers however long the
 run, travels in an event, and merges exactly. Its mean and maximum are exact, its p95 is the upper end
 of a bin: at most twice the true one.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class StalenessTally:
+class StalenessStats:
     """How stale the parts were, so far."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class StalenessTally:
         self._grow(staleness.bit_length() + 1)
         self._bins[staleness.bit_length()] += 1
 
-    def merge(self, other: StalenessTally) -> None:
+    def merge(self, other: StalenessStats) -> None:
         """Count all that the other has counted, too."""
         self.count += other.count
         self.total += other.total
@@ -71,7 +71,7 @@ class StalenessTally:
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> StalenessTally:
+    def from_dict(cls, told: Mapping[str, Any]) -> StalenessStats:
         tally = cls()
         tally.count, tally.total, tally.max = told["count"], told["total"], told["max"]
         tally._bins = [told["histogram"][_label(i)] for i in range(len(told["histogram"]))]

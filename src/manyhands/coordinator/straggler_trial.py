@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from manyhands.coordinator.throughput import Pace
+from manyhands.coordinator.throughput import Throughput
 
 WINDOW_S = 3.0
 """How long a measurement takes, of the time in which there was something to do."""
@@ -82,7 +82,7 @@ class Meter:
         return per_s
 
 
-class Phase(StrEnum):
+class TrialPhase(StrEnum):
     TOGETHER = "together"
     LEAVING = "leaving"
     WITHOUT = "without"
@@ -90,7 +90,7 @@ class Phase(StrEnum):
     SETTLED = "settled"
 
 
-class Crew(Protocol):
+class TrialMembers(Protocol):
     """Who takes part, as far as it matters here (see membership.py)."""
 
     @property
@@ -105,9 +105,9 @@ class Crew(Protocol):
     def recall(self) -> None: ...
 
 
-class Brakes:
-    def __init__(self, crew: Crew, meter: Meter, notice: Callable[[str], None]) -> None:
-        self.phase = Phase.TOGETHER
+class StragglerTrial:
+    def __init__(self, crew: TrialMembers, meter: Meter, notice: Callable[[str], None]) -> None:
+        self.phase = TrialPhase.TOGETHER
         self._crew = crew
         self._meter = meter
         self._notice = notice
@@ -122,22 +122,22 @@ class Brakes:
         self._trials = 0
         self._doubts = 0
 
-    def tick(self, pace: Pace) -> None:
+    def tick(self, pace: Throughput) -> None:
         """Whatever happened; but not while a view is being joined."""
         crew = self._crew
         if crew.occasion != self._occasion:
             self._occasion = crew.occasion
-            self._to(Phase.TOGETHER)
+            self._to(TrialPhase.TOGETHER)
             crew.recall()
         if (crew.seated, pace.parts) != (self._seated, self._parts):
             self._seated, self._parts = crew.seated, pace.parts
             self._begin()
-        if self.phase == Phase.LEAVING and not set(self._slow) & set(crew.seated):
-            self._to(Phase.WITHOUT)
-        watched = self.phase in (Phase.TOGETHER, Phase.WITHOUT, Phase.APART)
+        if self.phase == TrialPhase.LEAVING and not set(self._slow) & set(crew.seated):
+            self._to(TrialPhase.WITHOUT)
+        watched = self.phase in (TrialPhase.TOGETHER, TrialPhase.WITHOUT, TrialPhase.APART)
         if not watched or crew.changes_soon:
             return
-        if self.phase == Phase.WITHOUT and self._plainly_slower:
+        if self.phase == TrialPhase.WITHOUT and self._plainly_slower:
             self._judge(self._meter.take())
             return
         speeds = pace.speeds_of(crew.seated)
@@ -147,9 +147,9 @@ class Brakes:
                 self._meter.begin()
         elif not self._meter.full:
             return
-        elif self.phase == Phase.TOGETHER:
+        elif self.phase == TrialPhase.TOGETHER:
             self._try(speeds)
-        elif self.phase == Phase.WITHOUT:
+        elif self.phase == TrialPhase.WITHOUT:
             self._judge(self._meter.take())
         else:
             self._watch(self._meter.take())
@@ -159,13 +159,13 @@ class Brakes:
         self._slow = self._slow_ones(speeds)
         may_spare = self._crew.may_spare(len(self._slow)) and self._trials < MOST_TRIALS
         if not self._slow or not may_spare:
-            self._to(Phase.SETTLED)
+            self._to(TrialPhase.SETTLED)
             return
         self._trials += 1
         kinds = sorted({self._crew.device(name) for name in self._slow})
         self._names = f"{', '.join(self._slow)} ({', '.join(kinds)})"
         self._crew.spare(self._slow)
-        self._to(Phase.LEAVING)
+        self._to(TrialPhase.LEAVING)
 
     def _judge(self, without: float) -> None:
         told = f"{without:,.0f} samples/s without {self._names}, {self._together:,.0f} with"
@@ -173,11 +173,11 @@ class Brakes:
         all_of_them = left + len(self._slow)
         if without > WORTH * self._together:
             self._notice(f"{told}: left out (--workers {all_of_them}:{all_of_them} keeps all)")
-            self._to(Phase.APART)
+            self._to(TrialPhase.APART)
         else:
             self._notice(f"{told}: taken back")
             self._crew.recall()
-            self._to(Phase.SETTLED)
+            self._to(TrialPhase.SETTLED)
 
     @property
     def _plainly_slower(self) -> bool:
@@ -191,7 +191,7 @@ class Brakes:
         if self._doubts == 2:
             self._notice(f"{without:,.0f} samples/s without {self._names} by now: taken back")
             self._crew.recall()
-            self._to(Phase.SETTLED)
+            self._to(TrialPhase.SETTLED)
 
     def _slow_ones(self, speeds: Mapping[str, float]) -> list[str]:
         """Those that may be a brake, never all."""
@@ -204,7 +204,7 @@ class Brakes:
             if (mixed and kinds[name] == "cpu") or (not mixed and speed * MUCH < fastest)
         ]
 
-    def _to(self, phase: Phase) -> None:
+    def _to(self, phase: TrialPhase) -> None:
         self.phase = phase
         self._doubts = 0
         self._begin()

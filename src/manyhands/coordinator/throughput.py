@@ -53,7 +53,7 @@ class Speed:
 
 
 @dataclass
-class Pace:
+class Throughput:
     speeds: dict[str, Speed] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
     """Of a batch, as they are now, in proportion to each other; who is not in it has the mean."""

@@ -23,7 +23,7 @@ MAX_LEASE = 256
 
 
 @dataclass(frozen=True)
-class Part:
+class QueuedPart:
     plan: StepPlan
     number: int
     ranges: tuple[Range, ...]
@@ -33,19 +33,19 @@ class Part:
         return self.plan.step, self.number
 
 
-def cut(plan: StepPlan, number: int) -> list[Part]:
+def cut(plan: StepPlan, number: int) -> list[QueuedPart]:
     """A step in so many parts of equal size, without those that would be empty."""
     pieces = split(plan.ranges, shares(plan.samples, [1.0] * number))
-    return [Part(plan, n, tuple(ranges)) for n, ranges in enumerate(pieces) if ranges]
+    return [QueuedPart(plan, n, tuple(ranges)) for n, ranges in enumerate(pieces) if ranges]
 
 
-class PartQueue:
+class WorkQueue:
     """What waits to be given out, what each worker has in hand, and how fast each is."""
 
     def __init__(self) -> None:
         self.ahead_s = AHEAD_S
-        self._waiting: deque[Part] = deque()
-        self._hands: dict[str, dict[PartKey, Part]] = {}
+        self._waiting: deque[QueuedPart] = deque()
+        self._hands: dict[str, dict[PartKey, QueuedPart]] = {}
         self._part_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -62,14 +62,14 @@ class PartQueue:
         self._hands = {name: {} for name in workers}
         self._part_s = {name: s for name, s in self._part_s.items() if name in self._hands}
 
-    def extend(self, parts: Iterable[Part]) -> None:
+    def extend(self, parts: Iterable[QueuedPart]) -> None:
         self._waiting.extend(parts)
 
     def room(self) -> int:
         """How many more parts the workers should have."""
         return sum(max(0, self._target(name) - len(hand)) for name, hand in self._hands.items())
 
-    def deal(self) -> list[tuple[str, Part]]:
+    def deal(self) -> list[tuple[str, QueuedPart]]:
         """Give out what waits, each part to whoever will be free first, until nobody has room."""
         given = []
         while self._waiting:
@@ -96,7 +96,7 @@ class PartQueue:
             self._waiting.appendleft(part)
         return True
 
-    def take_back(self) -> list[Part]:
+    def take_back(self) -> list[QueuedPart]:
         """All that is in hand goes to the front again, in order; what it was."""
         parts = [part for hand in self._hands.values() for part in hand.values()]
         parts.sort(key=lambda part: part.key)
@@ -111,7 +111,7 @@ class PartQueue:
         self._waiting = deque(part for part in self._waiting if part.key not in void)
 
     @property
-    def waiting(self) -> Sequence[Part]:
+    def waiting(self) -> Sequence[QueuedPart]:
         return tuple(self._waiting)
 
     def _target(self, worker: str) -> int:

@@ -47,7 +47,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True)
-class Timeouts:
+class DownloadTimeouts:
     answer_s: float = 20.0
     """To connect, and between two pieces of an answer. (Looking up a name is the system's time.)"""
     file_s: float = 600.0
@@ -58,7 +58,7 @@ class Timeouts:
     """Between two looks at the lock."""
 
 
-DEFAULT_TIMEOUTS = Timeouts()
+DEFAULT_TIMEOUTS = DownloadTimeouts()
 
 
 class _MirrorFailed(Exception):
@@ -80,7 +80,7 @@ def fetch(
     mirrors: Sequence[str],
     title: str,
     remedy: str,
-    timeouts: Timeouts = DEFAULT_TIMEOUTS,
+    timeouts: DownloadTimeouts = DEFAULT_TIMEOUTS,
 ) -> None:
     """Have all of `files` in `folder`. Safe to call from many processes at once.
 
@@ -104,7 +104,7 @@ def fetch(
 
 
 @contextlib.contextmanager
-def _lock(folder: Path, title: str, timeouts: Timeouts) -> Iterator[tuple[IO[str], bool]]:
+def _lock(folder: Path, title: str, timeouts: DownloadTimeouts) -> Iterator[tuple[IO[str], bool]]:
     """The folder's lock file, locked and at its start; and whether another process had it."""
     path = folder / LOCK_NAME
     waited = False
@@ -140,7 +140,7 @@ def _fetch_missing(
     folder: Path,
     mirrors: Sequence[str],
     title: str,
-    timeouts: Timeouts,
+    timeouts: DownloadTimeouts,
 ) -> None:
     if not files:
         return
@@ -160,7 +160,7 @@ def _fetch_missing(
 
 
 def _fetch_one(
-    url: str, file: RemoteFile, folder: Path, progress: _Progress, timeouts: Timeouts
+    url: str, file: RemoteFile, folder: Path, progress: _Progress, timeouts: DownloadTimeouts
 ) -> None:
     # One fixed name: under the lock there is one writer, and what a killed one left is overwritten.
     part = folder / f"{file.name}.part"
@@ -184,7 +184,7 @@ def _fetch_one(
         raise
 
 
-def _read(url: str, file: RemoteFile, timeouts: Timeouts) -> Iterator[bytes]:
+def _read(url: str, file: RemoteFile, timeouts: DownloadTimeouts) -> Iterator[bytes]:
     """The pieces of an answer; whatever the network does wrong comes out as _MirrorFailed."""
     deadline = time.monotonic() + timeouts.file_s
     num_bytes = 0

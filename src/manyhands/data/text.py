@@ -43,7 +43,7 @@ def count_words(
     path: str | os.PathLike[str], start: int = 0, stop: int | None = None
 ) -> Counter[str]:
     """How often each word comes that begins in bytes [start, stop) of the file (None: to its end)."""
-    from manyhands.data.text_scan import Table
+    from manyhands.data.text_scan import WordTable
 
     path = Path(path)
     if (start, stop) != (0, None) and is_compressed(path):
@@ -51,7 +51,7 @@ def count_words(
             f"Bytes {start} to {stop} of {path}: a compressed file can't be entered in the middle. "
             f"Leave start and stop out, or unpack it first: {unpacking(path)}"
         )
-    table = Table()
+    table = WordTable()
     for text, at, limit, ended in pieces(path, start, stop):
         text.done = table.count(text.bytes, at, limit, ended=ended)
     total: Counter[str] = Counter()
@@ -157,9 +157,9 @@ def encode(
     path: str | os.PathLike[str], vocabulary: Vocabulary, target: str | os.PathLike[str]
 ) -> int:
     """Write the text as int32 ids, without unknown words, -1 between sentences; how many words."""
-    from manyhands.data.text_scan import Table, encode_block
+    from manyhands.data.text_scan import WordTable, encode_block
 
-    table = Table.of(vocabulary.words)
+    table = WordTable.of(vocabulary.words)
     line = np.zeros(2, dtype=np.int64)
     num_words = 0
     with written_beside(Path(target)) as file:

@@ -52,14 +52,14 @@ def check_readable(path: Path) -> None:
 
 
 @dataclass
-class Piece:
+class TextPiece:
     """A piece of the file; the reader goes on with what is behind `done`."""
 
     bytes: NDArray[np.uint8]
     done: int = 0
 
 
-def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[Piece, int, int, bool]]:
+def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[TextPiece, int, int, bool]]:
     """Pieces of the text: (piece, where to begin in it, where words may no longer begin, is it the end).
 
     What the taker leaves undone, a word without its end, comes again at the front of the next piece.
@@ -77,7 +77,7 @@ def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[Piece, in
             block = file.read(BLOCK_BYTES)
             _check_text(block, path, place)
             whole = left + block
-            text = Piece(np.frombuffer(whole, np.uint8))
+            text = TextPiece(np.frombuffer(whole, np.uint8))
             ended = not block
             if begin:
                 begin = between_words(text.bytes, begin)

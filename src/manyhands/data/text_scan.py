@@ -26,7 +26,7 @@ _inline = njit(cache=True, nogil=True, inline="always")
 
 
 @dataclass
-class Table:
+class WordTable:
     """Words and their counts, in the order in which they first came."""
 
     slots: NDArray[np.int32] = field(default_factory=lambda: np.full(1 << 12, -1, np.int32))
@@ -37,7 +37,7 @@ class Table:
     used: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @classmethod
-    def of(cls, words: Iterable[str]) -> Table:
+    def of(cls, words: Iterable[str]) -> WordTable:
         """A table in which word i is entry i."""
         table = cls()
         text = "\n".join(words).encode() + b"\n"

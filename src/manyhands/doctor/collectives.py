@@ -25,7 +25,7 @@ from pathlib import Path
 
 from manyhands.doctor.finding import Finding
 from manyhands.events.units import clean, plural
-from manyhands.hosts.launchers import Handle, LocalLauncher, Start
+from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
 from manyhands.threads import start_thread
 
 GROUP_S = 60.0
@@ -138,7 +138,7 @@ def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str
             }
             log = folder / f"rank-{rank}.log"
             with _uninterrupted():
-                handle = launcher.start(Start(f"rank {rank}", ADDER, task, log, threads=1))
+                handle = launcher.start(StartRequest(f"rank {rank}", ADDER, task, log, threads=1))
                 watchers.append(
                     start_thread(_watch, handle, ended, name=f"watch {rank}", on_error=ended.put)
                 )

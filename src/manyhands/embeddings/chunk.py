@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Weights:
+class RowWeights:
     """The rows of a table without its optimizer's numbers: what a state dict has of it."""
 
     ids: Ids
@@ -28,7 +28,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Some rows of a table with all that belongs to them, by ascending id: equal tables, equal chunks."""
 
     ids: Ids
@@ -53,12 +53,12 @@ class Chunk:
     def nbytes(self) -> int:
         return sum(getattr(self, one.name).nbytes for one in fields(self))
 
-    def without_optimizer(self, salt: int) -> Weights:
+    def without_optimizer(self, salt: int) -> RowWeights:
         dim = self.rows.shape[1]
-        return Weights(self.ids, self.rows, self.shared[:, :dim], salt)
+        return RowWeights(self.ids, self.rows, self.shared[:, :dim], salt)
 
 
-def fitted(chunk: Chunk, spec: Table) -> Chunk:
+def fitted(chunk: RowChunk, spec: Table) -> RowChunk:
     """The chunk for a table with another optimizer: what that remembers begins anew."""
     fresh = untrained(chunk.without_optimizer(0), spec, now=0)
     if fresh.state.shape == chunk.state.shape:
@@ -66,7 +66,7 @@ def fitted(chunk: Chunk, spec: Table) -> Chunk:
     return replace(chunk, state=fresh.state, shared=fresh.shared)
 
 
-def untrained(weights: Weights, spec: Table, *, now: int) -> Chunk:
+def untrained(weights: RowWeights, spec: Table, *, now: int) -> RowChunk:
     """Rows whose optimizer remembers nothing yet. They count as admitted, and as used now."""
     optimizer = spec.row_optimizer
     width = spec.dim * optimizer.slots + optimizer.scalar
@@ -76,7 +76,7 @@ def untrained(weights: Weights, spec: Table, *, now: int) -> Chunk:
     def state(num_rows: int) -> Floats:
         return np.full((num_rows, width), optimizer.first, np.float32)
 
-    return Chunk(
+    return RowChunk(
         ids=weights.ids,
         rows=weights.rows,
         state=state(count),

@@ -23,12 +23,12 @@ from manyhands.job import Job, job_of_run, load_job
 from manyhands.runs.checkpoints import choose
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.files import file_digest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 from manyhands.runs.saver import open_state, read_state
 from manyhands.runs.table_files import SavedTable
 
 if TYPE_CHECKING:
-    from manyhands.embeddings.local_tables import Tables
+    from manyhands.embeddings.local_tables import LocalTables
 
 
 def load(
@@ -43,7 +43,7 @@ def load(
     `step`: "best" by the job's monitor, "last", or a number. `job`: path.py:Name, or a Job, where the file
     named in the run's config.json is gone or not the one to use; a name gets the run's settings.
     """
-    folder = Run.open(Path(run))
+    folder = RunFolder.open(Path(run))
     checkpoint = choose(folder.path, step)
     made = job if isinstance(job, Job) else _load_job(folder, job)
     state = read_state(checkpoint.path)
@@ -65,7 +65,7 @@ def load(
     return model.to(device).eval()
 
 
-def _load_job(folder: Run, given: str | os.PathLike[str] | None) -> Job:
+def _load_job(folder: RunFolder, given: str | os.PathLike[str] | None) -> Job:
     config = folder.config
     if given is not None:
         return load_job(os.fspath(given), config["settings"])
@@ -87,7 +87,7 @@ def _load_job(folder: Run, given: str | os.PathLike[str] | None) -> Job:
     return load_job(found.anywhere, config["settings"])
 
 
-def begin_with(folder: str, model: nn.Module, tables: Tables | None, *, model_of: str) -> None:
+def begin_with(folder: str, model: nn.Module, tables: LocalTables | None, *, model_of: str) -> None:
     """Let a training begin with the weights of a checkpoint; all else of it does not count."""
     try:
         put_weights(
@@ -100,7 +100,7 @@ def begin_with(folder: str, model: nn.Module, tables: Tables | None, *, model_of
 def put_weights(
     state: Mapping[str, Any],
     model: nn.Module,
-    tables: Tables | None,
+    tables: LocalTables | None,
     *,
     source: str,
     model_of: str,

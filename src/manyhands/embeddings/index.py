@@ -48,7 +48,7 @@ _LOW32 = np.uint64(0xFFFF_FFFF)
 _SLOT = np.int64(0xFFFF_FFFF)
 
 
-class Arrays(NamedTuple):
+class IndexArrays(NamedTuple):
     """A table's memory, for kernels. All flat but the records."""
 
     head: Any

@@ -30,7 +30,7 @@ _30, _27, _31, _16, _32, _40, _48 = (np.uint64(n) for n in (30, 27, 31, 16, 32, 
 _LOW16 = np.uint64(0xFFFF)
 
 
-class Birth(NamedTuple):
+class RowInit(NamedTuple):
     """What a new row is made of."""
 
     dim: int
@@ -43,12 +43,12 @@ class Birth(NamedTuple):
     scalar: np.float32
 
 
-def birth_of(spec: Table, salt: np.uint64) -> Birth:
+def birth_of(spec: Table, salt: np.uint64) -> RowInit:
     kind, scale = spec.initial_scale()
     kinds = {"zeros": ZEROS, "uniform": UNIFORM, "normal": NORMAL}
     optimizer = spec.row_optimizer
     first = np.float32(optimizer.first)
-    return Birth(spec.dim, salt, kinds[kind], scale, state=first, scalar=first)
+    return RowInit(spec.dim, salt, kinds[kind], scale, state=first, scalar=first)
 
 
 @exact

@@ -73,7 +73,7 @@ def levels_for(rows: int, *, filled: float) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """All offsets are bytes and multiples of a page."""
 
     spec: Table
@@ -85,7 +85,7 @@ class Layout:
     """A part of a table of numbered rows: found by hash all the same."""
 
     @classmethod
-    def within(cls, spec: Table, limit: int, *, spread: bool = False) -> Layout:
+    def within(cls, spec: Table, limit: int, *, spread: bool = False) -> TableLayout:
         """The layout of most rows that fits into so many bytes."""
         if spec.rows is not None and not spread:
             return cls(spec, spec.rows, 0)

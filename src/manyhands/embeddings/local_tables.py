@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.embeddings.chunk import Chunk, Weights, fitted, untrained
+from manyhands.embeddings.chunk import RowChunk, RowWeights, fitted, untrained
 from manyhands.embeddings.modules import RowModel, TableHolder, bind, tables_of
 from manyhands.embeddings.shards import shard_of
-from manyhands.embeddings.sparse_grads import Basket, Sparse, together
+from manyhands.embeddings.sparse_grads import Basket, SparseGrads, together
 from manyhands.embeddings.spec import Table, salt_of
 from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from manyhands.embeddings.modules import Rows
-    from manyhands.embeddings.store import Store
+    from manyhands.embeddings.store import TableStore
 
 EVICT_EVERY = 100
 """Steps between two looks at which rows may go."""
@@ -48,17 +48,17 @@ class _Noted:
 class Pending:
     """Rows for a table that is not made yet: where it will be is not known, and others may make it."""
 
-    source: Chunk | SavedTable | Mapping[str, Tensor]
+    source: RowChunk | SavedTable | Mapping[str, Tensor]
     spec: Table | None = None
     """Given if the table's optimizer may be another than that of the source."""
     anew: bool = False
     """If true, a training begins with these rows, and only they count."""
 
-    def chunk(self) -> Chunk:
+    def chunk(self) -> RowChunk:
         chunk = self.source
-        if not isinstance(chunk, Chunk):
+        if not isinstance(chunk, RowChunk):
             tensors = chunk.read() if isinstance(chunk, SavedTable) else chunk
-            chunk = Chunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
+            chunk = RowChunk(**{key: tensor.numpy() for key, tensor in tensors.items()})
         if self.spec is None:
             return chunk
         if self.anew:
@@ -66,7 +66,7 @@ class Pending:
         return fitted(chunk, self.spec)
 
 
-class Tables:
+class LocalTables:
     def __init__(self, specs: Mapping[str, Table], *, seed: int) -> None:
         self.specs = dict(specs)
         self.now = 0
@@ -86,13 +86,13 @@ class Tables:
         """Rows were loaded or trained."""
         self._salts: dict[str, int] = {}
         """Of tables whose initial rows are not made from the seed and their name: loaded ones."""
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[str, TableStore] = {}
         self._saved: dict[str, Pending] = {}
         self._noted: list[_Noted] = []
         self._touched: dict[str, TouchedRows] = {}
 
     @classmethod
-    def of(cls, model: nn.Module, *, seed: int) -> Tables | None:
+    def of(cls, model: nn.Module, *, seed: int) -> LocalTables | None:
         """Those of a model, which gets its rows from here from now on. What it has loaded or trained
         before comes along. None if it has no table."""
         specs = tables_of(model)
@@ -111,7 +111,7 @@ class Tables:
                 continue
             for own, table in module.own_tables().items():
                 bound = module.bound(own)
-                if bound is None or not isinstance(bound.access, Tables):
+                if bound is None or not isinstance(bound.access, LocalTables):
                     continue
                 if bound.access.changed and names[id(table)] not in self._saved:
                     chunk, salt = bound.access.whole(bound.name)
@@ -119,7 +119,7 @@ class Tables:
 
     # Where the rows are -------------------------------------------------------------------------
 
-    def store(self, name: str) -> Store:
+    def store(self, name: str) -> TableStore:
         """Private memory, unless it was shared before its first use."""
         if name not in self._stores:
             self._make(name, shared=False)
@@ -133,10 +133,10 @@ class Tables:
 
     def attach(self, addresses: Mapping[str, str]) -> None:
         """Use the tables that another process of this host has shared."""
-        from manyhands.embeddings.store import Store
+        from manyhands.embeddings.store import TableStore
 
         # Whoever shares them may be gone: what is here is given up only when all of theirs are.
-        theirs = {n: Store.attach(n, table, addresses[n]) for n, table in self.specs.items()}
+        theirs = {n: TableStore.attach(n, table, addresses[n]) for n, table in self.specs.items()}
         self.close()
         self._saved.clear()
         self._stores.update(theirs)
@@ -146,9 +146,9 @@ class Tables:
         return {name: store.address for name, store in self._stores.items()}
 
     def _make(self, name: str, *, shared: bool) -> None:
-        from manyhands.embeddings.store import Store  # and numba: not where there is no table
+        from manyhands.embeddings.store import TableStore  # and numba: not where there is no table
 
-        store = Store.create(
+        store = TableStore.create(
             name,
             self.specs[name],
             seed=self.seed,
@@ -206,22 +206,22 @@ class Tables:
         """What was looked up so far was for nothing."""
         self._noted.clear()
 
-    def take(self) -> dict[str, Sparse]:
+    def take(self) -> dict[str, SparseGrads]:
         """The gradients of all that was looked up since the last time; each id once."""
         noted, self._noted = self._noted, []
-        found: dict[str, list[Sparse]] = {}
+        found: dict[str, list[SparseGrads]] = {}
         for each in noted:
             if each.rows.grad is not None:
                 grads = each.rows.grad.detach().to("cpu", torch.float32).contiguous().numpy()
-                found.setdefault(each.name, []).append(Sparse(each.ids.numpy(), grads))
+                found.setdefault(each.name, []).append(SparseGrads(each.ids.numpy(), grads))
         return {name: self._one(name, parts) for name, parts in found.items()}
 
-    def _one(self, name: str, parts: Sequence[Sparse]) -> Sparse:
+    def _one(self, name: str, parts: Sequence[SparseGrads]) -> SparseGrads:
         if len(parts) == 1:
             return parts[0]  # distinct already
         ids = np.concatenate([part.ids for part in parts])
         grads = np.concatenate([part.grads for part in parts])
-        return Sparse(*self.store(name).merge(ids, grads))
+        return SparseGrads(*self.store(name).merge(ids, grads))
 
     def step(self, lr: float, base_lr: float, now: int) -> None:
         """What was looked up is all there is: change its rows."""
@@ -325,21 +325,21 @@ class Tables:
 
     # As part of a model's state dict ------------------------------------------------------------
 
-    def weights(self, name: str) -> Weights:
+    def weights(self, name: str) -> RowWeights:
         """All rows of a table as they are now, without its optimizer's numbers."""
         if name in self._stores:
             return self._stores[name].weights()
         if name in self._saved:
             return self._read_saved(name).without_optimizer(self.salt(name))
         none = np.empty((0, self.specs[name].dim), np.float32)
-        return Weights(np.empty(0, np.int64), none, none, self.salt(name))
+        return RowWeights(np.empty(0, np.int64), none, none, self.salt(name))
 
-    def put_weights(self, name: str, weights: Weights) -> None:
+    def put_weights(self, name: str, weights: RowWeights) -> None:
         """Let these be all rows of a table. Its optimizer begins anew."""
         chunk = untrained(weights, self.specs[name], now=self.now)
         self._put(name, Pending(chunk), weights.salt)
 
-    def whole(self, name: str) -> tuple[Chunk, int]:
+    def whole(self, name: str) -> tuple[RowChunk, int]:
         """All rows of a table with all that belongs to them, and its salt."""
         if name in self._stores:
             chunk = self._stores[name].export()
@@ -349,7 +349,7 @@ class Tables:
             chunk = untrained(self.weights(name), self.specs[name], now=self.now)
         return chunk, self.salt(name)
 
-    def _read_saved(self, name: str) -> Chunk:
+    def _read_saved(self, name: str) -> RowChunk:
         chunk = self._saved[name].chunk()
         self._saved[name] = Pending(chunk)  # it will be wanted again
         return chunk
@@ -402,7 +402,7 @@ class Tables:
         }
 
 
-class OwnTables(Tables):
+class OwnTables(LocalTables):
     """The tables of a model in a loop of the user's own: nobody steps them, so rows learn in the backward."""
 
     def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
@@ -422,14 +422,14 @@ class OwnTables(Tables):
             )
             return
         self.now += 1
-        found = Sparse(ids.numpy(), grads.to("cpu", torch.float32).contiguous().numpy())
+        found = SparseGrads(ids.numpy(), grads.to("cpu", torch.float32).contiguous().numpy())
         self.apply([{name: found}], [1.0], lr=lr, base_lr=lr, now=self.now)
 
 
 class TouchedRows:
     """The rows of a table in place."""
 
-    def __init__(self, store: Store, tables: Tables) -> None:
+    def __init__(self, store: TableStore, tables: LocalTables) -> None:
         self.store = store
         self._tables = tables
 

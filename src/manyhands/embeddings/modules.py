@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.embeddings.chunk import Weights
+from manyhands.embeddings.chunk import RowWeights
 from manyhands.embeddings.spec import Table, salt_of
 from manyhands.errors import JobError, closest
 from manyhands.runs.dense import rows_wanted
@@ -57,10 +57,10 @@ class Access(Protocol):
     def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
         """These rows are part of a graph: their gradient is wanted."""
 
-    def weights(self, name: str) -> Weights:
+    def weights(self, name: str) -> RowWeights:
         """All rows, as they are now."""
 
-    def put_weights(self, name: str, weights: Weights) -> None:
+    def put_weights(self, name: str, weights: RowWeights) -> None:
         """Let these be all rows that there are."""
 
 
@@ -147,7 +147,7 @@ class TableHolder(nn.Module):
         if bound is None:
             none = np.empty((0, table.dim), np.float32)
             salt = salt_of(ALONE, torch.initial_seed())
-            return _to_tensors(Weights(np.empty(0, np.int64), none, none, salt))
+            return _to_tensors(RowWeights(np.empty(0, np.int64), none, none, salt))
         before = _Written.of(bound.access, destination).paths.setdefault(bound.name, at)
         if before + "ids" in destination:
             return {key: destination[before + key] for key in KEYS if before + key in destination}
@@ -231,7 +231,7 @@ def _below(prefix: str, own: str) -> str:
     return f"{prefix}{own}." if own else prefix
 
 
-def _to_tensors(weights: Weights) -> dict[str, Tensor]:
+def _to_tensors(weights: RowWeights) -> dict[str, Tensor]:
     tensors = {
         "ids": torch.from_numpy(weights.ids),
         "rows": torch.from_numpy(weights.rows),
@@ -261,14 +261,14 @@ def _problem(found: Mapping[str, Any], table: Table) -> str:
     return ""
 
 
-def _to_weights(found: Mapping[str, Tensor], table: Table) -> Weights:
+def _to_weights(found: Mapping[str, Tensor], table: Table) -> RowWeights:
     """Copies, as load_state_dict makes them."""
     order = torch.argsort(found["ids"].cpu())
     shared = found.get("shared", torch.empty(0, table.dim))
     salt = salt_of(ALONE, torch.initial_seed())
     if "salt" in found:
         salt = int(np.int64(found["salt"].item()).astype(np.uint64))
-    return Weights(
+    return RowWeights(
         ids=found["ids"].cpu().to(torch.int64)[order].numpy(),
         rows=found["rows"].detach().cpu().to(torch.float32)[order].numpy(),
         shared=shared.detach().to("cpu", torch.float32, copy=True).numpy(),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class SampleSlice:
     """Of a tensor whose first dimension is the samples."""
 
     tensor: int
@@ -40,15 +40,15 @@ class Piece:
         )
 
 
-class Foresight:
+class Prefetcher:
     def __init__(self) -> None:
-        self._pieces: dict[str, set[Piece]] = {}
+        self._pieces: dict[str, set[SampleSlice]] = {}
 
     def learn(self, name: str, ids: Tensor, batch: Any) -> None:
         """These ids were looked up in a table while this batch was trained on."""
         for number, tensor in enumerate(tensors_of(batch)):
             if _within(ids, tensor):
-                piece = Piece(
+                piece = SampleSlice(
                     number,
                     tuple(tensor.shape[1:]),
                     tensor.stride()[1:],

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.embeddings.chunk import Chunk, Weights
-from manyhands.embeddings.local_tables import Tables
-from manyhands.embeddings.prefetch import Foresight
-from manyhands.embeddings.row_placement import Homes
+from manyhands.embeddings.chunk import RowChunk, RowWeights
+from manyhands.embeddings.local_tables import LocalTables
+from manyhands.embeddings.prefetch import Prefetcher
+from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.embeddings.sparse_grads import (
     Basket,
-    Sparse,
+    SparseGrads,
     from_wire,
     num_bytes,
     pack_into,
@@ -45,7 +45,7 @@ ROLE = "rows "
 class Servers(Protocol):
     """A client, as far as rows go."""
 
-    homes: Homes | None
+    homes: RowPlacement | None
 
     def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None: ...
     def table_states(self, since: int | None = None) -> Arrived: ...
@@ -63,7 +63,7 @@ class Arrived(Protocol):
     def complete(self) -> Mapping[tuple[str, int], Carried]: ...
 
 
-class Near(Protocol):
+class LocalRows(Protocol):
     """A server in this very process: asked without a message."""
 
     name: str
@@ -73,7 +73,7 @@ class Near(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowRequest:
     """Rows that are on their way."""
 
     tag: int
@@ -85,11 +85,11 @@ class Asked:
     """Which of the ids are at the server that is near, and their rows."""
 
 
-class RemoteTables(Tables):
+class RemoteTables(LocalTables):
     """As Tables; `servers` is set anew for each view."""
 
     def __init__(
-        self, tables: Tables, *, adds: bool, bits: int = 32, age: int | None = None
+        self, tables: LocalTables, *, adds: bool, bits: int = 32, age: int | None = None
     ) -> None:
         """`adds`: for a RowModel, which pushes differences. `bits`: of a number on the wire. `age`: steps
         that a row may be used for before it is asked for again; None: it has to be of the last step."""
@@ -98,19 +98,19 @@ class RemoteTables(Tables):
         self.in_place = adds
         self._bits = bits
         self._wire = travelling(tables.specs, adds=adds)
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, RowCache] = {}
         if age is not None and not adds:
-            self._kept = {name: Kept(table.dim, age) for name, table in self._wire.items()}
-        self._foresight = Foresight()
+            self._kept = {name: RowCache(table.dim, age) for name, table in self._wire.items()}
+        self._foresight = Prefetcher()
         self.servers: Servers | None = None
-        self._near: Near | None = None
+        self._near: LocalRows | None = None
         self._tags = 0
-        self._ahead: dict[int, dict[str, Asked]] = {}
-        self._coming: list[tuple[str, int, Asked]] = []
+        self._ahead: dict[int, dict[str, RowRequest]] = {}
+        self._coming: list[tuple[str, int, RowRequest]] = []
         """Rows that will be looked up, with their table and the step."""
         self._changed: list[Basket] = []
 
-    def connect(self, servers: Servers, near: Near | None) -> None:
+    def connect(self, servers: Servers, near: LocalRows | None) -> None:
         self.servers, self._near = servers, near
         self._ahead.clear()
         self._coming.clear()
@@ -157,7 +157,7 @@ class RemoteTables(Tables):
             kept.put(ids[missing], rows[missing], self.now)
         return rows
 
-    def _ask(self, name: str, ids: NDArray[np.int64]) -> Asked:
+    def _ask(self, name: str, ids: NDArray[np.int64]) -> RowRequest:
         servers = self.servers
         assert servers is not None
         assert servers.homes is not None
@@ -178,9 +178,9 @@ class RemoteTables(Tables):
             payload = np.ascontiguousarray(ids[chosen]).view(np.uint8).data
             asked[server] = ({**head, "bytes": payload.nbytes}, payload)
         servers.rows(asked)
-        return Asked(self._tags, ids, places, here)
+        return RowRequest(self._tags, ids, places, here)
 
-    def _wait(self, name: str, asked: Asked) -> NDArray[np.float32]:
+    def _wait(self, name: str, asked: RowRequest) -> NDArray[np.float32]:
         assert self.servers is not None
         if asked.here is not None and not asked.places:
             return asked.here[1]
@@ -202,11 +202,11 @@ class RemoteTables(Tables):
             for name in self.specs
         }
 
-    def weights(self, name: str) -> Weights:
+    def weights(self, name: str) -> RowWeights:
         state = {key: tensor.numpy() for key, tensor in self.state_dict()[name].items()}
-        return Chunk(**state).without_optimizer(self.salt(name))
+        return RowChunk(**state).without_optimizer(self.salt(name))
 
-    def put_weights(self, name: str, weights: Weights) -> None:
+    def put_weights(self, name: str, weights: RowWeights) -> None:
         raise JobError(
             f"The rows of the table {name!r} are at the parameter servers by now. Load them in the job's "
             "model(), or start with  manyhands train JOB --init-from RUN."
@@ -218,7 +218,7 @@ class RemoteTables(Tables):
         """Ask for the rows of a batch that will be trained on soon."""
         self._ahead[seed] = self._ask_all(model, batch, seed)
 
-    def _ask_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, Asked]:
+    def _ask_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, RowRequest]:
         wanted = model.ids(batch, seed=seed)
         return {name: self._ask(name, _distinct(ids)) for name, ids in wanted.items()}
 
@@ -234,7 +234,7 @@ class RemoteTables(Tables):
         changed = {name: _changed(before[name], each) for name, each in rows.items()}
         self._changed.append(changed)
 
-    def take(self) -> dict[str, Sparse]:
+    def take(self) -> dict[str, SparseGrads]:
         changed, self._changed = self._changed, []
         found = super().take()
         for name in self.specs:
@@ -243,14 +243,14 @@ class RemoteTables(Tables):
                 found[name] = self._one(name, parts)
         return found
 
-    def _one(self, name: str, parts: Sequence[Sparse]) -> Sparse:
+    def _one(self, name: str, parts: Sequence[SparseGrads]) -> SparseGrads:
         if len(parts) == 1:
             return parts[0]
         ids = np.concatenate([part.ids for part in parts])
         grads = np.concatenate([part.grads for part in parts])
         order = np.argsort(ids, kind="stable")
         starts = np.flatnonzero(np.diff(ids[order], prepend=ids[order][:1] - 1))
-        return Sparse(ids[order][starts], np.add.reduceat(grads[order], starts, axis=0))
+        return SparseGrads(ids[order][starts], np.add.reduceat(grads[order], starts, axis=0))
 
     def give(self, worker: str, slot: int, basket: Basket) -> dict[str, memoryview]:
         """To each server what it holds of a basket: at once to the one that is near, to others as the
@@ -269,7 +269,7 @@ class RemoteTables(Tables):
         return told
 
 
-class Kept:
+class RowCache:
     """Rows that were fetched lately, by ascending id."""
 
     def __init__(self, dim: int, age: int) -> None:
@@ -328,7 +328,7 @@ def _distinct(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
 
 
-def _changed(before: NDArray[np.float32], rows: CopiedRows) -> Sparse:
+def _changed(before: NDArray[np.float32], rows: CopiedRows) -> SparseGrads:
     """What was made of rows, and what travels along with them."""
     from manyhands.embeddings.kernels import changes
 
@@ -337,7 +337,7 @@ def _changed(before: NDArray[np.float32], rows: CopiedRows) -> Sparse:
     )  # one more: written to before it is known to be for nothing
     given = np.empty((len(before) + 1, before.shape[1]), np.float32)
     count = changes(rows.ids, before, rows.matrix, ids, given)
-    return Sparse(ids[:count], given[:count])
+    return SparseGrads(ids[:count], given[:count])
 
 
 def _one_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

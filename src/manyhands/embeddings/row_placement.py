@@ -33,13 +33,13 @@ class RowMove:
 
 
 @dataclass(frozen=True)
-class Homes:
+class RowPlacement:
     servers: tuple[str, ...]
     holders: tuple[tuple[str, ...], ...]
     """Of each shard, the one that is asked first."""
 
     @classmethod
-    def fresh(cls, servers: Sequence[str], *, replicas: int) -> Homes:
+    def fresh(cls, servers: Sequence[str], *, replicas: int) -> RowPlacement:
         count = len(servers)
         copies = min(1 + replicas, count)
         holders = (
@@ -52,7 +52,7 @@ class Homes:
         )
         return cls(tuple(servers), tuple(holders))
 
-    def after(self, servers: Sequence[str], good: Sequence[str], *, replicas: int) -> Homes:
+    def after(self, servers: Sequence[str], good: Sequence[str], *, replicas: int) -> RowPlacement:
         """With other servers. `good`: those that still have what they held."""
         copies = min(1 + replicas, len(servers))
         kept = [
@@ -82,9 +82,9 @@ class Homes:
             for name in chosen[1:]:
                 seconds[name] += 1
             holders.append(tuple(chosen))
-        return Homes(tuple(servers), tuple(holders))
+        return RowPlacement(tuple(servers), tuple(holders))
 
-    def moves_from(self, before: Homes, good: Sequence[str]) -> Iterator[RowMove]:
+    def moves_from(self, before: RowPlacement, good: Sequence[str]) -> Iterator[RowMove]:
         """What has to travel: from the first who has it to each who should and has not."""
         for shard, (old, new) in enumerate(zip(before.holders, self.holders, strict=True)):
             having = [name for name in old if name in good]
@@ -111,7 +111,7 @@ class Homes:
         return {"servers": list(self.servers), "holders": [list(held) for held in self.holders]}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Homes:
+    def from_dict(cls, record: Mapping[str, Any]) -> RowPlacement:
         return cls(
             tuple(str(name) for name in record["servers"]),
             tuple(tuple(str(name) for name in held) for held in record["holders"]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manyhands.embeddings import index as finding
-from manyhands.embeddings.chunk import Chunk, Floats, Ids, Weights
+from manyhands.embeddings.chunk import Floats, Ids, RowChunk, RowWeights
 from manyhands.embeddings.layout import (
     FREE,
     FULL,
@@ -27,14 +27,14 @@ from manyhands.embeddings.shards import shard_of
 from manyhands.errors import JobError
 
 if TYPE_CHECKING:
-    from manyhands.embeddings.store import Store
+    from manyhands.embeddings.store import TableStore
 
 KEPT_WHEN_FULL = 7 / 8
 """Of all rows, by an evict of a table that was full."""
 _LOW = (1 << 32) - 1
 
 
-def live(store: Store) -> Ids:
+def live(store: TableStore) -> Ids:
     """The slots of all ids that have a row of their own.
 
     Other workers may make rows meanwhile. Those may be missing; rows that were there before are not.
@@ -54,12 +54,12 @@ def live(store: Store) -> Ids:
             return slots[:found]
 
 
-def ids_of(store: Store, slots: Ids, *, ascending: bool = False) -> Ids:
+def ids_of(store: TableStore, slots: Ids, *, ascending: bool = False) -> Ids:
     ids: Ids = store.arrays.metas[2 * slots] if store.layout.hashed else slots
     return np.sort(ids) if ascending else ids
 
 
-def export(store: Store, shards: Sequence[int] | None, of: int, since: int | None) -> Chunk:
+def export(store: TableStore, shards: Sequence[int] | None, of: int, since: int | None) -> RowChunk:
     t, dim = store.arrays, store.spec.dim
     wanted = None if shards is None else np.zeros(of, dtype=np.bool_)
     if wanted is not None:
@@ -77,7 +77,7 @@ def export(store: Store, shards: Sequence[int] | None, of: int, since: int | Non
         np.ones(waiting.size, dtype=np.bool_) if wanted is None else wanted[shard_of(waiting, of)]
     )
     shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
-    return Chunk(
+    return RowChunk(
         ids=ids,
         rows=t.records[slots, :dim],
         state=_state(store, slots),
@@ -89,13 +89,13 @@ def export(store: Store, shards: Sequence[int] | None, of: int, since: int | Non
     )
 
 
-def weights(store: Store) -> Weights:
+def weights(store: TableStore) -> RowWeights:
     t, dim = store.arrays, store.spec.dim
     slots = live(store)
     ids = ids_of(store, slots)
     order = np.argsort(ids)
     shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
-    return Weights(
+    return RowWeights(
         ids=ids[order],
         rows=t.records[slots[order], :dim],
         shared=t.records[shared, :dim],
@@ -103,7 +103,7 @@ def weights(store: Store) -> Weights:
     )
 
 
-def load(store: Store, chunk: Chunk) -> None:
+def load(store: TableStore, chunk: RowChunk) -> None:
     t, dim = store.arrays, store.spec.dim
     state = _state(store, np.empty(0, dtype=np.int64)).shape[1]
     if chunk.rows.shape[1:] != (dim,) or chunk.state.shape[1:] != (state,):
@@ -131,7 +131,7 @@ def load(store: Store, chunk: Chunk) -> None:
         t.head[FULL] = 1
 
 
-def drop(store: Store, ids: Ids) -> int:
+def drop(store: TableStore, ids: Ids) -> int:
     gone = store.look_up(np.unique(ids), finding.LOOK)
     gone = gone[gone > 0] if store.layout.hashed else gone[gone >= 0]
     all_live = live(store)
@@ -143,7 +143,7 @@ def drop(store: Store, ids: Ids) -> int:
     return len(gone)
 
 
-def evict(store: Store, now: int) -> int:
+def evict(store: TableStore, now: int) -> int:
     t, spec = store.arrays, store.spec
     slots = live(store)
     ids = ids_of(store, slots)
@@ -164,7 +164,7 @@ def evict(store: Store, now: int) -> int:
     return int(goes.sum())
 
 
-def _keep(store: Store, kept: Ids, gone: Ids) -> None:
+def _keep(store: TableStore, kept: Ids, gone: Ids) -> None:
     """Let these slots be all that is live."""
     t, head = store.arrays, store.arrays.head
     if not store.layout.hashed:
@@ -193,12 +193,12 @@ def _keep(store: Store, kept: Ids, gone: Ids) -> None:
         head[FULL] = 0
 
 
-def _has_room(store: Store) -> bool:
+def _has_room(store: TableStore) -> bool:
     head = store.arrays.head
     return bool(head[FREE] & _LOW or head[NEXT] < store.layout.capacity)
 
 
-def _waiting(store: Store) -> tuple[Ids, Ids]:
+def _waiting(store: TableStore) -> tuple[Ids, Ids]:
     """Ids that were seen and have no row, ascending, and how often they were."""
     t, layout = store.arrays, store.layout
     if not layout.hashed:
@@ -213,7 +213,7 @@ def _waiting(store: Store) -> tuple[Ids, Ids]:
     return ids[rowless], t.counts[places][rowless].astype(np.int64)
 
 
-def _put_waiting(store: Store, ids: Ids, sights: Ids) -> None:
+def _put_waiting(store: TableStore, ids: Ids, sights: Ids) -> None:
     t = store.arrays
     if not store.layout.hashed:
         rowless = t.metas[2 * ids] == 0
@@ -226,7 +226,7 @@ def _put_waiting(store: Store, ids: Ids, sights: Ids) -> None:
             store.grow_waiting()
 
 
-def _forget_waiting(store: Store) -> None:
+def _forget_waiting(store: TableStore) -> None:
     t, layout = store.arrays, store.layout
     if not layout.hashed:
         ids = np.flatnonzero(t.metas[::2] == 0)
@@ -236,7 +236,7 @@ def _forget_waiting(store: Store) -> None:
     store.memory.forget(layout.waiting_ids, layout.records - layout.waiting_ids)
 
 
-def _state(store: Store, slots: Ids) -> Floats:
+def _state(store: TableStore, slots: Ids) -> Floats:
     """What the optimizer remembers of some slots: its numbers, then its scalar."""
     t, dim, optimizer = store.arrays, store.spec.dim, store.spec.row_optimizer
     state: Floats = t.records[slots, dim : dim * (1 + optimizer.slots)]
@@ -245,7 +245,7 @@ def _state(store: Store, slots: Ids) -> Floats:
     return state
 
 
-def _put(store: Store, slots: Ids, rows: Floats, state: Floats) -> None:
+def _put(store: TableStore, slots: Ids, rows: Floats, state: Floats) -> None:
     t, dim, optimizer = store.arrays, store.spec.dim, store.spec.row_optimizer
     t.records[slots, :dim] = rows
     t.records[slots, dim : dim * (1 + optimizer.slots)] = state[:, : dim * optimizer.slots]

@@ -22,23 +22,23 @@ RESERVED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseGrads:
     """Gradients of some rows of a table; each id once."""
 
     ids: NDArray[np.int64]
     grads: NDArray[np.float32]
 
     @classmethod
-    def none(cls, dim: int) -> Sparse:
+    def none(cls, dim: int) -> SparseGrads:
         return cls(np.empty(0, np.int64), np.empty((0, dim), np.float32))
 
-    def part(self, chosen: NDArray[np.bool_]) -> Sparse:
+    def part(self, chosen: NDArray[np.bool_]) -> SparseGrads:
         if chosen.all():
             return self
-        return Sparse(self.ids[chosen], self.grads[chosen])
+        return SparseGrads(self.ids[chosen], self.grads[chosen])
 
 
-Basket = Mapping[str, Sparse]
+Basket = Mapping[str, SparseGrads]
 """By table; one that is not touched may be missing."""
 Merge = Callable[
     [NDArray[np.int64], NDArray[np.float32]], tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -90,7 +90,7 @@ def pack_into(
     raw = np.frombuffer(memory, np.uint8)
     at = 0
     for name, table in sorted(tables.items()):
-        sparse = basket.get(name) or Sparse.none(table.dim)
+        sparse = basket.get(name) or SparseGrads.none(table.dim)
         count = len(sparse.ids)
         raw[at : at + 8].view(np.int64)[0] = count
         at += 8
@@ -103,7 +103,7 @@ def pack_into(
 
 def unpack(
     memory: memoryview | bytes, tables: Mapping[str, Table], *, bits: int = 32
-) -> dict[str, Sparse]:
+) -> dict[str, SparseGrads]:
     """The basket that lies there; its arrays are views. ValueError if none does."""
     raw = np.frombuffer(memory, np.uint8)
     basket, at = {}, 0
@@ -116,7 +116,7 @@ def unpack(
             raise ValueError(f"{count} rows of {name} do not fit into {len(raw) - at} bytes")
         ids = raw[at : at + 8 * count].view(np.int64)
         grads = raw[at + 8 * count : at + 8 * count + bits // 8 * count * table.dim]
-        basket[name] = Sparse(ids, from_wire(grads, table.dim, bits))
+        basket[name] = SparseGrads(ids, from_wire(grads, table.dim, bits))
         at += _padded(count, table.dim, bits)
     return basket
 
@@ -126,7 +126,7 @@ def _padded(count: int, dim: int, bits: int) -> int:
     return -(-count * (8 + bits // 8 * dim) // 8) * 8
 
 
-class SharedBasket:
+class SharedGrads:
     """A place for one basket in shared memory."""
 
     def __init__(self, segment: Segment, tables: Mapping[str, Table]) -> None:
@@ -134,11 +134,11 @@ class SharedBasket:
         self._tables = tables
 
     @classmethod
-    def create(cls, tables: Mapping[str, Table]) -> SharedBasket:
+    def create(cls, tables: Mapping[str, Table]) -> SharedGrads:
         return cls(Segment.create(RESERVED_BYTES, label="manyhands-sparse"), tables)
 
     @classmethod
-    def attach(cls, address: str, tables: Mapping[str, Table]) -> SharedBasket:
+    def attach(cls, address: str, tables: Mapping[str, Table]) -> SharedGrads:
         return cls(Segment.attach(address), tables)
 
     @property
@@ -160,7 +160,7 @@ class SharedBasket:
 
 def together(
     baskets: Sequence[Basket], coefficients: Sequence[float], merges: Mapping[str, Merge]
-) -> dict[str, Sparse]:
+) -> dict[str, SparseGrads]:
     """Baskets added up, each times its coefficient, in their order: the same bits, whoever adds."""
     summed = {}
     for name, merge in merges.items():
@@ -174,9 +174,9 @@ def together(
         if len(parts) == 1:
             (only, coefficient) = parts[0]
             grads = only.grads if coefficient == 1.0 else only.grads * coefficient
-            summed[name] = Sparse(only.ids, grads)
+            summed[name] = SparseGrads(only.ids, grads)
             continue
         ids = np.concatenate([sparse.ids for sparse, _ in parts])
         grads = np.concatenate([sparse.grads * factor for sparse, factor in parts])
-        summed[name] = Sparse(*merge(ids, grads))
+        summed[name] = SparseGrads(*merge(ids, grads))
     return summed

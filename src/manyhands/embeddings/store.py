@@ -25,9 +25,9 @@ from numpy.typing import ArrayLike
 
 from manyhands.embeddings import index as finding
 from manyhands.embeddings import kernels, row_transfer
-from manyhands.embeddings.chunk import Chunk, Floats, Ids, Weights
-from manyhands.embeddings.index import Arrays
-from manyhands.embeddings.kernels import Birth
+from manyhands.embeddings.chunk import Floats, Ids, RowChunk, RowWeights
+from manyhands.embeddings.index import IndexArrays
+from manyhands.embeddings.kernels import RowInit
 from manyhands.embeddings.layout import (
     CAPACITY,
     DIGEST,
@@ -43,7 +43,7 @@ from manyhands.embeddings.layout import (
     SALT,
     WAITING_LEVELS,
     WAITING_MOST,
-    Layout,
+    TableLayout,
     entries_in,
     levels_for,
 )
@@ -61,10 +61,10 @@ _SHARED_ID = -(1 << 63)
 """Whose initial row it begins with."""
 
 
-class Store:
+class TableStore:
     """One table. All calls but `evict` and `drop` may be made by any number of processes at once."""
 
-    def __init__(self, name: str, spec: Table, layout: Layout, memory: Memory) -> None:
+    def __init__(self, name: str, spec: Table, layout: TableLayout, memory: Memory) -> None:
         """Made by `create` and `attach`."""
         self.name = name
         self.spec = spec
@@ -77,7 +77,7 @@ class Store:
         scalars = slots if spec.row_optimizer.scalar else 0
         entries, waiting = entries_in(layout.levels), entries_in(layout.waiting_levels)
         self._generations = tuple(
-            Arrays(
+            IndexArrays(
                 head=self._head,
                 index=memory.array(np.uint64, layout.index(generation), entries),
                 levels=layout.levels,
@@ -101,14 +101,14 @@ class Store:
         salt: int | None = None,
         shared: bool = True,
         spread: bool = False,
-    ) -> Store:
+    ) -> TableStore:
         """A new table without rows. Refused with the numbers if the host has no memory for it. `salt`: what
         initial rows are made from, where it is not the seed and the name. `spread`: other hosts have other
         rows, so a large table takes memory only for those that come here."""
         check_name(name)
         spread = spread and spec.rows is not None and spec.rows * spec.bytes_per_row() > SPREAD_FROM
         limit = total_bytes() if spec.limit is None else spec.limit
-        layout = Layout.within(spec, limit, spread=spread)
+        layout = TableLayout.within(spec, limit, spread=spread)
         least = 2 if layout.hashed else 1
         if layout.capacity < least:
             raise JobError(
@@ -133,7 +133,7 @@ class Store:
         return store
 
     @classmethod
-    def attach(cls, name: str, spec: Table, address: str) -> Store:
+    def attach(cls, name: str, spec: Table, address: str) -> TableStore:
         """The table of another process of this host, by its address. The spec must be the same."""
         memory = Memory(Segment.attach(address))
         head = memory.array(np.int64, 0, HEADER_BYTES // 8)
@@ -146,7 +146,7 @@ class Store:
                 f"The table at {address} is not {name!r} as this process knows it "
                 f"({spec.describe()}): all processes of a run must be given the same job."
             )
-        layout = Layout(spec, int(head[CAPACITY]), int(head[WAITING_MOST]))
+        layout = TableLayout(spec, int(head[CAPACITY]), int(head[WAITING_MOST]))
         return cls(name, spec, layout, memory)
 
     @property
@@ -303,15 +303,15 @@ class Store:
 
     def export(
         self, *, shards: Sequence[int] | None = None, of: int = 1, since: int | None = None
-    ) -> Chunk:
+    ) -> RowChunk:
         """A copy of rows: of some shards (see `shard_of`), or only those touched after step `since`."""
         return row_transfer.export(self, shards, of, since)
 
-    def weights(self) -> Weights:
+    def weights(self) -> RowWeights:
         """A copy of all rows, without what the optimizer remembers."""
         return row_transfer.weights(self)
 
-    def load(self, chunk: Chunk) -> None:
+    def load(self, chunk: RowChunk) -> None:
         """Put the chunk's rows in, over rows of the same ids."""
         row_transfer.load(self, chunk)
 
@@ -331,11 +331,11 @@ class Store:
     # What the other modules of this package use.
 
     @property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> IndexArrays:
         return self._generations[int(self._head[GENERATION])]
 
     @cached_property
-    def birth(self) -> Birth:
+    def birth(self) -> RowInit:
         return kernels.birth_of(self.spec, self._head[SALT : SALT + 1].view(np.uint64)[0])
 
     def grow_waiting(self) -> None:

@@ -22,7 +22,7 @@ from manyhands.errors import JobError
 from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
-    from manyhands.embeddings.store import Store
+    from manyhands.embeddings.store import TableStore
 
 RESERVED_BYTES = 4 << 30
 """Of address space; memory is taken where it is written."""
@@ -60,7 +60,7 @@ class UndoLog:
         self._numbers[:3] = version, version, 0
 
     def begin(
-        self, version: int, rows: Mapping[str, NDArray[np.int64]], stores: Mapping[str, Store]
+        self, version: int, rows: Mapping[str, NDArray[np.int64]], stores: Mapping[str, TableStore]
     ) -> None:
         """Before these rows (table to slots) are changed."""
         at = _HEADER
@@ -86,7 +86,7 @@ class UndoLog:
     def end(self) -> None:
         self._numbers[1] = self._numbers[0]
 
-    def restore(self, stores: Mapping[str, Store]) -> None:
+    def restore(self, stores: Mapping[str, TableStore]) -> None:
         """Put the rows of the last update back."""
         at, stop = _HEADER, int(self._numbers[2])
         for name in sorted(stores):

@@ -119,7 +119,7 @@ class Console(Sink):
     def _finish(self, event: RunFinished) -> None:
         error = event.summary.get("error")
         if event.outcome in ("failed", "diverged") and self.picture.failure is None and error:
-            self.failure(text.Failure(text.clean(str(error)), (), ""))
+            self.failure(text.FailureLine(text.clean(str(error)), (), ""))
         run = self.picture.started.run if self.picture.started else None
         style = OUTCOME_STYLES.get(event.outcome, "bold yellow")
         if self.quiet:
@@ -156,7 +156,7 @@ class Console(Sink):
         """How far the run is; called often, shown when it is time."""
 
     @abstractmethod
-    def failure(self, failure: text.Failure) -> None:
+    def failure(self, failure: text.FailureLine) -> None:
         """What went wrong, on stderr."""
 
 
@@ -201,7 +201,7 @@ class PlainConsole(Console):
         ):
             self._say(text.progress_line(self.picture))
 
-    def failure(self, failure: text.Failure) -> None:
+    def failure(self, failure: text.FailureLine) -> None:
         print(f"error: {failure.head}", file=self.err)
         for line in failure.traceback:
             print(f"    {line}", file=self.err)

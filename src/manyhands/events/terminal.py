@@ -62,7 +62,7 @@ class RichConsole(Console):
                 self._erase()
                 self._draw()
 
-    def failure(self, failure: text.Failure) -> None:
+    def failure(self, failure: text.FailureLine) -> None:
         self._erase()
         self.err.print(Text.assemble(("error", BAD), f": {failure.head}"), soft_wrap=True)
         for line in failure.traceback:

@@ -291,13 +291,13 @@ def stopping(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureLine:
     head: str
     traceback: tuple[str, ...]
     log: str
 
 
-def failure(event: MemberFailed) -> Failure:
+def failure(event: MemberFailed) -> FailureLine:
     lines = clean(event.traceback).rstrip().splitlines()
     if len(lines) > sum(TRACEBACK_LINES):
         # It begins at the user's own line and ends with what is wrong: the middle is in the log.
@@ -306,7 +306,7 @@ def failure(event: MemberFailed) -> Failure:
         lines = [*lines[:first], left_out, *lines[-last:]]
     head = f"{event.member} failed: {event.reason}"
     log = f"{event.log} (with the whole traceback)" if lines and event.log else event.log
-    return Failure(clean(head), tuple(lines), clean(log))
+    return FailureLine(clean(head), tuple(lines), clean(log))
 
 
 _OUTCOMES = {

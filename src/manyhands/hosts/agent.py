@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
-from manyhands.hosts.connect import Dialler
+from manyhands.hosts.connect import Connector
 from manyhands.hosts.interfaces import reach
-from manyhands.hosts.launchers.base import AGENT, Start
+from manyhands.hosts.launchers.base import AGENT, StartRequest
 from manyhands.hosts.launchers.local import LocalHandle, LocalLauncher
 from manyhands.hosts.log_stream import LogStream
 from manyhands.hosts.machine import Machine
@@ -58,13 +58,13 @@ class Agent:
         host, credentials = self.machine.host, None
         if authority is not None:
             credentials = authority.issue(f"{AGENT}{host}"[:64])
-        self._dialler = Dialler(spec, address, host=host, credentials=credentials)
+        self._dialler = Connector(spec, address, host=host, credentials=credentials)
         self._say = self._dialler.say
         self._process = secrets.token_hex(8)
         self._engaged = False
         self._coordinator = ""
         self._signals: list[str] = []
-        self._engagement: Engagement | None = None
+        self._engagement: AgentSession | None = None
 
     def run(self) -> int:
         """Serve until the coordinator ends; its exit code."""
@@ -106,7 +106,7 @@ class Agent:
             self._say(f"{engagement.trouble}; its members are ended, and it dials again")
         return code
 
-    def _engage(self, link: Link, address: str) -> Engagement | None:
+    def _engage(self, link: Link, address: str) -> AgentSession | None:
         link.send(
             {
                 "kind": "agent",
@@ -119,7 +119,7 @@ class Agent:
         match answer:
             case {"kind": "engaged"}:
                 terms = {**answer, "identity": self.machine.identity}
-                engagement = Engagement(link, address, terms, self._signals)
+                engagement = AgentSession(link, address, terms, self._signals)
                 if not self._engaged:
                     slots = self.entry.slots
                     self._say(
@@ -152,7 +152,7 @@ class Agent:
         return code
 
 
-class Engagement:
+class AgentSession:
     """From being let in by the coordinator to its end, or to the loss of the link."""
 
     def __init__(
@@ -224,7 +224,7 @@ class Engagement:
         }
         try:
             handle = self._launcher.start(
-                Start(name, head["entry"], invitation, None, head["threads"])
+                StartRequest(name, head["entry"], invitation, None, head["threads"])
             )
         except OSError as error:
             self._tell("unstarted", name=name, reason=str(error))

@@ -25,7 +25,7 @@ GONE_S = 4.0
 """Whose port is closed for so long, and was open before, has ended."""
 
 
-class Dialler:
+class Connector:
     def __init__(
         self, spec: ClusterSpec, address: str | None, *, host: str, credentials: Credentials | None
     ) -> None:
@@ -108,7 +108,7 @@ def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> No
     if spec.store is not None or own_address(spec.host) is not None:
         return
     address = dialled_address(spec, None, keyed=True)
-    dialler = Dialler(spec, address, host=host, credentials=authority.issue("coordinator"))
+    dialler = Connector(spec, address, host=host, credentials=authority.issue("coordinator"))
     try:
         _, link = dialler.dial(RIVAL_S)
     except UsageError:

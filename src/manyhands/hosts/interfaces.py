@@ -21,7 +21,7 @@ NOWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True)
-class Reach:
+class Endpoint:
     """Where others find this host."""
 
     interface: str
@@ -52,7 +52,7 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def reach(address: str) -> Reach:
+def reach(address: str) -> Endpoint:
     """Where others find this host: at `address`, which somebody reaches; or where gloo is told to be."""
     known = addresses()
     if wish := os.environ.get(GLOO, "").partition(",")[0].strip():
@@ -62,8 +62,8 @@ def reach(address: str) -> Reach:
                 f"{GLOO} is {wish}, and this host ({socket.gethostname()}) has no address on such an "
                 f"interface. It has {', '.join(sorted(set(known.values())))}."
             )
-        return Reach(wish, address if address in own else own[0])
-    return Reach(known.get(address, "lo"), address)
+        return Endpoint(wish, address if address in own else own[0])
+    return Endpoint(known.get(address, "lo"), address)
 
 
 def way_out() -> str:

@@ -49,7 +49,7 @@ def _short(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Post:
+class BoardPost:
     """A small fact for the board."""
 
     key: Annotated[str, _short]
@@ -76,7 +76,7 @@ class Failed:
 OF_MEMBERS: Mapping[str, type[Any]] = {
     "hello": Hello,
     "beat": Beat,
-    "post": Post,
+    "post": BoardPost,
     "bye": Bye,
     "failed": Failed,
 }
@@ -98,7 +98,7 @@ class AgentHello:
 
 
 @dataclass(frozen=True)
-class Settled:
+class RunFolderSeen:
     sees_run: bool
 
 
@@ -109,7 +109,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Unstarted:
+class StartFailed:
     name: str
     reason: str
 
@@ -121,13 +121,13 @@ def _exit_code(value: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ended:
+class MemberEnded:
     name: str
     code: Annotated[int, _exit_code]
 
 
 @dataclass(frozen=True)
-class Printed:
+class MemberOutput:
     """Its payload is what a member has printed."""
 
     name: str
@@ -144,11 +144,11 @@ class AgentBeat:
 
 
 OF_AGENTS: Mapping[str, type[Any]] = {
-    "settled": Settled,
+    "settled": RunFolderSeen,
     "started": Started,
-    "unstarted": Unstarted,
-    "exited": Ended,
-    "log": Printed,
+    "unstarted": StartFailed,
+    "exited": MemberEnded,
+    "log": MemberOutput,
     "leaving": Leaving,
     "beat": AgentBeat,
 }

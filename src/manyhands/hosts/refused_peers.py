@@ -17,7 +17,7 @@ FIRST_COUNT = 100
 """When so many connections were refused, their number is told."""
 
 
-class Strangers:
+class RefusedPeers:
     """For a Listener's `on_refused`."""
 
     def __init__(

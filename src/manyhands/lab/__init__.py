@@ -13,7 +13,7 @@ their bytes are counted. It needs root.
     everywhere.py  one command on every host, as torchrun would start it
 """
 
-from manyhands.lab.lab import Host, Lab
+from manyhands.lab.lab import Lab, LabHost
 from manyhands.lab.network import Traffic
 
-__all__ = ["Host", "Lab", "Traffic"]
+__all__ = ["Lab", "LabHost", "Traffic"]

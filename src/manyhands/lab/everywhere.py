@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from manyhands.events.units import clean
-from manyhands.lab.lab import Host, Lab
+from manyhands.lab.lab import Lab, LabHost
 from manyhands.lab.layout import INTERFACE
 
 MASTER_PORT = 29500
@@ -25,7 +25,7 @@ GRACE_S = 5.0
 READ_BYTES = 65_536
 
 
-def variables(lab: Lab, host: Host) -> dict[str, str]:
+def variables(lab: Lab, host: LabHost) -> dict[str, str]:
     """What torchrun would set for the only process of a host, and which interface to use."""
     rank, world = str(host.index), str(len(lab.hosts))
     return {
@@ -88,7 +88,7 @@ class _Run:
 
     def __init__(
         self,
-        host: Host,
+        host: LabHost,
         command: Sequence[str],
         env: Mapping[str, str],
         say: Callable[[str, str], None],

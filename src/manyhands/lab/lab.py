@@ -38,7 +38,7 @@ class Lab:
         self._num_hosts = check_hosts(hosts)
         self._bits = parse_bandwidth(bandwidth) if bandwidth is not None else None
         self._record: Record | None = None
-        self._hosts: tuple[Host, ...] = ()
+        self._hosts: tuple[LabHost, ...] = ()
         self._starter: ThreadPoolExecutor | None = None
         self._last_words: LastWords | None = None
 
@@ -135,21 +135,21 @@ class Lab:
         return self.record.layout.number
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[LabHost, ...]:
         _ = self.record  # there is one, or that is told
         return self._hosts
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> LabHost:
         return self.hosts[self.record.layout.index(name)]
 
-    def cut(self, first: Host | str, second: Host | str | None = None) -> None:
+    def cut(self, first: LabHost | str, second: LabHost | str | None = None) -> None:
         """Let packets vanish: all of one host, or those between two. Neither end is told."""
         if second is None:
             network.unplug(self.record.layout, self._index(first))
         else:
             network.divide(self.record.layout, *self._pair(first, second))
 
-    def heal(self, first: Host | str | None = None, second: Host | str | None = None) -> None:
+    def heal(self, first: LabHost | str | None = None, second: LabHost | str | None = None) -> None:
         """Undo the same cut; without arguments, all of them."""
         layout = self.record.layout
         if first is None and second is not None:
@@ -171,10 +171,10 @@ class Lab:
         pairs = sorted(network.divided(layout))
         return [*alone, *((layout.names[a], layout.names[b]) for a, b in pairs)]
 
-    def _index(self, host: Host | str) -> int:
+    def _index(self, host: LabHost | str) -> int:
         return self.record.layout.index(host if isinstance(host, str) else host.name)
 
-    def _pair(self, first: Host | str, second: Host | str) -> tuple[int, int]:
+    def _pair(self, first: LabHost | str, second: LabHost | str) -> tuple[int, int]:
         here, there = self._index(first), self._index(second)
         if here == there:
             raise UsageError(
@@ -199,7 +199,7 @@ class Lab:
 
     def _settle(self, record: Record) -> None:
         self._record = record
-        self._hosts = tuple(Host(self, index) for index in range(record.layout.num_hosts))
+        self._hosts = tuple(LabHost(self, index) for index in range(record.layout.num_hosts))
 
     def _remove_quietly(self) -> None:
         """Before a signal ends this process: what was interrupted may hold any lock of ours."""
@@ -214,7 +214,7 @@ class Lab:
         return self._starter.submit(_popen, command, options).result()
 
 
-class Host:
+class LabHost:
     """One host of a lab: a network, a host name and processes of its own."""
 
     def __init__(self, lab: Lab, index: int) -> None:

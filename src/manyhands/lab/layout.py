@@ -34,7 +34,7 @@ QUEUE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Layout:
+class LabLayout:
     number: int
     """Of the lab on this machine."""
     num_hosts: int

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import LabError
-from manyhands.lab.layout import INTERFACE, NOWHERE, SWITCH, Layout, shaping
+from manyhands.lab.layout import INTERFACE, NOWHERE, SWITCH, LabLayout, shaping
 from manyhands.lab.records import Record
 from manyhands.lab.tools import batch, call
 
@@ -76,7 +76,7 @@ def remove(record: Record) -> None:
     record.forget()
 
 
-def plug(layout: Layout, index: int) -> None:
+def plug(layout: LabLayout, index: int) -> None:
     """Put a host's cable into the switch."""
     port = layout.port(index)
     batch(
@@ -91,28 +91,28 @@ def plug(layout: Layout, index: int) -> None:
     batch("bridge", layout.switch, [known])
 
 
-def unplug(layout: Layout, index: int) -> None:
+def unplug(layout: LabLayout, index: int) -> None:
     batch("ip", layout.switch, [f"link set {layout.port(index)} nomaster"])
 
 
-def join(layout: Layout, first: int, second: int) -> None:
+def join(layout: LabLayout, first: int, second: int) -> None:
     """Let two hosts find each other."""
     batch("ip", layout.namespaces[first], [_neighbour(layout, second)])
     batch("ip", layout.namespaces[second], [_neighbour(layout, first)])
 
 
-def divide(layout: Layout, first: int, second: int) -> None:
+def divide(layout: LabLayout, first: int, second: int) -> None:
     for here, there in ((first, second), (second, first)):
         batch("ip", layout.namespaces[here], [_neighbour(layout, there, NOWHERE)])
 
 
-def unplugged(layout: Layout) -> set[int]:
+def unplugged(layout: LabLayout) -> set[int]:
     """The hosts that are cut off from all."""
     links = {link["ifname"]: link for link in _ask(layout.switch, "link", "show")}
     return {index for index in range(layout.num_hosts) if "master" not in links[layout.port(index)]}
 
 
-def divided(layout: Layout) -> set[tuple[int, int]]:
+def divided(layout: LabLayout) -> set[tuple[int, int]]:
     """The pairs between which the way is cut, the lower number first."""
     indices = {layout.address(index): index for index in range(layout.num_hosts)}
     found = set()
@@ -124,7 +124,7 @@ def divided(layout: Layout) -> set[tuple[int, int]]:
     return found
 
 
-def traffic(layout: Layout, index: int) -> Traffic:
+def traffic(layout: LabLayout, index: int) -> Traffic:
     (link,) = _ask(layout.namespaces[index], "-statistics", "link", "show", INTERFACE)
     counts = link["stats64"]
     return Traffic(counts["tx"]["bytes"], counts["rx"]["bytes"])
@@ -137,7 +137,7 @@ def _ask(namespace: str, *words: str) -> list[dict[str, Any]]:
     return found
 
 
-def _switch(layout: Layout) -> list[str]:
+def _switch(layout: LabLayout) -> list[str]:
     # One that snoops on multicasts would send some itself.
     lines = [f"link add {SWITCH} type bridge mcast_snooping 0", f"link set {SWITCH} up"]
     for index, namespace in enumerate(layout.namespaces):
@@ -147,7 +147,7 @@ def _switch(layout: Layout) -> list[str]:
     return lines
 
 
-def _host(layout: Layout, index: int) -> list[str]:
+def _host(layout: LabLayout, index: int) -> list[str]:
     return [
         "link set lo up",
         f"address add {layout.address(index)}/24 dev {INTERFACE}",
@@ -156,12 +156,12 @@ def _host(layout: Layout, index: int) -> list[str]:
     ]
 
 
-def _neighbour(layout: Layout, index: int, hardware_address: str = "") -> str:
+def _neighbour(layout: LabLayout, index: int, hardware_address: str = "") -> str:
     where = hardware_address or layout.hardware_address(index)
     return f"neighbour replace {layout.address(index)} lladdr {where} dev {INTERFACE} nud permanent"
 
 
-def _write_files(layout: Layout, index: int) -> None:
+def _write_files(layout: LabLayout, index: int) -> None:
     folder = FILES / layout.namespaces[index]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hosts").write_text(layout.hosts_file())

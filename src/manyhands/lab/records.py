@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.errors import LabError
-from manyhands.lab.layout import MAX_LABS, Layout
+from manyhands.lab.layout import MAX_LABS, LabLayout
 
 FOLDER = Path("/run/manyhands")
 
@@ -48,7 +48,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Record:
-    layout: Layout
+    layout: LabLayout
     bits: int | None
     """A second, of each link; None if nothing holds it back."""
     owner: Owner | None
@@ -99,7 +99,7 @@ def claim(num_hosts: int, *, bits: int | None, owner: Owner | None) -> Record:
             f"There are {MAX_LABS} labs on this machine, and no number for another one. "
             "Take down those that are not needed:  manyhands lab down --all"
         )
-    record = Record(Layout(number, num_hosts), bits, owner, time.time(), _boot())
+    record = Record(LabLayout(number, num_hosts), bits, owner, time.time(), _boot())
     record.folder.mkdir(exist_ok=True)
     beside = record.path.with_suffix(".new")
     beside.write_text(json.dumps(_plain(record)) + "\n")
@@ -134,7 +134,7 @@ def _plain(record: Record) -> dict[str, object]:
 def _record(number: int, text: str) -> Record:
     read = json.loads(text)
     owner = Owner(**read["owner"]) if read["owner"] else None
-    layout = Layout(number, read["hosts"])
+    layout = LabLayout(number, read["hosts"])
     return Record(layout, read["bits"], owner, read["made"], read["boot"])
 
 

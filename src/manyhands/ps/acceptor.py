@@ -48,7 +48,7 @@ Place = Callable[[str, Mapping[str, Any]], memoryview | None]
 
 
 @dataclass(frozen=True)
-class Happened:
+class InboxItem:
     """Something for the server's thread: what, from whom."""
 
     kind: str
@@ -63,10 +63,10 @@ class Happened:
     """To be called when it was dealt with."""
 
 
-Inbox = queue.SimpleQueue[Happened | None]
+Inbox = queue.SimpleQueue[InboxItem | None]
 
 
-class Door:
+class Acceptor:
     def __init__(
         self,
         name: str,
@@ -159,7 +159,7 @@ class Door:
             self._drop(link, error)
         else:
             self._strangers.pop(link, None)
-            self.inbox.put(Happened(line, who, hello, link=link, by_worker=line != PEER))
+            self.inbox.put(InboxItem(line, who, hello, link=link, by_worker=line != PEER))
             self._read(link, who, line)
         finally:
             self._strangers.pop(link, None)
@@ -193,7 +193,7 @@ class Door:
             self._drop(link, error)
         self._has_read(link)
         if line == PEER and not self._closed:
-            self.inbox.put(Happened("torn", who, {}))
+            self.inbox.put(InboxItem("torn", who, {}))
 
     def _has_read(self, link: Link) -> None:
         if (reader := self._readers.pop(link, None)) is not None:
@@ -218,7 +218,7 @@ class Door:
         while True:
             message = link.recv(place=place)
             kind = check_told(message.head)
-            self.inbox.put(Happened(kind, who, message.head, message.payload))
+            self.inbox.put(InboxItem(kind, who, message.head, message.payload))
 
     def _read_worker(self, link: Link, who: str, line: str) -> None:
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
@@ -241,7 +241,7 @@ class Door:
                     return
             kind = str(message.head["k"])
             self.inbox.put(
-                Happened(kind, who, message.head, message.payload, link, True, unheard.release)
+                InboxItem(kind, who, message.head, message.payload, link, True, unheard.release)
             )
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.compute.train_state import Trainee
-from manyhands.ps.blocks import Block, Layout
-from manyhands.ps.memory import Flat
+from manyhands.compute.train_state import TrainState
+from manyhands.ps.blocks import Block, BlockLayout
+from manyhands.ps.memory import FlatTensors
 from manyhands.ps.optimizer import BlockOptimizer
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """Neighbouring blocks: elements [start, stop) of a buffer."""
 
     buffer: int
@@ -33,19 +33,21 @@ class Run:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def of(self, flat: Flat) -> Tensor:
+    def of(self, flat: FlatTensors) -> Tensor:
         return flat.buffers[self.buffer][self.start : self.stop]
 
 
 @dataclass
-class Material:
+class BlockState:
     """A block, ready to be put into a holding."""
 
     params: Tensor
     state: dict[str, Any]
 
 
-def runs_of(layout: Layout, numbers: Iterable[int], *, max_bytes: int | None = None) -> list[Run]:
+def runs_of(
+    layout: BlockLayout, numbers: Iterable[int], *, max_bytes: int | None = None
+) -> list[Span]:
     """Blocks as runs, in order; none above `max_bytes` unless a single block is."""
     runs: list[list[Block]] = []
     for number in sorted(numbers):
@@ -64,17 +66,17 @@ def runs_of(layout: Layout, numbers: Iterable[int], *, max_bytes: int | None = N
             runs[-1].append(block)
         else:
             runs.append([block])
-    return [Run(run[0].buffer, run[0].start, run[-1].stop, tuple(run)) for run in runs]
+    return [Span(run[0].buffer, run[0].start, run[-1].stop, tuple(run)) for run in runs]
 
 
-class Holding:
+class BlockStore:
     """Some blocks of a model, and their optimizer. `flat` is where their parameters lie."""
 
     def __init__(
         self,
-        trainee: Trainee,
-        flat: Flat,
-        materials: Mapping[int, Material],
+        trainee: TrainState,
+        flat: FlatTensors,
+        materials: Mapping[int, BlockState],
         *,
         ticks: int,
     ) -> None:
@@ -109,7 +111,7 @@ class Holding:
         """The learning rate of the next step."""
         return float(self._optimizer.optimizer.param_groups[0]["lr"])
 
-    def apply(self, sums: Flat, *, lr_scale: float, ticks: int) -> None:
+    def apply(self, sums: FlatTensors, *, lr_scale: float, ticks: int) -> None:
         """One step of the optimizer with these gradients, and the schedule brought up to `ticks`."""
         gradients = {i: self._like(run, run.of(sums)) for i, run in enumerate(self.runs)}
         if gradients:
@@ -119,29 +121,32 @@ class Holding:
             if self._scheduler is not None:
                 self._scheduler.step()
 
-    def take(self, number: int) -> Material:
+    def take(self, number: int) -> BlockState:
         """A block, as it is. The tensors are this holding's own."""
         run = self.runs[self._run_of[number]]
         block = self.layout.blocks[number]
         if self.layout.whole_tensors:
-            return Material(self.flat.block(number), self._optimizer.state(self._run_of[number]))
+            return BlockState(self.flat.block(number), self._optimizer.state(self._run_of[number]))
         low, high = block.start - run.start, block.stop - run.start
         state = {
             key: value.reshape(-1)[low:high] if _of_elements(value, run.numel) else value
             for key, value in self._optimizer.state(self._run_of[number]).items()
         }
-        return Material(self.flat.block(number), state)
+        return BlockState(self.flat.block(number), state)
 
-    def _shaped(self, run: Run) -> Tensor:
+    def _shaped(self, run: Span) -> Tensor:
         return self._like(run, run.of(self.flat))
 
-    def _like(self, run: Run, flat: Tensor) -> Tensor:
+    def _like(self, run: Span, flat: Tensor) -> Tensor:
         """An optimizer that looks at whole tensors gets them in their shape."""
         return flat.view(self.layout.shape_of(run.blocks[0])) if self.layout.whole_tensors else flat
 
 
 def add_up(
-    sums: Flat, runs: Sequence[Run], sources: Sequence[Flat], coefficients: Sequence[float]
+    sums: FlatTensors,
+    runs: Sequence[Span],
+    sources: Sequence[FlatTensors],
+    coefficients: Sequence[float],
 ) -> None:
     """sums = the sources, each times its coefficient, added in their order."""
     for run in runs:
@@ -160,17 +165,17 @@ def add_up(
             total.add_(part, alpha=coefficient)
 
 
-def scale(sums: Flat, runs: Sequence[Run], factor: float) -> None:
+def scale(sums: FlatTensors, runs: Sequence[Span], factor: float) -> None:
     if factor != 1.0:
         for run in runs:
             run.of(sums).mul_(factor)
 
 
-def squared_norm(sums: Flat, runs: Sequence[Run]) -> float:
+def squared_norm(sums: FlatTensors, runs: Sequence[Span]) -> float:
     return sum(float(run.of(sums).double().pow(2).sum()) for run in runs)
 
 
-def _join(states: Sequence[Mapping[str, Any]], run: Run) -> dict[str, Any]:
+def _join(states: Sequence[Mapping[str, Any]], run: Span) -> dict[str, Any]:
     """What an optimizer remembers of a run, from what it remembers of its blocks.
 
     Of some it may remember nothing: parameters that no gradient has reached yet. Then zeros stand in.

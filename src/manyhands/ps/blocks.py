@@ -42,7 +42,7 @@ MAX_SHARDS = 1024
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatParameter:
     """One parameter, as far as its layout is concerned."""
 
     name: str
@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class BufferSpec:
     number: int
     group: int
     itemsize: int
@@ -67,7 +67,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BufferSlot:
     """Where a piece lies: elements [start, stop) of a buffer."""
 
     buffer: int
@@ -95,13 +95,13 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """All pieces, buffers, blocks and shards of a model. Made by `Layout.of`."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FlatParameter, ...]
     """In the optimizer's order."""
-    buffers: tuple[Buffer, ...]
-    slots: Mapping[str, Slot]
+    buffers: tuple[BufferSpec, ...]
+    slots: Mapping[str, BufferSlot]
     """By the piece's name."""
     blocks: tuple[Block, ...]
     """By number: buffer after buffer, from front to back."""
@@ -112,12 +112,12 @@ class Layout:
     @classmethod
     def of(
         cls,
-        pieces: Iterable[Piece],
+        pieces: Iterable[FlatParameter],
         *,
         block_bytes: int = BLOCK_BYTES,
         whole_tensors: bool = False,
         min_blocks: int = 1,
-    ) -> Layout:
+    ) -> BlockLayout:
         """Lay out `pieces`, given in the optimizer's order.
 
         Blocks are above half of `block_bytes` and not above it (rounded to ALIGN elements; a buffer
@@ -177,7 +177,7 @@ class Layout:
         first, last = self.shards[shard]
         return self.blocks[first:last]
 
-    def pieces_in(self, block: Block) -> tuple[Piece, ...]:
+    def pieces_in(self, block: Block) -> tuple[FlatParameter, ...]:
         """The pieces of which the block holds a part, from front to back."""
         starts, pieces = self._lines[block.buffer]
         first = max(bisect_right(starts, block.start) - 1, 0)
@@ -211,9 +211,9 @@ class Layout:
         return [(block.buffer, block.start) for block in self.blocks]
 
     @cached_property
-    def _lines(self) -> list[tuple[list[int], list[Piece]]]:
+    def _lines(self) -> list[tuple[list[int], list[FlatParameter]]]:
         """Of each buffer: where its non-empty pieces start, and the pieces."""
-        lines: list[tuple[list[int], list[Piece]]] = [([], []) for _ in self.buffers]
+        lines: list[tuple[list[int], list[FlatParameter]]] = [([], []) for _ in self.buffers]
         for piece in self.pieces:
             if piece.numel:
                 slot = self.slots[piece.name]
@@ -222,7 +222,7 @@ class Layout:
         return lines
 
 
-def order_needed(layout: Layout, names: Sequence[str] | None = None) -> list[Block]:
+def order_needed(layout: BlockLayout, names: Sequence[str] | None = None) -> list[Block]:
     """The blocks in the order in which the next forward needs them, for priorities on the wire.
 
     `names` are the parameters as the model registers them, which is the order of most forwards; without
@@ -239,10 +239,12 @@ def order_needed(layout: Layout, names: Sequence[str] | None = None) -> list[Blo
     return sorted(layout.blocks, key=first_needed)
 
 
-def _line_up(pieces: Sequence[Piece]) -> tuple[tuple[Buffer, ...], dict[str, Slot]]:
+def _line_up(
+    pieces: Sequence[FlatParameter],
+) -> tuple[tuple[BufferSpec, ...], dict[str, BufferSlot]]:
     numbers: dict[tuple[int, int, str], int] = {}
     ends: list[int] = []
-    slots: dict[str, Slot] = {}
+    slots: dict[str, BufferSlot] = {}
     for piece in pieces:
         assert piece.numel >= 0, f"{piece} has a negative size"
         assert piece.itemsize > 0, f"{piece} has elements without bytes"
@@ -252,15 +254,15 @@ def _line_up(pieces: Sequence[Piece]) -> tuple[tuple[Buffer, ...], dict[str, Slo
             ends.append(0)
         start = _units(ends[number]) * ALIGN
         ends[number] = start + piece.numel
-        slots[piece.name] = Slot(number, start, start + piece.numel)
+        slots[piece.name] = BufferSlot(number, start, start + piece.numel)
     buffers = tuple(
-        Buffer(number, group, itemsize, dtype, ends[number])
+        BufferSpec(number, group, itemsize, dtype, ends[number])
         for (group, itemsize, dtype), number in numbers.items()
     )
     return buffers, slots
 
 
-def _cut(buffer: Buffer, wanted: int, block_bytes: int) -> list[tuple[int, int]]:
+def _cut(buffer: BufferSpec, wanted: int, block_bytes: int) -> list[tuple[int, int]]:
     """Spans of nearly equal size: `wanted` or more, none above `block_bytes` nor needlessly small."""
     unit_bytes = ALIGN * buffer.itemsize
     units = _units(buffer.numel)

@@ -29,22 +29,22 @@ LANES = 2
 _LAST = 1 << 60
 
 
-class Uplink:
+class SendGate:
     def __init__(self) -> None:
-        self._left: dict[Lanes, int] = {}
+        self._left: dict[PriorityChannel, int] = {}
         self._changed = threading.Condition()
 
-    def join(self, lanes: Lanes) -> None:
+    def join(self, lanes: PriorityChannel) -> None:
         with self._changed:
             self._left[lanes] = 0
 
-    def leave(self, lanes: Lanes) -> None:
+    def leave(self, lanes: PriorityChannel) -> None:
         """What is left in these does not go out any more."""
         with self._changed:
             self._left.pop(lanes, None)
             self._changed.notify_all()
 
-    def add(self, lanes: Lanes, number: int) -> None:
+    def add(self, lanes: PriorityChannel, number: int) -> None:
         with self._changed:
             if lanes in self._left:
                 self._left[lanes] += number
@@ -56,8 +56,8 @@ class Uplink:
             self._changed.wait_for(lambda: not any(self._left.values()))
 
 
-class Trailer:
-    def __init__(self, link: Link, uplink: Uplink, *, name: str) -> None:
+class BackgroundChannel:
+    def __init__(self, link: Link, uplink: SendGate, *, name: str) -> None:
         link.queue_little()
         self._link, self._uplink = link, uplink
         self._queue: queue.Queue[Any] = queue.Queue()
@@ -96,11 +96,11 @@ class Trailer:
         self._queue.task_done()
 
 
-class Lanes:
-    def __init__(self, links: Sequence[Link], *, name: str, uplink: Uplink | None = None) -> None:
+class PriorityChannel:
+    def __init__(self, links: Sequence[Link], *, name: str, uplink: SendGate | None = None) -> None:
         """`uplink`: where others look whether these are busy."""
         self._links = list(links)
-        self._uplink = uplink or Uplink()
+        self._uplink = uplink or SendGate()
         self._uplink.join(self)
         for link in links:
             link.queue_little()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from manyhands.embeddings.row_placement import Homes
+from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.errors import (
     BadFrame,
     LinkError,
@@ -28,14 +28,14 @@ from manyhands.errors import (
     WeightsLost,
 )
 from manyhands.hosts.activity import WAITING, Activity
-from manyhands.ps.block_store import Run
-from manyhands.ps.blocks import Layout
-from manyhands.ps.channels import LANES, Lanes, Uplink
-from manyhands.ps.memory import Flat, bytes_of
+from manyhands.ps.block_store import Span
+from manyhands.ps.blocks import BlockLayout
+from manyhands.ps.channels import LANES, PriorityChannel, SendGate
+from manyhands.ps.memory import FlatTensors, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import MALFORMED
-from manyhands.ps.requests import Asking
-from manyhands.ps.server_connection import Fate, Host, Push
+from manyhands.ps.requests import ServerRequests
+from manyhands.ps.server_connection import Push, PushOutcome, ServerConnection
 from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
 from manyhands.transport import Link
@@ -49,7 +49,7 @@ Dial = Callable[[str], Link]
 """A new link to a server; tried until it is there, or a view comes."""
 
 
-class Client(Asking):
+class Client(ServerRequests):
     def __init__(
         self,
         worker: str,
@@ -57,16 +57,16 @@ class Client(Asking):
         view: int,
         servers: Sequence[str],
         dial: Dial,
-        params: Flat,
-        slots: Sequence[Flat],
+        params: FlatTensors,
+        slots: Sequence[FlatTensors],
         check: Callable[[], None],
-        resolved: Callable[[int, Fate], None],
+        resolved: Callable[[int, PushOutcome], None],
         refused: Callable[[str, str], None] = lambda who, why: None,
         timeout_s: float,
         seen: int = 0,
         baskets: Sequence[str] = (),
         replica: Callable[[str], int] | None = None,
-        uplink: Uplink | None = None,
+        uplink: SendGate | None = None,
         activity: Activity | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
@@ -79,7 +79,7 @@ class Client(Asking):
         self.last_parts: set[tuple[int, int]] = set()
         """(step, part) of the last update before this view."""
         self.ticks = 0
-        self.homes: Homes | None = None
+        self.homes: RowPlacement | None = None
         """Where rows of tables are, if they are served."""
         self.bytes_of_servers = 0
         """Sent by servers, as far as they have told this worker."""
@@ -109,7 +109,7 @@ class Client(Asking):
         self._late: set[int] = set()
         self._released: set[int] = set()
         """Pushes too late for their round, which wait for the next: the worker need not."""
-        self._fates: dict[int, Fate] = {}
+        self._fates: dict[int, PushOutcome] = {}
         """Of pushes that some server has told of: all servers tell the same."""
         self._under_way: dict[int, Push] = {}
         self._resting = False
@@ -117,7 +117,7 @@ class Client(Asking):
         self._missing: Sequence[str] = ()
         try:
             for name in servers:
-                self._hosts[name] = Host(name, self._enter(name))
+                self._hosts[name] = ServerConnection(name, self._enter(name))
                 self._listen(self._hosts[name])
             with self._waiting("the view to begin") as wait:
                 wait(lambda: [h.name for h in self._hosts.values() if not h.began])
@@ -135,7 +135,7 @@ class Client(Asking):
         return min(host.here for host in self._hosts.values())
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BlockLayout:
         return self._params.layout
 
     @property
@@ -170,7 +170,9 @@ class Client(Asking):
         if lanes is not None:
             self._send_run(host, lanes, i, seq, slot, priority)
 
-    def _send_run(self, host: Host, lanes: Lanes, i: int, seq: int, slot: int, rank: int) -> None:
+    def _send_run(
+        self, host: ServerConnection, lanes: PriorityChannel, i: int, seq: int, slot: int, rank: int
+    ) -> None:
         head = {"k": "run", "seq": seq, "slot": slot, "i": i}
         lanes.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
@@ -251,7 +253,7 @@ class Client(Asking):
             self._resting = True
             self._ask(self._lead, {"k": "rest"})
 
-    def travelling(self) -> dict[str, list[Run]]:
+    def travelling(self) -> dict[str, list[Span]]:
         """The runs that travel, by server."""
         return {name: host.runs for name, host in self._hosts.items() if host.travels}
 
@@ -344,10 +346,10 @@ class Client(Asking):
         link.send({**head, "baskets": self._baskets, "seen": self._seen})
         return link
 
-    def _listen(self, host: Host) -> None:
+    def _listen(self, host: ServerConnection) -> None:
         start_thread(self._read, host, host.link, name=f"news-{host.name}", on_error=self._fail)
 
-    def _read(self, host: Host, link: Link) -> None:
+    def _read(self, host: ServerConnection, link: Link) -> None:
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
             if head.get("k") != "run":
                 return None
@@ -364,7 +366,7 @@ class Client(Asking):
         except ViewChanging:
             return  # whoever waits looks for the next view too
 
-    def _refuse(self, host: Host, link: Link, error: Exception) -> None:
+    def _refuse(self, host: ServerConnection, link: Link, error: Exception) -> None:
         """The server said what makes no sense: don't talk to it again, and have it ended."""
         link.close()
         with self._news:
@@ -375,7 +377,7 @@ class Client(Asking):
         logger.warning("%s refused %s: %s", self._worker, host.name, host.lost)
         self._tell_refused(host.name, repr(error))
 
-    def _come_back(self, host: Host, link: Link, why: str) -> None:
+    def _come_back(self, host: ServerConnection, link: Link, why: str) -> None:
         """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
         with self._news:
             current = link is host.link or link in host.lane_links
@@ -404,7 +406,7 @@ class Client(Asking):
                 return
         self._listen(host)
 
-    def _on_begin(self, host: Host, head: Mapping[str, Any]) -> None:
+    def _on_begin(self, host: ServerConnection, head: Mapping[str, Any]) -> None:
         """The server has let this worker in, for the first time or again."""
         layout = self._params.layout
         placement = Placement.from_dict(head["placement"], layout=layout)
@@ -412,7 +414,7 @@ class Client(Asking):
         runs, keepers = travelling(placement, host.name)
         with self._news:
             self.placement = placement
-            self.homes = Homes.from_dict(head["homes"]) if head["homes"] else None
+            self.homes = RowPlacement.from_dict(head["homes"]) if head["homes"] else None
             if not host.runs:  # else it is back, and what was here still is
                 host.runs, host.arrived = runs, [-1] * len(runs)
                 if self._replica is not None:
@@ -428,7 +430,7 @@ class Client(Asking):
         with self._news:
             host.lane_links = lanes
             name = f"to-{host.name}"
-            host.lanes = Lanes(lanes, name=name, uplink=self._uplink) if lanes else None
+            host.lanes = PriorityChannel(lanes, name=name, uplink=self._uplink) if lanes else None
             host.version = max(host.version, int(head["v"]))
             host.done = max(host.done, int(head["done"]))
             self._late |= {int(seq) for seq in head["late"]} & self._under_way.keys()
@@ -455,7 +457,9 @@ class Client(Asking):
         for word, payload in unanswered:
             self._send(host.name, word, payload)
 
-    def _hear(self, host: Host, head: Mapping[str, Any], payload: memoryview | None) -> None:
+    def _hear(
+        self, host: ServerConnection, head: Mapping[str, Any], payload: memoryview | None
+    ) -> None:
         kind = head.get("k")
         if kind == "begin":
             self._on_begin(host, head)
@@ -469,7 +473,7 @@ class Client(Asking):
                     host.version = max(host.version, int(head["v"]))
                     for seq, staleness, lr in head.get("own", ()):
                         host.done = max(host.done, seq)
-                        self._fates.setdefault(seq, Fate(staleness=staleness, lr=lr))
+                        self._fates.setdefault(seq, PushOutcome(staleness=staleness, lr=lr))
                     self.ticks = max(self.ticks, int(head["ticks"]))
                     self.bytes_of_servers += int(head.get("sent", 0))
                     if "pulled" in head:
@@ -502,14 +506,14 @@ class Client(Asking):
         for seq, fate in known:
             self._resolved(seq, fate)
 
-    def _take_resolved(self) -> list[tuple[int, Fate]]:
+    def _take_resolved(self) -> list[tuple[int, PushOutcome]]:
         """Pushes whose fate is known now and was not before."""
         known = []
         for seq in [seq for seq in self._under_way if not self._holders(seq)]:
             del self._under_way[seq]
             self._released.discard(seq)
-            fate = self._fates.pop(seq, Fate())
-            known.append((seq, Fate(left_out=True) if seq in self._late else fate))
+            fate = self._fates.pop(seq, PushOutcome())
+            known.append((seq, PushOutcome(left_out=True) if seq in self._late else fate))
             self._late.discard(seq)
         return known
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from manyhands.ps.block_store import Holding
-from manyhands.ps.memory import Flat
+from manyhands.ps.block_store import BlockStore
+from manyhands.ps.memory import FlatTensors
 
 
 class Compensation:
@@ -21,7 +21,7 @@ class Compensation:
         self._then: dict[str, list[Tensor]] = {}
         """Of each worker: the server's runs as they were when it got them."""
 
-    def correct(self, worker: str, gradient: Flat, params: Holding) -> None:
+    def correct(self, worker: str, gradient: FlatTensors, params: BlockStore) -> None:
         """Change a gradient of this worker, in place."""
         if worker not in self._then:
             return
@@ -30,7 +30,7 @@ class Compensation:
             moved = run.of(params.flat) - then
             mine.addcmul_(mine * mine, moved, value=self.strength)
 
-    def remember(self, worker: str, params: Holding) -> None:
+    def remember(self, worker: str, params: BlockStore) -> None:
         """The worker gets the weights of now."""
         then = self._then.get(worker)
         if then is None:

@@ -10,7 +10,7 @@ from manyhands.contract import Learner, Strategy
 from manyhands.errors import SpecError
 
 if TYPE_CHECKING:
-    from manyhands.ps.mode import Terms
+    from manyhands.ps.mode import PsMode
 
 DEDICATED = 2
 """Servers of their own, if nobody says how many: two, for a replica needs a second one."""
@@ -21,7 +21,7 @@ class ParameterServer(Strategy):
     """What the four have in common."""
 
     needs_coordinator: ClassVar[bool] = True
-    goes_on: ClassVar[bool] = True
+    elastic: ClassVar[bool] = True
 
     servers: int | Literal["auto"] = "auto"
     """How many servers; auto: every worker for whom there is something to serve, or two dedicated ones."""
@@ -63,7 +63,7 @@ class ParameterServer(Strategy):
         return self.transport != "tcp"
 
     @property
-    def may_shrink(self) -> bool:
+    def can_shrink(self) -> bool:
         return self.replicas > 0 or self.placement == "dedicated"
 
     def needs_keys(self, workers: int) -> bool:
@@ -75,5 +75,5 @@ class ParameterServer(Strategy):
         return PsLearner(self)
 
     @abstractmethod
-    def terms(self, clip_norm: float | None) -> Terms:
+    def terms(self, clip_norm: float | None) -> PsMode:
         """How servers and clients agree; after torch is loaded."""

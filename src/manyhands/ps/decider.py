@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from manyhands.ps.ledger import Decision, Given, Ledger, lr_factor, progress_after
-from manyhands.ps.policies import Policy, Update, Verdict
+from manyhands.ps.policies import Policy, PolicyUpdate, Verdict
 from manyhands.ps.staleness import Rule, lr_scale
 
 MAX_UNDER_WAY = 64
@@ -25,7 +25,7 @@ MAX_UNDER_WAY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class StartPermit:
     """What a worker is told about its next step."""
 
     at: int
@@ -34,7 +34,7 @@ class Word:
     """The last one that may begin now; None: any."""
 
 
-class Lead:
+class Decider:
     def __init__(
         self,
         policy: Policy,
@@ -134,7 +134,7 @@ class Lead:
         self._gather_late()
         return made
 
-    def _take(self) -> Update | None:
+    def _take(self) -> PolicyUpdate | None:
         update = self.policy.take()
         if update is None and self._waiting and self._ending.issuperset(self.policy.workers):
             return self.policy.flush()
@@ -167,8 +167,8 @@ class Lead:
             rank = sum(self._ranks[other] < mine for other in self.policy.workers)
             self.policy.join(worker, rank=rank)
 
-    def word(self, worker: str) -> Word:
-        return Word(self.policy.resume_at(worker), self.policy.furthest(worker))
+    def word(self, worker: str) -> StartPermit:
+        return StartPermit(self.policy.resume_at(worker), self.policy.furthest(worker))
 
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         return self.policy.waiting_for(worker, seq)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.collectives.weights_first import weights_first
-from manyhands.ps.memory import Flat
+from manyhands.ps.memory import FlatTensors
 
 
-class Landing:
+class GradientBuffer:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.landed: Callable[[Tensor], None] = lambda parameter: None
         """Told of each parameter whose gradient has landed."""
@@ -34,7 +34,7 @@ class Landing:
             node.register_hook(partial(self._land, parameter))
         weights_first(model, self)
 
-    def begin(self, flat: Flat) -> None:
+    def begin(self, flat: FlatTensors) -> None:
         """The next backward, or several, go here."""
         if id(flat) not in self._pieces:
             self._pieces[id(flat)] = {

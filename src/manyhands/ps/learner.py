@@ -21,20 +21,20 @@ from manyhands.compute.gradients import StepReport, gradients, row_seed
 from manyhands.contract import Learner
 from manyhands.embeddings.modules import RowModel, bind
 from manyhands.embeddings.remote import RemoteTables
-from manyhands.embeddings.sparse_grads import SharedBasket
+from manyhands.embeddings.sparse_grads import SharedGrads
 from manyhands.errors import JobError, SpecError
 from manyhands.ps.client import Client
 from manyhands.ps.config import ParameterServer
-from manyhands.ps.gradient_buffer import Landing
-from manyhands.ps.memory import Flat, bytes_of, piece_state
-from manyhands.ps.node import Station
+from manyhands.ps.gradient_buffer import GradientBuffer
+from manyhands.ps.memory import FlatTensors, bytes_of, piece_state
+from manyhands.ps.node import PsNode
 from manyhands.ps.overlap import Overlap
-from manyhands.ps.rounds import Turns
-from manyhands.ps.server_connection import Fate
+from manyhands.ps.rounds import RoundWorker
+from manyhands.ps.server_connection import PushOutcome
 
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
-    from manyhands.compute.train_state import Trainee
+    from manyhands.compute.train_state import TrainState
     from manyhands.hosts.view import Me, View
 
 
@@ -42,10 +42,10 @@ class PsLearner(Learner):
     def __init__(self, config: ParameterServer) -> None:
         self._config = config
         self._client: Client | None = None
-        self._slots: list[Flat] = []
-        self._computed: Flat | None = None
+        self._slots: list[FlatTensors] = []
+        self._computed: FlatTensors | None = None
         """The parameters that the model computes with, where they are not those of the servers."""
-        self._gradient: Flat | None = None
+        self._gradient: FlatTensors | None = None
         """Where the backward writes, where it is not a slot: on a GPU."""
         self._reports: dict[int, StepReport] = {}
         self._in_step: tuple[int, int] | None = None
@@ -54,21 +54,21 @@ class PsLearner(Learner):
         self._before: list[Tensor] = []
         self._sent = 0
         self._exchanges = 0
-        self._turns: Turns | None = None
-        self._baskets: list[SharedBasket] = []
+        self._turns: RoundWorker | None = None
+        self._baskets: list[SharedGrads] = []
         """For gradients of table rows, one a slot, where servers change the rows."""
         self._packed: dict[str, memoryview] | None = None
         """Gradients of table rows that travel with the next push."""
         self._seen = 0
         """The newest version of the parameters that this worker has computed with."""
 
-    def prepare(self, trainee: Trainee, me: Me) -> None:
+    def prepare(self, trainee: TrainState, me: Me) -> None:
         super().prepare(trainee, me)
         # The scheduler here only tells the rate: the servers' optimizers do the steps.
         trainee.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._station = Station(self._config, trainee, me)
+        self._station = PsNode(self._config, trainee, me)
         self._rounds = self._station.terms.rounds
-        self._landing = Landing(trainee.model, self._station.parameters)
+        self._landing = GradientBuffer(trainee.model, self._station.parameters)
         self._overlap = Overlap(trainee.model, self._station.parameters, self._landing)
 
     # The view -----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class PsLearner(Learner):
         station, self._turns = self._station, None
         if station.rounds is not None:
             table, bell = station.rounds
-            self._turns = Turns(
+            self._turns = RoundWorker(
                 self.me.name,
                 table,
                 bell,
@@ -178,15 +178,17 @@ class PsLearner(Learner):
         layout, count = station.layout, station.terms.slots
         on_host = trainee.device == "cpu"
         if station.shared:
-            self._slots = [Flat.shared(layout, label="manyhands-gradients") for _ in range(count)]
+            self._slots = [
+                FlatTensors.shared(layout, label="manyhands-gradients") for _ in range(count)
+            ]
         else:
-            self._slots = [Flat.private(layout) for _ in range(count)]
+            self._slots = [FlatTensors.private(layout) for _ in range(count)]
         if not on_host:
-            self._computed = Flat.private(layout, device=trainee.device)
-            self._gradient = Flat.private(layout, device=trainee.device)
+            self._computed = FlatTensors.private(layout, device=trainee.device)
+            self._gradient = FlatTensors.private(layout, device=trainee.device)
         elif not station.shared and not self._config.lockstep:
             # News arrive while the model computes.
-            self._computed = Flat.private(layout)
+            self._computed = FlatTensors.private(layout)
         params = self._computed or station.params
         if self._computed is not None:
             self._computed.copy_(station.params)
@@ -215,7 +217,7 @@ class PsLearner(Learner):
                 "Use  --strategy ps:async  or  --strategy ps:ssp."
             )
         if self._station.shared:
-            self._baskets = [SharedBasket.create(tables.specs) for _ in self._slots]
+            self._baskets = [SharedGrads.create(tables.specs) for _ in self._slots]
 
     def _give_rows(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
         """The gradients of table rows: to the servers, or straight into the rows."""
@@ -321,7 +323,7 @@ class PsLearner(Learner):
                 parts, 0, scale, self.trainee.lr_factor, self.trainee.ticks, loss]  # fmt: skip
         client.push(seq, slot, push, began=version, baskets=self._packed)
 
-    def _resolve(self, seq: int, fate: Fate) -> None:
+    def _resolve(self, seq: int, fate: PushOutcome) -> None:
         """What became of a push; in a thread of the client's."""
         if (report := self._reports.pop(seq, None)) is not None:
             report.staleness, report.dropped = fate.staleness, fate.left_out
@@ -407,7 +409,7 @@ class PsLearner(Learner):
         return since
 
 
-def trainee_buffers(trainee: Trainee) -> list[Tensor]:
+def trainee_buffers(trainee: TrainState) -> list[Tensor]:
     """Running statistics and other state of the model that no gradient changes."""
     return list(trainee.model.buffers())
 

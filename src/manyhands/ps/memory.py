@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.ps.blocks import MIN_BLOCKS, Block, Layout, Piece
+from manyhands.ps.blocks import MIN_BLOCKS, Block, BlockLayout, FlatParameter
 from manyhands.ps.optimizer import is_elementwise, join_state
 from manyhands.transport.shm import Segment, aligned
 
@@ -20,11 +20,11 @@ MARKS = 128
 """Numbers beside shared memory: a version for each server, and behind them how many there are."""
 
 
-class Flat:
+class FlatTensors:
     """The buffers of a layout, with views of blocks and of pieces (parameters)."""
 
     def __init__(
-        self, layout: Layout, buffers: Sequence[Tensor], segment: Segment | None = None
+        self, layout: BlockLayout, buffers: Sequence[Tensor], segment: Segment | None = None
     ) -> None:
         self.layout = layout
         self.buffers = list(buffers)
@@ -37,7 +37,7 @@ class Flat:
         self._marks = marks.numpy()  # read and written at every update, a number at a time
 
     @classmethod
-    def private(cls, layout: Layout, *, device: str = "cpu") -> Flat:
+    def private(cls, layout: BlockLayout, *, device: str = "cpu") -> FlatTensors:
         """Memory of this process, all zero."""
         return cls(
             layout,
@@ -45,16 +45,16 @@ class Flat:
         )
 
     @classmethod
-    def shared(cls, layout: Layout, *, label: str) -> Flat:
+    def shared(cls, layout: BlockLayout, *, label: str) -> FlatTensors:
         """Memory that other processes of this host can attach, all zero."""
         return cls._in(layout, Segment.create(_offsets(layout)[-1] + 8 * MARKS, label=label))
 
     @classmethod
-    def attached(cls, layout: Layout, address: str) -> Flat:
+    def attached(cls, layout: BlockLayout, address: str) -> FlatTensors:
         return cls._in(layout, Segment.attach(address))
 
     @classmethod
-    def _in(cls, layout: Layout, segment: Segment) -> Flat:
+    def _in(cls, layout: BlockLayout, segment: Segment) -> FlatTensors:
         buffers = [
             segment.tensor(_dtype(buffer.dtype), offset_bytes=offset, numel=buffer.numel)
             for buffer, offset in zip(layout.buffers, _offsets(layout), strict=False)
@@ -80,7 +80,7 @@ class Flat:
         slot = self.layout.slots[name]
         return self.buffers[slot.buffer][slot.start : slot.stop]
 
-    def copy_(self, other: Flat, *, non_blocking: bool = False) -> None:
+    def copy_(self, other: FlatTensors, *, non_blocking: bool = False) -> None:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(theirs, non_blocking=non_blocking)
 
@@ -116,11 +116,11 @@ def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     return {names[id(p)]: p for p in listed if p.requires_grad}
 
 
-def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Layout:
+def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout:
     """The same in every process, whoever serves: it depends on the model and its optimizer alone."""
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     pieces = [
-        Piece(
+        FlatParameter(
             name,
             p.numel(),
             p.element_size(),
@@ -131,11 +131,11 @@ def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Layout:
         for name, p in pieces_of(model, optimizer).items()
     ]
     whole = not is_elementwise(optimizer)
-    return Layout.of(pieces, whole_tensors=whole, min_blocks=MIN_BLOCKS)
+    return BlockLayout.of(pieces, whole_tensors=whole, min_blocks=MIN_BLOCKS)
 
 
 def block_state(
-    layout: Layout, block: Block, states: Mapping[str, Mapping[str, Any]]
+    layout: BlockLayout, block: Block, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What an optimizer remembers of a block, from what it remembers of each parameter."""
     whole: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def block_state(
 
 
 def piece_state(
-    layout: Layout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
+    layout: BlockLayout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What an optimizer remembers of a parameter, from what it remembers of its blocks."""
     if layout.whole_tensors:
@@ -189,7 +189,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _offsets(layout: Layout) -> list[int]:
+def _offsets(layout: BlockLayout) -> list[int]:
     """Where each buffer begins in a segment, in bytes, and behind the last the segment's size."""
     offsets = [0]
     for buffer in layout.buffers:

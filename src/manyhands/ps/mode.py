@@ -10,7 +10,7 @@ from manyhands.ps.staleness import Rule
 
 
 @dataclass(frozen=True)
-class Terms:
+class PsMode:
     make_policy: Callable[[Sequence[str]], Policy]
     """From the workers, in rank order."""
     rounds: bool

@@ -14,19 +14,19 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
 from manyhands.hosts.view import SERVER, Me, View
-from manyhands.ps.blocks import Layout
-from manyhands.ps.channels import Uplink
+from manyhands.ps.blocks import BlockLayout
+from manyhands.ps.channels import SendGate
 from manyhands.ps.config import ParameterServer
-from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
-from manyhands.ps.rounds import Bell, Table
-from manyhands.ps.rows import RowEstate
+from manyhands.ps.rounds import Doorbell, RoundTable
+from manyhands.ps.rows import RowServerState
 from manyhands.ps.server import Server
-from manyhands.ps.server_state import Estate, Ticker
+from manyhands.ps.server_state import ScheduleClock, ServerState
 from manyhands.threads import fail_process
 from manyhands.transport import Address, Limits, Link, Listener, connect
 
@@ -42,22 +42,22 @@ FAILED_S = 2.0
 """A server that has failed ends its process after this time, unless a view comes."""
 
 
-class Station:
-    def __init__(self, config: ParameterServer, trainee: Trainee, me: Me) -> None:
+class PsNode:
+    def __init__(self, config: ParameterServer, trainee: TrainState, me: Me) -> None:
         self.config = config
         self.trainee = trainee
         self.me = me
         self.terms = config.terms(trainee.clip_norm)
-        self.layout: Layout = layout_of(trainee.model, trainee.optimizer)
+        self.layout: BlockLayout = layout_of(trainee.model, trainee.optimizer)
         self.parameters = pieces_of(trainee.model, trainee.optimizer)
-        self.params: Flat | None = None
+        self.params: FlatTensors | None = None
         self.server: Server | None = None
         self.shared = False
-        self.uplink = Uplink()
+        self.uplink = SendGate()
         """Of this process: gradients leave before sums."""
-        self.rounds: tuple[Table, Bell] | None = None
+        self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Where rounds are agreed on without messages, inside a host."""
-        self._estate: Estate | None = None
+        self._estate: ServerState | None = None
         self._has_tables = False
         self._tables = trainee.tables
         """Those of the model, or of its server where rows travel."""
@@ -67,9 +67,9 @@ class Station:
         self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
 
     @cached_property
-    def ticker(self) -> Ticker:
+    def ticker(self) -> ScheduleClock:
         """Not before the first view: a checkpoint is loaded after this was made."""
-        return Ticker(self.trainee)
+        return ScheduleClock(self.trainee)
 
     def check(self) -> None:
         """Raises when there is nothing to wait for any more."""
@@ -110,13 +110,13 @@ class Station:
         workers = [seat.name for seat in view.workers]
         key = f"ps/{view.number}/rounds"
         if servers[0] == me.name:
-            table = Table.create(workers, servers)
+            table = RoundTable.create(workers, servers)
             self._post(key, table.address)
         else:
-            table = Table.attach(self.fetch(key), workers, servers)
-        self.rounds = (table, Bell(me.view_folder(view), me.name))
+            table = RoundTable.attach(self.fetch(key), workers, servers)
+        self.rounds = (table, Doorbell(me.view_folder(view), me.name))
 
-    def enter(self, view: View, local: Mapping[str, Sequence[Flat]] | None = None) -> None:
+    def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
         """Find the memory and, if this member serves, the other servers. Does not wait for them."""
         self.find_memory(view)
         self.find_tables(view)
@@ -126,7 +126,7 @@ class Station:
             return
         assert self.params is not None
         if self._estate is None:
-            self._estate = Estate(
+            self._estate = ServerState(
                 self.me.name,
                 self.me.host,
                 self.trainee,
@@ -157,12 +157,12 @@ class Station:
         except LinkError as error:
             logger.info("%s: %s", self.me.name, error)  # one of them just died: a view comes
 
-    def _rows(self) -> RowEstate | None:
+    def _rows(self) -> RowServerState | None:
         if not self._serves_rows:
             return None
         assert self._tables is not None
         self._tables.spread = not self.shared
-        return RowEstate(
+        return RowServerState(
             self.me.name,
             self._tables,
             shared=self.shared,
@@ -311,12 +311,12 @@ class Station:
         if self.params is None:
             self.shared = self._is_shared(view)
             if self.shared and not leads:
-                self.params = Flat.attached(self.layout, self.fetch(key))
+                self.params = FlatTensors.attached(self.layout, self.fetch(key))
                 return
             self.params = (
-                Flat.shared(self.layout, label="manyhands-parameters")
+                FlatTensors.shared(self.layout, label="manyhands-parameters")
                 if self.shared
-                else Flat.private(self.layout)
+                else FlatTensors.private(self.layout)
             )
             for name, parameter in self.parameters.items():
                 self.params.piece(name).copy_(parameter.detach().reshape(-1))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhands.ps.client import Client
-from manyhands.ps.gradient_buffer import Landing
+from manyhands.ps.gradient_buffer import GradientBuffer
 
 Where = tuple[str, int]
 """(server, number of one of its runs)."""
@@ -25,7 +25,7 @@ Where = tuple[str, int]
 
 class Overlap:
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], landing: Landing
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], landing: GradientBuffer
     ) -> None:
         self._model = model
         self._landing = landing

@@ -19,7 +19,7 @@ from manyhands.ps.ledger import Decision
 
 
 @dataclass
-class Round:
+class PartialRound:
     """What has come of one round's gradients."""
 
     slots: dict[str, int] = field(default_factory=dict)
@@ -28,11 +28,11 @@ class Round:
     """By run: whose are here."""
 
 
-class Early:
+class PartialSums:
     def __init__(self, workers: Sequence[str]) -> None:
         """`workers` in the order in which they are added up."""
         self._workers = list(workers)
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, PartialRound] = {}
         self._over = 0
         """The last round that was decided on."""
 
@@ -40,7 +40,7 @@ class Early:
         """Runs of a push are here; those that are complete with them."""
         if seq <= self._over:
             return []  # sent again
-        now = self._rounds.setdefault(seq, Round())
+        now = self._rounds.setdefault(seq, PartialRound())
         now.slots[worker] = slot
         complete = []
         for run in runs:

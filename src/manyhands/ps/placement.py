@@ -34,7 +34,7 @@ from typing import Any
 
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events.units import plural, size
-from manyhands.ps.blocks import Block, Layout
+from manyhands.ps.blocks import Block, BlockLayout
 
 SLACK = 0.05
 """So far from its share a server may be before shards move for it."""
@@ -50,7 +50,7 @@ GAIN = 0.01
 class Placement:
     """Every shard of a layout on its server. Made by `place`."""
 
-    layout: Layout
+    layout: BlockLayout
     servers: tuple[str, ...]
     shares: tuple[float, ...]
     """Of the bytes, by server; they add up to 1."""
@@ -99,7 +99,7 @@ class Placement:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], *, layout: Layout) -> Placement:
+    def from_dict(cls, record: Mapping[str, Any], *, layout: BlockLayout) -> Placement:
         """What `to_dict` gave, of the same layout."""
         if record.get("layout") != layout.digest:
             raise ManyhandsError(
@@ -175,7 +175,7 @@ class Placement:
 
 
 def place(
-    layout: Layout,
+    layout: BlockLayout,
     servers: Sequence[str],
     *,
     previous: Placement | None = None,
@@ -384,7 +384,7 @@ def _shares(servers: Sequence[str], weights: Mapping[str, float] | None) -> tupl
     return tuple(weight / sum(given) for weight in given)
 
 
-def _check_same(layout: Layout, previous: Placement) -> None:
+def _check_same(layout: BlockLayout, previous: Placement) -> None:
     if previous.layout.digest != layout.digest:
         raise ManyhandsError(
             f"The previous placement is of layout {previous.layout.digest!r}, not of "

@@ -24,29 +24,29 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from manyhands.errors import SpecError, closest
-from manyhands.ps.policy import Contribution, Policy, Push, Update, Verdict
+from manyhands.ps.policy import Contribution, Policy, PolicyUpdate, Push, Verdict
 
 __all__ = [
     "POLICIES",
-    "Async",
-    "Backup",
+    "AsyncPolicy",
+    "BackupPolicy",
     "Contribution",
     "Policy",
+    "PolicyUpdate",
     "Push",
-    "Ssp",
-    "Sync",
-    "Update",
+    "SspPolicy",
+    "SyncPolicy",
     "Verdict",
     "restore",
 ]
 
 
-class Async(Policy):
+class AsyncPolicy(Policy):
     """Each push is an update of its own, in order of arrival; nobody waits."""
 
     name = "async"
 
-    def take(self) -> Update | None:
+    def take(self) -> PolicyUpdate | None:
         return self._apply(self._waiting[:1]) if self._waiting else None
 
     def may_start(self, worker: str, seq: int) -> bool:
@@ -59,7 +59,7 @@ class Async(Policy):
         return ()
 
 
-class Ssp(Async):
+class SspPolicy(AsyncPolicy):
     """As Async, but nobody begins a step more than `staleness` ahead of the slowest; 0 is lock-step.
 
     A worker joins beside the slowest: it never holds the others up more than they were held before.
@@ -87,7 +87,7 @@ class Ssp(Async):
         return {"staleness": self.staleness}
 
 
-class Sync(Policy):
+class SyncPolicy(Policy):
     """Round t takes everybody's push t; step t+1 begins when it is applied.
 
     A worker joins at the next round that nobody has begun: the batch of a begun one is shared out.
@@ -101,7 +101,7 @@ class Sync(Policy):
         super().__init__(workers, clock=clock)
         self.round = clock + 1
 
-    def take(self) -> Update | None:
+    def take(self) -> PolicyUpdate | None:
         given = self._given()
         enough = max(1, len(given) + len(self._missing()) - self.spares)
         return self._close(given[:enough]) if len(given) >= enough else None
@@ -149,7 +149,7 @@ class Sync(Policy):
         begun = self._given() or any(self.round in began for began in self._began.values())
         return self.round + 1 if begun else self.round
 
-    def _close(self, given: list[Push]) -> Update:
+    def _close(self, given: list[Push]) -> PolicyUpdate:
         update = self._apply(given)
         self.round += 1
         self._skip_empty()
@@ -165,7 +165,7 @@ class Sync(Policy):
         return any(self._last[worker] >= self.round for worker in self._live)
 
 
-class Backup(Sync):
+class BackupPolicy(SyncPolicy):
     """Round t closes with the first n-`spares` pushes t of the n live workers, and with one at least.
 
     The pushes t that come later are dropped (`late="drop"`: their samples go back to the leases), or
@@ -201,7 +201,7 @@ class Backup(Sync):
         self.late = late
         self.decay = decay
 
-    def flush(self) -> Update | None:
+    def flush(self) -> PolicyUpdate | None:
         """All that waits as one update, whoever is missing: at the end of the data nobody else comes.
 
         Without it the last samples would wait for pushes that have no samples to be made of.
@@ -218,7 +218,7 @@ class Backup(Sync):
     def _scale(self, seq: int, staleness: int) -> float:
         return self.decay**staleness if seq < self.round else 1.0
 
-    def _close(self, given: list[Push]) -> Update:
+    def _close(self, given: list[Push]) -> PolicyUpdate:
         left_over = [push for push in self._given() if push not in given]
         late = [push for push in self._waiting if push[1] < self.round]
         update = super()._close([*late, *given])
@@ -232,7 +232,9 @@ class Backup(Sync):
         return {"spares": self.spares, "late": self.late, "decay": self.decay}
 
 
-POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (Sync, Async, Ssp, Backup)}
+POLICIES: dict[str, type[Policy]] = {
+    kind.name: kind for kind in (SyncPolicy, AsyncPolicy, SspPolicy, BackupPolicy)
+}
 """By the name that a spec has after `ps:`."""
 
 

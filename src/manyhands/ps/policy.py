@@ -51,7 +51,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class PolicyUpdate:
     version: int
     """The version that it makes."""
     contributions: tuple[Contribution, ...]
@@ -83,7 +83,7 @@ class Policy(ABC):
         return tuple(self._live)
 
     @abstractmethod
-    def take(self) -> Update | None:
+    def take(self) -> PolicyUpdate | None:
         """The next update to apply now, or None. Taking it counts it as applied."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Policy(ABC):
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         """Whose pushes are missing until the worker may start step `seq`, in rank order."""
 
-    def flush(self) -> Update | None:
+    def flush(self) -> PolicyUpdate | None:
         """As `take`, for the end of the data: nobody has a push to come that could be waited for."""
         return self.take()
 
@@ -206,7 +206,7 @@ class Policy(ABC):
     def _slowest(self) -> int:
         return min((self._last[worker] for worker in self._live), default=self._clock)
 
-    def _apply(self, pushes: Iterable[Push]) -> Update:
+    def _apply(self, pushes: Iterable[Push]) -> PolicyUpdate:
         chosen = set(pushes)
         rank = {worker: i for i, worker in enumerate(self._live)}
         contributions = []
@@ -219,7 +219,7 @@ class Policy(ABC):
         self._waiting = [push for push in self._waiting if push not in chosen]
         for push in chosen:
             self._resolve(push)
-        return Update(self.version, tuple(contributions))
+        return PolicyUpdate(self.version, tuple(contributions))
 
     def _drop(self, push: Push) -> None:
         self._dropped.append(push)

@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from manyhands.embeddings.row_placement import Homes, RowMove
+from manyhands.embeddings.row_placement import RowMove, RowPlacement
 from manyhands.errors import WeightsLost
-from manyhands.ps.blocks import Layout
+from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement, place
 
 
 @dataclass(frozen=True)
-class Status:
+class ServerStatus:
     """What one server brings into a view."""
 
     server: str
@@ -47,7 +47,7 @@ class Status:
         return dict(vars(self))
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Status:
+    def from_dict(cls, record: Mapping[str, Any]) -> ServerStatus:
         return cls(
             server=str(record["server"]),
             host=str(record["host"]),
@@ -62,7 +62,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Move:
+class BlockMove:
     """A shard that one server gives to another."""
 
     shard: int
@@ -72,17 +72,17 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     standing: int
     """The view whose holdings count; 0: a fresh start."""
     ledger: Ledger
     previous: Placement | None
     placement: Placement
-    moves: tuple[Move, ...]
+    moves: tuple[BlockMove, ...]
     stale: tuple[tuple[str, str], ...] = ()
     """(keeper, owner): replicas that are behind their living owner and can't catch up by themselves,
     or were given up in a view that never began."""
-    homes: Homes | None = None
+    homes: RowPlacement | None = None
     """Where rows of tables are from now on, where memory is not shared."""
     row_moves: tuple[RowMove, ...] = ()
 
@@ -99,23 +99,23 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], layout: Layout) -> Plan:
+    def from_dict(cls, record: Mapping[str, Any], layout: BlockLayout) -> RecoveryPlan:
         previous = record["previous"]
         return cls(
             int(record["standing"]),
             Ledger.from_dict(record["ledger"]),
             Placement.from_dict(previous, layout=layout) if previous else None,
             Placement.from_dict(record["placement"], layout=layout),
-            tuple(Move(int(s), str(a), str(b), role) for s, a, b, role in record["moves"]),
+            tuple(BlockMove(int(s), str(a), str(b), role) for s, a, b, role in record["moves"]),
             tuple((str(keeper), str(owner)) for keeper, owner in record["stale"]),
-            Homes.from_dict(record["homes"]) if record["homes"] else None,
+            RowPlacement.from_dict(record["homes"]) if record["homes"] else None,
             tuple(RowMove(int(s), str(a), str(b)) for s, a, b in record["row_moves"]),
         )
 
 
 def make_plan(
-    statuses: Sequence[Status], layout: Layout, *, replicas: int, rows: bool = False
-) -> Plan:
+    statuses: Sequence[ServerStatus], layout: BlockLayout, *, replicas: int, rows: bool = False
+) -> RecoveryPlan:
     """`statuses` in the order of the view; the first is the lead's. `rows`: tables have homes."""
     servers = [status.server for status in statuses]
     hosts = {status.server: status.host for status in statuses}
@@ -125,8 +125,8 @@ def make_plan(
             raise WeightsLost("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
         ledger = Ledger.from_dict(statuses[0].ledger)
-        homes = Homes.fresh(servers, replicas=replicas) if rows else None
-        return Plan(0, ledger, None, placement, (), homes=homes)
+        homes = RowPlacement.fresh(servers, replicas=replicas) if rows else None
+        return RecoveryPlan(0, ledger, None, placement, (), homes=homes)
     # Who was prepared for the standing view holds what it should there, though it did not hear go.
     having = [s for s in statuses if standing in (s.view, s.prepared)]
     newest = max(having, key=lambda status: int(status.ledger["version"]))
@@ -134,7 +134,7 @@ def make_plan(
     assert first.placement is not None
     previous = Placement.from_dict(first.placement, layout=layout)
     placement = place(layout, servers, previous=previous, replicas=replicas, hosts=hosts)
-    moves: list[Move] = []
+    moves: list[BlockMove] = []
     by_name = {status.server: status for status in having}
     stale = tuple(sorted(_stale(previous, standing, by_name)))
     for shard in range(len(layout.shards)):
@@ -142,18 +142,18 @@ def make_plan(
         roles: tuple[Literal["own", "replica"], ...] = ("own", "replica")
         for target, role in zip(placement.holders(shard), roles, strict=False):
             if target not in good:
-                moves.append(Move(shard, good[0], target, role))
+                moves.append(BlockMove(shard, good[0], target, role))
     ledger = Ledger.from_dict(newest.ledger)
-    plan = Plan(standing, ledger, previous, placement, tuple(moves), stale)
+    plan = RecoveryPlan(standing, ledger, previous, placement, tuple(moves), stale)
     if first.homes is None:
         return plan
-    before, having_rows = Homes.from_dict(first.homes), list(by_name)
+    before, having_rows = RowPlacement.from_dict(first.homes), list(by_name)
     homes = before.after(servers, having_rows, replicas=replicas)
     return replace(plan, homes=homes, row_moves=tuple(homes.moves_from(before, having_rows)))
 
 
 def _stale(
-    previous: Placement, standing: int, having: Mapping[str, Status]
+    previous: Placement, standing: int, having: Mapping[str, ServerStatus]
 ) -> Iterator[tuple[str, str]]:
     """(keeper, owner) of the replicas that are of no use as they are."""
     holders = {previous.holders(shard) for shard in range(len(previous.layout.shards))}
@@ -170,7 +170,7 @@ def _stale(
 def _good_holders(
     previous: Placement,
     shard: int,
-    having: Mapping[str, Status],
+    having: Mapping[str, ServerStatus],
     stale: Sequence[tuple[str, str]],
 ) -> tuple[str, ...]:
     """Who holds a shard as it should be, best first."""

@@ -12,21 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from manyhands.ps.server_connection import Host
-from manyhands.ps.tensor_messages import Parcels
+from manyhands.ps.server_connection import ServerConnection
+from manyhands.ps.tensor_messages import TensorMessages
 
 Wait = Callable[[Callable[[], Sequence[str]]], None]
 """Waits until nobody is missing."""
 
 
-class Asking(ABC):
+class ServerRequests(ABC):
     def __init__(self, lead: str) -> None:
         self.answers: dict[tuple[str, int], memoryview] = {}
         """By server and tag: rows that were asked for."""
         self._lead = lead
         self._news = threading.Condition()
-        self._hosts: dict[str, Host] = {}
-        self._parcels = Parcels()
+        self._hosts: dict[str, ServerConnection] = {}
+        self._parcels = TensorMessages()
         self._states_from: set[str] = set()
         self._buffers: dict[int, memoryview] = {}
 
@@ -38,18 +38,18 @@ class Asking(ABC):
         self, name: str, head: Mapping[str, Any], payload: memoryview | None = None
     ) -> None: ...
 
-    def states(self) -> Parcels:
+    def states(self) -> TensorMessages:
         """What the servers' optimizers remember."""
         return self._ask_all({"k": "state"}, "the optimizer's state")
 
-    def table_states(self, since: int | None = None) -> Parcels:
+    def table_states(self, since: int | None = None) -> TensorMessages:
         """All rows of all tables, or those touched after a step."""
         after = 0 if since is None else since + 1
         return self._ask_all({"k": "table_state", "tag": 0, "since": after}, "the tables")
 
-    def _ask_all(self, head: Mapping[str, Any], what: str) -> Parcels:
+    def _ask_all(self, head: Mapping[str, Any], what: str) -> TensorMessages:
         with self._news:
-            self._parcels, self._states_from = Parcels(), set()
+            self._parcels, self._states_from = TensorMessages(), set()
         for name in self._hosts:
             self._ask(name, head)
         with self._waiting(what) as wait:
@@ -91,7 +91,7 @@ class Asking(ABC):
         self._send(name, head, payload)
 
     def _hear_answer(
-        self, host: Host, kind: str, head: Mapping[str, Any], payload: memoryview | None
+        self, host: ServerConnection, kind: str, head: Mapping[str, Any], payload: memoryview | None
     ) -> None:
         match kind:
             case "buffers":

@@ -32,7 +32,7 @@ from manyhands.ps.block_store import scale, squared_norm
 from manyhands.ps.ledger import Decision, Given, lr_factor, progress_after
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import step_of
-from manyhands.ps.server_state import Estate
+from manyhands.ps.server_state import ServerState
 from manyhands.transport.shm import Segment
 
 LOOK_S = 0.2
@@ -44,7 +44,7 @@ _WEIGHTS = ("samples", "total", "lr_factor", "loss")
 _SERVER = ("summed", "applied", "taken", "measured")
 
 
-class Table:
+class RoundTable:
     """Where each member stands: numbers of rounds, and what workers give."""
 
     def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:
@@ -73,13 +73,13 @@ class Table:
         self._segment.close()
 
     @classmethod
-    def create(cls, workers: Sequence[str], servers: Sequence[str]) -> Table:
+    def create(cls, workers: Sequence[str], servers: Sequence[str]) -> RoundTable:
         return cls(
             Segment.create(cls._size(workers, servers), label="manyhands-rounds"), workers, servers
         )
 
     @classmethod
-    def attach(cls, address: str, workers: Sequence[str], servers: Sequence[str]) -> Table:
+    def attach(cls, address: str, workers: Sequence[str], servers: Sequence[str]) -> RoundTable:
         return cls(Segment.attach(address), workers, servers)
 
     @staticmethod
@@ -103,7 +103,7 @@ class Table:
             pass
 
 
-class Bell:
+class Doorbell:
     """Wakes one member."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -140,14 +140,14 @@ class Bell:
         return f"{self._folder}/bell-{name}"
 
 
-class Serving:
+class RoundServer:
     """The servers' half: one of them, for its own blocks and the replicas that it keeps."""
 
     def __init__(
         self,
-        table: Table,
-        bell: Bell,
-        estate: Estate,
+        table: RoundTable,
+        bell: Doorbell,
+        estate: ServerState,
         placement: Placement,
         *,
         clip_norm: float | None,
@@ -283,14 +283,14 @@ class Serving:
         )
 
 
-class Turns:
+class RoundWorker:
     """A worker's half."""
 
     def __init__(
         self,
         worker: str,
-        table: Table,
-        bell: Bell,
+        table: RoundTable,
+        bell: Doorbell,
         *,
         carry: Callable[[int], bool] | None,
         check: Callable[[], None],

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manyhands.embeddings.chunk import Chunk
-from manyhands.embeddings.local_tables import EVICT_EVERY, Tables
+from manyhands.embeddings.chunk import RowChunk
+from manyhands.embeddings.local_tables import EVICT_EVERY, LocalTables
 from manyhands.embeddings.remote import ROLE
-from manyhands.embeddings.row_placement import SHARDS, Homes
+from manyhands.embeddings.row_placement import SHARDS, RowPlacement
 from manyhands.embeddings.shards import shard_of
-from manyhands.embeddings.sparse_grads import Basket, SharedBasket, to_wire, travelling, unpack
+from manyhands.embeddings.sparse_grads import Basket, SharedGrads, to_wire, travelling, unpack
 from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError, LinkError
-from manyhands.ps.block_store import Material
+from manyhands.ps.block_store import BlockState
 from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.protocol import Nonsense
 from manyhands.ps.tensor_messages import pack
@@ -37,11 +37,11 @@ TURNS = 128
 more than 16 bits can hold."""
 
 
-class BasketPlace(Protocol):
+class GradLocation(Protocol):
     def get(self) -> Basket: ...
 
 
-class Said(Protocol):
+class WorkerMessage(Protocol):
     """A message of a worker."""
 
     @property
@@ -52,7 +52,7 @@ class Said(Protocol):
     def payload(self) -> memoryview | None: ...
 
 
-class HeldBasket:
+class ReceivedGrads:
     """A basket that came over the network."""
 
     def __init__(self) -> None:
@@ -62,18 +62,18 @@ class HeldBasket:
         return self.basket
 
 
-class RowEstate:
+class RowServerState:
     def __init__(
-        self, name: str, tables: Tables, *, shared: bool, adds: bool, bits: int = 32
+        self, name: str, tables: LocalTables, *, shared: bool, adds: bool, bits: int = 32
     ) -> None:
         """`adds`: what is pushed is not a gradient but what to add to the rows. `bits`: of each number on
         the wire."""
         self.name = name
         self.tables = tables
         self.shared = shared
-        self.homes: Homes | None = None
+        self.homes: RowPlacement | None = None
         """Of the view that counts; None inside a host."""
-        self.baskets: dict[str, Sequence[BasketPlace]] = {}
+        self.baskets: dict[str, Sequence[GradLocation]] = {}
         """Of each worker, in its slots."""
         self.undo = UndoLog.create() if shared else None
         self.undo_logs: dict[str, UndoLog] = {}
@@ -83,21 +83,21 @@ class RowEstate:
         self._wire = travelling(tables.specs, adds=adds)
         self._turns = {name: np.zeros(0, np.float32) for name in tables.specs}
         """How often each row was changed, modulo TURNS, where differences are pushed."""
-        self._coming: Homes | None = None
-        self._arrived: list[tuple[str, int, Chunk]] = []
+        self._coming: RowPlacement | None = None
+        self._arrived: list[tuple[str, int, RowChunk]] = []
         self._rates: dict[int, tuple[float, float]] = {}
         """The learning rates of the last versions, now and at the start."""
 
     # A view begins ------------------------------------------------------------------------------
 
-    def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, Material]]:
+    def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, BlockState]]:
         """The rows of a shard, by role, to be given away; or only those touched after a step."""
         for name in self.tables.specs:
             chunk = self.tables.store(name).export(shards=[shard], of=SHARDS, since=since)
             tensors = {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
-            yield ROLE + name, Material(torch.empty(0), tensors)
+            yield ROLE + name, BlockState(torch.empty(0), tensors)
 
-    def prepare(self, homes: Homes, materials: Mapping[tuple[str, int], Material]) -> None:
+    def prepare(self, homes: RowPlacement, materials: Mapping[tuple[str, int], BlockState]) -> None:
         """Keep what came until the view has begun."""
         self._coming = homes
         self._arrived = [
@@ -138,15 +138,15 @@ class RowEstate:
         if len(addresses) != (slots if self.shared else 0):
             raise Nonsense(f"{len(addresses)} baskets in shared memory")
         try:
-            found = [SharedBasket.attach(address, self.tables.specs) for address in addresses]
+            found = [SharedGrads.attach(address, self.tables.specs) for address in addresses]
         except (LinkError, OSError, ValueError) as error:
             raise Nonsense(f"baskets that are not there: {error}") from error
-        self.baskets[worker] = found or [HeldBasket() for _ in range(slots)]
+        self.baskets[worker] = found or [ReceivedGrads() for _ in range(slots)]
 
     # What workers ask and give, between hosts ---------------------------------------------------
 
     def hear(
-        self, worker: str, said: Said, *, done: int
+        self, worker: str, said: WorkerMessage, *, done: int
     ) -> Iterator[tuple[Mapping[str, Any], memoryview | None]]:
         """One word of a worker, and the answers to it. `done`: its last push that is in the weights."""
         if self.shared:
@@ -177,7 +177,7 @@ class RowEstate:
         if not 0 <= slot < len(places):
             raise Nonsense(f"a basket in slot {slot}, which there is not")
         place = places[slot]
-        assert isinstance(place, HeldBasket)
+        assert isinstance(place, ReceivedGrads)
         place.basket = basket
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -282,10 +282,10 @@ def step_of(decision: Decision) -> int:
     return max(given.step for given in decision.given)
 
 
-class NearRows:
+class ColocatedRows:
     """The rows of a server, for a worker of its process: without a message."""
 
-    def __init__(self, name: str, rows: RowEstate, turn: AbstractContextManager[Any]) -> None:
+    def __init__(self, name: str, rows: RowServerState, turn: AbstractContextManager[Any]) -> None:
         """`turn` is held by whoever works on the server's blocks and rows."""
         self.name = name
         self._rows = rows
@@ -300,5 +300,5 @@ class NearRows:
             self._rows.put(worker, slot, basket)
 
 
-def _chunk(material: Material) -> Chunk:
-    return Chunk(**{key: tensor.numpy() for key, tensor in material.state.items()})
+def _chunk(material: BlockState) -> RowChunk:
+    return RowChunk(**{key: tensor.numpy() for key, tensor in material.state.items()})

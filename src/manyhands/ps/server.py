@@ -2,7 +2,7 @@
 
 One thread owns everything; readers, one a connection, only put what arrived into its inbox. So no block
 has two writers, and no lock is held while numbers are added. A server lives as long as its view; what
-outlives it is in its Estate, and how a view begins is in view_change.py. Its messages, by their "k":
+outlives it is in its ServerState, and how a view begins is in view_change.py. Its messages, by their "k":
 
     from workers    enter     worker, slots: its gradients in shared memory, or none; lane: for bulk
                     push      seq, slot, ...: a gradient is complete; run + payload: a piece of it
@@ -32,22 +32,22 @@ from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError
 from manyhands.hosts.view import TORN_S
-from manyhands.ps.acceptor import Door, Happened
+from manyhands.ps.acceptor import Acceptor, InboxItem
 from manyhands.ps.blocks import order_needed
-from manyhands.ps.channels import Uplink
-from manyhands.ps.decider import MAX_UNDER_WAY, Lead
+from manyhands.ps.channels import SendGate
+from manyhands.ps.decider import MAX_UNDER_WAY, Decider
 from manyhands.ps.ledger import Decision, Given
-from manyhands.ps.memory import Flat
-from manyhands.ps.mode import Terms
+from manyhands.ps.memory import FlatTensors
+from manyhands.ps.mode import PsMode
 from manyhands.ps.protocol import REFUSED, Forgotten, Nonsense, given_of
-from manyhands.ps.rounds import Bell, Serving, Table
-from manyhands.ps.rows import NearRows
-from manyhands.ps.server_state import Estate
+from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
+from manyhands.ps.rows import ColocatedRows
+from manyhands.ps.server_state import ServerState
 from manyhands.ps.tensor_messages import pack
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
-from manyhands.ps.updates import Updates
-from manyhands.ps.view_change import KINDS, Council
-from manyhands.ps.worker_session import Guest, find_slots
+from manyhands.ps.updates import UpdatePipeline
+from manyhands.ps.view_change import KINDS, ViewChange
+from manyhands.ps.worker_session import WorkerSession, find_slots
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
 
@@ -64,19 +64,19 @@ MAX_EARLY = 4096
 class Server:
     def __init__(
         self,
-        estate: Estate,
-        terms: Terms,
+        estate: ServerState,
+        terms: PsMode,
         listener: Listener,
         *,
         view: int,
         servers: Sequence[str],
         workers: Sequence[str],
-        local: Mapping[str, Sequence[Flat]],
+        local: Mapping[str, Sequence[FlatTensors]],
         identified: bool,
-        rounds: tuple[Table, Bell] | None = None,
+        rounds: tuple[RoundTable, Doorbell] | None = None,
         torn: Callable[[str], None] = lambda peer: None,
         refused: Callable[[str, str], None] = lambda who, why: None,
-        uplink: Uplink | None = None,
+        uplink: SendGate | None = None,
         on_error: OnError = lambda error: None,
     ) -> None:
         """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
@@ -96,22 +96,22 @@ class Server:
         self._torn, self._uplink, self._on_error = torn, uplink, on_error
         self._statistics: tuple[Mapping[str, Any], memoryview | None] | None = None
         """What the first worker told the others last."""
-        self._guests: dict[str, Guest] = {}
-        self._early: list[Happened] = []
+        self._guests: dict[str, WorkerSession] = {}
+        self._early: list[InboxItem] = []
         self.followed: Callable[[], None] = lambda: None
         """Called when replicas that are kept here are newer."""
-        self._decider: Lead | None = None
+        self._decider: Decider | None = None
         """Says what is applied next: at the lead, or at every server, where all come to the same."""
-        self._lead: Lead | None = None
+        self._lead: Decider | None = None
         self._order: list[int] = []
-        self._updates: Updates | None = None
+        self._updates: UpdatePipeline | None = None
         self._meeting = rounds
-        self._rounds: Serving | None = None
+        self._rounds: RoundServer | None = None
         self._turn = threading.RLock()
         """Held by whoever works on the blocks: this server's thread, or a worker who serves."""
         self._told_sent = 0
         self._told: dict[str, int | None] = {}
-        self._door = Door(
+        self._door = Acceptor(
             self.name,
             listener,
             view=view,
@@ -122,7 +122,7 @@ class Server:
             on_error=self._fail,
             refused=refused,
         )
-        self._council = Council(estate, self._door, view=view, servers=servers)
+        self._council = ViewChange(estate, self._door, view=view, servers=servers)
         self._thread = start_thread(self._serve, name=f"{self.name}-serve", on_error=self._fail)
 
     def meet(self, dial: Callable[[str], Link]) -> None:
@@ -166,14 +166,14 @@ class Server:
         with self._turn:
             if self._rounds is None or self._frozen or not self._rounds.carry(number):
                 return False
-        self._door.inbox.put(Happened(FOLLOW, self.name, {}))
+        self._door.inbox.put(InboxItem(FOLLOW, self.name, {}))
         return True
 
     @property
-    def near(self) -> NearRows | None:
+    def near(self) -> ColocatedRows | None:
         """Rows of tables, for the worker of this very process."""
         rows = self.estate.rows
-        return NearRows(self.name, rows, self._turn) if rows is not None else None
+        return ColocatedRows(self.name, rows, self._turn) if rows is not None else None
 
     # In the server's thread ---------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Server:
             else:
                 bell.wait(table.patience(number))
 
-    def _hear(self, happened: Happened) -> None:
+    def _hear(self, happened: InboxItem) -> None:
         try:
             with self._turn:
                 if happened.by_worker:
@@ -218,7 +218,7 @@ class Server:
         except LinkError as error:
             logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
-    def _hear_server(self, happened: Happened) -> None:
+    def _hear_server(self, happened: InboxItem) -> None:
         kind, who, head = happened.kind, happened.who, happened.head
         if kind == "torn":
             self._on_torn(who)
@@ -252,7 +252,7 @@ class Server:
 
         start_timer(TORN_S, ask, name=f"{self.name}-torn", on_error=self._fail)
 
-    def _hear_worker(self, happened: Happened) -> None:
+    def _hear_worker(self, happened: InboxItem) -> None:
         who, head, link = happened.who, happened.head, happened.link
         assert link is not None
         if self._frozen:
@@ -304,7 +304,7 @@ class Server:
         estate, plan = self.estate, self._council.plan
         assert plan is not None
         placement, layout = plan.placement, estate.layout
-        self._updates = Updates(
+        self._updates = UpdatePipeline(
             *(estate, self._terms, placement, self._council.peers),
             lead=self._servers[0],
             workers=self._workers,
@@ -318,7 +318,7 @@ class Server:
         if self._meeting is not None:
             table, bell = self._meeting
             clip = self._terms.clip_norm
-            self._rounds = Serving(table, bell, estate, placement, clip_norm=clip)
+            self._rounds = RoundServer(table, bell, estate, placement, clip_norm=clip)
             if self.name not in self._workers:
                 name = f"{self.name}-rounds"
                 start_thread(self._carry_all, name=name, on_error=self._fail)
@@ -326,7 +326,7 @@ class Server:
             estate.rows.meet({n: p.undo[0] for n, p in self._council.peers.items() if p.undo})
         if self._council.leads or self._terms.for_all:
             alone = estate.shared or self._terms.for_all
-            self._decider = Lead(
+            self._decider = Decider(
                 self._terms.make_policy(self._workers),
                 estate.ledger,
                 servers=[self.name] if alone else self._servers,
@@ -352,7 +352,7 @@ class Server:
                 self.estate.params, addresses, self._terms.slots, shared=self.estate.shared
             )
             travels = who not in self._local and not addresses
-            guest = Guest(who, link, slots, travels=travels, runs=updates.runs)
+            guest = WorkerSession(who, link, slots, travels=travels, runs=updates.runs)
             guest.wants = [i for i in self._order if updates.keeper(i) != who]
             self._guests[who] = guest
             self.estate.gradients[who] = slots
@@ -382,7 +382,7 @@ class Server:
     # From a push to a decision -----------------------------------------------------------------
 
     def _on_push(
-        self, guest: Guest, head: Mapping[str, Any], slot: int, *, run: int | None
+        self, guest: WorkerSession, head: Mapping[str, Any], slot: int, *, run: int | None
     ) -> None:
         if run is None and head["began"] > self.estate.ledger.version:
             raise Nonsense(f"a push on version {head['began']}, which there is not yet")
@@ -413,7 +413,7 @@ class Server:
                 self._door.turn_away(guest.link, push.worker, Nonsense(str(error)))
         self._decide()
 
-    def _on_word_to_lead(self, word: str, guest: Guest, happened: Happened) -> None:
+    def _on_word_to_lead(self, word: str, guest: WorkerSession, happened: InboxItem) -> None:
         lead, who = self._lead, guest.name
         if lead is None:
             raise Nonsense(f"{word!r}, which is for the lead")
@@ -493,12 +493,12 @@ class Server:
         rate, (part, whole) = self.estate.lr * decision.lr_scale, given.share
         return rate if self._terms.rounds or not part else rate * whole / part
 
-    def _tell_now(self, guest: Guest) -> None:
+    def _tell_now(self, guest: WorkerSession) -> None:
         ledger = self.estate.ledger
         guest.tell({"k": "new", "v": ledger.version, "ticks": ledger.ticks, "pulled": True})
         self._send_runs(guest)
 
-    def _send_runs(self, guest: Guest) -> None:
+    def _send_runs(self, guest: WorkerSession) -> None:
         if guest.travels:
             guest.send_runs(self.estate.ledger.version, self.estate.params)
 
@@ -523,7 +523,7 @@ class Server:
 
     # What is asked -----------------------------------------------------------------------------
 
-    def _tell_state(self, guest: Guest) -> None:
+    def _tell_state(self, guest: WorkerSession) -> None:
         own = self.estate.keep.own
         assert own is not None
         for number in own.numbers:

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.ps.block_store import Run
-from manyhands.ps.channels import Lanes
+from manyhands.ps.block_store import Span
+from manyhands.ps.channels import PriorityChannel
 from manyhands.transport import Link
 
 
 @dataclass
-class Host:
+class ServerConnection:
     """A server as a worker sees it."""
 
     name: str
     link: Link
-    lanes: Lanes | None = None
+    lanes: PriorityChannel | None = None
     lane_links: list[Link] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Span] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
     """The version of each run that is here."""
     kept: frozenset[int] = frozenset()
@@ -58,7 +58,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Fate:
+class PushOutcome:
     """What became of a push."""
 
     left_out: bool = False

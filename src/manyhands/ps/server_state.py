@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from manyhands.compute.schedule import position
-from manyhands.compute.train_state import Trainee
-from manyhands.embeddings.row_placement import Homes
-from manyhands.ps.block_store import Holding, Material, Run, add_up, runs_of, scale
-from manyhands.ps.blocks import Layout
+from manyhands.compute.train_state import TrainState
+from manyhands.embeddings.row_placement import RowPlacement
+from manyhands.ps.block_store import BlockState, BlockStore, Span, add_up, runs_of, scale
+from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.ledger import Decision, Ledger
-from manyhands.ps.memory import Flat, block_state, pieces_of
+from manyhands.ps.memory import FlatTensors, block_state, pieces_of
 from manyhands.ps.placement import Placement
-from manyhands.ps.recovery_plan import Plan, Status
-from manyhands.ps.rows import RowEstate
+from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus
+from manyhands.ps.rows import RowServerState
 
 SPAN_BYTES = 4 << 20
 """Of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it was
 a fifth slower for the small one that the benchmark has."""
 
 
-class Ticker:
+class ScheduleClock:
     """The trainee's schedule, and how many steps it has done since training began."""
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, trainee: TrainState) -> None:
         self._trainee = trainee
         self.ticks = position(trainee.scheduler)
 
@@ -43,26 +43,26 @@ class Ticker:
 
 
 @dataclass
-class Keep:
+class HeldBlocks:
     """What is held by the word of one view."""
 
     view: int = 0
     placement: Placement | None = None
-    own: Holding | None = None
-    replicas: dict[str, Holding] = field(default_factory=dict)
+    own: BlockStore | None = None
+    replicas: dict[str, BlockStore] = field(default_factory=dict)
     """By the server that they are replicas of."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of the replicas."""
 
 
 @dataclass
-class Sums:
+class GradientSums:
     """The aggregated gradients of the last two versions."""
 
-    flats: Sequence[Flat]
+    flats: Sequence[FlatTensors]
     versions: list[int] = field(default_factory=lambda: [0, 0])
 
-    def of(self, version: int) -> Flat:
+    def of(self, version: int) -> FlatTensors:
         return self.flats[version % len(self.flats)]
 
     def has(self, version: int) -> bool:
@@ -76,18 +76,18 @@ class Sums:
         self.versions[version % 2] = version
 
 
-class Estate:
+class ServerState:
     def __init__(
         self,
         name: str,
         host: str,
-        trainee: Trainee,
-        params: Flat,
-        ticker: Ticker,
+        trainee: TrainState,
+        params: FlatTensors,
+        ticker: ScheduleClock,
         *,
         shared: bool,
         replicas: int,
-        rows: RowEstate | None = None,
+        rows: RowServerState | None = None,
     ) -> None:
         self.name, self.host = name, host
         self.trainee = trainee
@@ -97,15 +97,15 @@ class Estate:
         """Members share memory: gradients of the dead are still there, and sums need not travel."""
         self.replicas = replicas
         self.ledger = Ledger(progress=Fraction(ticker.ticks))
-        self.keep = Keep()
-        self.coming: Keep | None = None
+        self.keep = HeldBlocks()
+        self.coming: HeldBlocks | None = None
         """Ready for a view that has not begun."""
-        self.sums = Sums([self._memory("manyhands-sums") for _ in range(2)])
+        self.sums = GradientSums([self._memory("manyhands-sums") for _ in range(2)])
         self.ahead: dict[int, Decision] = {}
         """Decisions that a replica has, by version, and the own blocks have not."""
-        self.others: dict[str, Sums] = {}
+        self.others: dict[str, GradientSums] = {}
         """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
-        self.gradients: dict[str, Sequence[Flat]] = {}
+        self.gradients: dict[str, Sequence[FlatTensors]] = {}
         """Of each worker, in its slots: its own memory, or what it sent."""
         self.lr = 0.0
         """The schedule's learning rate at the last update."""
@@ -113,10 +113,10 @@ class Estate:
         """Of tables; None where the model has none, or workers change rows themselves."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BlockLayout:
         return self.params.layout
 
-    def status(self) -> Status:
+    def status(self) -> ServerStatus:
         keep, coming = self.keep, self.coming
         reach = dict(keep.versions)
         for name, version in keep.versions.items():
@@ -126,7 +126,7 @@ class Estate:
         ledger = Ledger.from_dict(self.ledger.to_dict())
         while (decision := self.ahead.get(ledger.version + 1)) is not None:
             ledger.note(decision)  # else a replica would have what nobody knows of
-        return Status(
+        return ServerStatus(
             server=self.name,
             host=self.host,
             view=keep.view,
@@ -138,7 +138,7 @@ class Estate:
             seen=self.params.mark,
         )
 
-    def catch_up(self, plan: Plan) -> None:
+    def catch_up(self, plan: RecoveryPlan) -> None:
         """Finish what another server has finished, with everything that is held here."""
         if self.coming is not None and self.coming.view == plan.standing:
             self.keep = self.coming
@@ -147,7 +147,7 @@ class Estate:
         self.coming = None
         self.ticker.advance(plan.ledger.ticks)
         if self.keep.view != plan.standing:
-            self.keep = Keep()  # what it held was given up in a view that it missed
+            self.keep = HeldBlocks()  # what it held was given up in a view that it missed
             self.ledger = plan.ledger
             return
         for keeper, owner in plan.stale:
@@ -163,50 +163,50 @@ class Estate:
                 scale(self.sums.of(decision.version), self.own.runs, decision.factor)
             self.apply(decision)
 
-    def material(self, number: int) -> Material:
+    def material(self, number: int) -> BlockState:
         """A block that is held here, in whatever role."""
         for holding in (self.keep.own, *self.keep.replicas.values()):
             if holding is not None and number in holding:
                 return holding.take(number)
         raise AssertionError(f"{self.name} holds no block {number}")
 
-    def fresh(self, number: int) -> Material:
+    def fresh(self, number: int) -> BlockState:
         """A block as the job, or its checkpoint, has it."""
         model, optimizer = self.trainee.model, self.trainee.optimizer
         pieces = pieces_of(model, optimizer)
         states = {name: optimizer.state.get(p, {}) for name, p in pieces.items()}
         state = block_state(self.layout, self.layout.blocks[number], states)
-        return Material(self.params.block(number), state)
+        return BlockState(self.params.block(number), state)
 
     def prepare(
         self,
         view: int,
         placement: Placement,
-        materials: Mapping[tuple[str, int], Material],
+        materials: Mapping[tuple[str, int], BlockState],
         *,
         fresh: bool,
-        homes: Homes | None = None,
+        homes: RowPlacement | None = None,
     ) -> None:
         """Build what is held by `placement`, from what came (role, block) and what is here."""
 
-        def find(role: str, numbers: Iterable[int]) -> dict[int, Material]:
+        def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:
             return {
                 n: materials.get((role, n)) or (self.fresh(n) if fresh else self.material(n))
                 for n in numbers
             }
 
         ticks = self.ticker.ticks
-        keep = Keep(view, placement)
+        keep = HeldBlocks(view, placement)
         own = [block.number for block in placement.blocks_of(self.name)]
-        keep.own = Holding(self.trainee, self.params, find("own", own), ticks=ticks)
+        keep.own = BlockStore(self.trainee, self.params, find("own", own), ticks=ticks)
         kept = placement.replicas_of(self.name)
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
             if numbers:
                 # Where memory is not shared, the replica is what a worker of this process computes
                 # with: its parameters need not travel.
-                memory = Flat.private(self.layout) if self.shared else self.params
-                holding = Holding(self.trainee, memory, find("replica", numbers), ticks=ticks)
+                memory = FlatTensors.private(self.layout) if self.shared else self.params
+                holding = BlockStore(self.trainee, memory, find("replica", numbers), ticks=ticks)
                 keep.replicas[server] = holding
                 keep.versions[server] = self.ledger.version
         self.coming = keep
@@ -227,11 +227,11 @@ class Estate:
     # Updates ------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> Holding:
+    def own(self) -> BlockStore:
         assert self.keep.own is not None
         return self.keep.own
 
-    def add_up(self, decision: Decision, sums: Flat, runs: Sequence[Run]) -> None:
+    def add_up(self, decision: Decision, sums: FlatTensors, runs: Sequence[Span]) -> None:
         sources = [self.gradients[g.worker][g.slot] for g in decision.given]
         add_up(sums, runs, sources, decision.coefficients())
 
@@ -267,32 +267,32 @@ class Estate:
         if decision.version > self.ledger.version:
             self.ahead[decision.version] = decision
 
-    def _catch_up_replica(self, owner: str, holding: Holding, decision: Decision) -> None:
+    def _catch_up_replica(self, owner: str, holding: BlockStore, decision: Decision) -> None:
         others = self.others.get(owner)
         if others is None or not others.has(decision.version):
             if others is None or self.shared:  # never into the memory of its owner
-                others = self.others[owner] = Sums([Flat.private(self.layout)] * 2)
+                others = self.others[owner] = GradientSums([FlatTensors.private(self.layout)] * 2)
             self.add_up(decision, others.of(decision.version), holding.runs)
             scale(others.of(decision.version), holding.runs, decision.factor)
         self.apply_replica(owner, decision)
 
-    def _memory(self, label: str) -> Flat:
+    def _memory(self, label: str) -> FlatTensors:
         if self.shared and self.replicas:
-            return Flat.shared(self.layout, label=label)
-        return Flat.private(self.layout)
+            return FlatTensors.shared(self.layout, label=label)
+        return FlatTensors.private(self.layout)
 
 
-def spans(layout: Layout, numbers: Iterable[int]) -> list[Run]:
+def spans(layout: BlockLayout, numbers: Iterable[int]) -> list[Span]:
     """Blocks as they travel."""
     return runs_of(layout, numbers, max_bytes=SPAN_BYTES)
 
 
-def travelling(placement: Placement, server: str) -> tuple[list[Run], list[str | None]]:
+def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str | None]]:
     """The blocks of a server as they travel, and who keeps the replica of each run."""
     kept: dict[str | None, list[int]] = defaultdict(list)
     for block in placement.blocks_of(server):
         kept[placement.replica_of(block)].append(block.number)
-    runs: list[Run] = []
+    runs: list[Span] = []
     keepers: list[str | None] = []
     for keeper, numbers in kept.items():
         cut = spans(placement.layout, numbers)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import LinkError
-from manyhands.ps.block_store import Material
+from manyhands.ps.block_store import BlockState
 from manyhands.ps.memory import bytes_of
 
 PARAMS = "="
@@ -29,7 +29,7 @@ TYPES = {
 
 
 def pack(
-    kind: str, number: int, material: Material, *, role: str = "own", params: bool = True
+    kind: str, number: int, material: BlockState, *, role: str = "own", params: bool = True
 ) -> Iterator[tuple[dict[str, Any], memoryview | None]]:
     """The messages that carry a block, the last one marked."""
     values: dict[str, Any] = {PARAMS: material.params if params else None, **material.state}
@@ -45,11 +45,11 @@ def pack(
         yield {**head, "dtype": dtype, "shape": list(tensor.shape)}, payload
 
 
-class Parcels:
+class TensorMessages:
     """Blocks that arrive, by (role, number)."""
 
     def __init__(self) -> None:
-        self.complete: dict[tuple[str, int], Material] = {}
+        self.complete: dict[tuple[str, int], BlockState] = {}
         self._partial: dict[tuple[str, int], dict[str, Any]] = {}
 
     def add(self, head: Mapping[str, Any], payload: memoryview | None) -> tuple[str, int] | None:
@@ -61,7 +61,7 @@ class Parcels:
             return None
         del self._partial[key]
         params = values.pop(PARAMS)
-        self.complete[key] = Material(torch.empty(0) if params is None else params, values)
+        self.complete[key] = BlockState(torch.empty(0) if params is None else params, values)
         return key
 
 

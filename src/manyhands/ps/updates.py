@@ -24,16 +24,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.errors import LinkError
-from manyhands.ps.block_store import Holding, Run, add_up, scale, squared_norm
-from manyhands.ps.channels import Trailer, Uplink
+from manyhands.ps.block_store import BlockStore, Span, add_up, scale, squared_norm
+from manyhands.ps.channels import BackgroundChannel, SendGate
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.ledger import Decision
-from manyhands.ps.memory import Flat, bytes_of
-from manyhands.ps.mode import Terms
-from manyhands.ps.partial_sums import Early
+from manyhands.ps.memory import FlatTensors, bytes_of
+from manyhands.ps.mode import PsMode
+from manyhands.ps.partial_sums import PartialSums
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import Nonsense, made_of
-from manyhands.ps.server_state import Estate, Sums, spans, travelling
+from manyhands.ps.server_state import GradientSums, ServerState, spans, travelling
 from manyhands.ps.view_change import Peer
 
 MOST_BEHIND = 1024
@@ -42,7 +42,7 @@ KINDS = ("decide", "norm", "replica", "held", "taken", "commit")
 
 
 @dataclass
-class Work:
+class PendingUpdate:
     """The decision that is being carried out."""
 
     decision: Decision
@@ -53,11 +53,11 @@ class Work:
     summed: bool = False
 
 
-class Updates:
+class UpdatePipeline:
     def __init__(
         self,
-        estate: Estate,
-        terms: Terms,
+        estate: ServerState,
+        terms: PsMode,
         placement: Placement,
         peers: Mapping[str, Peer],
         *,
@@ -65,7 +65,7 @@ class Updates:
         workers: Sequence[str],
         applied: Callable[[Decision], None],
         followed: Callable[[], None] = lambda: None,
-        uplink: Uplink | None = None,
+        uplink: SendGate | None = None,
     ) -> None:
         """`applied` is told of each decision that is in the weights; `followed`, when a replica is newer.
         `uplink`: what of this process goes before sums."""
@@ -80,7 +80,7 @@ class Updates:
         self._followed = followed
         self._two_phase = not estate.shared and bool(estate.replicas) and bool(peers)
         self._queue: deque[Decision] = deque()
-        self._work: Work | None = None
+        self._work: PendingUpdate | None = None
         self._decided = estate.ledger.version
         """The last version that there is a decision on."""
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
@@ -92,33 +92,35 @@ class Updates:
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
         whole_needed = terms.clip_norm is not None or estate.trainee.weight is not None
         may_be_early = self._two_phase and terms.for_all and not whole_needed
-        self._early = Early(workers) if may_be_early else None
+        self._early = PartialSums(workers) if may_be_early else None
         self._made: set[tuple[int, int]] = set()
         """(round, run) that were added up, and sent, before a decision."""
-        self._trailers: dict[str, Trailer] = {}
+        self._trailers: dict[str, BackgroundChannel] = {}
         """To keepers on other hosts, for sums: gradients go before."""
         self.runs, keepers = travelling(placement, self._name)
         """This server's blocks, as they travel."""
         self._keepers = [(k, keepers[:i].count(k)) for i, k in enumerate(keepers)]
         """Of each run: who keeps its replica, and the how manieth it is there."""
-        self._kept: dict[str, list[Run]] = {}
+        self._kept: dict[str, list[Span]] = {}
         """Whose replicas are kept here, likewise."""
         # Without rounds a worker pushes on and on: there would be no time for sums.
-        behind = uplink if uplink is not None and terms.for_all else Uplink()
+        behind = uplink if uplink is not None and terms.for_all else SendGate()
         layout = estate.layout
         for server, peer in peers.items():
             if server in keepers:
                 self._taken[server] = estate.ledger.version
                 if not estate.shared:
                     name = f"{self._name}-sums-{server}"
-                    self._trailers[server] = Trailer(peer.link, behind, name=name)
+                    self._trailers[server] = BackgroundChannel(peer.link, behind, name=name)
             kept = [
                 b for b in placement.replicas_of(self._name) if placement.server_of(b) == server
             ]
             if kept:
                 self._kept[server] = spans(layout, [block.number for block in kept])
-                theirs = [Flat.attached(layout, address) for address in peer.sums or ()]
-                estate.others[server] = Sums(theirs or [Flat.private(layout) for _ in range(2)])
+                theirs = [FlatTensors.attached(layout, address) for address in peer.sums or ()]
+                estate.others[server] = GradientSums(
+                    theirs or [FlatTensors.private(layout) for _ in range(2)]
+                )
 
     def handle(self, kind: str, who: str, head: Mapping[str, Any]) -> None:
         """A message of another server. Nonsense where the update that is under way has no use for it."""
@@ -201,7 +203,7 @@ class Updates:
         return bytes_of(self._kept[who][i].of(self._estate.others[who].of(version)))
 
     @property
-    def own(self) -> Holding:
+    def own(self) -> BlockStore:
         return self._estate.own
 
     # This server's own blocks ------------------------------------------------------------------
@@ -225,7 +227,7 @@ class Updates:
         self._made.add((seq, i))
         self._send_sum(i, sums, {"k": "replica", "v": version})
 
-    def _send_sum(self, i: int, sums: Flat, head: Mapping[str, Any]) -> None:
+    def _send_sum(self, i: int, sums: FlatTensors, head: Mapping[str, Any]) -> None:
         keeper, number = self._keepers[i]
         if keeper is not None:
             self._trailers[keeper].put({**head, "i": number}, bytes_of(self.runs[i].of(sums)))
@@ -242,7 +244,7 @@ class Updates:
         version = decision.version
         seq = self._early.decided(decision) if self._early is not None else None
         made = {i for of, i in self._made if of == seq}
-        self._work = Work(decision, made, anew=len(made) < len(self._made))
+        self._work = PendingUpdate(decision, made, anew=len(made) < len(self._made))
         self._made = set()
         sums = self._estate.sums.of(version)
         rest = [run for i, run in enumerate(self.runs) if i not in made]

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from manyhands.embeddings.row_placement import Homes
-from manyhands.ps.acceptor import Door, Happened
+from manyhands.embeddings.row_placement import RowPlacement
+from manyhands.ps.acceptor import Acceptor, InboxItem
 from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import Nonsense, made_of
-from manyhands.ps.recovery_plan import Plan, Status, make_plan
-from manyhands.ps.rows import ROLE, RowEstate
-from manyhands.ps.server_state import Estate
-from manyhands.ps.tensor_messages import Parcels, pack
+from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus, make_plan
+from manyhands.ps.rows import ROLE, RowServerState
+from manyhands.ps.server_state import ServerState
+from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.transport import Link
 
 KINDS = ("peer", "status", "plan", "block", "moved", "go")
@@ -46,20 +46,22 @@ class Peer:
     """Where it keeps rows of tables as they were; nothing where it changes none."""
 
 
-class Council:
-    def __init__(self, estate: Estate, door: Door, *, view: int, servers: Sequence[str]) -> None:
+class ViewChange:
+    def __init__(
+        self, estate: ServerState, door: Acceptor, *, view: int, servers: Sequence[str]
+    ) -> None:
         self.peers: dict[str, Peer] = {}
-        self.plan: Plan | None = None
+        self.plan: RecoveryPlan | None = None
         self._estate = estate
         self._door = door
         self._view = view
         self._servers = list(servers)
-        self._statuses: dict[str, Status] = {}
-        self._parcels = Parcels()
+        self._statuses: dict[str, ServerStatus] = {}
+        self._parcels = TensorMessages()
         self._expected: set[tuple[str, int]] = set()
         self._moved: set[str] = set()
         self._prepared = self._begun = False
-        self._waiting: Plan | None = None
+        self._waiting: RecoveryPlan | None = None
 
     @property
     def leads(self) -> bool:
@@ -78,13 +80,13 @@ class Council:
         for name in self._servers[: self._servers.index(self._estate.name)]:
             link = dial(name)
             link.send(self.hello())
-            self._door.inbox.put(Happened("peer", name, {"sums": None, "undo": []}, link=link))
+            self._door.inbox.put(InboxItem("peer", name, {"sums": None, "undo": []}, link=link))
             self._door.read(link, name)
         if self.leads:
             status = self._estate.status().to_dict()
-            self._door.inbox.put(Happened("status", self._estate.name, status))
+            self._door.inbox.put(InboxItem("status", self._estate.name, status))
 
-    def handle(self, happened: Happened) -> bool:
+    def handle(self, happened: InboxItem) -> bool:
         """One message of the beginning; True when the view has begun."""
         who, head = happened.who, happened.head
         self._check_turn(happened.kind, who, happened.link)
@@ -97,7 +99,7 @@ class Council:
                     self._make_plan()
             case "plan":
                 layout = self._estate.layout
-                plan = made_of("a plan", lambda: Plan.from_dict(head["plan"], layout))
+                plan = made_of("a plan", lambda: RecoveryPlan.from_dict(head["plan"], layout))
                 if list(plan.placement.servers) != self._servers:
                     raise Nonsense(f"a plan for {', '.join(plan.placement.servers)[:200]}")
                 self._waiting = plan
@@ -137,16 +139,16 @@ class Council:
         if not fits[kind]:
             raise Nonsense(f"{kind!r}, for which it is not the time, or not its to say")
 
-    def _status_of(self, who: str, head: Mapping[str, Any]) -> Status:
-        def parse() -> Status:
-            status, layout = Status.from_dict(head), self._estate.layout
+    def _status_of(self, who: str, head: Mapping[str, Any]) -> ServerStatus:
+        def parse() -> ServerStatus:
+            status, layout = ServerStatus.from_dict(head), self._estate.layout
             assert status.server == who, f"it speaks for {status.server!r}"
             assert max(status.view, status.prepared) < self._view, "it knows a view to come"
             Ledger.from_dict(status.ledger)
             if status.placement is not None:
                 Placement.from_dict(status.placement, layout=layout)
             if status.homes is not None:
-                Homes.from_dict(status.homes)
+                RowPlacement.from_dict(status.homes)
             return status
 
         return made_of("a status", parse)
@@ -201,7 +203,7 @@ class Council:
                         link.send(head, payload)
         self._when_complete()
 
-    def _move_rows(self, plan: Plan, rows: RowEstate) -> None:
+    def _move_rows(self, plan: RecoveryPlan, rows: RowServerState) -> None:
         for move in plan.row_moves:
             if move.target == self._estate.name:
                 expected = {(ROLE + name, move.shard) for name in rows.tables.specs}

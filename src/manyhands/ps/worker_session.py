@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import LinkError
-from manyhands.ps.block_store import Run
-from manyhands.ps.channels import LANES, Lanes
-from manyhands.ps.memory import Flat, bytes_of
+from manyhands.ps.block_store import Span
+from manyhands.ps.channels import LANES, PriorityChannel
+from manyhands.ps.memory import FlatTensors, bytes_of
 from manyhands.ps.protocol import Nonsense
 from manyhands.transport import Link
 
@@ -18,7 +18,7 @@ MAX_ARRIVING = 8
 
 
 @dataclass
-class Arriving:
+class IncomingPush:
     """A push of which not everything is here yet."""
 
     slot: int
@@ -26,9 +26,15 @@ class Arriving:
     runs: set[int] = field(default_factory=set)
 
 
-class Guest:
+class WorkerSession:
     def __init__(
-        self, name: str, link: Link, slots: Sequence[Flat], *, travels: bool, runs: Sequence[Run]
+        self,
+        name: str,
+        link: Link,
+        slots: Sequence[FlatTensors],
+        *,
+        travels: bool,
+        runs: Sequence[Span],
     ) -> None:
         """`slots`: its gradients. `travels`: they come over the network, in these runs."""
         self.name = name
@@ -43,8 +49,8 @@ class Guest:
         """The runs of parameters that it is sent, those that it needs first going first."""
         self._runs = runs
         self._lane_links: list[Link] = []
-        self._lanes: Lanes | None = None
-        self._arriving: dict[int, Arriving] = {}
+        self._lanes: PriorityChannel | None = None
+        self._arriving: dict[int, IncomingPush] = {}
         self._sent_before = 0
 
     @property
@@ -65,7 +71,7 @@ class Guest:
         self._lane_links.append(link)
         if len(self._lane_links) < LANES:
             return False
-        self._lanes = Lanes(self._lane_links, name=f"to-{self.name}")
+        self._lanes = PriorityChannel(self._lane_links, name=f"to-{self.name}")
         return True
 
     def tell(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
@@ -78,7 +84,7 @@ class Guest:
         for head, payload in words:
             self.tell(head, payload)
 
-    def send_runs(self, version: int, params: Flat) -> None:
+    def send_runs(self, version: int, params: FlatTensors) -> None:
         if self._lanes is None:
             return
         for priority, i in enumerate(self.wants):
@@ -111,7 +117,7 @@ class Guest:
         del self._arriving[seq]
         return arriving.head
 
-    def _begin(self, seq: int, slot: int) -> Arriving:
+    def _begin(self, seq: int, slot: int) -> IncomingPush:
         if len(self._arriving) >= MAX_ARRIVING:
             # Some may have been resolved by what came over an earlier connection.
             resolved = [s for s in self._arriving if s <= self.done or s in self.late]
@@ -119,7 +125,7 @@ class Guest:
                 del self._arriving[number]
             if not resolved:
                 raise Nonsense(f"push {seq} begins, and {MAX_ARRIVING} others have not ended")
-        arriving = self._arriving[seq] = Arriving(slot)
+        arriving = self._arriving[seq] = IncomingPush(slot)
         return arriving
 
     def close(self) -> None:
@@ -131,19 +137,19 @@ class Guest:
 
 
 def find_slots(
-    params: Flat, addresses: Sequence[str], count: int, *, shared: bool
-) -> Sequence[Flat]:
+    params: FlatTensors, addresses: Sequence[str], count: int, *, shared: bool
+) -> Sequence[FlatTensors]:
     """Where a worker's gradients are, or will be put."""
     if len(addresses) != (count if shared else 0):
         raise Nonsense(f"{len(addresses)} slots in shared memory")
     try:
-        found = [Flat.attached(params.layout, address) for address in addresses]
+        found = [FlatTensors.attached(params.layout, address) for address in addresses]
     except (LinkError, OSError, ValueError, RuntimeError) as error:
         raise Nonsense(f"slots that are not there: {error}") from error
     if any(_nbytes(flat) != _nbytes(params) for flat in found):
         raise Nonsense(f"slots of {[_nbytes(flat) for flat in found]} bytes")
-    return found or [Flat.private(params.layout) for _ in range(count)]
+    return found or [FlatTensors.private(params.layout) for _ in range(count)]
 
 
-def _nbytes(flat: Flat) -> int:
+def _nbytes(flat: FlatTensors) -> int:
     return 0 if flat.segment is None else flat.segment.nbytes

@@ -29,7 +29,7 @@ CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 REQUEST = "request.json"
 
 
-class Run:
+class RunFolder:
     """One run's folder."""
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,9 @@ class Run:
         """Device and inode of the folder, once it is locked."""
 
     @classmethod
-    def create(cls, job_name: str, *, root: Path = Path("runs"), path: Path | None = None) -> Run:
+    def create(
+        cls, job_name: str, *, root: Path = Path("runs"), path: Path | None = None
+    ) -> RunFolder:
         """A new folder: `path`, or runs/<job>-<time> with a number if two start in one second."""
         try:
             if path is not None:
@@ -62,7 +64,7 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, path: Path) -> Run:
+    def open(cls, path: Path) -> RunFolder:
         """A run that exists."""
         if not (path / CONFIG).is_file():
             hint = "manyhands list  shows the runs here."
@@ -208,10 +210,10 @@ class Run:
         return value
 
 
-def runs_in(root: Path) -> list[Run]:
+def runs_in(root: Path) -> list[RunFolder]:
     """The runs in a folder, oldest first."""
     folders = [path.parent for path in root.glob(f"*/{CONFIG}")]
-    return [Run(path) for path in sorted(folders, key=lambda p: (p / CONFIG).stat().st_mtime)]
+    return [RunFolder(path) for path in sorted(folders, key=lambda p: (p / CONFIG).stat().st_mtime)]
 
 
 def _user(uid: int) -> str:

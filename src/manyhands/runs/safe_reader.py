@@ -57,7 +57,7 @@ def read(folder: Path) -> dict[str, Any]:
             for name in {chunk.file for entry in entries for chunk in entry.chunks}
         }
 
-        def load(chunk: Chunk, name: str) -> Any:
+        def load(chunk: TensorChunk, name: str) -> Any:
             files[chunk.file].seek(chunk.start)
             content = io.BytesIO(files[chunk.file].read(chunk.num_bytes))
             return load_value(content, f"{folder / chunk.file} ({name})")
@@ -104,7 +104,7 @@ def _put(state: dict[str, Any], way: tuple[Any, ...], value: Any, *, limit: int)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """Where bytes are, and for a part of a tensor its start and length in each dimension."""
 
     file: str
@@ -114,11 +114,11 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MetadataEntry:
     name: str
     way: tuple[str | int, ...]
     """Keys, and places in lists, from the top of the state to it."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     """None: not a tensor."""
@@ -163,7 +163,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(path: Path) -> list[Entry]:
+def read_metadata(path: Path) -> list[MetadataEntry]:
     """What a checkpoint holds, in the order in which it was saved."""
     with open(path, "rb") as file:
         unpickler = _MetadataUnpickler(file, path)
@@ -183,7 +183,7 @@ class _Checked:
     def __init__(self, kinds: Mapping[str, type[_Record]]) -> None:
         self._kinds = kinds
 
-    def entries(self, saved: Any) -> list[Entry]:
+    def entries(self, saved: Any) -> list[MetadataEntry]:
         fields = self._fields(saved, "Metadata")
         ways = _a(dict, fields.get("planner_data") or {})
         stored = {
@@ -196,14 +196,14 @@ class _Checked:
             if not way or not all(type(key) in (str, int) for key in way):
                 raise TypeError(f"{way!r} is no place in a state")
             if type(entry) is self._kinds.get("BytesStorageMetadata"):
-                found.append(Entry(name, way, (stored[name, None],)))
+                found.append(MetadataEntry(name, way, (stored[name, None],)))
                 continue
             found.append(self._tensor(name, way, entry, stored))
         return found
 
     def _tensor(
-        self, name: str, way: tuple[str | int, ...], saved: Any, stored: Mapping[Any, Chunk]
-    ) -> Entry:
+        self, name: str, way: tuple[str | int, ...], saved: Any, stored: Mapping[Any, TensorChunk]
+    ) -> MetadataEntry:
         fields = self._fields(saved, "TensorStorageMetadata")
         dtype, *_ = self._record(fields["properties"], "TensorProperties").state
         chunks = []
@@ -215,21 +215,21 @@ class _Checked:
         shape = self._size(fields["size"])
         if sum(math.prod(n for _, n in chunk.place) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"parts of {name} are missing")
-        return Entry(name, way, tuple(chunks), shape, _a(torch.dtype, dtype))
+        return MetadataEntry(name, way, tuple(chunks), shape, _a(torch.dtype, dtype))
 
     def _index(self, saved: Any) -> tuple[str, tuple[int, ...] | None]:
         fields = self._fields(saved, "MetadataIndex")
         offset = fields.get("offset")
         return _a(str, fields["fqn"]), None if offset is None else self._size(offset)
 
-    def _stored(self, saved: Any) -> Chunk:
+    def _stored(self, saved: Any) -> TensorChunk:
         fields = self._fields(saved, "_StorageInfo")
         name = _a(str, fields["relative_path"])
         if Path(name).name != name:
             raise ValueError(f"it names {name!r}, which is not a file of this checkpoint")
         if fields.get("transform_descriptors"):
             raise ValueError(f"it is transformed: {fields['transform_descriptors']!r}")
-        return Chunk(name, _a(int, fields["offset"]), _a(int, fields["length"]))
+        return TensorChunk(name, _a(int, fields["offset"]), _a(int, fields["length"]))
 
     def _size(self, saved: Any) -> tuple[int, ...]:
         (numbers,) = self._record(saved, "Size").arguments

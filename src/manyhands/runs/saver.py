@@ -29,7 +29,7 @@ from manyhands.errors import CheckpointError
 from manyhands.runs import safe_reader, table_files
 from manyhands.runs.checkpoints import facts_of, partial
 from manyhands.runs.dense import dense_state, load_dense_state
-from manyhands.runs.table_files import INDEX, Chain, Part, Tables
+from manyhands.runs.table_files import INDEX, Chain, SavableTables, TableFilePart
 from manyhands.threads import start_thread
 
 SPARE_BYTES = 1 << 20
@@ -42,7 +42,7 @@ class Trained(Protocol):
     scheduler: Any
 
     @property
-    def tables(self) -> Tables | None: ...
+    def tables(self) -> SavableTables | None: ...
     @property
     def schedule_state(self) -> dict[str, Any]: ...
 
@@ -120,7 +120,7 @@ class Saver:
         self,
         step: int,
         state: dict[str, Any],
-        rows: Part | None,
+        rows: TableFilePart | None,
         weights: Collection[str],
         stall_s: float,
     ) -> None:
@@ -172,7 +172,7 @@ class NotFiniteError(Exception):
         self.names = list(names)
 
 
-def not_finite(weights: Mapping[str, torch.Tensor], rows: Part | None = None) -> list[str]:
+def not_finite(weights: Mapping[str, torch.Tensor], rows: TableFilePart | None = None) -> list[str]:
     """The names of weights and tables that hold NaN or an infinity. Reads each tensor once."""
     found = [name for name, weight in weights.items() if not _is_finite(weight)]
     tables = rows.rows if rows is not None else {}

@@ -34,7 +34,7 @@ Rows = Mapping[str, Mapping[str, Tensor]]
 """By table: the arrays of some of its rows, `ids` and others."""
 
 
-class Tables(Protocol):
+class SavableTables(Protocol):
     @property
     def incremental(self) -> bool:
         """Whether rows that were touched since a step can be told from others, and none goes."""
@@ -60,7 +60,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Part:
+class TableFilePart:
     """What one checkpoint adds to a chain."""
 
     rows: Rows
@@ -90,7 +90,7 @@ class Part:
         shutil.rmtree(self.links, ignore_errors=True)
 
 
-def begin(folder: Path, run: Path, tables: Tables, chain: Chain) -> Part:
+def begin(folder: Path, run: Path, tables: SavableTables, chain: Chain) -> TableFilePart:
     """Copy what the checkpoint in this folder adds, while nobody changes rows."""
     links = folder.with_suffix(".tables")
     shutil.rmtree(links, ignore_errors=True)
@@ -100,10 +100,10 @@ def begin(folder: Path, run: Path, tables: Tables, chain: Chain) -> Part:
             for name in chain.facts:
                 os.link(final(run, chain.step) / name, links / name)
             # From the step before on: what is touched twice does no harm.
-            return Part(tables.state_dict(since=chain.step - 1), chain, links)
+            return TableFilePart(tables.state_dict(since=chain.step - 1), chain, links)
         except OSError:
             pass  # the one before is gone, or the disk has no links: all rows, then
-    return Part(tables.state_dict(), Chain(), links)
+    return TableFilePart(tables.state_dict(), Chain(), links)
 
 
 @dataclass(frozen=True)

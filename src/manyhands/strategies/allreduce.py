@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from manyhands.collectives.deadline import Deadline
     from manyhands.collectives.group import Group
     from manyhands.collectives.reducer import Reducer
-    from manyhands.collectives.state_transfer import CatchingUp, Lender
-    from manyhands.collectives.table_sync import TablesTogether
+    from manyhands.collectives.state_transfer import StateReceiver, StateSender
+    from manyhands.collectives.table_sync import TableSync
     from manyhands.collectives.weights_first import Soon
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
-    from manyhands.compute.train_state import Trainee
+    from manyhands.compute.train_state import TrainState
     from manyhands.hosts.view import Me, View
 
 LATEST = 2_000
@@ -48,7 +48,7 @@ LATEST = 2_000
 class AllReduce(Strategy):
     name: ClassVar[str] = "allreduce"
     summary: ClassVar[str] = "synchronous all-reduce of the gradients"
-    goes_on: ClassVar[bool] = True
+    elastic: ClassVar[bool] = True
 
     bucket_mb: int = 25
     """Gradients are sent in buckets of about this many MiB; between hosts, of an eighth of the model if
@@ -65,7 +65,7 @@ class AllReduce(Strategy):
     """Gradients between workers are encrypted, where torch's gloo was built with TLS."""
 
     @property
-    def leaves_out(self) -> bool:
+    def drops_samples(self) -> bool:
         return self.drop > 0
 
     def needs_keys(self, workers: int) -> bool:
@@ -94,11 +94,11 @@ class AllReduceLearner(Learner):
         self._config = config
         self._group: Group | None = None
         self._reducer: Reducer | None = None
-        self._rows: TablesTogether | None = None
+        self._rows: TableSync | None = None
         self._deadline: Deadline | None = None
-        self._catching: CatchingUp | None = None
+        self._catching: StateReceiver | None = None
         """This worker is new, and its weights are not those of the others yet."""
-        self._lender: Lender | None = None
+        self._lender: StateSender | None = None
         self._soon: Soon | None = None
         self._version = 0
         """The last step that is in the weights."""
@@ -110,7 +110,7 @@ class AllReduceLearner(Learner):
         self._flying: StepReport | None = None
         self._rescued: StepReport | None = None
 
-    def prepare(self, trainee: Trainee, me: Me) -> None:
+    def prepare(self, trainee: TrainState, me: Me) -> None:
         super().prepare(trainee, me)
         if self._config.tls:
             from manyhands.collectives.gloo_tls import use_tls
@@ -177,9 +177,9 @@ class AllReduceLearner(Learner):
             )
         self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
         if self.trainee.tables is not None:
-            from manyhands.collectives.table_sync import TablesTogether
+            from manyhands.collectives.table_sync import TableSync
 
-            self._rows = TablesTogether(self.trainee, view, shared=shared)
+            self._rows = TableSync(self.trainee, view, shared=shared)
 
     def _hurry(self, needed: bool) -> None:
         """Between hosts a gradient leaves as soon as it can."""
@@ -193,15 +193,15 @@ class AllReduceLearner(Learner):
 
     def _help(self, new: Collection[int], source: int, view: View) -> None:
         """Some are new: they catch up while the others go on."""
-        from manyhands.collectives.state_transfer import CatchingUp, Lender
+        from manyhands.collectives.state_transfer import StateReceiver, StateSender
         from manyhands.runs.saver import gather_state
 
         if self.me.rank == source:
-            self._lender = Lender(
+            self._lender = StateSender(
                 self.me, view, gather_state(self.trainee, self), newcomers=len(new)
             )
         elif self.me.rank in new:
-            self._catching = CatchingUp(self.me, view, self.trainee, self)
+            self._catching = StateReceiver(self.me, view, self.trainee, self)
 
     @property
     def catching_up(self) -> bool:

@@ -23,7 +23,7 @@ from manyhands.errors import SpecError
 from manyhands.ps.config import ParameterServer
 
 if TYPE_CHECKING:
-    from manyhands.ps.mode import Terms
+    from manyhands.ps.mode import PsMode
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,13 @@ class PsSync(ParameterServer):
     name: ClassVar[str] = "ps:sync"
     summary: ClassVar[str] = "parameter servers, each step waits for all workers"
 
-    def terms(self, clip_norm: float | None) -> Terms:
-        from manyhands.ps.mode import Terms
-        from manyhands.ps.policies import Sync
+    def terms(self, clip_norm: float | None) -> PsMode:
+        from manyhands.ps.mode import PsMode
+        from manyhands.ps.policies import SyncPolicy
 
-        return Terms(make_policy=Sync, rounds=True, slots=1, for_all=True, clip_norm=clip_norm)
+        return PsMode(
+            make_policy=SyncPolicy, rounds=True, slots=1, for_all=True, clip_norm=clip_norm
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class PsAsync(ParameterServer):
     name: ClassVar[str] = "ps:async"
     summary: ClassVar[str] = "parameter servers, each push is applied on arrival; nobody waits"
     lockstep: ClassVar[bool] = False
-    one_batch: ClassVar[bool] = False
+    updates_whole_batches: ClassVar[bool] = False
 
     lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
     """Learning rate over staleness: divided by 1 + staleness, or by its square root; none: as it is."""
@@ -61,12 +63,12 @@ class PsAsync(ParameterServer):
         if self.row_age < 0:
             raise SpecError(f"{self.name}: row_age={self.row_age}; 0 or more steps.")
 
-    def terms(self, clip_norm: float | None) -> Terms:
-        from manyhands.ps.mode import Terms
-        from manyhands.ps.policies import Async
+    def terms(self, clip_norm: float | None) -> PsMode:
+        from manyhands.ps.mode import PsMode
+        from manyhands.ps.policies import AsyncPolicy
 
-        return Terms(
-            make_policy=Async,
+        return PsMode(
+            make_policy=AsyncPolicy,
             rounds=False,
             slots=2,
             lr_rule=self.lr_rule or "none",
@@ -87,11 +89,11 @@ class PsSsp(PsAsync):
         super().check(workers)
         self.terms(None).make_policy(())
 
-    def terms(self, clip_norm: float | None) -> Terms:
-        from manyhands.ps.policies import Policy, Ssp
+    def terms(self, clip_norm: float | None) -> PsMode:
+        from manyhands.ps.policies import Policy, SspPolicy
 
         def make(workers: object) -> Policy:
-            return Ssp(workers, staleness=self.staleness)  # type: ignore[arg-type]
+            return SspPolicy(workers, staleness=self.staleness)  # type: ignore[arg-type]
 
         return replace(super().terms(clip_norm), make_policy=make)
 
@@ -121,16 +123,16 @@ class PsBackup(ParameterServer):
     def parts(self, workers: int) -> int:
         return max(1, workers - self.spares)
 
-    def terms(self, clip_norm: float | None) -> Terms:
-        from manyhands.ps.mode import Terms
-        from manyhands.ps.policies import Backup, Policy
+    def terms(self, clip_norm: float | None) -> PsMode:
+        from manyhands.ps.mode import PsMode
+        from manyhands.ps.policies import BackupPolicy, Policy
 
         def make(workers: object) -> Policy:
-            return Backup(
+            return BackupPolicy(
                 workers,  # type: ignore[arg-type]
                 spares=self.spares,
                 late=self.late,
                 decay=self.decay,
             )
 
-        return Terms(make_policy=make, rounds=True, slots=2, clip_norm=clip_norm)
+        return PsMode(make_policy=make, rounds=True, slots=2, clip_norm=clip_norm)

@@ -13,7 +13,7 @@ from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.parameter_server import PsAsync, PsBackup, PsSsp, PsSync
 from manyhands.strategies.single import Single
-from manyhands.strategies.spec import Part, Spec, Value, parse_spec
+from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 
 STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (Single, AllReduce, PsSync, PsAsync, PsSsp, PsBackup)
@@ -99,10 +99,10 @@ def spec_of(strategy: Strategy) -> str:
         for field in dataclasses.fields(strategy)
         if getattr(strategy, field.name) != field.default
     }
-    return str(Part(strategy.name, changed))
+    return str(SpecPart(strategy.name, changed))
 
 
-def _options(cls: type[Strategy], part: Part) -> dict[str, Any]:
+def _options(cls: type[Strategy], part: SpecPart) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key, value in part.options.items():

@@ -25,7 +25,7 @@ _WORDS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True)
-class Part:
+class SpecPart:
     name: str
     options: Mapping[str, Value] = field(default_factory=dict)
 
@@ -36,8 +36,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Spec:
-    strategy: Part
-    codecs: tuple[Part, ...] = ()
+    strategy: SpecPart
+    codecs: tuple[SpecPart, ...] = ()
 
     def __str__(self) -> str:
         return "+".join(str(part) for part in (self.strategy, *self.codecs))
@@ -64,7 +64,7 @@ class _Reader:
     def at_end(self) -> bool:
         return self._at == len(self._text)
 
-    def part(self) -> Part:
+    def part(self) -> SpecPart:
         name = self._match(_NAME, "a name such as allreduce")
         options: dict[str, Value] = {}
         if self.accept("(") and not self.accept(")"):
@@ -81,7 +81,7 @@ class _Reader:
                     break
                 if not self.accept(","):
                     raise self.error("expected ',' or ')'")
-        return Part(name, options)
+        return SpecPart(name, options)
 
     def accept(self, symbol: str) -> bool:
         if not self._text.startswith(symbol, self._at):

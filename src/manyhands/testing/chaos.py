@@ -179,7 +179,7 @@ def audit_counts(ordeal: Ordeal, *, epochs: int) -> None:
     check_counts(ordeal.done.state(), epochs=epochs, rows=ordeal.case.counts_rows)
 
 
-def _pause(running: harness.Command, ordeal: Ordeal, rng: random.Random) -> None:
+def _pause(running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random) -> None:
     """Somebody stands still for a moment: too short to be taken for dead."""
     member = rng.choice(list(_view(running)["members"]))
     with suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ def _pause(running: harness.Command, ordeal: Ordeal, rng: random.Random) -> None
         ordeal.num_paused += 1
 
 
-def _kill_coordinator(running: harness.Command, ordeal: Ordeal) -> None:
+def _kill_coordinator(running: harness.RunningCommand, ordeal: Ordeal) -> None:
     """And with it all members, by themselves."""
     ordeal.pids |= {*running.pids().values(), running.process.pid}
     running.process.kill()
@@ -199,7 +199,7 @@ def _kill_coordinator(running: harness.Command, ordeal: Ordeal) -> None:
 
 
 def _strike(
-    running: harness.Command, ordeal: Ordeal, rng: random.Random, blow: str, role: str
+    running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random, blow: str, role: str
 ) -> bool:
     """One blow and the recovery from it; False if the run was over before."""
     spare = _choose(running, ordeal, rng, role)
@@ -251,7 +251,9 @@ def _recovered(
     return None
 
 
-def _choose(running: harness.Command, ordeal: Ordeal, rng: random.Random, role: str) -> str | None:
+def _choose(
+    running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random, role: str
+) -> str | None:
     """A member that the others can do without; waits until there is one."""
     while running.process.poll() is None:
         view = _view(running)
@@ -290,7 +292,7 @@ def _makes_steps(known: int, events: Sequence[Mapping[str, Any]]) -> bool:
     return any(e["event"] == "StepCommitted" for e in events[known:])
 
 
-def _view(running: harness.Command) -> Mapping[str, Any]:
+def _view(running: harness.RunningCommand) -> Mapping[str, Any]:
     """The last one."""
     return [e for e in running.events() if e["event"] == "ViewChanged"][-1]
 

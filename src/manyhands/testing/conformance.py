@@ -49,9 +49,9 @@ class Case:
         return "-".join((self.strategy, str(self.workers), *more))
 
     @property
-    def goes_on(self) -> bool:
+    def elastic(self) -> bool:
         """Training goes on in place when a worker dies."""
-        return make_strategy(self.strategy).goes_on
+        return make_strategy(self.strategy).elastic
 
     def arguments(self, job: str, run: Path, *flags: str, **fields: Any) -> list[str]:
         return harness.train_arguments(
@@ -155,7 +155,7 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
 
 def survives_a_kill(case: Case, folder: Path) -> None:
     """SIGKILL of a worker, as the strategy says that it takes it."""
-    (goes_on_after_a_kill if case.goes_on else begins_again)(case, folder)
+    (goes_on_after_a_kill if case.elastic else begins_again)(case, folder)
 
 
 def counting_case(case: Case) -> Case:
@@ -211,7 +211,7 @@ def reports_the_bytes_it_sends(case: Case, folder: Path) -> None:
     run = folder / "run"
     arguments = case.arguments("Regression", run, pause_s=0.02, width=40_000, epochs=12)
 
-    def reported(running: harness.Command) -> int:
+    def reported(running: harness.RunningCommand) -> int:
         return sum(e["bytes_sent"] for e in running.events() if e["event"] == "StepCommitted")
 
     with harness.command(*arguments, run=run) as running:

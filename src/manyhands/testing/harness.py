@@ -66,7 +66,7 @@ class Finished:
         return uses
 
 
-class Command:
+class RunningCommand:
     """A manyhands command that runs."""
 
     def __init__(self, arguments: Sequence[str], run: Path, environ: dict[str, str] | None = None):
@@ -131,9 +131,11 @@ class Command:
 
 
 @contextmanager
-def command(*arguments: str, run: Path, environ: dict[str, str] | None = None) -> Iterator[Command]:
+def command(
+    *arguments: str, run: Path, environ: dict[str, str] | None = None
+) -> Iterator[RunningCommand]:
     """A running command that does not outlive the block."""
-    running = Command(arguments, run, environ)
+    running = RunningCommand(arguments, run, environ)
     try:
         yield running
     finally:

@@ -8,6 +8,6 @@
 It is made in `manyhands.lab`, which the command line uses, too.
 """
 
-from manyhands.lab import Host, Lab, Traffic
+from manyhands.lab import Lab, LabHost, Traffic
 
-__all__ = ["Host", "Lab", "Traffic"]
+__all__ = ["Lab", "LabHost", "Traffic"]

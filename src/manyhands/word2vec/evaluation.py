@@ -26,7 +26,7 @@ BATCH = 512
 
 
 @dataclass(frozen=True)
-class Tally:
+class AnalogyCounts:
     right: int = 0
     asked: int = 0
     """Without those that had an unknown word."""
@@ -35,31 +35,31 @@ class Tally:
     def accuracy(self) -> float:
         return self.right / self.asked if self.asked else 0.0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.right + other.right, self.asked + other.asked)
+    def __add__(self, other: AnalogyCounts) -> AnalogyCounts:
+        return AnalogyCounts(self.right + other.right, self.asked + other.asked)
 
 
 @dataclass(frozen=True)
 class Score:
     """Answers to the analogies of a file."""
 
-    sections: dict[str, Tally] = field(default_factory=dict)
+    sections: dict[str, AnalogyCounts] = field(default_factory=dict)
     left_out: int = 0
     """Questions with a word that is not among those looked at."""
 
     @property
-    def total(self) -> Tally:
-        return sum(self.sections.values(), Tally())
+    def total(self) -> AnalogyCounts:
+        return sum(self.sections.values(), AnalogyCounts())
 
     @property
-    def semantic(self) -> Tally:
+    def semantic(self) -> AnalogyCounts:
         rest = (tally for name, tally in self.sections.items() if not name.startswith("gram"))
-        return sum(rest, Tally())
+        return sum(rest, AnalogyCounts())
 
     @property
-    def syntactic(self) -> Tally:
+    def syntactic(self) -> AnalogyCounts:
         grammar = (tally for name, tally in self.sections.items() if name.startswith("gram"))
-        return sum(grammar, Tally())
+        return sum(grammar, AnalogyCounts())
 
     @property
     def accuracy(self) -> float:
@@ -75,7 +75,7 @@ def analogies(vectors: Vectors, file: str | os.PathLike[str], restrict: int = 30
         ids.setdefault(word, number)
     folded = np.array([ids[word] for word in words])
     unit = vectors.unit[: len(words)]
-    sections: dict[str, Tally] = {}
+    sections: dict[str, AnalogyCounts] = {}
     left_out = 0
     for name, questions in _questions(Path(file)).items():
         known = [
@@ -85,7 +85,7 @@ def analogies(vectors: Vectors, file: str | os.PathLike[str], restrict: int = 30
         right = 0
         for start in range(0, len(known), BATCH):
             right += _answered(unit, folded, np.array(known[start : start + BATCH]))
-        sections[name] = sections.get(name, Tally()) + Tally(right, len(known))
+        sections[name] = sections.get(name, AnalogyCounts()) + AnalogyCounts(right, len(known))
     return Score(sections, left_out)
 
 

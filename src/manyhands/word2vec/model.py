@@ -30,7 +30,7 @@ WORTH = 16
 """Words of a batch for each word that is copied: else copying is too much of the work."""
 
 
-class Vocabulary(Protocol):
+class HasCounts(Protocol):
     """As of manyhands.data.corpus()."""
 
     @property
@@ -42,7 +42,7 @@ class Vocabulary(Protocol):
 class WordModel(RowModel):
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: HasCounts,
         *,
         dim: int = 100,
         window: int = 5,

@@ -10,7 +10,7 @@ import numpy as np
 from manyhands.errors import RunFolderError
 from manyhands.job import job_of_run, load_job
 from manyhands.runs.checkpoints import newest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 from manyhands.runs.saver import read_state
 from manyhands.word2vec.model import WordModel
 from manyhands.word2vec.vectors import Vectors
@@ -18,7 +18,7 @@ from manyhands.word2vec.vectors import Vectors
 
 def vectors_of_run(folder: Path) -> Vectors:
     """From the newest checkpoint of a run that trained a WordModel; its text must still be there."""
-    run = Run.open(folder)
+    run = RunFolder.open(folder)
     config = run.config
     job_file = job_of_run(config, run.path)
     if (warning := run.owner_warning()) is not None:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,12 +36,13 @@ from manyhands.compute.loaders import Loaders
 from manyhands.compute.measures import Sums, add_up
 from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
-from manyhands.compute.train_state import Trainee, begin_with
+from manyhands.compute.train_state import TrainState, begin_with
+from manyhands.contract import Learner
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
 from manyhands.hosts.devices import describe_device, device_id, pick_device
 from manyhands.hosts.member import Member
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.view import Seat, View
 from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable
@@ -50,35 +51,6 @@ from manyhands.runs.saver import Saver, load_state, not_finite
 REPORT_EVERY_S = 0.1
 POLL_S = 0.02
 """How often to look whether reports are resolved, while nothing else is to do."""
-
-
-class Learner(Protocol):
-    """The run-time half of a strategy, as the loop uses it (see contract.py)."""
-
-    def prepare(self, trainee: Trainee, me: Me) -> None: ...
-    def on_view(self, view: View) -> None: ...
-    def rescued(self) -> StepReport | None: ...
-    def settled(self) -> dict[str, Any] | None: ...
-    def placement(self) -> str: ...
-    @property
-    def catching_up(self) -> bool: ...
-    @property
-    def whole_steps(self) -> bool: ...
-    def interrupt(self) -> None: ...
-    @property
-    def looks_ahead(self) -> bool: ...
-    @property
-    def pieces(self) -> int: ...
-    def ahead(self, share: Share) -> None: ...
-    def step(self, share: Share) -> StepReport: ...
-    def drain(self) -> None: ...
-    def rest(self) -> None: ...
-    def eval_model(self) -> torch.nn.Module: ...
-    def transport(self) -> str: ...
-    def collect(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Worker:
@@ -101,7 +73,7 @@ class Worker:
         if self.eval_data is not None:
             check_dataset(self.job, "eval_data", self.eval_data)
         num_steps = total_steps(self.job, len(self.data))
-        trainee = Trainee.of(self.job, device=self.device, num_steps=num_steps)
+        trainee = TrainState.of(self.job, device=self.device, num_steps=num_steps)
         self.trainee = trainee
         self.activity = trainee.activity = member.activity
         loaders = None

@@ -16,21 +16,21 @@ POLL_S = 0.2
 
 def live(member: Member) -> None:
     with member.phase("loading the job"):
-        keeper = Keeper(member)
+        keeper = ServerProgram(member)
     with member.phase("serving"):
         keeper.run()
 
 
-class Keeper:
+class ServerProgram:
     """A server's life, driven by the coordinator's orders."""
 
     def __init__(self, member: Member) -> None:
         from manyhands.compute.seeds import seed_loading
-        from manyhands.compute.train_state import Trainee, begin_with
+        from manyhands.compute.train_state import TrainState, begin_with
         from manyhands.hosts.view import SERVER, Seat
         from manyhands.job import load_job, total_steps
         from manyhands.ps.config import ParameterServer
-        from manyhands.ps.node import Station
+        from manyhands.ps.node import PsNode
         from manyhands.runs.checkpoints import checkpoint_step
         from manyhands.runs.saver import load_state
         from manyhands.strategies.registry import make_strategy
@@ -43,7 +43,7 @@ class Keeper:
         seed_loading(job.seed, "data")
         # Only for its length: the schedule of the learning rate goes by it.
         num_steps = total_steps(job, len(job.data()))
-        trainee = Trainee.of(job, device="cpu", num_steps=num_steps)
+        trainee = TrainState.of(job, device="cpu", num_steps=num_steps)
         trainee.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
         self.seat = Seat(member.name, member.host, role=SERVER)
         self.me = member.me(self.seat)
@@ -58,7 +58,7 @@ class Keeper:
             )
         elif task["init_from"]:
             begin_with(task["init_from"], trainee, job)
-        self.station = Station(config, trainee, self.me)
+        self.station = PsNode(config, trainee, self.me)
 
     def run(self) -> None:
         self.member.say("ready", seat=vars(self.seat))

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from manyhands.cli.init_from import find_weights, note, noted
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.options import RunOptions
 from manyhands.errors import UsageError
 from manyhands.runs.checkpoints import commit, final, partial
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunFolder:
     """With the checkpoints of steps 3, 6 and 9, of which the second is the best."""
-    run = Run.create("first", path=tmp_path / "a:b")
+    run = RunFolder.create("first", path=tmp_path / "a:b")
     run.write_config({})
     for step in (3, 6, 9):
         partial(run.path, step).mkdir()
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize(("which", "step"), [("", 6), (":best", 6), (":last", 9), (":3", 3)])
-def test_a_run_and_a_step(run: Run, which: str, step: int) -> None:
+def test_a_run_and_a_step(run: RunFolder, which: str, step: int) -> None:
     assert find_weights(f"{run.path}{which}").step == step
 
 
@@ -34,16 +34,16 @@ def test_a_run_and_a_step(run: Run, which: str, step: int) -> None:
     ("which", "words"),
     [(":4", "steps 3, 6, 9"), (":newest", "There is no run"), ("/x", "--init-from .*/x:last")],
 )
-def test_what_is_not_there(run: Run, which: str, words: str) -> None:
+def test_what_is_not_there(run: RunFolder, which: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         find_weights(f"{run.path}{which}")
 
 
-def test_weights_of_another_run_are_for_one_that_has_none_of_its_own(run: Run) -> None:
+def test_weights_of_another_run_are_for_one_that_has_none_of_its_own(run: RunFolder) -> None:
     weights = find_weights(str(run.path))
     config = {"init_from": note(weights)}
     assert noted({}) is None
-    options = Options("job.py", "single", 1, init_from=noted(config))
+    options = RunOptions("job.py", "single", 1, init_from=noted(config))
     assert options.assignment(run.path, None)["init_from"] == str(weights.path)
     assert options.assignment(run.path, final(run.path, 3))["init_from"] is None
     (weights.path / "manifest.json").unlink()

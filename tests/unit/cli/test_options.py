@@ -16,7 +16,7 @@ from manyhands.cli.options import (
     resolve_options,
 )
 from manyhands.coordinator.batch_scaling import Scaling
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.options import RunOptions
 from manyhands.errors import UsageError
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.strategies.registry import make_strategy
@@ -27,7 +27,7 @@ class Restless(Single):
     """A strategy that says something of its own to every question."""
 
     lockstep = False
-    goes_on = True
+    elastic = True
 
     def parts(self, workers: int) -> int:
         return 2 * workers
@@ -39,18 +39,18 @@ class Restless(Single):
         return workers > 1
 
 
-def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[Options, Resolved]:
+def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[RunOptions, Resolved]:
     parser = argparse.ArgumentParser()
     add_training_flags(parser)
     resolved = Resolved(parser.parse_args(flags), before)
     return resolve_options(resolved, job="job.py", settings={}), resolved
 
 
-@pytest.mark.parametrize(("spec", "goes_on"), [("single", False), ("allreduce", True)])
-def test_in_step_without_servers(spec: str, goes_on: bool) -> None:
+@pytest.mark.parametrize(("spec", "elastic"), [("single", False), ("allreduce", True)])
+def test_in_step_without_servers(spec: str, elastic: bool) -> None:
     manner = manner_of(make_strategy(spec), 1)
-    assert (manner.lockstep, manner.goes_on, manner.servers, manner.needs_keys) == (
-        *(True, goes_on),
+    assert (manner.lockstep, manner.elastic, manner.servers, manner.needs_keys) == (
+        *(True, elastic),
         *(0, False),
     )
     assert options("--strategy", spec, "--workers", "1")[0].manner.lockstep
@@ -58,7 +58,7 @@ def test_in_step_without_servers(spec: str, goes_on: bool) -> None:
 
 def test_the_manner_is_what_the_strategy_says() -> None:
     manner = manner_of(Restless(), 3)
-    assert (manner.lockstep, manner.goes_on, manner.servers, manner.needs_keys) == (
+    assert (manner.lockstep, manner.elastic, manner.servers, manner.needs_keys) == (
         *(False, True),
         *(4, True),
     )

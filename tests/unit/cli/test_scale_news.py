@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.cli.scale import _events, _wait
 from manyhands.errors import UsageError
-from manyhands.runs.folder import EVENTS, Run
+from manyhands.runs.folder import EVENTS, RunFolder
 
 SLOT = "2 workers are started as soon as there are free slots"
 
@@ -24,13 +24,15 @@ def noticed(message: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunFolder:
     first = json.dumps(view("worker-0", "worker-1"), separators=(",", ":"))
     (tmp_path / EVENTS).write_text(first + "\n")
-    return Run(tmp_path)
+    return RunFolder(tmp_path)
 
 
-def test_it_tells_once_that_there_is_no_room(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_once_that_there_is_no_room(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = noticed("another worker is started as soon as there are free slots")
     news = [view("a", "b"), before, noticed("asked for 4 workers"), noticed(SLOT)]
     assert _wait(run, 4, iter([*news, view("a", "b", "c", "d")])) == 0
@@ -41,14 +43,14 @@ def test_it_tells_once_that_there_is_no_room(run: Run, capsys: pytest.CaptureFix
     ]
 
 
-def test_somebody_else_who_asks_later_counts(run: Run) -> None:
+def test_somebody_else_who_asks_later_counts(run: RunFolder) -> None:
     news = [noticed("asked for 5 workers"), view("a", "b", "c"), noticed("asked for 1 worker")]
     with pytest.raises(UsageError, match="5 workers are not wanted any more: asked for 1 worker"):
         _wait(run, 5, iter(news))
 
 
 def test_what_was_asked_or_refused_before_is_not_ours(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     news = [
         view("a", "b"),
@@ -61,7 +63,7 @@ def test_what_was_asked_or_refused_before_is_not_ours(
 
 
 def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fewer workers are there at once: the view is in the file when the answer is read from it."""
     news = _events(run.path / EVENTS)
@@ -72,12 +74,14 @@ def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
     assert capsys.readouterr().out.splitlines() == ["asked for 1 worker", "1 worker: worker-0"]
 
 
-def test_a_view_before_the_answer_is_not_ours(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_view_before_the_answer_is_not_ours(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     news = [view("a", "b"), view("a", "b", "c"), noticed("asked for 3 workers")]
     assert _wait(run, 3, iter(news)) == 0
     assert capsys.readouterr().out.splitlines() == ["asked for 3 workers", "3 workers: a, b, c"]
 
 
-def test_a_refusal_of_ours_is_an_error(run: Run) -> None:
+def test_a_refusal_of_ours_is_an_error(run: RunFolder) -> None:
     with pytest.raises(UsageError, match="and refused: there is only one"):
         _wait(run, 9, iter([noticed("asked for 9 workers, and refused: there is only one")]))

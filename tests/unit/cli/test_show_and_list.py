@@ -12,7 +12,7 @@ import pytest
 from manyhands.cli.list_runs import HEADS
 from manyhands.cli.main import main
 from manyhands.events.history import read_history, sparkline
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 
 def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def make(
     summary: dict[str, Any] | None = None,
     old: bool = False,
     **changed: str,
-) -> Run:
-    run = Run.create("x", path=root / name)
+) -> RunFolder:
+    run = RunFolder.create("x", path=root / name)
     job = {"reference": "jobs/net.py", "file": "/jobs/net.py", "sha256": ""}
     options = {"strategy": {"value": "allreduce"}, "workers": {"value": 2}}
     monitor = {"monitor": {"value": "accuracy", "from": "job file"}}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from manyhands.collectives import state_transfer as catching_up
-from manyhands.collectives.state_transfer import CatchingUp, Lender
-from manyhands.compute.train_state import Trainee
+from manyhands.collectives.state_transfer import StateReceiver, StateSender
+from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.view import Me, Seat, View
 from manyhands.runs.saver import gather_state
@@ -42,7 +42,7 @@ class Facts(dict[str, str]):
         raise AssertionError(f"{kind}: {fields}")
 
 
-def step(trainee: Trainee, number: int) -> list[torch.nn.Parameter]:
+def step(trainee: TrainState, number: int) -> list[torch.nn.Parameter]:
     """The gradients of a step, the same for all, and what its order says of the learning rate."""
     generator = torch.Generator().manual_seed(number)
     parameters = list(trainee.model.parameters())
@@ -55,15 +55,15 @@ def step(trainee: Trainee, number: int) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("early", [0, 3])
 def test_the_factors_of_what_was_kept_are_those_of_its_steps(tmp_path: Path, early: int) -> None:
     """Also of steps after which a warm-up has gone on; `early`: the state is here before so many."""
-    old = Trainee.of(Regression(), device="cpu", num_steps=20)
-    new = Trainee.of(Regression(seed=1), device="cpu", num_steps=20)
+    old = TrainState.of(Regression(), device="cpu", num_steps=20)
+    new = TrainState.of(Regression(seed=1), device="cpu", num_steps=20)
     board, learner = Facts(), AllReduce().build()
     seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
     for number in range(1, 4):
         step(old, number)
         old.update()
-    lender = Lender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
-    catching = CatchingUp(seats[1], VIEW, new, learner)
+    lender = StateSender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
+    catching = StateReceiver(seats[1], VIEW, new, learner)
     try:
         for number in range(4, 9):
             step(old, number)
@@ -82,11 +82,11 @@ def test_a_lender_that_falls_silent_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catching_up, "STALLED_S", 0.2)
-    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/silent") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        catching = CatchingUp(me, VIEW, new, AllReduce().build())
+        catching = StateReceiver(me, VIEW, new, AllReduce().build())
         with listener.accept(), pytest.raises(LinkTimeout, match="did not send"):
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
         catching.close()
@@ -125,11 +125,11 @@ def unusual(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_a_state_that_makes_no_sense_reaches_whoever_would_train_with_it(
     tmp_path: Path, first: dict[str, Any]
 ) -> None:
-    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/bad") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        catching = CatchingUp(me, VIEW, new, AllReduce().build())
+        catching = StateReceiver(me, VIEW, new, AllReduce().build())
         with listener.accept() as link:
             link.send(first)
             if first.get("text") == STATE:
@@ -146,12 +146,12 @@ def test_any_error_while_the_state_is_taken_over_reaches_whoever_would_train_wit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     unusual(monkeypatch, error)
-    old = Trainee.of(Regression(), device="cpu", num_steps=20)
-    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    old = TrainState.of(Regression(), device="cpu", num_steps=20)
+    new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     learner = AllReduce().build()
     seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
-    lender = Lender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
-    catching = CatchingUp(seats[1], VIEW, new, learner)
+    lender = StateSender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
+    catching = StateReceiver(seats[1], VIEW, new, learner)
     try:
         with pytest.raises(type(error)):
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
@@ -166,11 +166,11 @@ def test_no_more_is_allocated_for_a_state_than_one_can_have(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("allocated")
 
-    new, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/huge") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        catching = CatchingUp(me, VIEW, new, AllReduce().build())
+        catching = StateReceiver(me, VIEW, new, AllReduce().build())
         with listener.accept() as link:
             monkeypatch.setattr(torch, "empty", never)
             link.send({"k": "state", "text": STATE.replace("[2]", "[100000000]")})
@@ -185,9 +185,9 @@ def last_of(link: Link) -> None:
 
 
 def test_a_lender_takes_nothing(tmp_path: Path) -> None:
-    old, board = Trainee.of(Regression(), device="cpu", num_steps=20), Facts()
+    old, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
-    lender = Lender(me, VIEW, gather_state(old, AllReduce().build()), newcomers=1)
+    lender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), newcomers=1)
     try:
         with connect(board[f"state/{VIEW.number}"], timeout_s=30.0) as link:
             with suppress(LinkError):  # the other end may be quicker

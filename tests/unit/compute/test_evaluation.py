@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.compute.evaluation import evaluate
-from manyhands.control.messages import Evaluated
+from manyhands.control.messages import EvaluationReport
 from manyhands.coordinator.progress import combine
 from manyhands.errors import JobError
 from manyhands.transport.fields import read
@@ -21,7 +21,7 @@ DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2] + 1)
 
 def whole(job: Any, model: nn.Module, world: int = 1, data: Any = DATA) -> Any:
     found = [evaluate(job, model, data, part=(r, r + 1, world), device="cpu") for r in range(world)]
-    return combine([read(Evaluated, {"view": 1, "seconds": 0.0, **each}) for each in found])
+    return combine([read(EvaluationReport, {"view": 1, "seconds": 0.0, **each}) for each in found])
 
 
 def mean_error(self: Any, output: Any, batch: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from manyhands.compute.feed import Feed, Portion, Share
 from manyhands.compute.gradients import StepReport, gradients
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.errors import JobError
 
 SAMPLES = 13
@@ -34,18 +34,20 @@ def weight_of(self: Any, batch: Any) -> Tensor:
     return batch[2].sum()
 
 
-def parts_of(job: Any, cuts: list[int]) -> list[tuple[Trainee, Share]]:
+def parts_of(job: Any, cuts: list[int]) -> list[tuple[TrainState, Share]]:
     """Each worker's own copy of the model, with its share of one global step of all samples."""
     edges = [0, *cuts, SAMPLES]
     parts = []
     for low, high in pairwise(edges):
         ranges = ((low, high),) if high > low else ()
         share = Feed(job, data(), device="cpu").share(Portion(1, 0, SAMPLES, ranges))
-        parts.append((Trainee.of(job, device="cpu", num_steps=1), share))
+        parts.append((TrainState.of(job, device="cpu", num_steps=1), share))
     return parts
 
 
-def added_up(parts: list[tuple[Trainee, Share]], **how: Any) -> tuple[list[Tensor], float, float]:
+def added_up(
+    parts: list[tuple[TrainState, Share]], **how: Any
+) -> tuple[list[Tensor], float, float]:
     """The sum of the workers' gradients, weights and losses."""
     weight = loss = 0.0
     for trainee, share in parts:
@@ -58,7 +60,7 @@ def added_up(parts: list[tuple[Trainee, Share]], **how: Any) -> tuple[list[Tenso
 
 def reference(job: Any) -> tuple[list[Tensor], float]:
     """One backward over the whole batch, by torch alone."""
-    trainee = Trainee.of(job, device="cpu", num_steps=1)
+    trainee = TrainState.of(job, device="cpu", num_steps=1)
     batch = data().tensors
     loss = job.loss(trainee.model(batch[0]), batch)
     loss.backward()

@@ -12,9 +12,9 @@ from manyhands.compute.evaluation import evaluate
 from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients, rehearse
 from manyhands.compute.measures import means
-from manyhands.compute.train_state import Trainee
-from manyhands.control.messages import Row
-from manyhands.coordinator.progress import Gathering, StepPlan
+from manyhands.compute.train_state import TrainState
+from manyhands.control.messages import StepRow
+from manyhands.coordinator.progress import StepPlan, StepProgress
 from manyhands.errors import JobError
 from manyhands.events.events import StepCommitted
 from manyhands.events.tensorboard import step_scalars
@@ -34,7 +34,7 @@ def batch(number: float, samples: int) -> Any:
 
 
 def trained(job: Any, *batches: Any, part: int = 0) -> StepReport:
-    trainee = Trainee.of(job, device="cpu", num_steps=10)
+    trainee = TrainState.of(job, device="cpu", num_steps=10)
     pairs = [(each, len(each[0])) for each in batches]
     samples = sum(number for _, number in pairs)
     weight, loss = gradients(trainee, Share(1, 0, samples, samples, pairs, part))
@@ -50,13 +50,13 @@ def test_a_mean_over_micro_batches_and_workers(make_job: Any) -> None:
     ]
     sums = _read_measures(reports)
     assert sums[0] == {"inputs": [5.0, 4.0]}
-    gathering = Gathering()
+    gathering = StepProgress()
     plan = StepPlan(1, 0, ((0, 10),))
     workers = {0: "a", 1: "b", 2: "c"}
     gathering.expect(plan, {0: [(0, 4)], 1: [(4, 8)], 2: [(8, 10)]}, workers)
     for report, measures in zip(reports, sums, strict=True):
         head = (1, float(report.weight), 0.0, 0.1, 0.1, 0.1, 0.0, 0)
-        gathering.add(workers[report.part], Row(*head, part=report.part, measures=measures))
+        gathering.add(workers[report.part], StepRow(*head, part=report.part, measures=measures))
     (step,) = gathering.committed()
     assert step.measures == {"inputs": pytest.approx((3 * 1 + 2 + 4 * 5 + 2 * 1) / 10)}
 
@@ -112,7 +112,7 @@ def test_mistakes_are_found_before_training(
     make_job: Any, name: Any, value: Any, says: str
 ) -> None:
     job = logging(make_job, name=name, value=value)
-    trainee = Trainee.of(job, device="cpu", num_steps=10)
+    trainee = TrainState.of(job, device="cpu", num_steps=10)
     with pytest.raises(JobError, match=says):
         rehearse(trainee, Share(0, 0, 2, 2, [(batch(1.0, 2), 2)], 0))
 

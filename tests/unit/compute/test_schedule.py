@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.errors import JobError, UsageError
 from manyhands.runs.saver import gather_state, put_state
 
@@ -36,16 +36,16 @@ class Stateless:
         assert not state
 
 
-def build(make_job: Any, schedule: Any, *, lr: float = 0.1, num_steps: int = 10) -> Trainee:
+def build(make_job: Any, schedule: Any, *, lr: float = 0.1, num_steps: int = 10) -> TrainState:
     def optimizer(self: Any, params: Any, model: Any) -> Any:
         groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 2 * lr}]
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
     job = make_job(optimizer=optimizer, schedule=lambda self, o, n: schedule(o, n))
-    return Trainee.of(job, device="cpu", num_steps=num_steps)
+    return TrainState.of(job, device="cpu", num_steps=num_steps)
 
 
-def train(trainee: Trainee, steps: int) -> list[float]:
+def train(trainee: TrainState, steps: int) -> list[float]:
     rates = []
     for _ in range(steps):
         rates.append(trainee.lr)
@@ -64,7 +64,7 @@ def resumed(
     mode: str = "",
     old: bool = False,
     **how: Any,
-) -> Trainee:
+) -> TrainState:
     """A trainee that goes on from what was saved after `at` steps; `old`: by an earlier version."""
     trainee = build(make_job, schedule, **how)
     state = copy.deepcopy(saved)
@@ -75,11 +75,11 @@ def resumed(
     return trainee
 
 
-def save(trainee: Trainee) -> Any:
+def save(trainee: TrainState) -> Any:
     return gather_state(trainee, Stateless())
 
 
-def weights(trainee: Trainee) -> list[torch.Tensor]:
+def weights(trainee: TrainState) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trainee.model.parameters()]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from torch.optim import lr_scheduler
 
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 
 EPOCHS, STEPS = 90, 9_000
 
 
 def notes(make_job: Any, schedule: Any, *, epochs: int = EPOCHS, steps: int = STEPS) -> list[str]:
     job = make_job(epochs=epochs, schedule=lambda self, o, n: schedule(o, n))
-    return Trainee.of(job, device="cpu", num_steps=steps).notes
+    return TrainState.of(job, device="cpu", num_steps=steps).notes
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from manyhands.compute.param_groups import describe_optimizer
-from manyhands.compute.train_state import Trainee, call, evaluating, job_loss, to_device
+from manyhands.compute.train_state import TrainState, call, evaluating, job_loss, to_device
 from manyhands.coordinator.batch_scaling import Scaling
-from manyhands.coordinator.plan import Course, Syllabus
+from manyhands.coordinator.plan import PlanConfig, TrainingPlan
 from manyhands.errors import JobError
 
 BATCH = (torch.ones(3, 4), torch.ones(3, 2))
 
 
-def trainee(job: Any) -> Trainee:
-    return Trainee.of(job, device="cpu", num_steps=10)
+def trainee(job: Any) -> TrainState:
+    return TrainState.of(job, device="cpu", num_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +222,13 @@ def test_a_factor_holds_for_one_step_and_leaves_the_schedule_alone(
 def test_one_cycle_is_over_when_the_training_is_whatever_the_batches(
     worlds: dict[int, int], rule: str, reference: int
 ) -> None:
-    syllabus = Syllabus(23, 3, 2, has_eval=False, scaling=Scaling(rule, reference))
+    syllabus = PlanConfig(23, 3, 2, has_eval=False, scaling=Scaling(rule, reference))
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     total = syllabus.num_steps
     one_cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total)
-    built = Trainee(nn.Linear(1, 1), optimizer, lambda model, batch: batch, scheduler=one_cycle)
-    life = drive(Course(syllabus), chance=random.Random(1), worlds=worlds)
+    built = TrainState(nn.Linear(1, 1), optimizer, lambda model, batch: batch, scheduler=one_cycle)
+    life = drive(TrainingPlan(syllabus), chance=random.Random(1), worlds=worlds)
     for plan in life.committed:
         built.lr_factor, built.ticks = plan.lr_factor, plan.ticks
         weight.grad = torch.ones(1)

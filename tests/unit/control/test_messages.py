@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.control.messages import REPORTS, Joined, Ready, Steps, parse
+from manyhands.control.messages import REPORTS, Joined, Ready, StepsReport, parse
 from manyhands.errors import ProtocolError
 from manyhands.hosts.messages import OF_AGENTS, OF_MEMBERS, AgentHello, read_kind
 from manyhands.transport.fields import read
@@ -113,7 +113,7 @@ def test_all_kinds_are_tried() -> None:
 
 def test_what_is_read_is_typed() -> None:
     message = parse(report("steps", rows=[ROW]))
-    assert isinstance(message, Steps)
+    assert isinstance(message, StepsReport)
     assert message.rows[0].bytes_sent == 120
     message = parse(report("joined", transport="", settled=SETTLED))
     assert isinstance(message, Joined)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.contract import Learner
 from manyhands.errors import ViewChanging
 from manyhands.hosts.member import Member
@@ -58,7 +58,7 @@ class LedgerLearner(Learner):
         self._pushes: queue.Queue[tuple[StepReport, Tensor, int, int]] = queue.Queue()
         self._settled: dict[str, Any] | None = None
 
-    def prepare(self, trainee: Trainee, me: Me) -> None:
+    def prepare(self, trainee: TrainState, me: Me) -> None:
         super().prepare(trainee, me)
         self._ledger = Ledger(me.scratch)
         threading.Thread(target=self._push_all, daemon=True).start()

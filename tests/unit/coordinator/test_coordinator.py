@@ -19,15 +19,15 @@ from manyhands.coordinator.coordinator import (
     MOST_POSTED,
     MOST_UNHEARD_BYTES,
     Coordinator,
+    HostNotice,
     LinkLost,
-    Said,
+    MemberMessage,
     Signalled,
-    Told,
 )
 from manyhands.errors import LinkError
-from manyhands.hosts.launchers import Handle, LocalLauncher, Start
-from manyhands.hosts.messages import Post
-from manyhands.hosts.refused_peers import Strangers
+from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
+from manyhands.hosts.messages import BoardPost
+from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.view import Seat
 from manyhands.transport import Authority, Credentials, Link, Listener, connect
 
@@ -56,9 +56,9 @@ def await_said(coordinator: Coordinator, member: str, kind: str) -> Any:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         match coordinator.next(0.1):
-            case Said(name, Post() as message) if name == member and kind == "post":
+            case MemberMessage(name, BoardPost() as message) if name == member and kind == "post":
                 return message
-            case Said(name, {"kind": said} as message) if name == member and said == kind:
+            case MemberMessage(name, {"kind": said} as message) if name == member and said == kind:
                 return message
     raise AssertionError(f"{member} did not say {kind}")
 
@@ -132,7 +132,7 @@ class Inviting(LocalLauncher):
         self.invitations: dict[str, Any] = {}
         self.over = threading.Event()
 
-    def start(self, start: Start) -> Any:
+    def start(self, start: StartRequest) -> Any:
         self.invitations[start.name] = start.invitation
         return Nobody(start.name, self.over)
 
@@ -177,7 +177,7 @@ def test_a_members_certificate_is_for_its_run_also_where_two_runs_have_one_key(
         with dial(mine, by=mine) as link:
             assert link.peer == "coordinator"
             link.send({"kind": "hello", "member": "worker-0"})
-            assert isinstance(one.next(DEADLINE_S), Said)
+            assert isinstance(one.next(DEADLINE_S), MemberMessage)
         with pytest.raises(LinkError, match="refused"):
             dial(theirs, by=mine)
         server = Credentials.from_dict(theirs["credentials"])
@@ -222,9 +222,11 @@ def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
         while not any(isinstance(happening, LinkLost) for happening in heard):
             heard.append(coordinator.next(0.1))
             assert time.monotonic() < deadline
-        assert Told("worker-0 does not read what it is told; its link is closed") in heard or (
+        assert HostNotice(
+            "worker-0 does not read what it is told; its link is closed"
+        ) in heard or (
             coordinator.next(DEADLINE_S)
-            == Told("worker-0 does not read what it is told; its link is closed")
+            == HostNotice("worker-0 does not read what it is told; its link is closed")
         )
         assert sum(map(len, coordinator._board.values())) <= MOST_POSTED
         thread.join(DEADLINE_S)
@@ -240,7 +242,7 @@ def test_the_first_word_of_a_connection_is_short(tmp_path: Path) -> None:
 
 def test_hosts_that_are_refused_are_told_once_and_then_counted() -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    strangers = Strangers(told.put, told.put)
+    strangers = RefusedPeers(told.put, told.put)
     for number in range(1000):
         strangers(f"127.0.0.1:{number}", "unknown ca")
         strangers(f"fe80::{number}:77", "garbage")

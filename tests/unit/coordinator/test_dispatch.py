@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from troupe import Troupe, row
 
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
-from manyhands.coordinator.checkpoint_tracker import Shelf
-from manyhands.coordinator.dispatch import Handout, make_handout
-from manyhands.coordinator.options import Manner, Options
-from manyhands.coordinator.plan import Course, Syllabus
+from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
+from manyhands.coordinator.dispatch import Dispatcher, make_handout
+from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.coordinator.plan import PlanConfig, TrainingPlan
 from manyhands.coordinator.plateau import Plateau
 from manyhands.events.sinks import Stream
 from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.runs import checkpoints
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 IN_STEP = Manner()
 IN_PARTS = Manner(lockstep=False, parts=lambda workers: workers)
 IN_MANY_PARTS = Manner(lockstep=False, parts=lambda workers: 2 * workers + 1)
 
 syllabi = st.builds(
-    Syllabus,
+    PlanConfig,
     num_samples=st.integers(1, 40),
     batch_size=st.integers(1, 15),
     epochs=st.integers(1, 3),
@@ -50,7 +50,7 @@ syllabi = st.builds(
     seed=st.integers(0, 2**32),
 )
 def test_whoever_dies_or_comes_every_sample_counts_once(
-    syllabus: Syllabus,
+    syllabus: PlanConfig,
     manner: Manner,
     workers: int,
     deaths: int,
@@ -64,7 +64,7 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
 @settings(max_examples=40, deadline=None)
 @given(
     syllabus=st.builds(
-        Syllabus,
+        PlanConfig,
         num_samples=st.integers(1, 30),
         batch_size=st.integers(2, 9),
         epochs=st.integers(1, 2),
@@ -81,13 +81,13 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
     seed=st.integers(0, 2**32),
 )
 def test_also_where_the_batch_follows_the_workers_and_the_rate_the_losses(
-    syllabus: Syllabus, manner: Manner, deaths: int, arrivals: int, seed: int
+    syllabus: PlanConfig, manner: Manner, deaths: int, arrivals: int, seed: int
 ) -> None:
     play(syllabus, manner, 3, random.Random(seed), deaths, arrivals, None)
 
 
 def play(
-    syllabus: Syllabus,
+    syllabus: PlanConfig,
     manner: Manner,
     workers: int,
     chance: random.Random,
@@ -131,11 +131,11 @@ class Stage:
 
     def __init__(self, tmp_path: Path, manner: Manner, workers: int, **syllabus: Any) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.course = Course(Syllabus(**{"batch_size": 4, "epochs": 1, **syllabus}))
-        run = Run.create("stage", path=tmp_path / "run")
-        options = Options("job.py", "any", workers, manner=manner)
-        self.shelf = Shelf(run, Stream(), options, newest=None)
-        self.handout: Handout = make_handout(
+        self.course = TrainingPlan(PlanConfig(**{"batch_size": 4, "epochs": 1, **syllabus}))
+        run = RunFolder.create("stage", path=tmp_path / "run")
+        options = RunOptions("job.py", "any", workers, manner=manner)
+        self.shelf = CheckpointTracker(run, Stream(), options, newest=None)
+        self.handout: Dispatcher = make_handout(
             manner, self.course, self.shelf, lambda name, order: self.told.append((name, order))
         )
         self.view = 0

@@ -5,26 +5,26 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.coordinator.failures import Failure, FirstFailure, Grade
+from manyhands.coordinator.failures import FirstFailure, Grade, MemberFailure
 
 SETTLE_S = 1.0
 
 
-def cause(member: str) -> Failure:
-    return Failure(member, "killed by SIGKILL", exit_code=137)
+def cause(member: str) -> MemberFailure:
+    return MemberFailure(member, "killed by SIGKILL", exit_code=137)
 
 
-def consequence(member: str) -> Failure:
-    return Failure(member, "lost a peer", grade=Grade.CONSEQUENCE)
+def consequence(member: str) -> MemberFailure:
+    return MemberFailure(member, "lost a peer", grade=Grade.CONSEQUENCE)
 
 
-def suspicion(member: str) -> Failure:
-    return Failure(member, "the link is closed", grade=Grade.SUSPICION)
+def suspicion(member: str) -> MemberFailure:
+    return MemberFailure(member, "the link is closed", grade=Grade.SUSPICION)
 
 
 def judge(
-    arrivals: list[tuple[float, Failure]], *, every_s: float, until_s: float
-) -> Failure | None:
+    arrivals: list[tuple[float, MemberFailure]], *, every_s: float, until_s: float
+) -> MemberFailure | None:
     """Add the failures as they arrive and ask for the verdict all the time."""
     first = FirstFailure(SETTLE_S)
     todo = sorted(arrivals, key=lambda arrival: arrival[0])
@@ -50,7 +50,7 @@ times = st.floats(0.0, 0.9)
 def test_a_cause_in_time_is_never_hidden(
     victims: list[float], culprit: float, suspicions: list[float], every_s: float
 ) -> None:
-    arrivals: list[tuple[float, Failure]] = [
+    arrivals: list[tuple[float, MemberFailure]] = [
         (at, consequence(f"worker-{i}")) for i, at in enumerate(victims)
     ]
     # Links close before anybody says why: the culprit's own, and those of its peers.
@@ -67,7 +67,7 @@ def test_a_cause_in_time_is_never_hidden(
 
 @given(st.lists(times, min_size=1, max_size=5))
 def test_without_a_cause_the_first_consequence_is_named_in_the_end(victims: list[float]) -> None:
-    arrivals: list[tuple[float, Failure]] = [
+    arrivals: list[tuple[float, MemberFailure]] = [
         (at, consequence(f"worker-{i}")) for i, at in enumerate(sorted(victims))
     ]
     assert judge(arrivals, every_s=0.05, until_s=SETTLE_S + max(victims) - 0.06) is None
@@ -86,7 +86,7 @@ def test_what_a_member_says_first_is_why_it_ended() -> None:
     """A worker that lost a peer, and said so, exits with 1: that exit is no cause."""
     first = FirstFailure(SETTLE_S)
     first.add(consequence("a"), 0.0)
-    first.add(Failure("a", "ended with exit code 1"), 0.1)
+    first.add(MemberFailure("a", "ended with exit code 1"), 0.1)
     assert first.verdict(0.2) is None
     first.add(cause("b"), 0.3)
     assert first.verdict(0.3) == cause("b")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from manyhands.coordinator import fault_injector as injector_module
-from manyhands.coordinator.fault_injector import Injector
+from manyhands.coordinator.fault_injector import FaultInjector
 from manyhands.coordinator.fault_spec import parse_chaos
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
@@ -58,7 +58,7 @@ class Play:
         self.course = SimpleNamespace(step=0, committed_step=0)
         self.kept = Kept()
         self.now = 100.0
-        self.injector = Injector(
+        self.injector = FaultInjector(
             parse_chaos(chaos),
             cast(Any, self.coordinator),
             cast(Any, self.crew),

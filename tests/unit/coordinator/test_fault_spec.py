@@ -16,10 +16,10 @@ from manyhands.coordinator.fault_spec import (
     KILL,
     ONCE,
     PAUSE,
-    Chaos,
-    Clause,
-    Timer,
-    Timing,
+    FaultClause,
+    FaultSpec,
+    FaultTimer,
+    FaultTiming,
     befallen,
     check,
     parse_chaos,
@@ -29,17 +29,17 @@ from manyhands.errors import UsageError
 durations = st.integers(1, 10_000_000).map(lambda ms: ms / 1000)
 targets = st.sampled_from(["worker", "server", "member", "worker-0", "server-12"])
 timings = st.one_of(
-    st.builds(Timing, st.sampled_from([EVERY, AT]), durations),
-    st.builds(Timing, st.just(AFTER_STEP), st.integers(0, 10**9)),
-    st.just(Timing(ONCE, 0.0)),
+    st.builds(FaultTiming, st.sampled_from([EVERY, AT]), durations),
+    st.builds(FaultTiming, st.just(AFTER_STEP), st.integers(0, 10**9)),
+    st.just(FaultTiming(ONCE, 0.0)),
 )
 clauses = st.one_of(
-    st.builds(Clause, st.just(KILL), targets, st.just(0.0), timings),
-    st.builds(Clause, st.just(PAUSE), targets, durations, timings),
-    st.builds(Clause, st.just(CUT), targets, st.just(0.0) | durations, timings),
+    st.builds(FaultClause, st.just(KILL), targets, st.just(0.0), timings),
+    st.builds(FaultClause, st.just(PAUSE), targets, durations, timings),
+    st.builds(FaultClause, st.just(CUT), targets, st.just(0.0) | durations, timings),
 )
 chaoses = st.builds(
-    Chaos,
+    FaultSpec,
     st.lists(clauses, min_size=1, max_size=4).map(tuple),
     st.none() | st.integers(0, 10**9),
 )
@@ -47,11 +47,11 @@ chaoses = st.builds(
 
 def test_the_example() -> None:
     chaos = parse_chaos("kill worker every 10s; pause server 2s; cut link 1s; seed 7")
-    assert chaos == Chaos(
+    assert chaos == FaultSpec(
         (
-            Clause(KILL, "worker", 0.0, Timing(EVERY, 10.0)),
-            Clause(PAUSE, "server", 2.0, Timing(EVERY, 10.0)),
-            Clause(CUT, "member", 1.0, Timing(EVERY, 10.0)),
+            FaultClause(KILL, "worker", 0.0, FaultTiming(EVERY, 10.0)),
+            FaultClause(PAUSE, "server", 2.0, FaultTiming(EVERY, 10.0)),
+            FaultClause(CUT, "member", 1.0, FaultTiming(EVERY, 10.0)),
         ),
         seed=7,
     )
@@ -60,14 +60,14 @@ def test_the_example() -> None:
 def test_other_moments_and_units() -> None:
     text = "  KILL worker-1 at 1m;pause  member 500ms after step 100; cut link of server once;"
     assert parse_chaos(text).clauses == (
-        Clause(KILL, "worker-1", 0.0, Timing(AT, 60.0)),
-        Clause(PAUSE, "member", 0.5, Timing(AFTER_STEP, 100)),
-        Clause(CUT, "server", 0.0, Timing(ONCE, 0.0)),
+        FaultClause(KILL, "worker-1", 0.0, FaultTiming(AT, 60.0)),
+        FaultClause(PAUSE, "member", 0.5, FaultTiming(AFTER_STEP, 100)),
+        FaultClause(CUT, "server", 0.0, FaultTiming(ONCE, 0.0)),
     )
 
 
 @given(chaoses)
-def test_what_is_shown_parses_to_the_same(chaos: Chaos) -> None:
+def test_what_is_shown_parses_to_the_same(chaos: FaultSpec) -> None:
     assert parse_chaos(str(chaos)) == chaos
 
 
@@ -119,20 +119,20 @@ def test_a_mistake_is_told_with_what_to_write(text: str, wanted: str) -> None:
     assert wanted in str(caught.value)
 
 
-def refusal(text: str, *, goes_on: bool = True, workers: int = 3, servers: int = 0) -> str:
+def refusal(text: str, *, elastic: bool = True, workers: int = 3, servers: int = 0) -> str:
     with pytest.raises(UsageError) as caught:
-        check(parse_chaos(text), strategy="mine", goes_on=goes_on, workers=workers, servers=servers)
+        check(parse_chaos(text), strategy="mine", elastic=elastic, workers=workers, servers=servers)
     return str(caught.value)
 
 
 def test_what_could_never_happen_is_refused() -> None:
-    assert "mine does not go on when a worker dies" in refusal("pause worker 1s", goes_on=False)
+    assert "mine does not go on when a worker dies" in refusal("pause worker 1s", elastic=False)
     assert "--workers 3" in refusal("kill worker", workers=2)
     assert "--workers 3" in refusal("kill worker-1", workers=2)
     assert "no member of this run only serves" in refusal("pause server-0 1s")
     assert "two servers" in refusal("kill server", servers=1)
     fine = parse_chaos("pause worker 1s; cut link; kill server; kill member")
-    check(fine, strategy="mine", goes_on=True, workers=2, servers=2)
+    check(fine, strategy="mine", elastic=True, workers=2, servers=2)
 
 
 names = st.integers(0, 5)
@@ -142,7 +142,7 @@ names = st.integers(0, 5)
 def test_a_kill_leaves_enough(fault: str, target: str, num_workers: int, num_servers: int) -> None:
     workers = [f"worker-{n}" for n in range(num_workers)]
     servers = [f"server-{n}" for n in range(num_servers)]
-    for victim in befallen(Clause(fault, target, 1.0), workers, servers):
+    for victim in befallen(FaultClause(fault, target, 1.0), workers, servers):
         assert target in ("member", victim, victim.partition("-")[0])
         if fault == KILL:
             assert len([name for name in workers if name != victim]) >= 2
@@ -150,8 +150,8 @@ def test_a_kill_leaves_enough(fault: str, target: str, num_workers: int, num_ser
 
 
 @given(timings, st.integers(0, 1000))
-def test_once_is_once_and_every_comes_again(timing: Timing, seed: int) -> None:
-    timer = Timer(timing, random.Random(seed))
+def test_once_is_once_and_every_comes_again(timing: FaultTiming, seed: int) -> None:
+    timer = FaultTimer(timing, random.Random(seed))
     late_s, late_step = 1e8, 10**10
     assert timer.due(late_s, late_step)
     assert timer.due(late_s, late_step), "it waits until it can be done"
@@ -162,8 +162,8 @@ def test_once_is_once_and_every_comes_again(timing: Timing, seed: int) -> None:
 
 def test_not_before_its_time() -> None:
     rng = random.Random(0)
-    assert not Timer(Timing(EVERY, 10.0), rng).due(9.9, 10**6)
-    assert not Timer(Timing(AT, 10.0), rng).due(9.9, 10**6)
-    assert not Timer(Timing(AFTER_STEP, 10), rng).due(1e6, 9)
-    assert Timer(Timing(AFTER_STEP, 10), rng).due(0.0, 10)
-    assert Timer(Timing(ONCE, 0.0), rng).due(60.0, 0)
+    assert not FaultTimer(FaultTiming(EVERY, 10.0), rng).due(9.9, 10**6)
+    assert not FaultTimer(FaultTiming(AT, 10.0), rng).due(9.9, 10**6)
+    assert not FaultTimer(FaultTiming(AFTER_STEP, 10), rng).due(1e6, 9)
+    assert FaultTimer(FaultTiming(AFTER_STEP, 10), rng).due(0.0, 10)
+    assert FaultTimer(FaultTiming(ONCE, 0.0), rng).due(60.0, 0)

@@ -9,11 +9,11 @@ import pytest
 
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.job_checks import check_job, monitor_note, syllabus_of
-from manyhands.coordinator.options import Options
+from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plateau import Plateau
 from manyhands.errors import JobError, UsageError
 
-OPTIONS = Options("job.py", "allreduce", 2)
+OPTIONS = RunOptions("job.py", "allreduce", 2)
 
 
 def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> dict[str, Any]:

@@ -9,11 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_driver import assert_once_an_epoch, drive, finish, through_json
 
-from manyhands.coordinator.plan import Checkpoint, Course, Evaluate, StepPlan, Steps, Stop, Syllabus
+from manyhands.coordinator.plan import (
+    Checkpoint,
+    Evaluate,
+    PlanConfig,
+    StepPlan,
+    Stop,
+    TrainingPlan,
+    TrainSteps,
+)
 from manyhands.errors import CheckpointError
 
 
-def due(syllabus: Syllabus) -> list[int]:
+def due(syllabus: PlanConfig) -> list[int]:
     """The epochs after which to evaluate."""
     if not syllabus.has_eval:
         return []
@@ -22,7 +30,7 @@ def due(syllabus: Syllabus) -> list[int]:
 
 
 syllabi = st.builds(
-    Syllabus,
+    PlanConfig,
     num_samples=st.integers(1, 40),
     batch_size=st.integers(1, 15),
     epochs=st.integers(1, 4),
@@ -35,8 +43,8 @@ syllabi = st.builds(
 
 @settings(max_examples=150)
 @given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_a_whole_course(syllabus: Syllabus, seed: int, max_lease: int) -> None:
-    course = Course(syllabus)
+def test_a_whole_course(syllabus: PlanConfig, seed: int, max_lease: int) -> None:
+    course = TrainingPlan(syllabus)
     life = drive(course, chance=random.Random(seed), max_lease=max_lease)
     assert life.stop == "finished"
     assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
@@ -67,25 +75,25 @@ def test_a_whole_course(syllabus: Syllabus, seed: int, max_lease: int) -> None:
     other_batch=st.integers(1, 15),
 )
 def test_an_interrupted_course_goes_on(
-    syllabus: Syllabus, seed: int, moment: int, kill: bool, other_batch: int
+    syllabus: PlanConfig, seed: int, moment: int, kill: bool, other_batch: int
 ) -> None:
     """Stopped or killed anywhere, then resumed from the newest checkpoint, with another batch size."""
-    syllabus = Syllabus(**{**vars(syllabus), "checkpoints": True})
+    syllabus = PlanConfig(**{**vars(syllabus), "checkpoints": True})
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
-    first = drive(Course(syllabus), chance=chance, **how)
+    first = drive(TrainingPlan(syllabus), chance=chance, **how)
     if not kill:
         assert first.stop in ("interrupted", "finished")
         assert first.checkpoints[-1].step == len(first.committed), "stopped with all of it saved"
     kept = first.checkpoints[-1] if first.checkpoints else None
-    again = Syllabus(**{**vars(syllabus), "batch_size": other_batch})
-    course = Course(again, through_json(kept.state) if kept else None)
+    again = PlanConfig(**{**vars(syllabus), "batch_size": other_batch})
+    course = TrainingPlan(again, through_json(kept.state) if kept else None)
     start = kept.step if kept else 0
     assert course.step == start
     second = drive(course, chance=chance)
     assert second.stop == "finished"
     plans = [plan for plan in first.committed if plan.step <= start] + second.committed
-    wide = Syllabus(**{**vars(syllabus), "batch_size": max(other_batch, syllabus.batch_size)})
+    wide = PlanConfig(**{**vars(syllabus), "batch_size": max(other_batch, syllabus.batch_size)})
     assert_once_an_epoch(plans, wide, syllabus.epochs)
     assert course.samples_used == syllabus.num_samples * syllabus.epochs
     # An evaluation whose result no checkpoint holds is done again; none is left out.
@@ -97,16 +105,16 @@ def test_an_interrupted_course_goes_on(
 
 
 @given(syllabus=syllabi, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
-def test_the_state_survives_json(syllabus: Syllabus, seed: int, moment: int) -> None:
-    course = Course(syllabus)
+def test_the_state_survives_json(syllabus: PlanConfig, seed: int, moment: int) -> None:
+    course = TrainingPlan(syllabus)
     drive(course, chance=random.Random(seed), cut_after=moment)
     state = through_json(course.state())
-    assert Course(syllabus, state).state() == state == course.state()
+    assert TrainingPlan(syllabus, state).state() == state == course.state()
 
 
 def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:
-    course = Course(Syllabus(num_samples=3, batch_size=2, epochs=2))
-    assert isinstance(course.next(9), Steps)
+    course = TrainingPlan(PlanConfig(num_samples=3, batch_size=2, epochs=2))
+    assert isinstance(course.next(9), TrainSteps)
     assert course.next(9) == Evaluate(2, 0)
     assert course.awaiting
     assert course.next(9) is None
@@ -115,11 +123,11 @@ def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:
     assert isinstance(saved, Checkpoint)
     assert course.next(9) == Stop("interrupted")
     # The evaluation that was awaited is the first thing that a resumed run does.
-    assert Course(course.syllabus, through_json(saved.state)).next(9) == Evaluate(2, 0)
+    assert TrainingPlan(course.syllabus, through_json(saved.state)).next(9) == Evaluate(2, 0)
 
 
 def test_an_evaluation_that_is_done_is_not_done_again() -> None:
-    course = Course(Syllabus(num_samples=3, batch_size=3, epochs=2))
+    course = TrainingPlan(PlanConfig(num_samples=3, batch_size=3, epochs=2))
     course.next(1)
     course.commit(1)
     assert course.next(1) == Evaluate(1, 0)
@@ -127,42 +135,42 @@ def test_an_evaluation_that_is_done_is_not_done_again() -> None:
     course.stop("interrupted")
     saved = course.next(1)
     assert isinstance(saved, Checkpoint)
-    again = Course(course.syllabus, through_json(saved.state))
+    again = TrainingPlan(course.syllabus, through_json(saved.state))
     assert isinstance(again.next(1), Checkpoint)
     order = again.next(1)
-    assert isinstance(order, Steps)
+    assert isinstance(order, TrainSteps)
     assert [(plan.step, plan.epoch) for plan in order.plans] == [(2, 1)]
 
 
 def test_a_finished_course_trained_longer_goes_on_with_the_next_epoch() -> None:
     course, life = finish([3.0, 2.0])
     state = through_json(life.checkpoints[-1].state)
-    assert Course(course.syllabus, state).next(5) == Stop("finished")
-    longer = Syllabus(**{**vars(course.syllabus), "epochs": 3})
-    order = Course(longer, state).next(5)
-    assert isinstance(order, Steps)
+    assert TrainingPlan(course.syllabus, state).next(5) == Stop("finished")
+    longer = PlanConfig(**{**vars(course.syllabus), "epochs": 3})
+    order = TrainingPlan(longer, state).next(5)
+    assert isinstance(order, TrainSteps)
     assert [(plan.step, plan.epoch) for plan in order.plans] == [(3, 2)]
 
 
 def test_data_of_another_size_is_refused_in_the_middle_of_an_epoch_only() -> None:
-    course = Course(Syllabus(num_samples=10, batch_size=4, epochs=2))
+    course = TrainingPlan(PlanConfig(num_samples=10, batch_size=4, epochs=2))
     course.next(1)
     course.commit(1)
-    smaller = Syllabus(num_samples=8, batch_size=4, epochs=2)
+    smaller = PlanConfig(num_samples=8, batch_size=4, epochs=2)
     with pytest.raises(CheckpointError, match=r"epoch of 10 samples, and data\(\) has 8 now"):
-        Course(smaller, through_json(course.state()))
+        TrainingPlan(smaller, through_json(course.state()))
     course.next(5)
     course.next(5)
     course.evaluated({"loss": 1.0})
     between = course.next(5)
     assert isinstance(between, Checkpoint)
-    order = Course(smaller, through_json(between.state)).next(5)
-    assert isinstance(order, Steps)
+    order = TrainingPlan(smaller, through_json(between.state)).next(5)
+    assert isinstance(order, TrainSteps)
     assert sum(plan.samples for plan in order.plans) == 8
 
 
 def test_a_step_is_committed_once() -> None:
-    course = Course(Syllabus(num_samples=10, batch_size=4, epochs=2))
+    course = TrainingPlan(PlanConfig(num_samples=10, batch_size=4, epochs=2))
     course.next(3)
     course.commit(2)
     with pytest.raises(AssertionError, match="step 2 is committed and not open"):
@@ -174,8 +182,8 @@ def test_a_step_is_committed_once() -> None:
 
 @settings(max_examples=100)
 @given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_a_whole_course_in_any_order(syllabus: Syllabus, seed: int, max_lease: int) -> None:
-    course = Course(syllabus)
+def test_a_whole_course_in_any_order(syllabus: PlanConfig, seed: int, max_lease: int) -> None:
+    course = TrainingPlan(syllabus)
     life = drive(course, chance=random.Random(seed), max_lease=max_lease, in_order=False)
     assert life.stop == "finished"
     life.committed.sort(key=lambda plan: plan.step)
@@ -193,11 +201,11 @@ def test_a_whole_course_in_any_order(syllabus: Syllabus, seed: int, max_lease: i
     stop=st.one_of(st.none(), st.integers(0, 120)),
 )
 def test_what_is_taken_back_is_ordered_again(
-    syllabus: Syllabus, seed: int, max_lease: int, moments: list[int], stop: int | None
+    syllabus: PlanConfig, seed: int, max_lease: int, moments: list[int], stop: int | None
 ) -> None:
     """Whenever what is open is void, the same steps come again with the same samples, and so do the
     evaluations and checkpoints among them."""
-    course = Course(syllabus)
+    course = TrainingPlan(syllabus)
     life = drive(
         course,
         chance=random.Random(seed),
@@ -207,7 +215,7 @@ def test_what_is_taken_back_is_ordered_again(
     )
     given = {}
     for order in life.orders:
-        for plan in order.plans if isinstance(order, Steps) else ():
+        for plan in order.plans if isinstance(order, TrainSteps) else ():
             assert given.setdefault(plan.step, plan) == plan
     assert life.stop in ("finished", "interrupted")
     assert course.samples_used == sum(plan.samples for plan in life.committed)
@@ -221,11 +229,11 @@ def test_what_is_taken_back_is_ordered_again(
         assert life.checkpoints[-1].step == life.committed[-1].step
     for saved in life.checkpoints:
         used = sum(plan.samples for plan in life.committed if plan.step <= saved.step)
-        assert Course(syllabus, through_json(saved.state)).samples_used == used
+        assert TrainingPlan(syllabus, through_json(saved.state)).samples_used == used
 
 
 def test_a_checkpoint_that_is_owed_comes_first() -> None:
-    course = Course(Syllabus(num_samples=12, batch_size=4, epochs=1))
+    course = TrainingPlan(PlanConfig(num_samples=12, batch_size=4, epochs=1))
     course.next(1)
     course.next(1)
     course.commit(1)
@@ -235,7 +243,7 @@ def test_a_checkpoint_that_is_owed_comes_first() -> None:
     assert isinstance(saved, Checkpoint)
     assert (saved.step, saved.state["committed"]) == (1, [[0, 4]])
     order = course.next(5)
-    assert isinstance(order, Steps)
+    assert isinstance(order, TrainSteps)
     assert [(p.step, p.ranges) for p in order.plans] == [(2, ((4, 8),)), (3, ((8, 12),))]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plan_driver import assert_once_an_epoch, drive, finish, through_json
 
 from manyhands.coordinator.monitor import Monitor
-from manyhands.coordinator.plan import Best, Checkpoint, Course, Evaluate, Stop, Syllabus
+from manyhands.coordinator.plan import Best, Checkpoint, Evaluate, PlanConfig, Stop, TrainingPlan
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_an_interruption_changes_nothing_of_the_patience(
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
     metric = values.__getitem__
-    first = drive(Course(whole.syllabus), chance=chance, metric=metric, **how)
+    first = drive(TrainingPlan(whole.syllabus), chance=chance, metric=metric, **how)
     if first.stop in ("finished", "early-stopped"):
         assert first.stop == life.stop
         return
     state = through_json(first.checkpoints[-1].state) if first.checkpoints else None
-    course = Course(whole.syllabus, state)
+    course = TrainingPlan(whole.syllabus, state)
     second = drive(course, chance=chance, metric=metric)
     assert (second.stop, course.step, course.epoch) == (life.stop, whole.step, whole.epoch)
     assert course.best == whole.best
@@ -80,23 +80,23 @@ def test_what_is_no_number_is_never_best(monitor: str, value: float) -> None:
 
 def test_a_resumed_course_compares_with_what_it_knew() -> None:
     """Also where a metric was no number, which JSON can't say."""
-    syllabus = Syllabus(num_samples=4, batch_size=4, epochs=3)
-    course = Course(syllabus)
+    syllabus = PlanConfig(num_samples=4, batch_size=4, epochs=3)
+    course = TrainingPlan(syllabus)
     course.next(1)
     course.commit(1)
     assert isinstance(course.next(1), Evaluate)
     assert course.evaluated({"loss": 0.5, "other": math.nan})
     saved = course.next(1)
     assert isinstance(saved, Checkpoint)
-    again = Course(syllabus, through_json(saved.state))
+    again = TrainingPlan(syllabus, through_json(saved.state))
     assert math.isnan(again.last_metrics["other"])
     again.next(1)
     again.commit(2)
     again.next(1)
     assert not again.evaluated({"loss": 0.6, "other": 1.0})
     # By another monitor, which was no number then, the first number is the best.
-    other = Syllabus(num_samples=4, batch_size=4, epochs=3, monitor=Monitor("other", lower=False))
-    changed = Course(other, through_json(saved.state))
+    other = PlanConfig(num_samples=4, batch_size=4, epochs=3, monitor=Monitor("other", lower=False))
+    changed = TrainingPlan(other, through_json(saved.state))
     changed.next(1)
     changed.commit(2)
     changed.next(1)
@@ -110,8 +110,8 @@ def test_what_was_best_counts_only_in_its_own_direction() -> None:
     assert (saved["monitor"], course.best.step) == ("max mae", 1)
     old = {name: value for name, value in saved.items() if name != "monitor"}
     for state in (saved, old):
-        kept = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
-        turned = Course(Syllabus(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
+        kept = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
+        turned = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
         assert (kept.best.step, turned.best) == (1, Best())
 
 
@@ -127,7 +127,7 @@ def test_the_best_is_one_that_is_saved() -> None:
 
 
 def test_a_course_that_stops_with_nothing_worth_saving_asks_for_no_checkpoint() -> None:
-    course = Course(Syllabus(6, 2, 5))
+    course = TrainingPlan(PlanConfig(6, 2, 5))
     steps = course.next(2)
     course.stop("diverged", save=False)
     assert [plan.step for plan in steps.plans] == [1, 2]

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from plan_driver import assert_once_an_epoch, drive, through_json
 
 from manyhands.coordinator.batch_scaling import Scaling
-from manyhands.coordinator.plan import Checkpoint, Course, Evaluate, StepPlan, Steps, Syllabus, Wait
+from manyhands.coordinator.plan import (
+    Checkpoint,
+    Evaluate,
+    PlanConfig,
+    StepPlan,
+    TrainingPlan,
+    TrainSteps,
+    Wait,
+)
 from manyhands.coordinator.plateau import Plateau
 
 scalings = st.builds(
@@ -20,7 +28,7 @@ scalings = st.builds(
     warmup=st.integers(0, 6),
 )
 syllabi = st.builds(
-    Syllabus,
+    PlanConfig,
     num_samples=st.integers(1, 60),
     batch_size=st.integers(1, 12),
     epochs=st.integers(1, 3),
@@ -31,12 +39,12 @@ syllabi = st.builds(
 moments = st.dictionaries(st.integers(0, 80), st.integers(1, 6), max_size=5)
 
 
-def widest(syllabus: Syllabus) -> Syllabus:
+def widest(syllabus: PlanConfig) -> PlanConfig:
     """With the largest batch that any of these worlds has."""
     return replace(syllabus, batch_size=syllabus.scaling.batch(syllabus.batch_size, 6))
 
 
-def assert_scheduled(plans: list[StepPlan], syllabus: Syllabus) -> None:
+def assert_scheduled(plans: list[StepPlan], syllabus: PlanConfig) -> None:
     """The schedule is stepped as often as it should be after each step, and all of it after the last."""
     ticks = used = 0
     for plan in plans:
@@ -52,9 +60,9 @@ def assert_scheduled(plans: list[StepPlan], syllabus: Syllabus) -> None:
 @settings(max_examples=200)
 @given(syllabus=syllabi, worlds=moments, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
 def test_whatever_the_sequence_of_worlds(
-    syllabus: Syllabus, worlds: dict[int, int], seed: int, max_lease: int
+    syllabus: PlanConfig, worlds: dict[int, int], seed: int, max_lease: int
 ) -> None:
-    course = Course(syllabus)
+    course = TrainingPlan(syllabus)
     life = drive(course, chance=random.Random(seed), max_lease=max_lease, worlds=worlds)
     assert life.stop == "finished"
     assert_once_an_epoch(life.committed, widest(syllabus), syllabus.epochs)
@@ -76,7 +84,7 @@ def test_whatever_the_sequence_of_worlds(
     kill=st.booleans(),
 )
 def test_an_interruption_changes_nothing_of_it(
-    syllabus: Syllabus,
+    syllabus: PlanConfig,
     worlds: dict[int, int],
     later: dict[int, int],
     seed: int,
@@ -85,9 +93,9 @@ def test_an_interruption_changes_nothing_of_it(
 ) -> None:
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
-    first = drive(Course(syllabus), chance=chance, worlds=worlds, **how)
+    first = drive(TrainingPlan(syllabus), chance=chance, worlds=worlds, **how)
     kept = first.checkpoints[-1] if first.checkpoints else None
-    course = Course(syllabus, through_json(kept.state) if kept else None)
+    course = TrainingPlan(syllabus, through_json(kept.state) if kept else None)
     start = kept.step if kept else 0
     before = [plan for plan in first.committed if plan.step <= start]
     second = drive(course, chance=chance, worlds=later)
@@ -103,12 +111,12 @@ def test_an_interruption_changes_nothing_of_it(
     back=st.lists(st.integers(0, 80), max_size=4),
 )
 def test_in_the_reference_world_nothing_is_another(
-    syllabus: Syllabus, seed: int, back: list[int]
+    syllabus: PlanConfig, seed: int, back: list[int]
 ) -> None:
     plain = replace(syllabus, scaling=Scaling())
     worlds = {0: syllabus.scaling.reference}
     lives = [
-        drive(Course(each), chance=random.Random(seed), worlds=worlds, back_after=back)
+        drive(TrainingPlan(each), chance=random.Random(seed), worlds=worlds, back_after=back)
         for each in (syllabus, plain)
     ]
     assert lives[0].committed == lives[1].committed
@@ -118,11 +126,11 @@ def test_in_the_reference_world_nothing_is_another(
 def test_step_by_step() -> None:
     """One worker is the reference; two come after the second step, and one is left after the fifth."""
     scaling = Scaling("linear", reference=1, warmup=4)
-    course = Course(Syllabus(num_samples=22, batch_size=2, epochs=1, scaling=scaling))
+    course = TrainingPlan(PlanConfig(num_samples=22, batch_size=2, epochs=1, scaling=scaling))
     course.seat(1)
     assert not course.take_changes()
     first = course.next(2)
-    assert isinstance(first, Steps)
+    assert isinstance(first, TrainSteps)
     assert course.num_steps == 11
     for plan in first.plans:
         course.commit(plan.step)
@@ -131,7 +139,7 @@ def test_step_by_step() -> None:
     assert (grown.step, grown.factor, grown.over, grown.reason) == (3, 2.0, 4, "2 workers")
     assert (course.batch_size, course.num_steps) == (4, 7)
     second = course.next(3)
-    assert isinstance(second, Steps)
+    assert isinstance(second, TrainSteps)
     course.seat(2)
     assert not course.take_changes(), "as many as before: nothing new"
     for plan in second.plans:
@@ -140,7 +148,7 @@ def test_step_by_step() -> None:
     (fallen,) = course.take_changes()
     assert (fallen.step, fallen.factor, fallen.over, fallen.reason) == (6, 1.0, 0, "1 worker")
     third = course.next(99)
-    assert isinstance(third, Steps)
+    assert isinstance(third, TrainSteps)
     told = [
         (plan.samples, plan.lr_factor, plan.ticks)
         for plan in (*first.plans, *second.plans, *third.plans)
@@ -159,10 +167,10 @@ def test_step_by_step() -> None:
 
 def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
     scaling = Scaling("sqrt", reference=2)
-    course = Course(Syllabus(num_samples=11, batch_size=4, epochs=2, scaling=scaling))
+    course = TrainingPlan(PlanConfig(num_samples=11, batch_size=4, epochs=2, scaling=scaling))
     course.seat(1)
     steps = course.next(99)
-    assert isinstance(steps, Steps)
+    assert isinstance(steps, TrainSteps)
     assert [(plan.samples, plan.ticks) for plan in steps.plans] == [
         *((2, 0), (2, 1), (2, 0), (2, 1)),
         *((2, 0), (1, 1)),  # the epoch is over: three steps of the schedule
@@ -171,10 +179,10 @@ def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
 
 def test_samples_that_come_back_do_not_move_the_schedule_twice() -> None:
     scaling = Scaling("linear", reference=2)
-    course = Course(Syllabus(num_samples=8, batch_size=4, epochs=1, scaling=scaling))
+    course = TrainingPlan(PlanConfig(num_samples=8, batch_size=4, epochs=1, scaling=scaling))
     course.seat(1)
     ticks, left_out = [], iter([0, 1, 0, 0, 1])
-    while isinstance(order := course.next(1), Steps):
+    while isinstance(order := course.next(1), TrainSteps):
         (plan,) = order.plans
         ticks.append(plan.ticks)
         _, stop = plan.ranges[-1]
@@ -186,7 +194,9 @@ def test_samples_that_come_back_do_not_move_the_schedule_twice() -> None:
 # The plateau rule ---------------------------------------------------------------------------------
 
 
-def lowered_by_hand(syllabus: Syllabus, losses: list[float], plans: list[StepPlan]) -> list[float]:
+def lowered_by_hand(
+    syllabus: PlanConfig, losses: list[float], plans: list[StepPlan]
+) -> list[float]:
     """The factor of each step, as the rule says it: the mean over steps is no better than the best."""
     rule = syllabus.plateau
     assert rule is not None
@@ -215,7 +225,7 @@ def lowered_by_hand(syllabus: Syllabus, losses: list[float], plans: list[StepPla
 @settings(max_examples=200)
 @given(
     syllabus=st.builds(
-        Syllabus,
+        PlanConfig,
         num_samples=st.integers(1, 40),
         batch_size=st.integers(1, 8),
         epochs=st.integers(1, 4),
@@ -236,7 +246,7 @@ def lowered_by_hand(syllabus: Syllabus, losses: list[float], plans: list[StepPla
     kill=st.booleans(),
 )
 def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
-    syllabus: Syllabus,
+    syllabus: PlanConfig,
     seed: int,
     max_lease: int,
     back: list[int],
@@ -247,13 +257,13 @@ def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
     losses = [chance.uniform(0.5, 1.0) for _ in range(1000)]
     how = {"cut_after": moment} if kill else {"stop_after": moment}
     drives = {"chance": chance, "max_lease": max_lease, "loss": losses.__getitem__}
-    course = Course(syllabus)
+    course = TrainingPlan(syllabus)
     first = drive(course, back_after=back, **drives, **how)
     plans = first.committed
     if first.stop != "finished":
         kept = first.checkpoints[-1] if first.checkpoints else None
         start = kept.step if kept else 0
-        course = Course(syllabus, through_json(kept.state) if kept else None)
+        course = TrainingPlan(syllabus, through_json(kept.state) if kept else None)
         again = drive(course, **drives)
         plans = [plan for plan in plans if plan.step <= start] + again.committed
     assert_once_an_epoch(plans, syllabus, syllabus.epochs)
@@ -262,12 +272,12 @@ def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
 
 def test_nothing_is_ordered_before_the_losses_of_a_mean_are_known() -> None:
     rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=2)
-    syllabus = Syllabus(num_samples=12, batch_size=2, epochs=1, has_eval=False, plateau=rule)
-    course = Course(syllabus)
+    syllabus = PlanConfig(num_samples=12, batch_size=2, epochs=1, has_eval=False, plateau=rule)
+    course = TrainingPlan(syllabus)
     factors = []
     for loss in (1.0, 2.0, 3.0):
         order = course.next(9)
-        assert isinstance(order, Steps)
+        assert isinstance(order, TrainSteps)
         assert len(order.plans) == 2, "as many as the mean is over"
         factors += [plan.lr_factor for plan in order.plans]
         for plan in order.plans:
@@ -282,15 +292,15 @@ def test_nothing_is_ordered_before_the_losses_of_a_mean_are_known() -> None:
 def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold() -> None:
     rule = Plateau(factor=0.5, patience=1, watch="loss")
     scaling = Scaling("linear", reference=1, warmup=0)
-    syllabus = Syllabus(
+    syllabus = PlanConfig(
         num_samples=4, batch_size=2, epochs=3, scaling=scaling, plateau=rule, checkpoints=False
     )
-    course = Course(syllabus)
+    course = TrainingPlan(syllabus)
     course.seat(2)
     seen = []
     for value in (1.0, 2.0, 3.0):
         order = course.next(9)
-        assert isinstance(order, Steps)
+        assert isinstance(order, TrainSteps)
         seen += [(plan.step, plan.lr_factor) for plan in order.plans]
         for plan in order.plans:
             course.commit(plan.step)
@@ -301,7 +311,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
     why = "loss has not been better than 1 for 1 evaluation"
     assert told == [(1, 2.0, "2 workers"), (3, 1.0, why), (4, 0.5, why)]
     state = through_json(course.state())
-    again = Course(syllabus, state)
+    again = TrainingPlan(syllabus, state)
     again.seat(2)
     assert again.state() == state
     (change,) = again.take_changes()
@@ -309,7 +319,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
 
 
 def test_a_course_without_rules_remembers_nothing_of_them() -> None:
-    course = Course(Syllabus(num_samples=4, batch_size=2, epochs=1))
+    course = TrainingPlan(PlanConfig(num_samples=4, batch_size=2, epochs=1))
     course.seat(3)
     course.next(1)
     assert "rates" not in course.state()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from manyhands.coordinator.plateau import Plateau, Watch, parse_plateau, resolve
+from manyhands.coordinator.plateau import Plateau, PlateauWatch, parse_plateau, resolve
 from manyhands.errors import JobError
 from manyhands.runs.files import jsonable
 
@@ -117,10 +117,10 @@ def test_lowers_when_torch_would(values: list[float], rule: Plateau, cut: int) -
         min_lr=rule.lowest,
         eps=0.0,
     )
-    ours = Watch(rule)
+    ours = PlateauWatch(rule)
     for number, value in enumerate(values):
         if number == cut:
-            ours = Watch(rule, json.loads(json.dumps(jsonable(ours.state()))))
+            ours = PlateauWatch(rule, json.loads(json.dumps(jsonable(ours.state()))))
         before = ours.factor
         why = ours.judge(value)
         theirs.step(value)
@@ -129,15 +129,15 @@ def test_lowers_when_torch_would(values: list[float], rule: Plateau, cut: int) -
 
 
 def test_says_why() -> None:
-    watch = Watch(Plateau(watch="loss", factor=0.5, patience=2))
+    watch = PlateauWatch(Plateau(watch="loss", factor=0.5, patience=2))
     said = [watch.judge(value) for value in (0.5, 0.6, 0.7)]
     assert said == ["", "", "loss has not been better than 0.5 for 2 evaluations"]
-    watch = Watch(Plateau(watch="train_loss", patience=1, every=20))
+    watch = PlateauWatch(Plateau(watch="train_loss", patience=1, every=20))
     assert watch.judge(math.nan) == ("train_loss has not been a number for 1 mean over 20 steps")
 
 
 def test_a_mean_is_over_samples() -> None:
-    watch = Watch(Plateau(watch="train_loss", patience=1))
+    watch = PlateauWatch(Plateau(watch="train_loss", patience=1))
     watch.add(1.0, 30)
     watch.add(4.0, 10)
     assert watch.close() == ""
@@ -145,19 +145,19 @@ def test_a_mean_is_over_samples() -> None:
 
 
 def state(**more: Any) -> dict[str, Any]:
-    watch = Watch(Plateau(watch="loss", patience=1, factor=0.5))
+    watch = PlateauWatch(Plateau(watch="loss", patience=1, factor=0.5))
     watch.judge(0.5)
     watch.judge(0.5)
     return {**watch.state(), **more}
 
 
 def test_what_was_lowered_stays_lowered_under_another_rule() -> None:
-    assert Watch(None, state()).factor == 0.5
-    same = Watch(Plateau(watch="loss"), state())
-    other = Watch(Plateau(watch="accuracy"), state())
+    assert PlateauWatch(None, state()).factor == 0.5
+    same = PlateauWatch(Plateau(watch="loss"), state())
+    other = PlateauWatch(Plateau(watch="accuracy"), state())
     assert (same.factor, same.best) == (0.5, 0.5)
     assert (other.factor, other.best) == (0.5, None)
     old = {key: value for key, value in state().items() if key != "lower"}
-    assert Watch(Plateau(watch="loss"), old).best == 0.5
-    assert Watch(Plateau(watch="max loss"), state()).best is None
-    assert math.isnan(Watch(Plateau(watch="loss"), state(sum=None))._sum)
+    assert PlateauWatch(Plateau(watch="loss"), old).best == 0.5
+    assert PlateauWatch(Plateau(watch="max loss"), state()).best is None
+    assert math.isnan(PlateauWatch(Plateau(watch="loss"), state(sum=None))._sum)

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.control.messages import Evaluated, Row
+from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.progress import WHOLE, Committed, Gathering, combine
+from manyhands.coordinator.progress import WHOLE, Committed, StepProgress, combine
 from manyhands.errors import ProtocolError
 from manyhands.ranges import Range
 from manyhands.transport.fields import read
 
 
-def row(step: int, weight: float, loss: float, **changes: float) -> Row:
+def row(step: int, weight: float, loss: float, **changes: float) -> StepRow:
     values = {"lr": 0.1, "step_s": 1.0, "compute_s": 1.0, "wait_s": 0.0, "bytes_sent": 0, **changes}
-    return Row(step, weight, weight * loss, **values)  # type: ignore[arg-type]
+    return StepRow(step, weight, weight * loss, **values)  # type: ignore[arg-type]
 
 
-def expect(gathering: Gathering, steps: int, members: list[str]) -> None:
+def expect(gathering: StepProgress, steps: int, members: list[str]) -> None:
     for step in range(1, steps + 1):
         parts: dict[int, list[Range]] = {i: [(i, i + 1)] for i in range(len(members))}
         plan = StepPlan(step, 0, ((0, len(members)),))
@@ -42,7 +42,7 @@ def test_any_order_of_members_commits_in_the_order_of_steps(
     num_members: int, steps: int, weights: list[int], chance: random.Random
 ) -> None:
     members = [f"worker-{i}" for i in range(num_members)]
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, steps, members)
     weight_of = dict(zip(itertools.product(range(1, 7), range(4)), weights, strict=True))
     pending = {name: list(range(1, steps + 1)) for name in members}
@@ -67,7 +67,7 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
     members = ["worker-0", "worker-1", "worker-2"]
     losses = set()
     for order in itertools.permutations(range(3)):
-        gathering = Gathering()
+        gathering = StepProgress()
         expect(gathering, 1, members)
         for rank in order:
             gathering.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank], part=rank))
@@ -77,7 +77,7 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
 
 
 def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 2, ["a", "b"])
     gathering.add("b", row(1, 1.0, 1.0, part=1))
     gathering.add("b", row(2, 1.0, 1.0, part=1))
@@ -89,7 +89,7 @@ def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
 
 
 def test_times_and_bytes_of_a_step() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 1, ["a", "b"])
     slow = row(1, 3.0, 2.0, part=1, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10)
     gathering.add("b", slow)
@@ -102,7 +102,7 @@ def test_times_and_bytes_of_a_step() -> None:
 
 def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
     """Of two workers that each spent 2 s on the one part of a step, one came too late."""
-    gathering = Gathering()
+    gathering = StepProgress()
     gathering.width = 2
     parted(gathering, 1, 1)
     for member, dropped in (("a", True), ("b", False)):
@@ -114,7 +114,7 @@ def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
 
 
 def test_the_learning_rate_of_a_step_is_the_mean_over_its_parts() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 1, ["a", "b"])
     gathering.add("a", row(1, 3.0, 1.0, lr=0.2))
     gathering.add("b", row(1, 1.0, 1.0, lr=0.1, part=1))
@@ -123,7 +123,7 @@ def test_the_learning_rate_of_a_step_is_the_mean_over_its_parts() -> None:
 
 
 def test_a_worker_without_samples_changes_no_mean() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 1, ["a", "b"])
     gathering.add("a", row(1, 2.0, 1.5))
     gathering.add("b", row(1, 0.0, 99.0, part=1))
@@ -132,13 +132,13 @@ def test_a_worker_without_samples_changes_no_mean() -> None:
 
 def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
     """A job's own weights may add up to nothing, such as a batch of padding."""
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 1, ["a"])
     gathering.add("a", row(1, 0.0, 0.0))
     assert math.isnan(next(gathering.committed()).loss)
 
 
-def parted(gathering: Gathering, step: int, number: int) -> None:
+def parted(gathering: StepProgress, step: int, number: int) -> None:
     """A step in parts that nobody holds yet."""
     plan = StepPlan(step, 0, ((10 * step, 10 * step + number),))
     gathering.expect(plan, {n: [(10 * step + n, 10 * step + n + 1)] for n in range(number)})
@@ -152,7 +152,7 @@ def parted(gathering: Gathering, step: int, number: int) -> None:
 def test_parts_in_any_order_commit_each_step_once(
     parts: list[int], drops: int, chance: random.Random
 ) -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     gathering.width = 3
     for step, number in enumerate(parts):
         parted(gathering, step, number)
@@ -189,7 +189,7 @@ def test_parts_in_any_order_commit_each_step_once(
 
 
 def test_shares_of_one_member_are_put_together() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     gathering.width = 2
     parted(gathering, 0, 3)
     for part, name in enumerate(["a", "b", "a"]):
@@ -202,7 +202,7 @@ def test_shares_of_one_member_are_put_together() -> None:
 
 
 def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     parted(gathering, 0, 1)
     for name, dropped in (("a", True), ("b", False)):
         gathering.give((0, 0), name)
@@ -212,7 +212,7 @@ def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
 
 
 def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     for step in range(3):
         parted(gathering, step, 2)
         for part, name in enumerate("ab"):
@@ -232,7 +232,7 @@ def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
 
 
 def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 3, ["a", "b"])
     gathering.add("a", row(1, 1.0, 1.0))
     gathering.settle(dict.fromkeys([(2, 0), (2, 1)]), whole=True)
@@ -242,7 +242,7 @@ def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("known", [{(1, 1): (3.0, 9.0)}, {(1, 0): None, (1, WHOLE): (4.0, 11.0)}])
 def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[Any, Any]) -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 1, ["a", "b"])
     gathering.add("a", row(1, 1.0, 2.0))
     gathering.settle(known, whole=True)
@@ -250,8 +250,8 @@ def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[A
     assert step.loss == 11.0 / 4.0
 
 
-def part(samples: int, sums: dict[str, list[float]]) -> Evaluated:
-    return read(Evaluated, {"view": 1, "samples": samples, "sums": sums, "seconds": 0.0})
+def part(samples: int, sums: dict[str, list[float]]) -> EvaluationReport:
+    return read(EvaluationReport, {"view": 1, "samples": samples, "sums": sums, "seconds": 0.0})
 
 
 def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:
@@ -273,7 +273,7 @@ def test_an_evaluation_of_nothing_has_no_number() -> None:
 
 @pytest.mark.parametrize("left_out", [[1], [0, 0, 0], [0, 10**9]])
 def test_what_a_step_does_not_have_cannot_be_left_out_of_it(left_out: list[int]) -> None:
-    gathering = Gathering()
+    gathering = StepProgress()
     expect(gathering, 1, ["a", "b"])
     with pytest.raises(ProtocolError, match="of step 1, in parts of"):
         gathering.check(dataclasses.replace(row(1, 1.0, 2.0), left_out=left_out))

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from manyhands.coordinator.coordinator import Coordinator
-from manyhands.coordinator.driver import Conductor
-from manyhands.coordinator.options import Manner, Options
-from manyhands.errors import MemberFailed, WeightsLost
+from manyhands.coordinator.driver import Driver
+from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.errors import MemberError, WeightsLost
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
 from manyhands.hosts.launchers import LocalLauncher
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import SERVER, WORKER
 from manyhands.runs import checkpoints
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +45,8 @@ class Plain(Regression):
     def schedule(self, optimizer, num_steps):
         return None
 """
-PARTS = Manner(lockstep=False, goes_on=True)
-STEPS = Manner(lockstep=True, goes_on=True)
+PARTS = Manner(lockstep=False, elastic=True)
+STEPS = Manner(lockstep=True, elastic=True)
 
 
 @dataclass
@@ -94,11 +94,11 @@ def conduct(
     epochs: int = EPOCHS,
     timeouts: Timeouts | None = None,
     outcome: str = "finished",
-) -> Conductor:
+) -> Driver:
     tmp_path.mkdir(exist_ok=True)
     job = tmp_path / "job.py"
     job.write_text(JOB.format(epochs=epochs))
-    options = Options(
+    options = RunOptions(
         job=str(job),
         strategy="ledger-sync" if manner.lockstep else "ledger",
         workers=workers,
@@ -107,11 +107,11 @@ def conduct(
         max_restarts=max_restarts,
         manner=manner,
     )
-    run = Run.create("run", path=tmp_path / "run")
+    run = RunFolder.create("run", path=tmp_path / "run")
     run.write_config({})
     with Coordinator(LocalLauncher(), logs=run.logs, timeouts=timeouts) as coordinator:
         entries = {WORKER: "ledger", SERVER: "ledger"}
-        conductor = Conductor(coordinator, options, run, Stream([watcher]), entries=entries)
+        conductor = Driver(coordinator, options, run, Stream([watcher]), entries=entries)
         watcher.coordinator = coordinator
         try:
             assert conductor.conduct() == outcome
@@ -124,7 +124,7 @@ def at_step(number: int) -> Callable[[ev.Event], bool]:
     return lambda event: isinstance(event, ev.StepCommitted) and event.step >= number
 
 
-def assert_whole(conductor: Conductor, watcher: Watcher) -> None:
+def assert_whole(conductor: Driver, watcher: Watcher) -> None:
     """Every sample was used once, all is saved, each epoch was evaluated."""
     steps = sorted(watcher.of(ev.StepCommitted), key=lambda step: step.step)
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
@@ -277,7 +277,7 @@ def test_two_deaths_at_once(tmp_path: Path) -> None:
 def test_when_nobody_is_left_the_run_fails(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(5), lambda: watcher.kill("worker-0")))
-    with pytest.raises(MemberFailed, match="worker-0 killed by SIGKILL") as failed:
+    with pytest.raises(MemberError, match="worker-0 killed by SIGKILL") as failed:
         conduct(tmp_path, PARTS, watcher, workers=1)
     assert failed.value.exit_code == 137
 

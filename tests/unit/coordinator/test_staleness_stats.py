@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.coordinator.staleness_stats import StalenessTally
+from manyhands.coordinator.staleness_stats import StalenessStats
 
 COUNTS = st.lists(st.integers(0, 300), max_size=80)
 
 
-def tally_of(values: list[int]) -> StalenessTally:
-    tally = StalenessTally()
+def tally_of(values: list[int]) -> StalenessStats:
+    tally = StalenessStats()
     for value in values:
         tally.add(value)
     return tally
@@ -45,13 +45,13 @@ def test_bins_are_powers_of_two() -> None:
 def test_two_tallies_merge_into_one_of_all(left: list[int], right: list[int]) -> None:
     tally, other = tally_of(left), tally_of(right)
     # One of them has come a long way, as part of an event.
-    tally.merge(StalenessTally.from_dict(json.loads(json.dumps(other.to_dict()))))
+    tally.merge(StalenessStats.from_dict(json.loads(json.dumps(other.to_dict()))))
     assert tally.to_dict() == tally_of(left + right).to_dict()
     assert other.to_dict() == tally_of(right).to_dict()
 
 
 def test_an_empty_tally_is_all_zero() -> None:
-    assert StalenessTally().to_dict() == {
+    assert StalenessStats().to_dict() == {
         "count": 0,
         "total": 0,
         "mean": 0.0,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from manyhands.coordinator.straggler_trial import WINDOW_STEPS, Brakes, Meter, Phase
-from manyhands.coordinator.throughput import Pace
+from manyhands.coordinator.straggler_trial import WINDOW_STEPS, Meter, StragglerTrial, TrialPhase
+from manyhands.coordinator.throughput import Throughput
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Script:
         self.clock = Clock()
         self.meter = Meter(self.clock)
         self.meter.busy(True)
-        self.pace = Pace()
-        self.brakes = Brakes(self, self.meter, self.notes.append)
+        self.pace = Throughput()
+        self.brakes = StragglerTrial(self, self.meter, self.notes.append)
 
     def device(self, worker: str) -> str:
         return self.devices[worker]
@@ -57,7 +57,7 @@ class Script:
         self.seated = (*self.seated, *self.spared)
         self.spared = []
 
-    def run(self, seconds: float) -> list[Phase]:
+    def run(self, seconds: float) -> list[TrialPhase]:
         phases = []
         for _ in range(round(seconds * 10)):
             self.clock.now += 0.1
@@ -78,7 +78,12 @@ def gpu_and_cpus(together: float, without: float, **more: int) -> Script:
 
 def test_cpus_that_only_brake_stay_out() -> None:
     run = gpu_and_cpus(700.0, 1000.0)
-    assert run.run(30) == [Phase.TOGETHER, Phase.LEAVING, Phase.WITHOUT, Phase.APART]
+    assert run.run(30) == [
+        TrialPhase.TOGETHER,
+        TrialPhase.LEAVING,
+        TrialPhase.WITHOUT,
+        TrialPhase.APART,
+    ]
     assert run.spared == ["worker-1", "worker-2"]
     (note,) = run.notes
     assert note == (
@@ -90,25 +95,25 @@ def test_cpus_that_only_brake_stay_out() -> None:
 @pytest.mark.parametrize("without", [500.0, 700.0, 720.0])
 def test_those_that_help_or_cost_nothing_come_back(without: float) -> None:
     run = gpu_and_cpus(700.0, without)
-    phases = [Phase.TOGETHER, Phase.LEAVING, Phase.WITHOUT, Phase.SETTLED]
+    phases = [TrialPhase.TOGETHER, TrialPhase.LEAVING, TrialPhase.WITHOUT, TrialPhase.SETTLED]
     assert run.run(60) == phases
     assert not run.spared
     assert "taken back" in run.notes[-1]
-    assert run.run(60) == [Phase.SETTLED], "and it is not tried again and again"
+    assert run.run(60) == [TrialPhase.SETTLED], "and it is not tried again and again"
 
 
 def test_what_is_plainly_slower_is_not_tried_for_long() -> None:
     run = gpu_and_cpus(700.0, 400.0)
-    while run.brakes.phase != Phase.WITHOUT:
+    while run.brakes.phase != TrialPhase.WITHOUT:
         run.run(0.1)
-    assert run.run(1.2)[-1] == Phase.SETTLED
+    assert run.run(1.2)[-1] == TrialPhase.SETTLED
     assert run.notes == ["400 samples/s without worker-1, worker-2 (cpu), 700 with: taken back"]
 
 
 def test_workers_that_are_alike_are_left_alone() -> None:
     devices = dict.fromkeys(["worker-0", "worker-1"], "cpu")
     run = Script(devices, {"worker-0": 300.0, "worker-1": 100.0}, 100.0, 1000.0)
-    assert run.run(30) == [Phase.TOGETHER, Phase.SETTLED]
+    assert run.run(30) == [TrialPhase.TOGETHER, TrialPhase.SETTLED]
     much = Script(devices, {"worker-0": 300.0, "worker-1": 70.0}, 100.0, 1000.0)
     much.run(30)
     assert much.spared == ["worker-1"]
@@ -116,7 +121,7 @@ def test_workers_that_are_alike_are_left_alone() -> None:
 
 def test_never_fewer_than_were_asked_for() -> None:
     run = gpu_and_cpus(700.0, 1000.0, least=3)
-    assert run.run(30) == [Phase.TOGETHER, Phase.SETTLED]
+    assert run.run(30) == [TrialPhase.TOGETHER, TrialPhase.SETTLED]
     assert not run.notes
 
 
@@ -124,7 +129,7 @@ def test_what_is_slower_by_now_ends_it() -> None:
     run = gpu_and_cpus(700.0, 1000.0)
     run.run(30)
     run.without = 600.0
-    assert run.run(10) == [Phase.APART, Phase.SETTLED]
+    assert run.run(10) == [TrialPhase.APART, TrialPhase.SETTLED]
     assert not run.spared
     assert run.notes[-1].startswith("600 samples/s without")
 
@@ -140,14 +145,14 @@ def test_a_death_brings_all_back_and_three_trials_are_enough() -> None:
     run.run(30)
     assert run.spared
     run.occasion = (9, 0)
-    assert run.run(60) == [Phase.TOGETHER, Phase.SETTLED]
+    assert run.run(60) == [TrialPhase.TOGETHER, TrialPhase.SETTLED]
 
 
 def test_nothing_is_measured_while_shares_change() -> None:
     run = gpu_and_cpus(700.0, 1000.0)
     for number in range(20):
         run.pace.parts = {"worker-0": 1.0, "worker-1": 0.1 + number / 100}
-        assert run.run(2) == [Phase.TOGETHER]
+        assert run.run(2) == [TrialPhase.TOGETHER]
 
 
 def test_a_meter_counts_time_with_something_to_do() -> None:

@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.throughput import KNOWN_AFTER_S, LEAST, WORTH, Pace
+from manyhands.coordinator.throughput import KNOWN_AFTER_S, LEAST, WORTH, Throughput
 from manyhands.ranges import shares
 
 NAMES = ["a", "b", "c", "d"]
 
 
-def train(pace: Pace, seconds_a_sample: list[float], *, steps: int = 200, batch: int = 64) -> float:
+def train(
+    pace: Throughput, seconds_a_sample: list[float], *, steps: int = 200, batch: int = 64
+) -> float:
     """So many steps; the seconds of the last."""
     workers = NAMES[: len(seconds_a_sample)]
     took = 0.0
@@ -27,14 +29,14 @@ def train(pace: Pace, seconds_a_sample: list[float], *, steps: int = 200, batch:
 
 
 def test_equal_workers_have_equal_parts() -> None:
-    pace = Pace()
+    pace = Throughput()
     train(pace, [0.01, 0.01, 0.0105])
     assert pace.weights(NAMES[:3]) == [1.0, 1.0, 1.0]
     assert pace.news(NAMES[:3]) == []
 
 
 def test_one_of_half_the_speed_gets_half_as_much() -> None:
-    pace = Pace()
+    pace = Throughput()
     assert train(pace, [0.01, 0.02], batch=60) == pytest.approx(0.4)
     assert pace.weights(["a", "b"]) == [1.0, 0.5]
     assert pace.news(["a", "b"]) == [("b", pytest.approx(2.0))]
@@ -43,20 +45,20 @@ def test_one_of_half_the_speed_gets_half_as_much() -> None:
 
 @given(st.lists(st.floats(0.002, 0.06), min_size=2, max_size=4))
 def test_no_step_takes_much_longer_than_it_could(speeds: list[float]) -> None:
-    took = train(Pace(), speeds, steps=1500, batch=4096)
+    took = train(Throughput(), speeds, steps=1500, batch=4096)
     best = 4096 / sum(1 / seconds for seconds in speeds)
     assert took < WORTH * best * 1.05
 
 
 def test_parts_follow_when_speeds_change() -> None:
-    pace = Pace()
+    pace = Throughput()
     train(pace, [0.01, 0.03])
     assert train(pace, [0.03, 0.01], steps=600) < WORTH * 64 * 0.0075 * 1.1
     assert [name for name, _ in pace.news(["a", "b"])] == ["a"]
 
 
 def test_nothing_changes_before_all_are_known() -> None:
-    pace = Pace()
+    pace = Throughput()
     pace.note("a", 10, KNOWN_AFTER_S)
     pace.note("b", 1, KNOWN_AFTER_S / 2)
     assert pace.weights(["a", "b"]) == [1.0, 1.0]
@@ -66,7 +68,7 @@ def test_nothing_changes_before_all_are_known() -> None:
 
 
 def test_even_the_slowest_has_something() -> None:
-    pace = Pace()
+    pace = Throughput()
     pace.note("a", 10_000, 2.0)
     pace.note("b", 1, 2.0)
     assert pace.weights(["a", "b"]) == [1.0, LEAST]
@@ -74,7 +76,7 @@ def test_even_the_slowest_has_something() -> None:
 
 def test_a_pause_that_no_share_makes_shorter() -> None:
     """Whoever takes as long for few samples as for many keeps the least; the others have the rest."""
-    pace = Pace()
+    pace = Throughput()
     for _ in range(500):
         counts = shares(100, pace.weights(["a", "b"]))
         pace.note("a", counts[0], 0.001 * counts[0])

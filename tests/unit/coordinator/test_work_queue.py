@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.work_queue import AHEAD_S, MAX_LEASE, Part, PartQueue, cut
+from manyhands.coordinator.work_queue import AHEAD_S, MAX_LEASE, QueuedPart, WorkQueue, cut
 
 
-def parts_of(steps: int, number: int) -> list[Part]:
+def parts_of(steps: int, number: int) -> list[QueuedPart]:
     plans = [StepPlan(s, 0, ((s * 100, s * 100 + number),)) for s in range(1, steps + 1)]
     return [part for plan in plans for part in cut(plan, number)]
 
@@ -30,10 +30,10 @@ def test_a_step_is_cut_into_equal_parts_of_which_none_is_empty(samples: int, num
     assert len({part.key for part in parts}) == len(parts)
 
 
-def play(queue: PartQueue, seconds: dict[str, float], until_s: float) -> dict[str, int]:
+def play(queue: WorkQueue, seconds: dict[str, float], until_s: float) -> dict[str, int]:
     """Workers that take so many seconds a part, on a clock of their own; how many each has done."""
     done = dict.fromkeys(seconds, 0)
-    backlog: dict[str, list[Part]] = {name: [] for name in seconds}
+    backlog: dict[str, list[QueuedPart]] = {name: [] for name in seconds}
     clock: list[tuple[float, str]] = []
     now = 0.0
     while now < until_s:
@@ -51,7 +51,7 @@ def play(queue: PartQueue, seconds: dict[str, float], until_s: float) -> dict[st
 
 
 def test_parts_follow_speed() -> None:
-    queue = PartQueue()
+    queue = WorkQueue()
     queue.seat(["slow", "fast"])
     queue.extend(parts_of(400, 2))
     done = play(queue, {"slow": 0.09, "fast": 0.03}, until_s=10)
@@ -63,7 +63,7 @@ def test_parts_follow_speed() -> None:
     [(0.5, 1), (AHEAD_S, 1), (0.39, 2), (0.1, 4), (0.001, MAX_LEASE), (0, MAX_LEASE)],
 )
 def test_how_much_is_ahead_follows_the_workers_own_seconds(seconds: float, ahead: int) -> None:
-    queue = PartQueue()
+    queue = WorkQueue()
     queue.seat(["a"])
     assert queue.room() == 1, "one, before anything is known"
     queue.extend(parts_of(600, 1))
@@ -75,7 +75,7 @@ def test_how_much_is_ahead_follows_the_workers_own_seconds(seconds: float, ahead
 
 
 def test_a_part_that_was_left_out_is_the_next_for_anybody() -> None:
-    queue = PartQueue()
+    queue = WorkQueue()
     queue.seat(["a", "b"])
     queue.extend(parts_of(3, 1))
     first, second = queue.deal()
@@ -88,7 +88,7 @@ def test_a_part_that_was_left_out_is_the_next_for_anybody() -> None:
 
 
 def test_what_is_in_hand_comes_back_in_front_and_in_order() -> None:
-    queue = PartQueue()
+    queue = WorkQueue()
     queue.seat(["a", "b"])
     queue.extend(parts_of(2, 3))
     queue.deal()
@@ -104,12 +104,12 @@ def test_what_is_in_hand_comes_back_in_front_and_in_order() -> None:
 @given(seed=st.integers(0, 2**32), workers=st.integers(1, 5))
 def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> None:
     chance = random.Random(seed)
-    queue = PartQueue()
+    queue = WorkQueue()
     names = [f"w{i}" for i in range(workers)]
     queue.seat(names)
     everything = parts_of(6, 4)
     queue.extend(everything)
-    hands: dict[str, list[Part]] = {name: [] for name in names}
+    hands: dict[str, list[QueuedPart]] = {name: [] for name in names}
     finished = []
     while len(finished) < len(everything):
         for name, part in queue.deal():
@@ -133,7 +133,7 @@ def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> 
 
 
 def test_the_last_parts_go_to_whoever_is_free_first() -> None:
-    queue = PartQueue()
+    queue = WorkQueue()
     queue.seat(["slow", "fast"])
     queue.extend(parts_of(1, 2))
     for name, part in queue.deal():

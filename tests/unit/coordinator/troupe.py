@@ -12,16 +12,16 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from manyhands.control.messages import Row, Saved
-from manyhands.coordinator.checkpoint_tracker import Shelf
+from manyhands.control.messages import Saved, StepRow
+from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import make_handout
-from manyhands.coordinator.options import Manner, Options
-from manyhands.coordinator.plan import Course, StepPlan, Syllabus
+from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.coordinator.plan import PlanConfig, StepPlan, TrainingPlan
 from manyhands.coordinator.progress import Committed, PartKey
 from manyhands.events.sinks import Stream
 from manyhands.hosts.view import Seat, View
 from manyhands.runs.checkpoints import partial
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 Sample = tuple[int, int]
 """(epoch, position)"""
@@ -31,14 +31,19 @@ Portion = list[Any]
 
 class Troupe:
     def __init__(
-        self, folder: Path, syllabus: Syllabus, manner: Manner, workers: int, chance: random.Random
+        self,
+        folder: Path,
+        syllabus: PlanConfig,
+        manner: Manner,
+        workers: int,
+        chance: random.Random,
     ) -> None:
         self.chance = chance
         self.manner = manner
-        self.course = Course(syllabus)
-        run = Run.create("played", path=folder / "run")
-        options = Options("job.py", "played", workers, manner=manner)
-        self.shelf = Shelf(run, Stream(), options, newest=None)
+        self.course = TrainingPlan(syllabus)
+        run = RunFolder.create("played", path=folder / "run")
+        options = RunOptions("job.py", "played", workers, manner=manner)
+        self.shelf = CheckpointTracker(run, Stream(), options, newest=None)
         self.run = run
         self.handout = make_handout(manner, self.course, self.shelf, self._hear)
         self.weights: list[tuple[PartKey, list[Sample]]] = []
@@ -47,7 +52,7 @@ class Troupe:
         self.rests = 0
         self.redone = 0
         self._agendas: dict[str, deque[dict[str, Any]]] = {}
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[StepRow]] = {}
         self._pushed: dict[int, dict[str, Portion]] = {}
         self._evaluated: set[str] = set()
         self._writing: tuple[str, int] | None = None
@@ -209,8 +214,8 @@ class Troupe:
         self.shelf.settle(self.course)
 
 
-def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> Row:
-    return Row(step, 1.0, 1.0, 0.1, seconds, None, None, 0, part=part, dropped=dropped)
+def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> StepRow:
+    return StepRow(step, 1.0, 1.0, 0.1, seconds, None, None, 0, part=part, dropped=dropped)
 
 
 def _once(plans: list[StepPlan]) -> list[StepPlan]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from manyhands.data import text_files
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary, count_words, encode
-from manyhands.data.text_scan import Table, alias_table
+from manyhands.data.text_scan import WordTable, alias_table
 from manyhands.errors import DataError, UsageError
 
 SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2003\u2028\u202f\u205f\u3000"
@@ -65,7 +65,7 @@ def test_words_cross_the_blocks_a_file_is_read_in(
 
 def test_a_table_grows_and_keeps_its_counts() -> None:
     words = [f"w{number}" for number in range(20_000)]
-    table = Table.of(words)
+    table = WordTable.of(words)
     text = np.frombuffer((" ".join(words[::2]) + " ").encode(), np.uint8)
     table.count(text, 0, len(text), ended=True)
     assert [word.decode() for word in table.words()] == words

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.data.download import LOCK_NAME, RemoteFile, Timeouts, fetch
+from manyhands.data.download import LOCK_NAME, DownloadTimeouts, RemoteFile, fetch
 from manyhands.errors import DataError
 
 A, B = b"first file" * 20_000, b"second file"
@@ -47,7 +47,7 @@ def get(files, folder, *mirrors, **timeouts) -> None:
         mirrors=[getattr(mirror, "url", mirror) for mirror in mirrors],
         title="Toys",
         remedy="Do this.",
-        timeouts=Timeouts(**timeouts),
+        timeouts=DownloadTimeouts(**timeouts),
     )
 
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import Store
+from manyhands.embeddings.store import TableStore
 
 NAME = "t"
 SAME = 240_000
@@ -25,7 +25,7 @@ def own(number: int) -> np.ndarray:
     return -1 - (number * OWN + np.arange(OWN))
 
 
-def hammer(store: Store, number: int, rounds: int, begin: float) -> None:
+def hammer(store: TableStore, number: int, rounds: int, begin: float) -> None:
     """Bring new ids at the same moment and in the same order as all others, part by part; add one
     to each of one's own rows a round."""
     ones = np.full((OWN, store.spec.dim), -1.0, np.float32)
@@ -45,11 +45,11 @@ def told() -> float:
     return float(sys.stdin.readline())
 
 
-def alone(store: Store, number: int, rounds: int) -> None:
+def alone(store: TableStore, number: int, rounds: int) -> None:
     hammer(store, number, rounds, told())
 
 
-def threads(store: Store, number: int, rounds: int) -> None:
+def threads(store: TableStore, number: int, rounds: int) -> None:
     """Two threads of one process do it."""
     begin = told()
     crew = [
@@ -62,7 +62,7 @@ def threads(store: Store, number: int, rounds: int) -> None:
         one.join()
 
 
-def insert(store: Store, number: int, rounds: int) -> None:
+def insert(store: TableStore, number: int, rounds: int) -> None:
     """Bring ids, some of them everybody's, until somebody ends this process."""
     chance = np.random.default_rng()
     told()
@@ -73,7 +73,7 @@ def insert(store: Store, number: int, rounds: int) -> None:
         store.rows[slots, 0] = ids.astype(np.float32)
 
 
-def tidy(store: Store, number: int, rounds: int) -> None:
+def tidy(store: TableStore, number: int, rounds: int) -> None:
     """Make the index anew again and again, until somebody ends this process."""
     store.evict(0)  # a first time, for the kernels to be there
     print("ready", flush=True)
@@ -81,7 +81,7 @@ def tidy(store: Store, number: int, rounds: int) -> None:
         store.evict(step)
 
 
-def digest(store: Store, number: int, rounds: int) -> None:
+def digest(store: TableStore, number: int, rounds: int) -> None:
     print(hashlib.sha256(store.read(np.arange(-500, 500)).tobytes()).hexdigest())
 
 
@@ -89,7 +89,9 @@ if __name__ == "__main__":
     what, spec, address, number, rounds = sys.argv[1:]
     table = Table.from_dict(json.loads(spec))
     new = address == "new"
-    opened = Store.create(NAME, table, seed=11) if new else Store.attach(NAME, table, address)
+    opened = (
+        TableStore.create(NAME, table, seed=11) if new else TableStore.attach(NAME, table, address)
+    )
     work = {"alone": alone, "threads": threads, "insert": insert, "digest": digest, "tidy": tidy}
     # Kernels come from the disk on first use, and take their time.
     opened.update(opened.find([], create=True), np.empty((0, table.dim), np.float32), lr=1.0, now=0)

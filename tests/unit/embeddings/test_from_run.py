@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.compute.feed import Feed, Portion
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import load_job
 from manyhands.runs.checkpoints import choose, commit
 from manyhands.runs.files import file_digest
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 from manyhands.runs.saver import Saver
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Looking, Sparse
@@ -48,9 +48,9 @@ class Trained:
     def __init__(self, folder: Path, reference: str = "job.py", width: int = 8) -> None:
         self.job_file = folder / "job.py"
         self.job_file.write_text(JOB)
-        self.run = Run.create("small", path=folder / "run")
+        self.run = RunFolder.create("small", path=folder / "run")
         job = load_job(f"{folder}/{reference}", {"width": str(width)})
-        self.trainee = Trainee.of(job, device="cpu", num_steps=10)
+        self.trainee = TrainState.of(job, device="cpu", num_steps=10)
         assert self.trainee.tables is not None
         learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
         learner.trainee = self.trainee
@@ -94,7 +94,7 @@ def trained(once: Trained, tmp_path: Path) -> Trained:
     mine = object.__new__(Trained)
     vars(mine).update(vars(once))
     shutil.copytree(once.job_file.parent, tmp_path, dirs_exist_ok=True)
-    mine.run, mine.job_file = Run(tmp_path / "run"), tmp_path / "job.py"
+    mine.run, mine.job_file = RunFolder(tmp_path / "run"), tmp_path / "job.py"
     mine.note_job("job.py")
     return mine
 

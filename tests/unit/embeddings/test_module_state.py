@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.compute.train_state import Trainee
-from manyhands.embeddings.local_tables import Tables
+from manyhands.compute.train_state import TrainState
+from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
 from manyhands.embeddings.spec import Table
 from manyhands.errors import CheckpointError, JobError
@@ -201,7 +201,7 @@ class Counting(RowModel):
 
 def test_a_model_that_changes_rows_itself_has_them_in_its_state() -> None:
     ours = nn.ModuleDict({"words": Counting()})
-    tables = Tables.of(ours, seed=1)
+    tables = LocalTables.of(ours, seed=1)
     assert tables is not None
     own = {name.removeprefix("words."): rows for name, rows in tables.rows().items()}
     ours["words"].touch(torch.tensor([5, 8, 5]), own, lr=0.1, seed=0)
@@ -210,7 +210,7 @@ def test_a_model_that_changes_rows_itself_has_them_in_its_state() -> None:
     assert state["words.twice.rows"].tolist() == [[4.0], [2.0]]
     other = nn.ModuleDict({"words": Counting()})
     other.load_state_dict(state)
-    again = Tables.of(other, seed=7)  # what a training begins with
+    again = LocalTables.of(other, seed=7)  # what a training begins with
     assert again is not None
     assert again.look("words.seen", torch.tensor([5, 6])).tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
@@ -219,7 +219,7 @@ def test_a_training_begins_with_what_was_loaded_or_trained_before() -> None:
     ours = model(lr=0.1)
     train(ours)
     expected = look(ours, IDS), look(ours[0], UNSEEN)
-    tables = Tables.of(ours, seed=9)
+    tables = LocalTables.of(ours, seed=9)
     assert tables is not None
     assert torch.equal(look(ours, IDS), expected[0])
     assert torch.equal(look(ours[0], UNSEEN), expected[1])
@@ -231,7 +231,7 @@ def test_a_training_begins_with_what_was_loaded_or_trained_before() -> None:
 
 
 def test_equal_rows_have_equal_fingerprints() -> None:
-    first, second = (Tables.of(model(lr=0.1), seed=3) for _ in range(2))
+    first, second = (LocalTables.of(model(lr=0.1), seed=3) for _ in range(2))
     assert first is not None
     assert second is not None
     assert first.fingerprint() == second.fingerprint()
@@ -244,9 +244,9 @@ def test_equal_rows_have_equal_fingerprints() -> None:
 def test_a_checkpoint_has_rows_once() -> None:
     """In the files of the tables; nobody makes another copy for the model's own state."""
     ours = model(lr=0.1)
-    tables = Tables.of(ours, seed=3)
+    tables = LocalTables.of(ours, seed=3)
     train(ours)
-    trainee = Trainee(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss=lambda *_: IDS)
+    trainee = TrainState(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss=lambda *_: IDS)
     trainee.tables = tables
     state = gather_state(trainee, SingleLearner())
     assert list(state["model"]) == ["2.weight", "2.bias"]
@@ -254,7 +254,7 @@ def test_a_checkpoint_has_rows_once() -> None:
 
 
 def test_who_shares_a_table_of_another_reads_no_row_of_a_checkpoint(tmp_path: Path) -> None:
-    first, second = (Tables.of(model(lr=0.1), seed=3) for _ in range(2))
+    first, second = (LocalTables.of(model(lr=0.1), seed=3) for _ in range(2))
     assert first is not None
     assert second is not None
     second.load_state_dict({"0": SavedTable((tmp_path / "gone.npz",))})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag, TableModule, tables_of
 from manyhands.embeddings.spec import Table
 from manyhands.errors import JobError
@@ -14,9 +14,9 @@ from manyhands.errors import JobError
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
 
 
-def twin(module: TableModule, rows: int = 10) -> tuple[Tables, torch.Tensor]:
+def twin(module: TableModule, rows: int = 10) -> tuple[LocalTables, torch.Tensor]:
     """The module's tables, and its first rows as a dense matrix."""
-    tables = Tables.of(module, seed=5)
+    tables = LocalTables.of(module, seed=5)
     assert tables is not None
     every = torch.arange(rows)
     return tables, tables.pull("table", every, every).clone()
@@ -74,7 +74,7 @@ def test_padding_gives_zeros_and_learns_nothing() -> None:
 
 def test_without_a_gradient_no_row_is_made() -> None:
     ours = SparseEmbedding(None, 4, init="normal(1)")
-    tables = Tables.of(ours, seed=5)
+    tables = LocalTables.of(ours, seed=5)
     assert tables is not None
     with torch.no_grad():
         before = ours(IDS)
@@ -87,7 +87,7 @@ def test_modules_that_share_a_table_add_up_their_gradients() -> None:
     table = Table(dim=2, optimizer="sgd", init="zeros")
     model = nn.ModuleDict({"a": SparseEmbedding(table=table), "b": SparseEmbedding(table=table)})
     assert list(tables_of(model)) == ["a"]
-    tables = Tables.of(model, seed=0)
+    tables = LocalTables.of(model, seed=0)
     assert tables is not None
     one = torch.tensor([4])
     (model["a"](one).sum() + 2 * model["b"](one).sum()).backward()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.embeddings.local_tables import Tables
+from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag, bind, tables_of
-from manyhands.embeddings.prefetch import Foresight
+from manyhands.embeddings.prefetch import Prefetcher
 from manyhands.embeddings.remote import Arrived, RemoteTables
-from manyhands.embeddings.row_placement import Homes
-from manyhands.ps.rows import RowEstate
+from manyhands.embeddings.row_placement import RowPlacement
+from manyhands.ps.rows import RowServerState
 
 
 def batch(seed: int, samples: int = 8) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def batch(seed: int, samples: int = 8) -> dict[str, Any]:
     ],
 )
 def test_a_piece_of_the_batch_is_foreseen_in_the_next(look_up: Any) -> None:
-    foresight = Foresight()
+    foresight = Prefetcher()
     foresight.learn("t", look_up(batch(1)), batch(1))  # another object: nothing to learn from
     assert foresight.ids_in(batch(2)) == {}
     first = batch(1)
@@ -58,13 +58,13 @@ def test_a_piece_of_the_batch_is_foreseen_in_the_next(look_up: Any) -> None:
     ],
 )
 def test_what_is_no_piece_of_all_samples_is_not_foreseen(look_up: Any) -> None:
-    foresight, first = Foresight(), batch(1)
+    foresight, first = Prefetcher(), batch(1)
     foresight.learn("t", look_up(first), first)
     assert foresight.ids_in(batch(2)) == {}
 
 
 def test_a_batch_that_is_built_otherwise_is_not_foreseen() -> None:
-    foresight, first = Foresight(), batch(1)
+    foresight, first = Prefetcher(), batch(1)
     foresight.learn("t", first["parts"][0], first)
     assert foresight.ids_in({"x": torch.zeros(2)}) == {}
     assert foresight.ids_in([torch.zeros(2), torch.zeros(2, 6, dtype=torch.int64)]) == {}
@@ -92,9 +92,11 @@ class Servers:
     """Two of them, each with its rows, reached without a network; what they were asked for is noted."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.homes: Homes | None = Homes.fresh(["a", "b"], replicas=0)
+        self.homes: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
         self.estates = {
-            name: RowEstate(name, Tables(tables_of(model), seed=1), shared=False, adds=False)
+            name: RowServerState(
+                name, LocalTables(tables_of(model), seed=1), shared=False, adds=False
+            )
             for name in "ab"
         }
         self.asked: list[tuple[str, set[int]]] = []
@@ -129,12 +131,12 @@ def step(model: nn.Module, tables: RemoteTables, ids: Tensor, number: int) -> fl
 @pytest.mark.parametrize("age", [0, 2])
 def test_the_next_batch_asks_for_nothing_that_was_foreseen(age: int) -> None:
     model = Looking()
-    tables = RemoteTables(Tables(tables_of(model), seed=1), adds=False, age=age)
+    tables = RemoteTables(LocalTables(tables_of(model), seed=1), adds=False, age=age)
     servers = Servers(model)
     tables.connect(servers, None)
     bind(model, tables)
     plain = Looking()
-    bind(plain, Tables(tables_of(plain), seed=1))
+    bind(plain, LocalTables(tables_of(plain), seed=1))
     batches = [torch.randint(0, 50, (6, 4)) + 100 * n for n in range(3)]
     step(model, tables, batches[0], 1)
     assert servers.taken() == {
@@ -155,7 +157,7 @@ def test_the_next_batch_asks_for_nothing_that_was_foreseen(age: int) -> None:
 
 def test_what_was_asked_for_in_another_view_is_forgotten() -> None:
     model = Looking()
-    tables = RemoteTables(Tables(tables_of(model), seed=1), adds=False, age=0)
+    tables = RemoteTables(LocalTables(tables_of(model), seed=1), adds=False, age=0)
     tables.connect(Servers(model), None)
     bind(model, tables)
     ids = torch.arange(8).view(2, 4)
@@ -169,5 +171,5 @@ def test_what_was_asked_for_in_another_view_is_forgotten() -> None:
 
 def test_rows_of_the_last_step_are_never_asked_for_early() -> None:
     model = Looking()
-    tables = RemoteTables(Tables(tables_of(model), seed=1), adds=False, age=None)
+    tables = RemoteTables(LocalTables(tables_of(model), seed=1), adds=False, age=None)
     assert not tables.foresees

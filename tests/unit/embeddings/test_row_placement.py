@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.embeddings.row_placement import SHARDS, Homes
+from manyhands.embeddings.row_placement import SHARDS, RowPlacement
 from manyhands.errors import ManyhandsError
 
 NAMES = [f"s{i}" for i in range(6)]
@@ -16,7 +16,7 @@ NAMES = [f"s{i}" for i in range(6)]
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_a_fresh_start_spreads_shards_evenly_each_with_two_holders(count: int) -> None:
     servers = NAMES[:count]
-    homes = Homes.fresh(servers, replicas=1)
+    homes = RowPlacement.fresh(servers, replicas=1)
     assert len(homes.holders) == SHARDS
     assert all(len(set(held)) == len(held) == min(2, count) for held in homes.holders)
     firsts = [sum(held[0] == name for held in homes.holders) for name in servers]
@@ -29,7 +29,7 @@ def test_a_fresh_start_spreads_shards_evenly_each_with_two_holders(count: int) -
 @settings(max_examples=200, deadline=None)
 def test_no_row_is_lost_while_one_dies_at_a_time(happens: list[str], random: object) -> None:
     servers, fresh = list(NAMES[:3]), iter(f"n{i}" for i in range(99))
-    homes = Homes.fresh(servers, replicas=1)
+    homes = RowPlacement.fresh(servers, replicas=1)
     having = {name: set(homes.shards_of(name)) for name in servers}
     for event in happens:
         if event == "die" and len(servers) > 1:
@@ -52,23 +52,23 @@ def test_no_row_is_lost_while_one_dies_at_a_time(happens: list[str], random: obj
 
 
 def test_a_death_moves_only_what_has_lost_a_holder() -> None:
-    before = Homes.fresh(NAMES[:4], replicas=1)
+    before = RowPlacement.fresh(NAMES[:4], replicas=1)
     after = before.after(NAMES[1:4], NAMES[1:4], replicas=1)
     moved = {move.shard for move in after.moves_from(before, NAMES[1:4])}
     assert moved <= {shard for shard, held in enumerate(before.holders) if "s0" in held}
 
 
 def test_rows_without_a_holder_are_lost_and_it_says_on_whom() -> None:
-    homes = Homes.fresh(NAMES[:3], replicas=0)
+    homes = RowPlacement.fresh(NAMES[:3], replicas=0)
     with pytest.raises(ManyhandsError, match="was on s1, and is lost"):
         homes.after(["s0", "s2"], ["s0", "s2"], replicas=0)
 
 
 def test_ids_are_asked_of_the_first_and_held_by_both() -> None:
-    homes = Homes.fresh(NAMES[:3], replicas=1)
+    homes = RowPlacement.fresh(NAMES[:3], replicas=1)
     ids = np.arange(-500, 500, dtype=np.int64) * 1_000_003
     asked = homes.asked(ids)
     held = np.stack([homes.held_by(name, ids) for name in homes.servers])
     assert (held.sum(axis=0) == 2).all()
     assert held[asked, np.arange(len(ids))].all()
-    assert Homes.from_dict(homes.to_dict()) == homes
+    assert RowPlacement.from_dict(homes.to_dict()) == homes

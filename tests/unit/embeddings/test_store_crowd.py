@@ -18,7 +18,7 @@ from crowd import NAME, SAME, own
 
 from manyhands.embeddings.layout import NEXT
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import Store
+from manyhands.embeddings.store import TableStore
 
 CROWD = Path(__file__).with_name("crowd.py")
 DEADLINE_S = 120
@@ -35,8 +35,8 @@ def start(what: str, spec: Table, address: str, number: int, rounds: int) -> sub
 
 
 @contextmanager
-def table(spec: Table) -> Iterator[Store]:
-    store = Store.create(NAME, spec, seed=11)
+def table(spec: Table) -> Iterator[TableStore]:
+    store = TableStore.create(NAME, spec, seed=11)
     try:
         yield store
     finally:
@@ -58,7 +58,7 @@ def at_once(*processes: subprocess.Popen[str]) -> None:
         assert process.returncode == 0
 
 
-def one_row_each(store: Store) -> np.ndarray:
+def one_row_each(store: TableStore) -> np.ndarray:
     """No id twice, no slot twice, and everybody is found where the index says."""
     ids = store.ids()
     assert len(np.unique(ids)) == len(ids)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import Store
+from manyhands.embeddings.store import TableStore
 from manyhands.errors import JobError
 
 
 @contextmanager
-def table(spec: Table) -> Iterator[Store]:
-    store = Store.create("t", spec, seed=1, shared=False)
+def table(spec: Table) -> Iterator[TableStore]:
+    store = TableStore.create("t", spec, seed=1, shared=False)
     try:
         yield store
     finally:
@@ -42,7 +42,7 @@ def small(when_full: str, **more: object) -> Table:
     return Table(16, optimizer="sgd", max_bytes=200_000, when_full=when_full, **more)  # type: ignore[arg-type]
 
 
-def filled(store: Store) -> np.ndarray:
+def filled(store: TableStore) -> np.ndarray:
     """Ids as many as fit."""
     ids = np.arange(store.layout.capacity - 1)
     assert (store.find(ids, create=True, now=1) > 0).all()

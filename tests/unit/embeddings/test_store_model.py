@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.embeddings.chunk import Chunk
+from manyhands.embeddings.chunk import RowChunk
 from manyhands.embeddings.layout import NEXT, READY
 from manyhands.embeddings.shards import FIRST, SECOND, STEP, hash_ids, shard_of
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import Store
+from manyhands.embeddings.store import TableStore
 from manyhands.errors import JobError
 
 DIM = 3
@@ -23,8 +23,8 @@ LR = 0.5
 
 
 @contextmanager
-def table(spec: Table, *, seed: int = 1) -> Iterator[Store]:
-    store = Store.create("t", spec, seed=seed, shared=False)
+def table(spec: Table, *, seed: int = 1) -> Iterator[TableStore]:
+    store = TableStore.create("t", spec, seed=seed, shared=False)
     try:
         yield store
     finally:
@@ -41,7 +41,7 @@ class Model:
     last: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
 
-    def see(self, ids: Sequence[int], now: int, store: Store) -> list[bool]:
+    def see(self, ids: Sequence[int], now: int, store: TableStore) -> list[bool]:
         has = []
         for one in ids:
             if one not in self.rows:
@@ -83,7 +83,7 @@ class Model:
         return len(gone)
 
 
-def check(store: Store, model: Model, asked: Sequence[int]) -> None:
+def check(store: TableStore, model: Model, asked: Sequence[int]) -> None:
     assert store.ids().tolist() == sorted(model.rows)
     assert len(store) == len(model.rows)
     got = store.read(asked)
@@ -92,7 +92,7 @@ def check(store: Store, model: Model, asked: Sequence[int]) -> None:
     check_chunk(store.export(), model)
 
 
-def check_chunk(chunk: Chunk, model: Model) -> None:
+def check_chunk(chunk: RowChunk, model: Model) -> None:
     assert chunk.ids.tolist() == sorted(model.rows)
     assert chunk.counts.tolist() == [model.counts[one] for one in sorted(model.rows)]
     assert chunk.last_used.tolist() == [model.last[one] for one in sorted(model.rows)]
@@ -101,9 +101,9 @@ def check_chunk(chunk: Chunk, model: Model) -> None:
     )
 
 
-def moved(store: Store, of: int) -> Store:
+def moved(store: TableStore, of: int) -> TableStore:
     """The same rows in a new store, having travelled in shards."""
-    new = Store.create("t", store.spec, seed=1, shared=False)
+    new = TableStore.create("t", store.spec, seed=1, shared=False)
     for shard in range(of):
         new.load(store.export(shards=[shard], of=of))
     store.close()
@@ -135,7 +135,7 @@ any_spec = st.builds(
 @settings(max_examples=150)
 @given(any_spec, steps)
 def test_a_table_is_a_dict_of_rows(spec: Table, actions: list[tuple[str, list[int], int]]) -> None:
-    store, model = Store.create("t", spec, seed=1, shared=False), Model(spec)
+    store, model = TableStore.create("t", spec, seed=1, shared=False), Model(spec)
     chance = np.random.default_rng(0)
     now = 0
     try:

@@ -13,7 +13,7 @@ import torch
 from manyhands.embeddings import memory
 from manyhands.embeddings.kernels import changes
 from manyhands.embeddings.spec import OPTIMIZERS, Table
-from manyhands.embeddings.store import Store
+from manyhands.embeddings.store import TableStore
 from manyhands.errors import JobError, LinkError, UsageError
 from manyhands.transport.shm import Segment
 
@@ -21,8 +21,8 @@ LR = 0.05
 
 
 @contextmanager
-def table(spec: Table, *, seed: int = 1, name: str = "t") -> Iterator[Store]:
-    store = Store.create(name, spec, seed=seed, shared=True)
+def table(spec: Table, *, seed: int = 1, name: str = "t") -> Iterator[TableStore]:
+    store = TableStore.create(name, spec, seed=seed, shared=True)
     try:
         yield store
     finally:
@@ -223,7 +223,7 @@ def test_views_for_kernels_are_the_rows_themselves() -> None:
 def test_what_another_attaches_is_the_same_table() -> None:
     spec = Table(4, optimizer="sgd")
     with table(spec) as store:
-        other = Store.attach("t", spec, store.address)
+        other = TableStore.attach("t", spec, store.address)
         slots = other.find([1, 2], create=True, now=4)
         assert (store.find([1, 2], create=False) == slots).all()
         store.update(slots, np.ones((2, 4), np.float32), lr=1.0, now=5)
@@ -235,10 +235,10 @@ def test_what_another_attaches_is_the_same_table() -> None:
         assert (other.find(range(30_000), create=False) == -1).sum() == 100
         other.close()
         with pytest.raises(UsageError, match="must be given the same job"):
-            Store.attach("t", Table(5), store.address)
+            TableStore.attach("t", Table(5), store.address)
         with pytest.raises(UsageError, match="must be given the same job"):
-            Store.attach("u", spec, store.address)
-    private = Store.create("t", spec, seed=1, shared=False)
+            TableStore.attach("u", spec, store.address)
+    private = TableStore.create("t", spec, seed=1, shared=False)
     with pytest.raises(UsageError, match="shared=True"):
         _ = private.address
     private.close()
@@ -247,15 +247,15 @@ def test_what_another_attaches_is_the_same_table() -> None:
 def test_shared_memory_that_is_no_table_is_refused() -> None:
     segment = Segment.create(8192)
     with pytest.raises(LinkError, match="no table"):
-        Store.attach("t", Table(4), segment.address)
+        TableStore.attach("t", Table(4), segment.address)
     segment.close()
 
 
 def test_a_table_that_the_host_has_no_memory_for_is_refused_with_the_numbers() -> None:
     with pytest.raises(JobError, match=r"1,000,000,000 rows of 2064 bytes are 1.9 TiB.*can spare"):
-        Store.create("big", Table(256, rows=10**9), seed=0)
+        TableStore.create("big", Table(256, rows=10**9), seed=0)
     with pytest.raises(JobError, match=r"not one row of .* bytes"):
-        Store.create("small", Table(256, max_bytes=1000), seed=0)
+        TableStore.create("small", Table(256, max_bytes=1000), seed=0)
 
 
 def test_a_table_that_outgrows_the_host_says_so_and_stays_usable(
@@ -273,7 +273,7 @@ def test_a_table_that_outgrows_the_host_says_so_and_stays_usable(
 
 
 def test_a_table_that_was_closed_says_so_when_it_must_grow() -> None:
-    store = Store.create("t", Table(64), seed=0)
+    store = TableStore.create("t", Table(64), seed=0)
     store.close()
     with pytest.raises(JobError, match="was closed here"):
         store.find(range(100_000), create=True, now=0)
@@ -288,8 +288,8 @@ def test_memory_is_taken_only_where_rows_are() -> None:
 def test_a_part_of_a_large_table_takes_memory_for_that_part() -> None:
     spec = Table(16, rows=2_000_000, optimizer="adagrad")
     ids = np.arange(0, 2_000_000, 1_000)
-    part = Store.create("t", spec, seed=1, shared=False, spread=True)
-    whole = Store.create("t", spec, seed=1, shared=False)
+    part = TableStore.create("t", spec, seed=1, shared=False, spread=True)
+    whole = TableStore.create("t", spec, seed=1, shared=False)
     try:
         for store in (part, whole):
             store.update(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.embeddings.layout import EXTENDED_AT, Layout, entries_in, levels_for
+from manyhands.embeddings.layout import EXTENDED_AT, TableLayout, entries_in, levels_for
 from manyhands.embeddings.parsing import parse_bytes, show_bytes
 from manyhands.embeddings.spec import OPTIMIZERS, RowOptimizer, Table, check_name, salt_of
 from manyhands.errors import JobError
@@ -118,12 +118,12 @@ def test_rows_begin_at_parts_of_cache_lines_and_waste_little(spec: Table) -> Non
 
 @given(specs, st.integers(10**5, 10**11))
 def test_a_layout_within_a_limit_is_the_largest_that_keeps_it(spec: Table, limit: int) -> None:
-    layout = Layout.within(spec, limit)
+    layout = TableLayout.within(spec, limit)
     if spec.rows is not None:
         assert layout.capacity == spec.rows
         return
     assert layout.capacity == 0 or layout.most_bytes <= limit
-    assert Layout(spec, layout.capacity + 1, layout.waiting_levels).most_bytes > limit
+    assert TableLayout(spec, layout.capacity + 1, layout.waiting_levels).most_bytes > limit
     assert entries_in(layout.levels) * 0.6 > layout.capacity
 
 
@@ -134,7 +134,7 @@ def test_the_index_takes_under_24_bytes_a_row(rows: int) -> None:
 
 @given(specs)
 def test_the_regions_of_a_layout_follow_each_other_and_do_not_overlap(spec: Table) -> None:
-    layout = Layout.within(spec, 1 << 30)
+    layout = TableLayout.within(spec, 1 << 30)
     last = layout.slot_ranges(0, layout.capacity) + layout.waiting_ranges(0)
     for generation in (0, 1):
         last += layout.level_ranges(generation, 0, layout.levels)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.embeddings.local_tables import Tables
-from manyhands.embeddings.remote import Kept
+from manyhands.embeddings.local_tables import LocalTables
+from manyhands.embeddings.remote import RowCache
 from manyhands.embeddings.sparse_grads import (
-    SharedBasket,
-    Sparse,
+    SharedGrads,
+    SparseGrads,
     narrow,
     num_bytes,
     pack_into,
@@ -27,12 +27,12 @@ SPECS = {
 }
 
 
-def basket(seed: int) -> dict[str, Sparse]:
+def basket(seed: int) -> dict[str, SparseGrads]:
     draw = np.random.default_rng(seed)
     made = {}
     for name, table in SPECS.items():
         ids = draw.choice(40, size=draw.integers(0, 9), replace=False).astype(np.int64) - 20
-        made[name] = Sparse(ids, draw.standard_normal((len(ids), table.dim), np.float32))
+        made[name] = SparseGrads(ids, draw.standard_normal((len(ids), table.dim), np.float32))
     return made
 
 
@@ -41,9 +41,9 @@ def test_a_basket_travels(seed: int) -> None:
     given = basket(seed)
     memory = memoryview(bytearray(num_bytes(given, SPECS)))
     assert pack_into(memory, given, SPECS) == memory.nbytes
-    shared = SharedBasket.create(SPECS)
+    shared = SharedGrads.create(SPECS)
     shared.put(given)
-    attached = SharedBasket.attach(shared.address, SPECS)
+    attached = SharedGrads.attach(shared.address, SPECS)
     for got in (unpack(memory, SPECS), attached.get()):
         for name, sparse in given.items():
             assert np.array_equal(got[name].ids, sparse.ids)
@@ -66,7 +66,7 @@ def test_sixteen_bits_are_the_nearest_that_there_are() -> None:
 
 
 def test_rows_are_kept_for_so_many_steps() -> None:
-    kept = Kept(1, 2)
+    kept = RowCache(1, 2)
     ids = np.array([3, 5, 9])
     rows, missing = kept.get(ids, 0)
     assert missing.all()
@@ -82,7 +82,8 @@ def test_rows_are_kept_for_so_many_steps() -> None:
 @pytest.mark.parametrize("cut", [0, 7, 8, 100])
 def test_what_is_no_basket_is_refused(cut: int) -> None:
     given = {
-        name: Sparse(np.arange(9), np.ones((9, t.dim), np.float32)) for name, t in SPECS.items()
+        name: SparseGrads(np.arange(9), np.ones((9, t.dim), np.float32))
+        for name, t in SPECS.items()
     }
     memory = bytearray(num_bytes(given, SPECS))
     pack_into(memoryview(memory), given, SPECS)
@@ -91,7 +92,7 @@ def test_what_is_no_basket_is_refused(cut: int) -> None:
 
 
 def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
-    tables = Tables(SPECS, seed=0)
+    tables = LocalTables(SPECS, seed=0)
     merges = {name: tables.store(name).merge for name in SPECS}
     first, second = basket(1), basket(2)
     summed = together([first, second], [1.0, 0.5], merges)
@@ -107,7 +108,7 @@ def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
 
 
 def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
-    tables = Tables(SPECS, seed=0)
+    tables = LocalTables(SPECS, seed=0)
     tables.share()
     ids = np.arange(-20, 20, dtype=np.int64)
     for name in SPECS:
@@ -120,7 +121,7 @@ def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
     assert (log.begun, log.done) == (6, 6)
     changed = tables.state_dict()
     assert not np.array_equal(changed["large"]["rows"], before["large"]["rows"])
-    other = Tables(SPECS, seed=0)
+    other = LocalTables(SPECS, seed=0)
     other.attach(tables.addresses())
     other.restore(UndoLog.attach(log.address))
     assert (log.begun, log.done) == (5, 5)
@@ -130,7 +131,7 @@ def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
 
 
 def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
-    tables = Tables(SPECS, seed=0)
+    tables = LocalTables(SPECS, seed=0)
     log = UndoLog.create()
     log.reset(1)
     stores = {name: tables.store(name) for name in SPECS}
@@ -146,8 +147,8 @@ def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
 
 def test_only_the_ids_that_fall_to_one_are_changed_by_it() -> None:
     ids = np.arange(100, dtype=np.int64)
-    given = {"small": Sparse(ids, np.ones((100, 3), np.float32))}
-    whole, parts = Tables(SPECS, seed=0), Tables(SPECS, seed=0)
+    given = {"small": SparseGrads(ids, np.ones((100, 3), np.float32))}
+    whole, parts = LocalTables(SPECS, seed=0), LocalTables(SPECS, seed=0)
     for tables in (whole, parts):
         tables.store("small").find(ids, create=True, now=0)
     whole.apply([given], [1.0], lr=0.1, base_lr=0.1, now=1)

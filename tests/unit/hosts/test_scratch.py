@@ -14,7 +14,7 @@ import pytest
 from manyhands.errors import ManyhandsError
 from manyhands.hosts.scratch import LOCK, Scratch, remove_abandoned
 from manyhands.hosts.view import Me, Seat, View
-from manyhands.runs.folder import Run
+from manyhands.runs.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_a_symlink_in_an_abandoned_folder_is_not_followed(temporary: Path, tmp_p
 
 def test_a_lock_of_a_run_names_nothing_that_is_deleted(temporary: Path, tmp_path: Path) -> None:
     """Older versions wrote folders into it, which the next start deleted; anybody can write them."""
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     precious = temporary / "manyhands-precious"
     precious.mkdir()
     (run.path / "run.lock").write_text(f"1\n{precious}\n")
@@ -142,7 +142,7 @@ def test_a_lock_of_a_run_names_nothing_that_is_deleted(temporary: Path, tmp_path
 
 
 def test_files_of_a_run_are_not_written_through_symlinks(tmp_path: Path) -> None:
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in ("run.lock", ".config.json.new"):

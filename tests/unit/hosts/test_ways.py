@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from manyhands.collectives.reachability import NoWay, tell_all, try_ways
+from manyhands.collectives.reachability import Unreachable, tell_all, try_ways
 from manyhands.errors import PeerLost, ViewChanging
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import Me, Seat, View
@@ -68,7 +68,7 @@ def in_threads(store: dist.Store, members: list[Me]) -> list[BaseException | Non
     def run(number: int) -> None:
         try:
             try_ways(store, members[number], VIEW)
-        except (NoWay, ViewChanging) as error:
+        except (Unreachable, ViewChanging) as error:
             ends[number] = error
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(len(members))]
@@ -87,7 +87,7 @@ def test_one_is_not_reached(store: dist.Store, closed_port: int) -> None:
     store.set("door/2", f"{HERE} {closed_port}")
     store.set("closed/2", "[]")
     ends = in_threads(store, [member(0), member(1)])
-    assert all(isinstance(end, NoWay) for end in ends)
+    assert all(isinstance(end, Unreachable) for end in ends)
     assert [json.loads(store.get(f"closed/{rank}")) for rank in (0, 1)] == [[2], [2]]
     assert str(closed_port) in str(ends[0])
 

@@ -16,7 +16,7 @@ from manyhands.lab.layout import (
     MAX_HOSTS,
     MAX_LABS,
     NOWHERE,
-    Layout,
+    LabLayout,
     bandwidth_text,
     check_hosts,
     parse_bandwidth,
@@ -26,7 +26,7 @@ from manyhands.testing.lab import Lab
 
 
 def test_no_two_hosts_of_any_two_labs_share_a_name_or_an_address() -> None:
-    layouts = [Layout(number, MAX_HOSTS) for number in (0, 1, 11, MAX_LABS - 1)]
+    layouts = [LabLayout(number, MAX_HOSTS) for number in (0, 1, 11, MAX_LABS - 1)]
     hosts = list(itertools.product(layouts, range(MAX_HOSTS)))
     assert len({layout.namespaces[index] for layout, index in hosts}) == len(hosts)
     assert len({layout.hardware_address(i) for layout, i in hosts} | {NOWHERE}) == len(hosts) + 1
@@ -75,9 +75,9 @@ def test_a_whole_frame_always_fits_the_bucket_and_the_queue(text: str) -> None:
 
 
 def test_a_host_is_found_by_its_name_or_the_closest_is_told() -> None:
-    assert Layout(0, 3).index("host-2") == 2
+    assert LabLayout(0, 3).index("host-2") == 2
     with pytest.raises(UsageError, match=r"'hots-1'; did you mean 'host-1'\? .*host-0 to host-2"):
-        Layout(0, 3).index("hots-1")
+        LabLayout(0, 3).index("hots-1")
 
 
 @pytest.mark.parametrize("hosts", [0, -1, MAX_HOSTS + 1])

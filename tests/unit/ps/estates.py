@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from manyhands.compute.train_state import Trainee
-from manyhands.ps.block_store import Holding, Material, Run, add_up
-from manyhands.ps.blocks import Layout, Piece
+from manyhands.compute.train_state import TrainState
+from manyhands.ps.block_store import BlockState, BlockStore, Span, add_up
+from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.ledger import Decision, Given
-from manyhands.ps.memory import Flat, layout_of, pieces_of
-from manyhands.ps.recovery_plan import Plan, make_plan
-from manyhands.ps.server_state import Estate, Sums, Ticker
-from manyhands.ps.tensor_messages import Parcels, pack
+from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
+from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
+from manyhands.ps.server_state import GradientSums, ScheduleClock, ServerState
+from manyhands.ps.tensor_messages import TensorMessages, pack
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -62,13 +62,13 @@ def schedule(optimizer: Optimizer) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def trainee(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> Trainee:
+def trainee(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(9, 11), nn.Linear(11, 7), nn.Linear(7, 3))
     optimizer = EVERY_KIND[name](list(model.parameters()))
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as learners and servers do
     make = schedule if scheduled else lambda optimizer: None
-    return Trainee(
+    return TrainState(
         model,
         optimizer,
         loss=lambda model, batch: model(batch).sum(),
@@ -77,35 +77,35 @@ def trainee(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> Trai
     )
 
 
-def layout_for(whom: Trainee, *, block_bytes: int = 128) -> Layout:
+def layout_for(whom: TrainState, *, block_bytes: int = 128) -> BlockLayout:
     """The trainee's layout, cut finer than it would be."""
     rough = layout_of(whom.model, whom.optimizer)
-    pieces: tuple[Piece, ...] = rough.pieces
-    return Layout.of(pieces, block_bytes=block_bytes, whole_tensors=rough.whole_tensors)
+    pieces: tuple[FlatParameter, ...] = rough.pieces
+    return BlockLayout.of(pieces, block_bytes=block_bytes, whole_tensors=rough.whole_tensors)
 
 
-def filled(flat: Flat, whom: Trainee) -> Flat:
+def filled(flat: FlatTensors, whom: TrainState) -> FlatTensors:
     """With the trainee's parameters."""
     for name, parameter in pieces_of(whom.model, whom.optimizer).items():
         flat.piece(name).copy_(parameter.detach().reshape(-1))
     return flat
 
 
-def noise(layout: Layout, generator: torch.Generator) -> Flat:
+def noise(layout: BlockLayout, generator: torch.Generator) -> FlatTensors:
     """A gradient: random, and zero in the padding, as a backward leaves it."""
-    flat = Flat.private(layout)
+    flat = FlatTensors.private(layout)
     for piece in layout.pieces:
         flat.piece(piece.name).copy_(torch.randn(piece.numel, generator=generator))
     return flat
 
 
-def everything(whom: Trainee, flat: Flat) -> Holding:
+def everything(whom: TrainState, flat: FlatTensors) -> BlockStore:
     """A holding of all blocks, as the job has them."""
-    materials = {b.number: Material(flat.block(b.number), {}) for b in flat.layout.blocks}
-    return Holding(whom, flat, materials, ticks=0)
+    materials = {b.number: BlockState(flat.block(b.number), {}) for b in flat.layout.blocks}
+    return BlockStore(whom, flat, materials, ticks=0)
 
 
-def assert_same(mine: Material, theirs: Material, what: str) -> None:
+def assert_same(mine: BlockState, theirs: BlockState, what: str) -> None:
     assert torch.equal(mine.params.reshape(-1), theirs.params.reshape(-1)), f"{what}: parameters"
     assert mine.state.keys() == theirs.state.keys(), what
     for key, value in mine.state.items():
@@ -122,36 +122,36 @@ class Village:
         self.reference_trainee = trainee(name)
         self.layout = layout_for(self.reference_trainee, block_bytes=block_bytes)
         self.reference = everything(
-            self.reference_trainee, filled(Flat.private(self.layout), self.reference_trainee)
+            self.reference_trainee, filled(FlatTensors.private(self.layout), self.reference_trainee)
         )
         self.generator = torch.Generator().manual_seed(chance.randrange(2**31))
-        self.estates: list[Estate] = []
-        self.flats: list[Flat] = []
+        self.estates: list[ServerState] = []
+        self.flats: list[FlatTensors] = []
         self.view = self.count = self.version = 0
         self.progress = Fraction()
         self.workers = ["w0", "w1", "w2"]
-        self.slots: dict[str, list[Flat]] = {
-            w: [Flat.private(self.layout) for _ in range(2)] for w in self.workers
+        self.slots: dict[str, list[FlatTensors]] = {
+            w: [FlatTensors.private(self.layout) for _ in range(2)] for w in self.workers
         }
 
     # Members.
 
-    def join(self) -> Estate:
+    def join(self) -> ServerState:
         whom = trainee(self.name)
         if not self.shared:
-            params = filled(Flat.private(self.layout), whom)
+            params = filled(FlatTensors.private(self.layout), whom)
         elif self.estates:
             segment = self.estates[0].params.segment
             assert segment is not None
-            params = Flat.attached(self.layout, segment.address)
+            params = FlatTensors.attached(self.layout, segment.address)
         else:
-            params = filled(Flat.shared(self.layout, label="test"), whom)
-        estate = Estate(
+            params = filled(FlatTensors.shared(self.layout, label="test"), whom)
+        estate = ServerState(
             f"s{self.count}",
             "host" if self.shared else f"host{self.count}",
             whom,
             params,
-            Ticker(whom),
+            ScheduleClock(whom),
             shared=self.shared,
             replicas=1,
         )
@@ -167,7 +167,7 @@ class Village:
             for worker in self.workers:
                 self.enter(estate, worker)
 
-    def enter(self, estate: Estate, worker: str) -> None:
+    def enter(self, estate: ServerState, worker: str) -> None:
         """Inside a host all read the same memory; otherwise each has the runs that were sent to it."""
         if self.shared:
             estate.gradients[worker] = self.slots[worker]
@@ -183,15 +183,15 @@ class Village:
 
     # A view begins, as in view_change.py.
 
-    def settle(self) -> Plan:
+    def settle(self) -> RecoveryPlan:
         self.view += 1
         statuses = [estate.status() for estate in self.estates]
         plan = make_plan(statuses, self.layout, replicas=1)
-        plan = Plan.from_dict(plan.to_dict(), self.layout)
+        plan = RecoveryPlan.from_dict(plan.to_dict(), self.layout)
         for estate in self.estates:
             estate.catch_up(plan)
             assert estate.ledger.version == plan.ledger.version
-        arriving = {estate.name: Parcels() for estate in self.estates}
+        arriving = {estate.name: TensorMessages() for estate in self.estates}
         by_name = {estate.name: estate for estate in self.estates}
         for move in plan.moves:
             for block in self.layout.blocks_in(move.shard):
@@ -211,15 +211,15 @@ class Village:
                 if owner.name in estate.keep.replicas:
                     estate.others[owner.name] = self.sums_of(owner)
 
-    def sums_of(self, owner: Estate) -> Sums:
+    def sums_of(self, owner: ServerState) -> GradientSums:
         if not self.shared:
-            return Sums([Flat.private(self.layout) for _ in range(2)])
+            return GradientSums([FlatTensors.private(self.layout) for _ in range(2)])
         theirs = []
         for flat in owner.sums.flats:
             assert flat.segment is not None
-            theirs.append(Flat.attached(self.layout, flat.segment.address))
+            theirs.append(FlatTensors.attached(self.layout, flat.segment.address))
         self.flats += theirs
-        return Sums(theirs)
+        return GradientSums(theirs)
 
     # Updates, as in updates.py.
 
@@ -256,13 +256,13 @@ class Village:
             progress=(self.progress.numerator, self.progress.denominator),
             factor=factor,
         )
-        sums = Flat.private(self.layout)
+        sums = FlatTensors.private(self.layout)
         add_up(sums, self.reference.runs, sources, decision.coefficients())
         _scale(sums, self.reference.runs, factor)
         self.reference.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
         return decision
 
-    def sum_up(self, estate: Estate, decision: Decision) -> None:
+    def sum_up(self, estate: ServerState, decision: Decision) -> None:
         """Its sum is made."""
         assert estate.keep.own is not None
         sums = estate.sums.of(decision.version)
@@ -270,7 +270,7 @@ class Village:
         _scale(sums, estate.keep.own.runs, decision.factor)
         estate.sums.note(decision.version)
 
-    def hand_over(self, owner: Estate, keeper: Estate, decision: Decision) -> None:
+    def hand_over(self, owner: ServerState, keeper: ServerState, decision: Decision) -> None:
         """A keeper has the sum of another server."""
         theirs, version = keeper.others[owner.name], decision.version
         if not self.shared:
@@ -278,7 +278,7 @@ class Village:
                 run.of(theirs.of(version)).copy_(run.of(owner.sums.of(version)))
         theirs.note(version)
 
-    def keepers_of(self, owner: Estate) -> list[Estate]:
+    def keepers_of(self, owner: ServerState) -> list[ServerState]:
         return [e for e in self.estates if owner.name in e.keep.replicas]
 
     def finish(self, decision: Decision) -> None:
@@ -311,21 +311,21 @@ class Village:
         assert sorted(held) == [block.number for block in self.layout.blocks]
 
 
-def _numbers(estate: Estate) -> list[int]:
+def _numbers(estate: ServerState) -> list[int]:
     assert estate.coming is not None
     assert estate.coming.own is not None
     return estate.coming.own.numbers
 
 
-def _unknown(layout: Layout) -> Flat:
+def _unknown(layout: BlockLayout) -> FlatTensors:
     """What was never sent must never be read."""
-    flat = Flat.private(layout)
+    flat = FlatTensors.private(layout)
     for buffer in flat.buffers:
         buffer.fill_(float("nan"))
     return flat
 
 
-def _scale(sums: Flat, runs: list[Run], factor: float) -> None:
+def _scale(sums: FlatTensors, runs: list[Span], factor: float) -> None:
     if factor != 1.0:
         for run in runs:
             run.of(sums).mul_(factor)

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.channels import LANES
 from manyhands.ps.client import Client
-from manyhands.ps.memory import Flat, layout_of
-from manyhands.ps.mode import Terms
-from manyhands.ps.policies import Async, Sync
+from manyhands.ps.memory import FlatTensors, layout_of
+from manyhands.ps.mode import PsMode
+from manyhands.ps.policies import AsyncPolicy, SyncPolicy
 from manyhands.ps.server import Server
-from manyhands.ps.server_connection import Fate
-from manyhands.ps.server_state import Estate, Ticker
+from manyhands.ps.server_connection import PushOutcome
+from manyhands.ps.server_state import ScheduleClock, ServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
 
@@ -46,10 +46,10 @@ class House:
         self.dial = dial
         self.layout = server.estate.layout
         self._shared, self._num_slots = shared, slots
-        self.slots: dict[str, list[Flat]] = {}
+        self.slots: dict[str, list[FlatTensors]] = {}
         self.links: list[Link] = []
         """Of clients."""
-        self.fates: list[Fate] = []
+        self.fates: list[PushOutcome] = []
         """Of all pushes."""
         self.before = [buffer.clone() for buffer in server.estate.params.buffers]
         self.pushed = 0
@@ -57,9 +57,9 @@ class House:
 
     def enter(self, name: str, *, seen: int = 0) -> Client:
         self.slots[name] = [
-            Flat.shared(self.layout, label="test-gradients")
+            FlatTensors.shared(self.layout, label="test-gradients")
             if self._shared
-            else Flat.private(self.layout)
+            else FlatTensors.private(self.layout)
             for _ in range(self._num_slots)
         ]
         return Client(
@@ -67,7 +67,7 @@ class House:
             view=VIEW,
             servers=[SERVER],
             dial=lambda _: self._dial_for_client(name),
-            params=self.server.estate.params if self._shared else Flat.private(self.layout),
+            params=self.server.estate.params if self._shared else FlatTensors.private(self.layout),
             slots=self.slots[name],
             check=self.check,
             resolved=lambda seq, fate: self.fates.append(fate),
@@ -139,12 +139,20 @@ def house(
 ) -> Iterator[House]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    trainee = Trainee(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
+    trainee = TrainState(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
     layout, shared = layout_of(trainee.model, trainee.optimizer), kind == "unix"
-    params = Flat.shared(layout, label="test-parameters") if shared else Flat.private(layout)
+    params = (
+        FlatTensors.shared(layout, label="test-parameters")
+        if shared
+        else FlatTensors.private(layout)
+    )
     slots = 1 if rounds else 2
-    terms = Terms(Sync if rounds else Async, rounds=rounds, slots=slots, lr_rule=lr_rule)
-    estate = Estate(SERVER, "here", trainee, params, Ticker(trainee), shared=shared, replicas=0)
+    terms = PsMode(
+        SyncPolicy if rounds else AsyncPolicy, rounds=rounds, slots=slots, lr_rule=lr_rule
+    )
+    estate = ServerState(
+        SERVER, "here", trainee, params, ScheduleClock(trainee), shared=shared, replicas=0
+    )
     authority = Authority.create("run") if kind == "tls" else None
     if authority is not None:
         listener = Listener("tcp://127.0.0.1:0", credentials=authority.issue(SERVER), limits=LIMITS)

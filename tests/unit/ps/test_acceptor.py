@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ps_group import (
     BAD,
     BUFFERS,
@@ -38,15 +40,13 @@ from ps_group import (
     mutated_pushes,
     push_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
-from manyhands.ps.acceptor import MAX_STRANGERS, MAX_UNHEARD, Door
+from manyhands.ps.acceptor import MAX_STRANGERS, MAX_UNHEARD, Acceptor
 from manyhands.ps.decider import MAX_UNDER_WAY
-from manyhands.ps.memory import Flat, layout_of
-from manyhands.ps.server_connection import Fate
+from manyhands.ps.memory import FlatTensors, layout_of
+from manyhands.ps.server_connection import PushOutcome
 from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect
 
@@ -198,7 +198,7 @@ def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
     with house("unix", tmp_path) as at:
         good = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
         _, pid, number, nbytes = good[0].split(":")
-        small = Flat.shared(layout_of(*_tiny()), label="test-small")
+        small = FlatTensors.shared(layout_of(*_tiny()), label="test-small")
         assert small.segment is not None
         wrongs = [
             [],
@@ -225,7 +225,7 @@ def _tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
-        flat = Flat.shared(at.layout, label="test-gradients")
+        flat = FlatTensors.shared(at.layout, label="test-gradients")
         assert flat.segment is not None
         assert at.say({**ENTER, "slots": [flat.segment.address] * 2})
         at.train()
@@ -329,7 +329,10 @@ def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_p
             other.drain()
             at.push(at.client, GOOD)  # on weights that the other has changed since
             at.client.drain()
-            assert at.fates == [Fate(staleness=0, lr=LR), Fate(staleness=1, lr=LR / 2)]
+            assert at.fates == [
+                PushOutcome(staleness=0, lr=LR),
+                PushOutcome(staleness=1, lr=LR / 2),
+            ]
         finally:
             other.close()
 
@@ -402,7 +405,7 @@ def test_refused_links_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
-    door = Door(
+    door = Acceptor(
         SERVER,
         Listener(f"unix:{tmp_path}/s"),
         view=VIEW,

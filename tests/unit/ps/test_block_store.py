@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.compute.train_state import Trainee
-from manyhands.ps.block_store import Holding, Material, add_up, runs_of, squared_norm
-from manyhands.ps.blocks import Layout, Piece
-from manyhands.ps.memory import Flat, block_state, pieces_of
+from manyhands.compute.train_state import TrainState
+from manyhands.ps.block_store import BlockState, BlockStore, add_up, runs_of, squared_norm
+from manyhands.ps.blocks import BlockLayout, FlatParameter
+from manyhands.ps.memory import FlatTensors, block_state, pieces_of
 
 
 def dealt(count: int, among: int, seed: int) -> list[list[int]]:
@@ -37,9 +37,9 @@ def dealt(count: int, among: int, seed: int) -> list[list[int]]:
     return hands
 
 
-def split(whom: Trainee, flat: Flat, hands: Iterable[list[int]]) -> list[Holding]:
+def split(whom: TrainState, flat: FlatTensors, hands: Iterable[list[int]]) -> list[BlockStore]:
     return [
-        Holding(whom, flat, {n: Material(flat.block(n), {}) for n in hand}, ticks=0)
+        BlockStore(whom, flat, {n: BlockState(flat.block(n), {}) for n in hand}, ticks=0)
         for hand in hands
     ]
 
@@ -47,8 +47,8 @@ def split(whom: Trainee, flat: Flat, hands: Iterable[list[int]]) -> list[Holding
 # Runs -------------------------------------------------------------------------------------------
 
 layouts = st.builds(
-    lambda sizes, whole: Layout.of(
-        [Piece(f"p{i}", n, 4, group=i % 2) for i, n in enumerate(sizes)],
+    lambda sizes, whole: BlockLayout.of(
+        [FlatParameter(f"p{i}", n, 4, group=i % 2) for i, n in enumerate(sizes)],
         block_bytes=256,
         whole_tensors=whole,
     ),
@@ -59,7 +59,7 @@ layouts = st.builds(
 
 @given(layouts, st.sampled_from([None, 1, 300, 1000]), st.integers(0, 999))
 def test_runs_are_the_blocks_in_order_and_no_longer_than_they_may_be(
-    layout: Layout, max_bytes: int | None, seed: int
+    layout: BlockLayout, max_bytes: int | None, seed: int
 ) -> None:
     numbers = dealt(len(layout.blocks), 2, seed)[0]
     runs = runs_of(layout, reversed(numbers), max_bytes=max_bytes)
@@ -79,7 +79,7 @@ def test_runs_are_the_blocks_in_order_and_no_longer_than_they_may_be(
 # Training ---------------------------------------------------------------------------------------
 
 
-def plain_step(whom: Trainee, gradient: Flat, *, lr_scale: float, tick: bool) -> None:
+def plain_step(whom: TrainState, gradient: FlatTensors, *, lr_scale: float, tick: bool) -> None:
     """What a person's own loop does."""
     for name, parameter in pieces_of(whom.model, whom.optimizer).items():
         parameter.grad = gradient.piece(name).view_as(parameter).clone()
@@ -98,7 +98,7 @@ def plain_step(whom: Trainee, gradient: Flat, *, lr_scale: float, tick: bool) ->
 def test_cut_into_blocks_a_model_trains_as_it_does_whole(name: str) -> None:
     whom, plain = trainee(name), trainee(name)
     layout = layout_for(whom)
-    flat = filled(Flat.private(layout), whom)
+    flat = filled(FlatTensors.private(layout), whom)
     holdings = split(whom, flat, dealt(len(layout.blocks), 3, seed=1))
     generator = torch.Generator().manual_seed(7)
     ticks = 0
@@ -120,7 +120,7 @@ def test_cut_into_blocks_a_model_trains_as_it_does_whole(name: str) -> None:
 def test_who_holds_which_block_changes_no_bit(name: str) -> None:
     whom = trainee(name)
     layout = layout_for(whom)
-    flats = [filled(Flat.private(layout), whom) for _ in range(2)]
+    flats = [filled(FlatTensors.private(layout), whom) for _ in range(2)]
     whole = everything(whom, flats[0])
     parts = split(whom, flats[1], dealt(len(layout.blocks), 4, seed=2))
     generator = torch.Generator().manual_seed(3)
@@ -140,7 +140,7 @@ def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> No
     generator = torch.Generator().manual_seed(5)
     first = [noise(layout, generator) for _ in range(3)]
     then = [noise(layout, generator) for _ in range(3)]
-    whole = everything(whom, filled(Flat.private(layout), whom))
+    whole = everything(whom, filled(FlatTensors.private(layout), whom))
     for ticks, gradient in enumerate(first, start=1):
         whole.apply(gradient, lr_scale=1.0, ticks=ticks)
         assert whom.scheduler is not None
@@ -148,7 +148,7 @@ def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> No
     moved = []
     for hand in dealt(len(layout.blocks), 3, seed=9):
         materials = {number: copy.deepcopy(whole.take(number)) for number in hand}
-        moved.append(Holding(whom, Flat.private(layout), materials, ticks=3))
+        moved.append(BlockStore(whom, FlatTensors.private(layout), materials, ticks=3))
     for ticks, gradient in enumerate(then, start=4):
         for holding in (whole, *moved):
             holding.apply(gradient, lr_scale=0.7, ticks=ticks)
@@ -162,12 +162,12 @@ def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> No
 def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
     whom = trainee("adam")
     layout = layout_for(whom)
-    old = everything(whom, filled(Flat.private(layout), whom))
+    old = everything(whom, filled(FlatTensors.private(layout), whom))
     generator = torch.Generator().manual_seed(1)
     old.apply(noise(layout, generator), lr_scale=1.0, ticks=1)
     materials = {number: old.take(number) for number in old.numbers}
     before = copy.deepcopy(materials)
-    new = Holding(whom, Flat.private(layout), materials, ticks=1)
+    new = BlockStore(whom, FlatTensors.private(layout), materials, ticks=1)
     new.apply(noise(layout, generator), lr_scale=1.0, ticks=2)
     for number in old.numbers:
         assert_same(old.take(number), before[number], "the old one stays as it was")
@@ -176,9 +176,9 @@ def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
 def test_a_holding_of_nothing_follows_the_schedule_without_a_word() -> None:
     """A server may have no block at all: fewer blocks than servers."""
     whom = trainee("sgd")
-    holding = Holding(whom, Flat.private(layout_for(whom)), {}, ticks=0)
+    holding = BlockStore(whom, FlatTensors.private(layout_for(whom)), {}, ticks=0)
     for ticks in (1, 2):
-        holding.apply(Flat.private(holding.layout), lr_scale=0.5, ticks=ticks)
+        holding.apply(FlatTensors.private(holding.layout), lr_scale=0.5, ticks=ticks)
     assert holding.runs == []
     assert holding._optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
 
@@ -194,12 +194,12 @@ def test_what_a_checkpoint_remembers_reaches_the_blocks(name: str) -> None:
         plain_step(each, first, lr_scale=1.0, tick=False)
     pieces = pieces_of(whom.model, whom.optimizer)
     states = {piece: whom.optimizer.state.get(p, {}) for piece, p in pieces.items()}
-    flat = filled(Flat.private(layout), whom)
+    flat = filled(FlatTensors.private(layout), whom)
     materials = {
-        b.number: Material(flat.block(b.number), block_state(layout, b, states))
+        b.number: BlockState(flat.block(b.number), block_state(layout, b, states))
         for b in layout.blocks
     }
-    Holding(whom, flat, materials, ticks=0).apply(second, lr_scale=1.0, ticks=0)
+    BlockStore(whom, flat, materials, ticks=0).apply(second, lr_scale=1.0, ticks=0)
     plain_step(plain, second, lr_scale=1.0, tick=False)
     for piece, parameter in pieces_of(plain.model, plain.optimizer).items():
         wanted = parameter.detach().reshape(-1)
@@ -211,17 +211,17 @@ def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unu
     """A parameter that no gradient has reached has no state in a checkpoint."""
     model = nn.ParameterList([nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    whom = Trainee(model, optimizer, loss=lambda model, batch: batch)
+    whom = TrainState(model, optimizer, loss=lambda model, batch: batch)
     layout = layout_for(whom, block_bytes=256)
     assert [len(run.blocks) for run in runs_of(layout, range(2))] == [2]
-    flat = filled(Flat.private(layout), whom)
+    flat = filled(FlatTensors.private(layout), whom)
     used = 1 - unused
     states: list[dict[str, torch.Tensor]] = [{}, {}]
     states[used] = {"momentum_buffer": torch.full((64,), 3.0)}
-    materials = {n: Material(flat.block(n), states[n]) for n in (0, 1)}
-    holding = Holding(whom, flat, materials, ticks=0)
+    materials = {n: BlockState(flat.block(n), states[n]) for n in (0, 1)}
+    holding = BlockStore(whom, flat, materials, ticks=0)
     assert torch.equal(holding.take(used).state["momentum_buffer"], torch.full((64,), 3.0))
-    holding.apply(Flat.private(layout), lr_scale=1.0, ticks=0)
+    holding.apply(FlatTensors.private(layout), lr_scale=1.0, ticks=0)
     torch.testing.assert_close(flat.block(used), torch.full((64,), 1 - 0.1 * 0.9 * 3.0))
     assert torch.equal(flat.block(unused), torch.ones(64))
 
@@ -235,11 +235,11 @@ def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unu
 def test_sums_are_the_sources_times_their_coefficients_in_their_order(
     coefficients: list[float], seed: int
 ) -> None:
-    layout = Layout.of([Piece("a", 100, 4, dtype="float32")], block_bytes=128)
+    layout = BlockLayout.of([FlatParameter("a", 100, 4, dtype="float32")], block_bytes=128)
     generator = torch.Generator().manual_seed(seed)
     sources = [noise(layout, generator) for _ in coefficients]
     mine = dealt(len(layout.blocks), 2, seed)[0]
-    sums = Flat.private(layout)
+    sums = FlatTensors.private(layout)
     sums.buffers[0].fill_(9.0)
     runs = runs_of(layout, mine)
     add_up(sums, runs, sources, coefficients)

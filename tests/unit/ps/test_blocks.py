@@ -15,8 +15,8 @@ from manyhands.ps.blocks import (
     BLOCKS_PER_SERVER,
     MAX_SHARDS,
     MIN_BLOCK_BYTES,
-    Layout,
-    Piece,
+    BlockLayout,
+    FlatParameter,
     order_needed,
 )
 from manyhands.ps.placement import GAIN, SLACK, STRIPES, TOLERANCE, Placement, place
@@ -25,18 +25,18 @@ KINDS = [("float32", 4), ("bfloat16", 2), ("float16", 2), ("float64", 8)]
 
 
 @st.composite
-def models(draw: st.DrawFn, *, largest: int = 3_000) -> list[Piece]:
+def models(draw: st.DrawFn, *, largest: int = 3_000) -> list[FlatParameter]:
     """Tiny biases, layers, and now and then an embedding that dwarfs all else."""
     numel = st.one_of(st.integers(0, 40), st.integers(1, largest), st.just(20 * largest))
     rows = draw(st.lists(st.tuples(numel, st.sampled_from(KINDS), st.integers(0, 2)), max_size=20))
     return [
-        Piece(f"p{number}", numel, itemsize, group, dtype)
+        FlatParameter(f"p{number}", numel, itemsize, group, dtype)
         for number, (numel, (dtype, itemsize), group) in enumerate(rows)
     ]
 
 
 layouts = st.builds(
-    Layout.of,
+    BlockLayout.of,
     models(),
     block_bytes=st.sampled_from([512, 2048, 65_536, 4 << 20]),
     whole_tensors=st.booleans(),
@@ -45,15 +45,18 @@ layouts = st.builds(
 crowds = st.integers(1, 8).map(lambda count: [f"s{number}" for number in range(count)])
 
 
-def linears(*pairs: tuple[int, int]) -> list[Piece]:
+def linears(*pairs: tuple[int, int]) -> list[FlatParameter]:
     return [
         piece
         for number, (a, b) in enumerate(pairs)
-        for piece in (Piece(f"{number}.weight", a * b, 4), Piece(f"{number}.bias", b, 4))
+        for piece in (
+            FlatParameter(f"{number}.weight", a * b, 4),
+            FlatParameter(f"{number}.bias", b, 4),
+        )
     ]
 
 
-def transformer() -> list[Piece]:
+def transformer() -> list[FlatParameter]:
     """25 M parameters, with weight decay on the matrices only: two groups."""
     width, words, depth = 512, 12_000, 6
     matrices = {"embedding": words * width}
@@ -63,8 +66,8 @@ def transformer() -> list[Piece]:
         matrices[f"{layer}.up"] = matrices[f"{layer}.down"] = 4 * width**2
         for name in ("norm1", "norm2", "qkv_bias", "out_bias", "up_bias", "down_bias"):
             vectors[f"{layer}.{name}"] = width
-    return [Piece(name, numel, 4, 0) for name, numel in matrices.items()] + [
-        Piece(name, numel, 4, 1) for name, numel in vectors.items()
+    return [FlatParameter(name, numel, 4, 0) for name, numel in matrices.items()] + [
+        FlatParameter(name, numel, 4, 1) for name, numel in vectors.items()
     ]
 
 
@@ -90,12 +93,12 @@ def moved(new: Placement, old: Placement) -> int:
     return sum(sizes[n] for n, home in new_homes(new, old).items() if home not in old.holders(n))
 
 
-def even(layout: Layout, servers: list[str] | tuple[str, ...]) -> float:
+def even(layout: BlockLayout, servers: list[str] | tuple[str, ...]) -> float:
     return layout.num_bytes / len(servers)
 
 
 @given(layouts)
-def test_pieces_and_blocks_fill_the_buffers(layout: Layout) -> None:
+def test_pieces_and_blocks_fill_the_buffers(layout: BlockLayout) -> None:
     for buffer in layout.buffers:
         mine = [(layout.slots[p.name], p) for p in layout.pieces]
         mine = [(slot, piece) for slot, piece in mine if slot.buffer == buffer.number]
@@ -121,9 +124,9 @@ def test_pieces_and_blocks_fill_the_buffers(layout: Layout) -> None:
 
 @given(models(), st.sampled_from([1000, 65_536, 4 << 20]), st.sampled_from([1, 7, 64]))
 def test_blocks_are_of_the_size_asked_for(
-    pieces: list[Piece], block_bytes: int, min_blocks: int
+    pieces: list[FlatParameter], block_bytes: int, min_blocks: int
 ) -> None:
-    layout = Layout.of(pieces, block_bytes=block_bytes, min_blocks=min_blocks)
+    layout = BlockLayout.of(pieces, block_bytes=block_bytes, min_blocks=min_blocks)
     for buffer in layout.buffers:
         sizes = [b.num_bytes for b in layout.blocks if b.buffer == buffer.number]
         unit = ALIGN * buffer.itemsize
@@ -136,15 +139,15 @@ def test_blocks_are_of_the_size_asked_for(
 
 
 def test_one_tensor_spreads_over_four_servers_if_asked() -> None:
-    pieces = [Piece("w", 1 << 20, 4)]
-    assert len(Layout.of(pieces).blocks) == 1
-    layout = Layout.of(pieces, min_blocks=4)
+    pieces = [FlatParameter("w", 1 << 20, 4)]
+    assert len(BlockLayout.of(pieces).blocks) == 1
+    layout = BlockLayout.of(pieces, min_blocks=4)
     assert [block.num_bytes for block in layout.blocks] == [1 << 20] * 4
-    assert len(Layout.of(pieces, min_blocks=10_000).blocks) == 64  # 64 KiB each
+    assert len(BlockLayout.of(pieces, min_blocks=10_000).blocks) == 64  # 64 KiB each
 
 
 @given(layouts)
-def test_pieces_and_blocks_find_each_other(layout: Layout) -> None:
+def test_pieces_and_blocks_find_each_other(layout: BlockLayout) -> None:
     overlaps = {
         (block.number, piece.name)
         for block in layout.blocks
@@ -160,8 +163,11 @@ def test_pieces_and_blocks_find_each_other(layout: Layout) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_shards_are_runs_of_blocks_of_bounded_size(whole: bool) -> None:
-    pieces = [Piece("huge", 3_000_000, 4), *(Piece(f"b{n}", 1 + n % 99, 4) for n in range(3000))]
-    layout = Layout.of(pieces, block_bytes=1024, whole_tensors=whole)
+    pieces = [
+        FlatParameter("huge", 3_000_000, 4),
+        *(FlatParameter(f"b{n}", 1 + n % 99, 4) for n in range(3000)),
+    ]
+    layout = BlockLayout.of(pieces, block_bytes=1024, whole_tensors=whole)
     assert len(layout.blocks) > MAX_SHARDS >= len(layout.shards) > 1
     found = [layout.shard_of(block) for block in layout.blocks]
     assert found == [s for s in range(len(layout.shards)) for _ in layout.blocks_in(s)]
@@ -171,7 +177,7 @@ def test_shards_are_runs_of_blocks_of_bounded_size(whole: bool) -> None:
 
 
 def test_blocks_come_in_the_order_of_need() -> None:
-    layout = Layout.of(transformer())
+    layout = BlockLayout.of(transformer())
     names = sorted((p.name for p in layout.pieces), key=lambda name: (name != "embedding", name))
     ordered = order_needed(layout, names)
     assert sorted(b.number for b in ordered) == list(range(len(layout.blocks)))
@@ -185,7 +191,7 @@ def test_blocks_come_in_the_order_of_need() -> None:
 @settings(max_examples=20)
 @given(layouts, crowds, st.data())
 def test_loads_are_within_one_shard_of_their_share(
-    layout: Layout, servers: list[str], data: st.DataObject
+    layout: BlockLayout, servers: list[str], data: st.DataObject
 ) -> None:
     weights = dict(zip(servers, data.draw(st.lists(
         st.sampled_from([1.0, 1.0, 2.0, 0.5]), min_size=len(servers), max_size=len(servers)
@@ -211,8 +217,8 @@ def test_loads_are_within_one_shard_of_their_share(
 
 
 @given(models(largest=100_000), st.integers(1, 8))
-def test_cut_tensors_are_within_a_tenth_of_even(pieces: list[Piece], count: int) -> None:
-    layout = Layout.of(pieces, block_bytes=32_768)
+def test_cut_tensors_are_within_a_tenth_of_even(pieces: list[FlatParameter], count: int) -> None:
+    layout = BlockLayout.of(pieces, block_bytes=32_768)
     servers = [f"s{number}" for number in range(count)]
     placement = place(layout, servers)
     if max(layout.shard_bytes, default=0) < 0.09 * even(layout, servers):
@@ -224,7 +230,7 @@ def test_cut_tensors_are_within_a_tenth_of_even(pieces: list[Piece], count: int)
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("one_host", [True, False])
 def test_real_models_are_even(name: str, count: int, one_host: bool) -> None:
-    layout = Layout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * count)
+    layout = BlockLayout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * count)
     servers = tuple(f"s{number}" for number in range(count))
     placement = place(layout, servers, hosts=dict.fromkeys(servers, "here") if one_host else None)
     for server in servers:
@@ -239,7 +245,7 @@ def test_real_models_are_even(name: str, count: int, one_host: bool) -> None:
 @pytest.mark.parametrize("count", range(2, 8))
 @pytest.mark.parametrize("name", REAL)
 def test_little_moves_when_servers_come_and_go(name: str, count: int) -> None:
-    layout = Layout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * 8)
+    layout = BlockLayout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * 8)
     block = max(layout.shard_bytes)
     servers = tuple(f"s{number}" for number in range(count))
     before = place(layout, servers, replicas=0)
@@ -260,7 +266,7 @@ def test_little_moves_when_servers_come_and_go(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("hosts", [1, 8])
 def test_a_death_promotes_replicas(name: str, count: int, hosts: int) -> None:
-    layout = Layout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * 8)
+    layout = BlockLayout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * 8)
     servers = [f"s{number}" for number in range(count)]
     where = {server: f"h{number % hosts}" for number, server in enumerate(servers)}
     before = place(layout, servers, hosts=where)
@@ -276,7 +282,7 @@ def test_a_death_promotes_replicas(name: str, count: int, hosts: int) -> None:
 
 
 def test_servers_that_share_hosts_keep_as_much_as_each_other() -> None:
-    layout = Layout.of(REAL["perceptron"], min_blocks=BLOCKS_PER_SERVER * 8)
+    layout = BlockLayout.of(REAL["perceptron"], min_blocks=BLOCKS_PER_SERVER * 8)
     servers = tuple(f"s{number}" for number in range(4))
     placement = place(layout, servers, hosts=dict(zip(servers, "aabb", strict=True)))
     for server in servers:
@@ -287,7 +293,7 @@ def test_servers_that_share_hosts_keep_as_much_as_each_other() -> None:
 @settings(max_examples=40)
 @given(layouts, crowds, st.sets(st.integers(0, 7), max_size=5))
 def test_replicas_are_elsewhere_whatever_dies(
-    layout: Layout, servers: list[str], dead: set[int]
+    layout: BlockLayout, servers: list[str], dead: set[int]
 ) -> None:
     hosts = {server: f"host{number % 3}" for number, server in enumerate([*servers, "new"])}
     placement = place(layout, servers, hosts=hosts)
@@ -305,12 +311,14 @@ def test_replicas_are_elsewhere_whatever_dies(
 
 
 @given(layouts, crowds)
-def test_the_same_in_the_same_out_also_through_json(layout: Layout, servers: list[str]) -> None:
+def test_the_same_in_the_same_out_also_through_json(
+    layout: BlockLayout, servers: list[str]
+) -> None:
     placement = place(layout, servers)
     assert place(layout, servers) == placement
     said = json.loads(json.dumps(placement.to_dict()))
     assert Placement.from_dict(said, layout=layout) == placement
-    other = Layout.of([*layout.pieces, Piece("one more", 1, 4)])
+    other = BlockLayout.of([*layout.pieces, FlatParameter("one more", 1, 4)])
     with pytest.raises(ManyhandsError, match="same job file"):
         Placement.from_dict(said, layout=other)
     for wrong in ({**said, "firsts": [99] * len(layout.shards) + [0]}, {"layout": layout.digest}):
@@ -320,20 +328,22 @@ def test_the_same_in_the_same_out_also_through_json(layout: Layout, servers: lis
 
 def test_describe_reads_well() -> None:
     perceptron = REAL["perceptron"]
-    two = place(Layout.of(perceptron, min_blocks=8), ["a", "b"])
+    two = place(BlockLayout.of(perceptron, min_blocks=8), ["a", "b"])
     assert two.describe() == "2 servers, 3.7 MB each (4 blocks and 4), replicas on the other"
-    one = place(Layout.of(perceptron), ["a"])
+    one = place(BlockLayout.of(perceptron), ["a"])
     assert one.describe() == "1 server, 7.5 MB (2 blocks), no replicas"
-    whole = place(Layout.of(REAL["vgg16"], whole_tensors=True), ["a", "b", "c"])
+    whole = place(BlockLayout.of(REAL["vgg16"], whole_tensors=True), ["a", "b", "c"])
     assert "uneven: the optimizer needs whole tensors, and 13.weight alone is 411.0 MB" in (
         whole.describe()
     )
-    small = place(Layout.of([Piece("w", 100, 4)]), [f"s{n}" for n in range(5)], replicas=0)
+    small = place(
+        BlockLayout.of([FlatParameter("w", 100, 4)]), [f"s{n}" for n in range(5)], replicas=0
+    )
     assert small.describe() == ("5 servers, 400 B in 1 block, too little to spread, no replicas")
 
 
 def test_what_cannot_be_is_refused() -> None:
-    layout = Layout.of(REAL["perceptron"])
+    layout = BlockLayout.of(REAL["perceptron"])
     for servers in ([], ["a", "a"]):
         with pytest.raises(UsageError, match="each name once"):
             place(layout, servers)
@@ -342,6 +352,6 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="0 or 1"):
         place(layout, ["a"], replicas=2)
     with pytest.raises(UsageError, match="block_bytes=0"):
-        Layout.of([], block_bytes=0)
+        BlockLayout.of([], block_bytes=0)
     with pytest.raises(ManyhandsError, match="one model"):
-        place(layout, ["a"], previous=place(Layout.of([]), ["a"]))
+        place(layout, ["a"], previous=place(BlockLayout.of([]), ["a"]))

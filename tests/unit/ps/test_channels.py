@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed
-from manyhands.ps.channels import Lanes
+from manyhands.ps.channels import PriorityChannel
 from manyhands.transport import Link, Listener, Message, connect
 
 LONG_S = 20.0
@@ -47,7 +47,7 @@ def recv(link: Link) -> Message:
 
 def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Path) -> None:
     with linked(tmp_path, 1) as (near, (far,)):
-        lanes = Lanes(near, name="order")
+        lanes = PriorityChannel(near, name="order")
         lanes.put(9, {"i": "big"}, memoryview(bytes(BIG)))
         deadline = time.monotonic() + LONG_S
         while lanes._queue.qsize():  # it is being sent, and holds the lane until somebody reads
@@ -62,7 +62,7 @@ def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Pa
 
 def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, far):
-        lanes = Lanes(near, name="two")
+        lanes = PriorityChannel(near, name="two")
         lanes.put(0, {"i": 0}, memoryview(bytes(BIG)))
         lanes.put(1, {"i": 1}, memoryview(b"x"))
         deadline = time.monotonic() + LONG_S
@@ -78,7 +78,7 @@ def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path)
 def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
     """Not copied: a change before that is seen by the other side."""
     with linked(tmp_path, 1) as (near, (far,)):
-        lanes = Lanes(near, name="same")
+        lanes = PriorityChannel(near, name="same")
         memory = bytearray(4)
         lanes.put(0, {}, memoryview(bytes(BIG)))
         lanes.put(1, {}, memoryview(memory))
@@ -96,7 +96,7 @@ def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
     tmp_path: Path,
 ) -> None:
     with linked(tmp_path, 2) as (near, far):
-        lanes = Lanes(near, name="broken")
+        lanes = PriorityChannel(near, name="broken")
         far[0].close()
         deadline = time.monotonic() + LONG_S
         while len(wait := [t for t in threading.enumerate() if t.name.startswith("broken-")]) == 2:
@@ -113,7 +113,7 @@ def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
 
 def test_closing_ends_a_lane_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, _):
-        lanes = Lanes(near, name="closing")
+        lanes = PriorityChannel(near, name="closing")
         for i in range(4):
             lanes.put(i, {}, memoryview(bytes(BIG)))
         lanes.close()

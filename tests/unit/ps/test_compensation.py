@@ -7,21 +7,21 @@ import pytest
 import torch
 from estates import everything, filled, layout_for, noise, trainee
 
-from manyhands.ps.block_store import Holding, Material
+from manyhands.ps.block_store import BlockState, BlockStore
 from manyhands.ps.compensation import Compensation
-from manyhands.ps.memory import Flat
+from manyhands.ps.memory import FlatTensors
 
 
 @pytest.fixture
-def params() -> Holding:
+def params() -> BlockStore:
     """Every second block of a model."""
     whom = trainee("sgd")
-    flat = filled(Flat.private(layout_for(whom)), whom)
-    materials = {n: Material(flat.block(n), {}) for n in range(0, len(flat.layout.blocks), 2)}
-    return Holding(whom, flat, materials, ticks=0)
+    flat = filled(FlatTensors.private(layout_for(whom)), whom)
+    materials = {n: BlockState(flat.block(n), {}) for n in range(0, len(flat.layout.blocks), 2)}
+    return BlockStore(whom, flat, materials, ticks=0)
 
 
-def test_a_gradient_is_corrected_by_what_the_weights_have_moved_since(params: Holding) -> None:
+def test_a_gradient_is_corrected_by_what_the_weights_have_moved_since(params: BlockStore) -> None:
     generator = torch.Generator().manual_seed(0)
     compensation = Compensation(0.3)
     then = [buffer.numpy().copy() for buffer in params.flat.buffers]
@@ -42,7 +42,7 @@ def test_a_gradient_is_corrected_by_what_the_weights_have_moved_since(params: Ho
         assert not np.allclose(wanted, corrected)
 
 
-def test_each_worker_has_its_own_then_and_remembers_the_last(params: Holding) -> None:
+def test_each_worker_has_its_own_then_and_remembers_the_last(params: BlockStore) -> None:
     generator = torch.Generator().manual_seed(1)
     compensation = Compensation(1.0)
     compensation.remember("a", params)
@@ -50,7 +50,7 @@ def test_each_worker_has_its_own_then_and_remembers_the_last(params: Holding) ->
     params.flat.copy_(noise(params.layout, generator))
     compensation.remember("b", params)
     gradient = noise(params.layout, generator)
-    unmoved, moved = (Flat.private(params.layout) for _ in range(2))
+    unmoved, moved = (FlatTensors.private(params.layout) for _ in range(2))
     unmoved.copy_(gradient)
     moved.copy_(gradient)
     compensation.correct("b", unmoved, params)
@@ -61,7 +61,7 @@ def test_each_worker_has_its_own_then_and_remembers_the_last(params: Holding) ->
 
 def test_who_is_not_known_is_taken_as_it_is() -> None:
     whom = trainee("sgd")
-    holding = everything(whom, filled(Flat.private(layout_for(whom)), whom))
+    holding = everything(whom, filled(FlatTensors.private(layout_for(whom)), whom))
     gradient = noise(holding.layout, torch.Generator().manual_seed(2))
     before = gradient.buffers[0].clone()
     Compensation(1.0).correct("nobody", gradient, holding)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ps.decider import Lead
+from manyhands.ps.decider import Decider
 from manyhands.ps.ledger import Decision, Given, Ledger
-from manyhands.ps.policies import Async, Backup, Policy, Ssp, Sync
+from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy
 from manyhands.ps.staleness import RULES, lr_scale
 
 SERVERS = ["s0", "s1", "s2"]
@@ -30,7 +30,7 @@ def push(worker: str, seq: int, *, share: tuple[int, int] = (1, 2), scale: float
 
 
 def test_a_push_counts_once_every_server_has_it() -> None:
-    lead = Lead(Async(["w0"]), Ledger(), servers=SERVERS, by_part=True)
+    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=SERVERS, by_part=True)
     for server in ("s2", "s2", "s0"):
         lead.had(server, push("w0", 1), began=0, after=0)
         assert lead.decisions() == []
@@ -41,7 +41,7 @@ def test_a_push_counts_once_every_server_has_it() -> None:
 
 
 def test_two_pushes_of_a_worker_that_overtake_each_other_count_in_its_order() -> None:
-    lead = Lead(Async(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     lead.had("s0", push("w0", 2), began=0, after=1)
     assert lead.decisions() == []
     lead.had("s0", push("w0", 1), began=0, after=0)
@@ -49,7 +49,7 @@ def test_two_pushes_of_a_worker_that_overtake_each_other_count_in_its_order() ->
 
 
 def test_what_is_said_again_changes_nothing_and_leaves_nothing() -> None:
-    lead = Lead(Async(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     for seq in (1, 2, 1, 2, 1):
         lead.had("s0", push("w0", seq), began=0, after=seq - 1)
     assert [d.given[0].seq for d in lead.decisions()] == [1, 2]
@@ -59,7 +59,7 @@ def test_what_is_said_again_changes_nothing_and_leaves_nothing() -> None:
 
 def test_numbers_go_on_behind_what_is_in_the_ledger() -> None:
     ledger = Ledger(version=7, progress=Fraction(5, 2))
-    lead = Lead(Sync(["w0"]), ledger, servers=["s0"])
+    lead = Decider(SyncPolicy(["w0"]), ledger, servers=["s0"])
     lead.had("s0", push("w0", 1), began=7, after=0)
     (decision,) = lead.decisions()
     assert (decision.version, decision.progress, decision.ticks) == (8, (3, 1), 3)
@@ -67,26 +67,28 @@ def test_numbers_go_on_behind_what_is_in_the_ledger() -> None:
 
 
 def test_the_learning_rate_of_a_part_is_its_share_and_falls_with_staleness() -> None:
-    lead = Lead(Async(["w0", "w1"]), Ledger(), servers=["s0"], lr_rule="inverse", by_part=True)
+    lead = Decider(
+        AsyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"], lr_rule="inverse", by_part=True
+    )
     lead.had("s0", push("w0", 1, share=(1, 4)), began=0, after=0)
     lead.had("s0", push("w1", 1, share=(3, 4)), began=0, after=0)
     assert [d.lr_scale for d in lead.decisions()] == [0.25, 0.75 / 2]
 
 
 def test_the_factor_of_a_step_is_in_its_decision() -> None:
-    lead = Lead(Sync(["w0", "w1"]), Ledger(), servers=["s0"])
+    lead = Decider(SyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"])
     for worker in ("w0", "w1"):
         told = replace(push(worker, 1), lr_factor=1.5, ticks=3)
         lead.had("s0", told, began=0, after=0)
     (decision,) = lead.decisions()
     assert (decision.lr_scale, decision.ticks) == (1.5, 3)
-    lead = Lead(Async(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     lead.had("s0", replace(push("w0", 1, share=(1, 4)), lr_factor=0.5), began=0, after=0)
     assert [d.lr_scale for d in lead.decisions()] == [0.125]
 
 
 def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
-    lead = Lead(Sync(["w0", "w1", "w2"]), Ledger(), servers=["s0"])
+    lead = Decider(SyncPolicy(["w0", "w1", "w2"]), Ledger(), servers=["s0"])
     lead.rest("w0")
     lead.rest("w0")
     for worker in ("w2", "w1"):
@@ -102,9 +104,9 @@ def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
 
 
 def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
-    def after_a_round(late: Any) -> Lead:
-        policy = Backup(["w0", "w1", "w2"], spares=1, late=late)
-        lead = Lead(policy, Ledger(), servers=["s0"])
+    def after_a_round(late: Any) -> Decider:
+        policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late=late)
+        lead = Decider(policy, Ledger(), servers=["s0"])
         for worker in ("w0", "w1"):
             lead.had("s0", push(worker, 1), began=0, after=0)
         assert len(lead.decisions()) == 1
@@ -130,8 +132,8 @@ def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
 
 
 def test_at_the_end_of_the_data_what_waits_is_applied() -> None:
-    policy = Backup(["w0", "w1", "w2"], spares=1, late="decay")
-    lead = Lead(policy, Ledger(), servers=["s0"])
+    policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late="decay")
+    lead = Decider(policy, Ledger(), servers=["s0"])
     for worker in ("w0", "w1", "w2"):
         lead.had("s0", push(worker, 1), began=0, after=0)
         lead.decisions()
@@ -159,8 +161,10 @@ class Sea:
         self.servers, self.workers = SERVERS[:servers], policy.workers
         self.by_part, self.rule = by_part, rule
         self.batches = batches
-        self.lead = Lead(policy, Ledger(), servers=self.servers, lr_rule=rule, by_part=by_part)
-        self.slots = 1 if isinstance(policy, Sync) and not isinstance(policy, Backup) else 2
+        self.lead = Decider(policy, Ledger(), servers=self.servers, lr_rule=rule, by_part=by_part)
+        self.slots = (
+            1 if isinstance(policy, SyncPolicy) and not isinstance(policy, BackupPolicy) else 2
+        )
         self.parts = [(step, part) for step in range(1, batches + 1) for part in range(parts)]
         self.num_parts = parts
         self.last = dict.fromkeys(self.workers, 0)  # the number of its last push
@@ -314,11 +318,13 @@ class Sea:
 
 
 POLICIES: dict[str, Callable[[st.DataObject, list[str]], Policy]] = {
-    "sync": lambda data, workers: Sync(workers),
-    "async": lambda data, workers: Async(workers),
-    "ssp": lambda data, workers: Ssp(workers, staleness=data.draw(st.integers(0, 3))),
-    "drop": lambda data, workers: Backup(workers, spares=data.draw(st.integers(0, 2)), late="drop"),
-    "decay": lambda data, workers: Backup(
+    "sync": lambda data, workers: SyncPolicy(workers),
+    "async": lambda data, workers: AsyncPolicy(workers),
+    "ssp": lambda data, workers: SspPolicy(workers, staleness=data.draw(st.integers(0, 3))),
+    "drop": lambda data, workers: BackupPolicy(
+        workers, spares=data.draw(st.integers(0, 2)), late="drop"
+    ),
+    "decay": lambda data, workers: BackupPolicy(
         workers, spares=data.draw(st.integers(0, 2)), late="decay"
     ),
 }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.collectives.weights_first import LARGE, Soon, weights_first
-from manyhands.ps.gradient_buffer import Landing
-from manyhands.ps.memory import Flat, layout_of, pieces_of
+from manyhands.ps.gradient_buffer import GradientBuffer
+from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
 
 WIDTH = 256
 assert WIDTH * WIDTH >= LARGE
@@ -73,9 +73,9 @@ def test_they_are_those_of_torch(kind: str, micro_batches: int, shape: tuple[int
     plain = deepcopy(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    flat = Flat.private(layout_of(model, optimizer))
+    flat = FlatTensors.private(layout_of(model, optimizer))
     pieces = pieces_of(model, optimizer)
-    landing = Landing(model, pieces)
+    landing = GradientBuffer(model, pieces)
     landed: list[int] = []
     landing.landed = lambda parameter: landed.append(id(parameter))
     landing.begin(flat)
@@ -97,11 +97,11 @@ def test_a_weight_lands_before_its_input_is_computed() -> None:
     """The way over the network is long."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    landing = Landing(model, pieces_of(model, optimizer))
+    landing = GradientBuffer(model, pieces_of(model, optimizer))
     order: list[str] = []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     landing.landed = lambda parameter: order.append(names[id(parameter)])
-    landing.begin(Flat.private(layout_of(model, optimizer)))
+    landing.begin(FlatTensors.private(layout_of(model, optimizer)))
     hidden = model[0](torch.randn(3, WIDTH))
     hidden.register_hook(lambda gradient: order.append("input"))
     model[1](hidden).sum().backward()
@@ -111,7 +111,7 @@ def test_a_weight_lands_before_its_input_is_computed() -> None:
 def test_gradients_may_be_asked_for_besides() -> None:
     """Not in a step: a metric that differentiates, say."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-    Landing(model, pieces_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    GradientBuffer(model, pieces_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     x = torch.randn(2, WIDTH, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(gradient, (model[1].weight @ model[0].weight).expand(2, -1))

@@ -9,24 +9,37 @@ import torch
 from estates import EVERY_KIND, filled, layout_for, noise, trainee
 from torch import nn
 
-from manyhands.ps.blocks import MIN_BLOCK_BYTES, MIN_BLOCKS, Layout, Piece, order_needed
-from manyhands.ps.memory import Flat, block_state, bytes_of, layout_of, piece_state, pieces_of
+from manyhands.ps.blocks import (
+    MIN_BLOCK_BYTES,
+    MIN_BLOCKS,
+    BlockLayout,
+    FlatParameter,
+    order_needed,
+)
+from manyhands.ps.memory import (
+    FlatTensors,
+    block_state,
+    bytes_of,
+    layout_of,
+    piece_state,
+    pieces_of,
+)
 
-MIXED = Layout.of(
+MIXED = BlockLayout.of(
     [
-        Piece("a", 100, 4, dtype="float32"),
-        Piece("b", 33, 2, dtype="bfloat16"),
-        Piece("c", 7, 8, dtype="float64"),
-        Piece("d", 50, 4, group=1, dtype="float32"),
+        FlatParameter("a", 100, 4, dtype="float32"),
+        FlatParameter("b", 33, 2, dtype="bfloat16"),
+        FlatParameter("c", 7, 8, dtype="float64"),
+        FlatParameter("d", 50, 4, group=1, dtype="float32"),
     ],
     block_bytes=128,
 )
 
 
 def test_what_one_writes_into_shared_memory_others_read() -> None:
-    mine = Flat.shared(MIXED, label="test")
+    mine = FlatTensors.shared(MIXED, label="test")
     assert mine.segment is not None
-    theirs = Flat.attached(MIXED, mine.segment.address)
+    theirs = FlatTensors.attached(MIXED, mine.segment.address)
     for number, flat in enumerate((mine, theirs)):
         other = (theirs, mine)[number]
         for piece in MIXED.pieces:
@@ -39,7 +52,7 @@ def test_what_one_writes_into_shared_memory_others_read() -> None:
 
 
 def test_the_mark_lies_beside_the_numbers_and_changes_none() -> None:
-    for flat in (Flat.shared(MIXED, label="test"), Flat.private(MIXED)):
+    for flat in (FlatTensors.shared(MIXED, label="test"), FlatTensors.private(MIXED)):
         assert flat.mark == 0
         flat.set_mark((1 << 62) + 1)
         assert flat.mark == (1 << 62) + 1
@@ -51,13 +64,13 @@ def test_the_mark_lies_beside_the_numbers_and_changes_none() -> None:
 
 
 def test_blocks_and_pieces_are_views_of_the_same_memory() -> None:
-    flat = Flat.private(MIXED)
+    flat = FlatTensors.private(MIXED)
     for block in MIXED.blocks:
         flat.block(block.number).fill_(block.number + 1)
     for piece in MIXED.pieces:
         held = [b.number + 1 for b in MIXED.blocks_with(piece.name)]
         assert sorted({int(x) for x in flat.piece(piece.name)}) == held
-    other = Flat.private(MIXED)
+    other = FlatTensors.private(MIXED)
     other.copy_(flat)
     flat.zero_()
     assert all((buffer == 0).all() for buffer in flat.buffers)
@@ -65,12 +78,12 @@ def test_blocks_and_pieces_are_views_of_the_same_memory() -> None:
 
 
 def test_the_norm_is_of_all_buffers_and_does_not_overflow_in_half_precision() -> None:
-    flat = Flat.private(MIXED)
+    flat = FlatTensors.private(MIXED)
     for piece in MIXED.pieces:
         flat.piece(piece.name).fill_(2.0)
     assert flat.norm() == pytest.approx((4 * (100 + 33 + 7 + 50)) ** 0.5, rel=1e-6)
     for dtype in ("float16", "bfloat16"):
-        half = Flat.private(Layout.of([Piece("h", 1001, 2, dtype=dtype)]))
+        half = FlatTensors.private(BlockLayout.of([FlatParameter("h", 1001, 2, dtype=dtype)]))
         half.piece("h").fill_(3e4)
         wanted = float(half.buffers[0].double().norm())
         assert half.norm() == pytest.approx(wanted, rel=1e-5), dtype
@@ -125,7 +138,7 @@ def test_a_scalar_and_an_empty_parameter_have_their_place() -> None:
     optimizer = Sparse(model.parameters(), lr=0.1)
     layout = layout_of(model, optimizer)
     assert sorted(layout.shape_of(block) for block in layout.blocks) == [(), (2, 5)]
-    flat = Flat.private(layout)
+    flat = FlatTensors.private(layout)
     for name, parameter in pieces_of(model, optimizer).items():
         flat.piece(name).copy_(parameter.detach().reshape(-1))
     assert sorted(float(flat.block(b.number).sum()) for b in layout.blocks) == [3.0, 10.0]
@@ -158,6 +171,6 @@ def test_what_is_remembered_of_parameters_goes_into_blocks_and_comes_back(name: 
 def test_nothing_is_remembered_before_the_first_step() -> None:
     whom = trainee("adam")
     layout = layout_for(whom)
-    filled(Flat.private(layout), whom)
+    filled(FlatTensors.private(layout), whom)
     assert all(block_state(layout, block, {}) == {} for block in layout.blocks)
     assert piece_state(layout, layout.pieces[0].name, (11, 9), {}) == {}

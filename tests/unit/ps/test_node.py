@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.compute.train_state import Trainee, find_tables
+from manyhands.compute.train_state import TrainState, find_tables
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.view import Me, Seat, View
 from manyhands.ps.config import ParameterServer
-from manyhands.ps.memory import Flat, layout_of
-from manyhands.ps.node import Station
+from manyhands.ps.memory import FlatTensors, layout_of
+from manyhands.ps.node import PsNode
 from manyhands.strategies.registry import make_strategy
 
 NAMES = [f"worker-{n}" for n in range(5)]
 
 
 def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
-    trainee = Trainee(
+    trainee = TrainState(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, batch: model(batch).sum(),
@@ -34,7 +34,7 @@ def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
     )
     config = make_strategy(spec)
     assert isinstance(config, ParameterServer)
-    station = Station(config, trainee, cast(Me, None))  # which it keeps for later
+    station = PsNode(config, trainee, cast(Me, None))  # which it keeps for later
     station.shared = shared
     return station.servers_in(View(1, tuple(Seat(name, "here") for name in NAMES)))
 
@@ -98,13 +98,13 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
 ) -> None:
     """worker-0 leads, has told where its memory is, and is killed before worker-1 has attached it."""
     model, gone = with_table(), memory_of_the_dead()
-    trainee = Trainee(
+    trainee = TrainState(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, batch: model(batch).sum(),
         tables=find_tables(model, seed=1),
     )
-    lead = Flat.shared(layout_of(trainee.model, trainee.optimizer), label="test-parameters")
+    lead = FlatTensors.shared(layout_of(trainee.model, trainee.optimizer), label="test-parameters")
     assert lead.segment is not None
     assert trainee.tables is not None
     told = {
@@ -117,7 +117,7 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
     me = Me(NAMES[1], "here", "cpu", tmp_path, view, board=board, newest_view=2)
     config = make_strategy("ps:sync")
     assert isinstance(config, ParameterServer)
-    station = Station(config, trainee, me)
+    station = PsNode(config, trainee, me)
     station._has_tables = what == "rounds"
 
     def form_a_view() -> None:

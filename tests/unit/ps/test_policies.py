@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from manyhands.errors import SpecError
 from manyhands.ps.policies import (
     POLICIES,
-    Async,
-    Backup,
+    AsyncPolicy,
+    BackupPolicy,
     Contribution,
     Policy,
-    Ssp,
-    Sync,
-    Update,
+    PolicyUpdate,
+    SspPolicy,
+    SyncPolicy,
     Verdict,
     restore,
 )
@@ -34,19 +34,19 @@ def step(policy: Policy, worker: str, seq: int) -> Verdict:
     return policy.push(worker, seq)
 
 
-def taken(policy: Policy) -> list[Update]:
+def taken(policy: Policy) -> list[PolicyUpdate]:
     updates = []
     while update := policy.take():
         updates.append(update)
     return updates
 
 
-def pushes(update: Update | None) -> list[tuple[str, int]]:
+def pushes(update: PolicyUpdate | None) -> list[tuple[str, int]]:
     assert update is not None
     return [(c.worker, c.seq) for c in update.contributions]
 
 
-def run(policy: Policy, orders: list[tuple[str, ...]]) -> list[Update]:
+def run(policy: Policy, orders: list[tuple[str, ...]]) -> list[PolicyUpdate]:
     updates = []
     for order in orders:
         for worker in order:
@@ -61,17 +61,17 @@ ORDERS = st.lists(st.permutations(ABC).map(tuple), min_size=1, max_size=6)
 @given(ORDERS)
 def test_sync_gives_the_same_updates_whatever_the_order_of_arrival(orders: list[Any]) -> None:
     expected = [
-        Update(version, tuple(Contribution(w, version) for w in ABC))
+        PolicyUpdate(version, tuple(Contribution(w, version) for w in ABC))
         for version in range(1, len(orders) + 1)
     ]
-    assert run(Sync(ABC), orders) == expected
+    assert run(SyncPolicy(ABC), orders) == expected
     # With nobody to spare, a backup policy is the same thing; and lock-step is ssp with no slack.
-    assert run(Backup(ABC, spares=0), orders) == expected
-    assert len(run(Ssp(ABC, staleness=0), orders)) == 3 * len(orders)
+    assert run(BackupPolicy(ABC, spares=0), orders) == expected
+    assert len(run(SspPolicy(ABC, staleness=0), orders)) == 3 * len(orders)
 
 
 def test_sync_names_those_it_waits_for() -> None:
-    policy = Sync(ABC)
+    policy = SyncPolicy(ABC)
     step(policy, "b", 1)
     assert policy.take() is None
     assert not policy.may_start("b", 2)
@@ -80,7 +80,7 @@ def test_sync_names_those_it_waits_for() -> None:
 
 
 def test_sync_goes_on_without_a_dead_worker_and_gives_its_push_back() -> None:
-    policy = Sync(ABC)
+    policy = SyncPolicy(ABC)
     for worker in "ca":
         step(policy, worker, 1)
     assert policy.leave("c") == (("c", 1),)
@@ -92,7 +92,7 @@ def test_sync_goes_on_without_a_dead_worker_and_gives_its_push_back() -> None:
 
 
 def test_a_worker_joins_sync_at_the_step_that_nobody_has_begun() -> None:
-    policy = Sync("ab")
+    policy = SyncPolicy("ab")
     assert policy.join("c") == 1
     policy.started("a", 1)
     assert policy.join("d", rank=0) == 2
@@ -106,7 +106,7 @@ def test_a_worker_joins_sync_at_the_step_that_nobody_has_begun() -> None:
 
 
 def test_a_joiner_does_not_wait_for_a_round_whose_members_are_all_dead() -> None:
-    policy = Sync("a")
+    policy = SyncPolicy("a")
     policy.started("a", 1)
     assert policy.join("b") == 2
     policy.leave("a")
@@ -139,7 +139,7 @@ def test_a_gap_is_a_bug(name: str) -> None:
 
 def test_a_push_ahead_of_its_round_waits_for_its_turn() -> None:
     """After a failover, a worker's pushes may come to the replica before the others' of the step before."""
-    policy = Sync("ab")
+    policy = SyncPolicy("ab")
     policy.push("a", 1)
     policy.push("a", 2)
     policy.push("b", 1)
@@ -149,26 +149,26 @@ def test_a_push_ahead_of_its_round_waits_for_its_turn() -> None:
 
 
 def test_staleness_counts_the_updates_since_the_pull() -> None:
-    policy: Policy = Async("ab")
+    policy: Policy = AsyncPolicy("ab")
     policy.started("a", 1)
     for seq in (1, 2, 3):
         step(policy, "b", seq)
-        assert policy.take() == Update(seq, (Contribution("b", seq),))
+        assert policy.take() == PolicyUpdate(seq, (Contribution("b", seq),))
     policy.push("a", 1)
-    assert policy.take() == Update(4, (Contribution("a", 1, staleness=3),))
+    assert policy.take() == PolicyUpdate(4, (Contribution("a", 1, staleness=3),))
     # A replica has not seen the pull: the oldest weights that a can have got are those it made.
     step(policy, "b", 4)
     policy.take()
     policy = restore(policy.state())
     policy.push("a", 2)
-    assert policy.take() == Update(6, (Contribution("a", 2, staleness=1),))
+    assert policy.take() == PolicyUpdate(6, (Contribution("a", 2, staleness=1),))
     policy.started("a", 3, version=2)
     policy.push("a", 3)
-    assert policy.take() == Update(7, (Contribution("a", 3, staleness=4),))
+    assert policy.take() == PolicyUpdate(7, (Contribution("a", 3, staleness=4),))
 
 
 def test_ssp_lets_nobody_run_ahead() -> None:
-    policy = Ssp(ABC, staleness=2)
+    policy = SspPolicy(ABC, staleness=2)
     for seq in (1, 2, 3):
         step(policy, "a", seq)
     step(policy, "b", 1)
@@ -181,7 +181,7 @@ def test_ssp_lets_nobody_run_ahead() -> None:
 
 
 def test_backup_goes_on_without_the_slowest_and_loses_no_samples() -> None:
-    policy = Backup(ABC, spares=1)
+    policy = BackupPolicy(ABC, spares=1)
     policy.started("b", 1)
     step(policy, "c", 1)
     step(policy, "a", 1)
@@ -198,18 +198,18 @@ def test_backup_goes_on_without_the_slowest_and_loses_no_samples() -> None:
 
 
 def test_backup_decays_what_is_late() -> None:
-    policy = Backup(ABC, spares=1, late="decay", decay=0.5)
+    policy = BackupPolicy(ABC, spares=1, late="decay", decay=0.5)
     policy.started("b", 1)
     run(policy, [("a", "c"), ("a", "c")])
     assert policy.push("b", 1) is Verdict.ACCEPTED
     (update,) = run(policy, [("a", "c")])
     late = Contribution("b", 1, staleness=2, scale=0.25)
-    assert update == Update(3, (Contribution("a", 3), late, Contribution("c", 3)))
+    assert update == PolicyUpdate(3, (Contribution("a", 3), late, Contribution("c", 3)))
     assert policy.dropped() == ()
 
 
 def test_backup_takes_the_first_also_when_more_came_before_it_was_asked() -> None:
-    policy = Backup(ABC, spares=2)
+    policy = BackupPolicy(ABC, spares=2)
     for worker in "bac":
         step(policy, worker, 1)
     assert [pushes(update) for update in taken(policy)] == [[("b", 1)]]
@@ -219,7 +219,7 @@ def test_backup_takes_the_first_also_when_more_came_before_it_was_asked() -> Non
 
 
 def test_backup_ends_with_the_data() -> None:
-    policy = Backup(ABC, spares=1)
+    policy = BackupPolicy(ABC, spares=1)
     assert policy.flush() is None
     step(policy, "b", 1)
     assert policy.take() is None
@@ -229,7 +229,7 @@ def test_backup_ends_with_the_data() -> None:
 
 
 def test_backup_does_not_wait_for_one_stalled_worker_when_the_others_came_back() -> None:
-    policy = Backup(ABC, spares=1)
+    policy = BackupPolicy(ABC, spares=1)
     policy.started("a", 1)
     step(policy, "c", 1)
     policy.leave("c")
@@ -240,7 +240,7 @@ def test_backup_does_not_wait_for_one_stalled_worker_when_the_others_came_back()
 
 
 def test_backup_gets_to_the_round_of_a_joiner_without_the_one_to_spare() -> None:
-    policy = Backup("a", spares=1)
+    policy = BackupPolicy("a", spares=1)
     step(policy, "a", 1)
     assert policy.join("b", at=3) == 3
     assert pushes(policy.take()) == [("a", 1)]
@@ -249,7 +249,7 @@ def test_backup_gets_to_the_round_of_a_joiner_without_the_one_to_spare() -> None
 
 
 def test_what_is_in_time_is_never_decayed() -> None:
-    policy = Backup("ab", spares=1, late="decay")
+    policy = BackupPolicy("ab", spares=1, late="decay")
     policy.join("c", at=3)
     run(policy, [("a",), ("a",)])
     policy.push("c", 3)  # its pull was not seen
@@ -258,7 +258,7 @@ def test_what_is_in_time_is_never_decayed() -> None:
 
 
 def test_who_returns_to_an_empty_house_goes_on_where_the_work_stood() -> None:
-    policy = Ssp("ab", staleness=9)
+    policy = SspPolicy("ab", staleness=9)
     run(policy, [("a", "b", "b", "b", "b")])
     policy.leave("a")
     policy.leave("b")
@@ -278,7 +278,7 @@ def test_a_restored_policy_is_of_its_kind(name: str) -> None:
     assert type(twin) is POLICIES[name]
     assert twin.state() == policy.state() == state
     assert taken(twin) == taken(policy)
-    other = Async if name == "sync" else Sync
+    other = AsyncPolicy if name == "sync" else SyncPolicy
     with pytest.raises(AssertionError, match="is none of"):
         other.restore(state)
 
@@ -287,14 +287,14 @@ def test_a_restored_policy_is_of_its_kind(name: str) -> None:
     ("kind", "options", "message"),
     [
         (
-            Ssp,
+            SspPolicy,
             {"staleness": -1},
             r"ps:ssp\(staleness=-1\).*0 or more\. Write ps:ssp\(staleness=4\)",
         ),
-        (Ssp, {"staleness": 1.5}, r"ps:ssp\(staleness=1\.5\).*whole number"),
-        (Backup, {"spares": True}, r"ps:backup\(spares=True\).*whole number"),
-        (Backup, {"late": "dorp"}, r"late is drop or decay; did you mean 'drop'\?"),
-        (Backup, {"decay": 0.0}, r"decay=0\.0.*above 0 and at most 1"),
+        (SspPolicy, {"staleness": 1.5}, r"ps:ssp\(staleness=1\.5\).*whole number"),
+        (BackupPolicy, {"spares": True}, r"ps:backup\(spares=True\).*whole number"),
+        (BackupPolicy, {"late": "dorp"}, r"late is drop or decay; did you mean 'drop'\?"),
+        (BackupPolicy, {"decay": 0.0}, r"decay=0\.0.*above 0 and at most 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(kind: Any, options: Any, message: str) -> None:

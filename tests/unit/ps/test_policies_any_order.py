@@ -9,7 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manyhands.ps.policies import Async, Backup, Policy, Push, Ssp, Sync, Update, Verdict, restore
+from manyhands.ps.policies import (
+    AsyncPolicy,
+    BackupPolicy,
+    Policy,
+    PolicyUpdate,
+    Push,
+    SspPolicy,
+    SyncPolicy,
+    Verdict,
+    restore,
+)
 
 NAMES = [f"worker{i}" for i in range(5)]
 COUNT = st.sampled_from([0, 1, 2, 3, 4, 5, 3, 4, 5])
@@ -31,7 +41,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.begun: dict[str, tuple[int, int]] = {}  # worker: seq, updates made before
         self.began_at: dict[Push, int] = {}
         self.fate: dict[Push, str] = {}
-        self.updates: list[Update] = []
+        self.updates: list[PolicyUpdate] = []
         self.base = policy.version
 
     def both(self, method: str, *args: Any, **options: Any) -> Any:
@@ -137,7 +147,7 @@ class AnyOrder(RuleBasedStateMachine):
                 may = furthest is None or seq <= furthest
                 assert self.policy.may_start(worker, seq) == may
 
-    def count(self, update: Update) -> None:
+    def count(self, update: PolicyUpdate) -> None:
         assert update.contributions
         assert update.version == self.base + len(self.updates) + 1, "versions have no gaps"
         order = [(self.live.index(c.worker), c.seq) for c in update.contributions]
@@ -156,7 +166,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.fate[push] = "dropped"
         assert "late" not in self.fate.values(), "what was late is told"
 
-    def check(self, update: Update) -> None:
+    def check(self, update: PolicyUpdate) -> None:
         """Holds for this policy's updates, just before they are counted."""
 
     def willing(self) -> list[str]:
@@ -184,9 +194,9 @@ class AnyOrder(RuleBasedStateMachine):
 class SyncInAnyOrder(AnyOrder):
     @initialize(count=COUNT, clock=st.integers(0, 3), eager=st.booleans())
     def go(self, count: int, clock: int, eager: bool) -> None:
-        self.start(Sync(NAMES[:count], clock=clock), NAMES[:count], eager=eager)
+        self.start(SyncPolicy(NAMES[:count], clock=clock), NAMES[:count], eager=eager)
 
-    def check(self, update: Update) -> None:
+    def check(self, update: PolicyUpdate) -> None:
         (seq,) = {c.seq for c in update.contributions}
         everybody = [w for w in self.live if self.first[w] <= seq]
         assert [c.worker for c in update.contributions] == everybody
@@ -204,9 +214,9 @@ class SyncInAnyOrder(AnyOrder):
 class AsyncInAnyOrder(AnyOrder):
     @initialize(count=COUNT, eager=st.booleans())
     def go(self, count: int, eager: bool) -> None:
-        self.start(Async(NAMES[:count]), NAMES[:count], eager=eager)
+        self.start(AsyncPolicy(NAMES[:count]), NAMES[:count], eager=eager)
 
-    def check(self, update: Update) -> None:
+    def check(self, update: PolicyUpdate) -> None:
         (only,) = update.contributions
         waiting = [push for push, fate in self.fate.items() if fate == "waiting"]
         assert (only.worker, only.seq) == waiting[0], "in order of arrival"
@@ -223,7 +233,7 @@ class SspInAnyOrder(AnyOrder):
     @initialize(count=COUNT, bound=st.integers(0, 3), eager=st.booleans())
     def go(self, count: int, bound: int, eager: bool) -> None:
         self.bound = bound
-        self.start(Ssp(NAMES[:count], staleness=bound), NAMES[:count], eager=eager)
+        self.start(SspPolicy(NAMES[:count], staleness=bound), NAMES[:count], eager=eager)
 
     check = AsyncInAnyOrder.check
 
@@ -254,10 +264,10 @@ class BackupInAnyOrder(AnyOrder):
     )
     def go(self, count: int, spares: int, late: Any, eager: bool) -> None:
         self.spares, self.late = spares, late
-        policy = Backup(NAMES[:count], spares=spares, late=late, decay=0.5)
+        policy = BackupPolicy(NAMES[:count], spares=spares, late=late, decay=0.5)
         self.start(policy, NAMES[:count], eager=eager)
 
-    def check(self, update: Update) -> None:
+    def check(self, update: PolicyUpdate) -> None:
         newest = max(c.seq for c in update.contributions)
         timely = [c for c in update.contributions if c.seq == newest]
         gave = [p for p, fate in self.fate.items() if fate == "waiting" and p[1] == newest]
@@ -273,7 +283,7 @@ class BackupInAnyOrder(AnyOrder):
     def never_waits_for_more_than_it_must(self) -> None:
         if not self.eager:
             return
-        assert isinstance(self.policy, Backup)
+        assert isinstance(self.policy, BackupPolicy)
         now = self.policy.round
         timely = [p for p, fate in self.fate.items() if fate == "waiting" and p[1] == now]
         assert len(timely) < max(1, len(self.live) - self.spares)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import ManyhandsError
-from manyhands.ps.blocks import Layout, Piece
+from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.ledger import Decision, Given, Ledger
 from manyhands.ps.placement import Placement
-from manyhands.ps.recovery_plan import Move, Plan, Status, make_plan
+from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, make_plan
 
 
 def ledger_at(version: int) -> Ledger:
@@ -45,9 +45,9 @@ class Site:
     held: Held = field(default_factory=Held)
     coming: Held | None = None
 
-    def status(self) -> Status:
+    def status(self) -> ServerStatus:
         known = max([self.version, *self.held.replicas.values()])
-        told = Status(
+        told = ServerStatus(
             server=self.name,
             host=self.host,
             view=self.held.view,
@@ -57,7 +57,7 @@ class Site:
             replicas=dict(self.held.replicas),
             seen=known,
         )
-        return Status.from_dict(json.loads(json.dumps(told.to_dict())))
+        return ServerStatus.from_dict(json.loads(json.dumps(told.to_dict())))
 
     def holds(self, shard: int) -> bool:
         """In whatever role, and as it should be."""
@@ -66,7 +66,7 @@ class Site:
         owner, *second = self.held.placement.holders(shard)
         return self.name == owner or (self.name in second and owner in self.held.replicas)
 
-    def catch_up(self, plan: Plan) -> None:
+    def catch_up(self, plan: RecoveryPlan) -> None:
         if self.coming is not None and self.coming.view == plan.standing:
             self.held = self.coming
         self.coming = None
@@ -89,7 +89,7 @@ def _dict(placement: Placement | None) -> dict[str, object] | None:
 class Town:
     """Servers that come and go, one plan after the other."""
 
-    def __init__(self, layout: Layout, *, replicas: int, chance: random.Random) -> None:
+    def __init__(self, layout: BlockLayout, *, replicas: int, chance: random.Random) -> None:
         self.layout, self.replicas, self.chance = layout, replicas, chance
         self.sites: list[Site] = []
         self.view = self.count = 0
@@ -124,7 +124,7 @@ class Town:
                 make_plan(statuses, self.layout, replicas=self.replicas)
             raise _Lost
         plan = make_plan(statuses, self.layout, replicas=self.replicas)
-        plan = Plan.from_dict(json.loads(json.dumps(plan.to_dict())), self.layout)
+        plan = RecoveryPlan.from_dict(json.loads(json.dumps(plan.to_dict())), self.layout)
         self.check(plan, statuses)
         for site in self.sites:
             site.catch_up(plan)
@@ -139,7 +139,7 @@ class Town:
             replicas = dict.fromkeys(owners, site.version)
             site.coming = Held(self.view, plan.placement, replicas)
 
-    def check(self, plan: Plan, statuses: Sequence[Status]) -> None:
+    def check(self, plan: RecoveryPlan, statuses: Sequence[ServerStatus]) -> None:
         """What stands is the newest view that anybody left has heard go of, and the newest version."""
         assert plan.standing == max(site.held.view for site in self.sites)
         if plan.standing:
@@ -150,9 +150,9 @@ class Town:
             assert plan.previous.to_dict() == json.loads(stood)
         assert plan.placement.servers == tuple(site.name for site in self.sites)
 
-    def check_moves(self, plan: Plan) -> None:
+    def check_moves(self, plan: RecoveryPlan) -> None:
         sites = {site.name: site for site in self.sites}
-        moves: dict[tuple[int, str], Move] = {(m.shard, m.role): m for m in plan.moves}
+        moves: dict[tuple[int, str], BlockMove] = {(m.shard, m.role): m for m in plan.moves}
         assert len(moves) == len(plan.moves), "nobody gets a shard twice"
         for shard in range(len(self.layout.shards)):
             holders = plan.placement.holders(shard)
@@ -219,7 +219,9 @@ class _Lost(Exception):
 
 
 layouts = st.builds(
-    lambda sizes: Layout.of([Piece(f"p{i}", n, 4) for i, n in enumerate(sizes)], block_bytes=256),
+    lambda sizes: BlockLayout.of(
+        [FlatParameter(f"p{i}", n, 4) for i, n in enumerate(sizes)], block_bytes=256
+    ),
     st.lists(st.integers(1, 300), min_size=1, max_size=8),
 )
 
@@ -227,7 +229,7 @@ layouts = st.builds(
 @settings(max_examples=150)
 @given(layouts, st.integers(1, 5), st.sampled_from([1, 1, 1, 0]), st.integers(0, 2**32))
 def test_every_shard_ends_with_its_server_and_its_replica_or_its_loss_is_said(
-    layout: Layout, servers: int, replicas: int, seed: int
+    layout: BlockLayout, servers: int, replicas: int, seed: int
 ) -> None:
     town = Town(layout, replicas=replicas, chance=random.Random(seed))
     for _ in range(servers):
@@ -244,7 +246,7 @@ def test_every_shard_ends_with_its_server_and_its_replica_or_its_loss_is_said(
 @pytest.fixture
 def town() -> Town:
     """Three servers that have begun their first view."""
-    layout = Layout.of([Piece("p", 900, 4)], block_bytes=256)
+    layout = BlockLayout.of([FlatParameter("p", 900, 4)], block_bytes=256)
     town = Town(layout, replicas=1, chance=random.Random(0))
     for _ in range(3):
         town.join()
@@ -253,7 +255,7 @@ def town() -> Town:
     return town
 
 
-def plan_of(town: Town) -> Plan:
+def plan_of(town: Town) -> RecoveryPlan:
     return make_plan([site.status() for site in town.sites], town.layout, replicas=1)
 
 
@@ -280,7 +282,7 @@ def test_two_deaths_at_once_are_a_loss_that_names_them(town: Town) -> None:
 
 
 def test_a_death_without_replicas_is_a_loss() -> None:
-    town = Town(Layout.of([Piece("p", 900, 4)]), replicas=0, chance=random.Random(0))
+    town = Town(BlockLayout.of([FlatParameter("p", 900, 4)]), replicas=0, chance=random.Random(0))
     town.join()
     town.settle()
     town.go()
@@ -292,7 +294,7 @@ def test_a_death_without_replicas_is_a_loss() -> None:
 
 
 def test_who_has_just_come_begins_afresh_if_nobody_has_learnt_anything() -> None:
-    town = Town(Layout.of([Piece("p", 900, 4)]), replicas=1, chance=random.Random(0))
+    town = Town(BlockLayout.of([FlatParameter("p", 900, 4)]), replicas=1, chance=random.Random(0))
     town.join()
     town.join()
     town.settle()  # and nobody hears go
@@ -356,5 +358,5 @@ def test_a_move_is_of_blocks_that_its_source_holds(town: Town) -> None:
     town.join()
     plan = plan_of(town)
     newcomer = town.sites[-1].name
-    assert all(isinstance(move, Move) and move.target != move.source for move in plan.moves)
+    assert all(isinstance(move, BlockMove) and move.target != move.source for move in plan.moves)
     assert {move.target for move in plan.moves if move.role == "own"} == {newcomer}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from estates import Village, noise
 
-from manyhands.embeddings.local_tables import EVICT_EVERY, Tables
+from manyhands.embeddings.local_tables import EVICT_EVERY, LocalTables
 from manyhands.embeddings.spec import Table as TableSpec
 from manyhands.ps.block_store import squared_norm
-from manyhands.ps.rounds import Bell, Serving, Table, Turns
-from manyhands.ps.rows import HeldBasket, RowEstate
+from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable, RoundWorker
+from manyhands.ps.rows import ReceivedGrads, RowServerState
 
 CLIP_NORM = 0.5
 
@@ -25,14 +25,16 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     first, second = village.join(), village.join()
     village.settle()
     village.go()
-    rounds = Table.create(village.workers, [first.name, second.name])
-    bells = {name: Bell(tmp_path, name) for name in (*village.workers, *rounds.servers)}
+    rounds = RoundTable.create(village.workers, [first.name, second.name])
+    bells = {name: Doorbell(tmp_path, name) for name in (*village.workers, *rounds.servers)}
     servings = {}
     for estate in (first, second):
         spec = TableSpec(2, evict_unused=5)
-        estate.rows = RowEstate(estate.name, Tables({"t": spec}, seed=0), shared=True, adds=False)
-        estate.rows.baskets = {worker: [HeldBasket()] for worker in village.workers}
-        servings[estate.name] = Serving(
+        estate.rows = RowServerState(
+            estate.name, LocalTables({"t": spec}, seed=0), shared=True, adds=False
+        )
+        estate.rows.baskets = {worker: [ReceivedGrads()] for worker in village.workers}
+        servings[estate.name] = RoundServer(
             rounds,
             bells[estate.name],
             estate,
@@ -41,7 +43,9 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
         )
     for worker in village.workers:
         village.slots[worker][0].copy_(noise(village.layout, village.generator))
-        turns = Turns(worker, rounds, bells[worker], carry=None, check=lambda: None, timeout_s=10.0)
+        turns = RoundWorker(
+            worker, rounds, bells[worker], carry=None, check=lambda: None, timeout_s=10.0
+        )
         turns.push(step=EVICT_EVERY, part=0, samples=8.0, total=24.0, share=(8, 24))
     try:
         assert not servings[second.name].carry(1)  # its part of the norm is there

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.embeddings.local_tables import Tables
-from manyhands.embeddings.sparse_grads import Basket, Sparse, num_bytes, pack_into
+from manyhands.embeddings.local_tables import LocalTables
+from manyhands.embeddings.sparse_grads import Basket, SparseGrads, num_bytes, pack_into
 from manyhands.embeddings.spec import Table
 from manyhands.ps.protocol import Nonsense
-from manyhands.ps.rows import RowEstate
+from manyhands.ps.rows import RowServerState
 
 SPECS = {"few": Table(3, rows=10), "any": Table(2)}
 
@@ -25,15 +25,15 @@ class Word:
     payload: memoryview | None = None
 
 
-def estate() -> RowEstate:
-    rows = RowEstate("server-0", Tables(SPECS, seed=1), shared=False, adds=False)
+def estate() -> RowServerState:
+    rows = RowServerState("server-0", LocalTables(SPECS, seed=1), shared=False, adds=False)
     rows.enter("worker-0", [], slots=2)
     return rows
 
 
 def basket(**ids: list[int]) -> Basket:
     return {
-        name: Sparse(np.array(each), np.ones((len(each), SPECS[name].dim), np.float32))
+        name: SparseGrads(np.array(each), np.ones((len(each), SPECS[name].dim), np.float32))
         for name, each in ids.items()
     }
 
@@ -44,7 +44,7 @@ def pushed(given: Basket, *, slot: int = 0, seq: int = 1) -> Word:
     return Word("basket", {"seq": seq, "slot": slot}, payload)
 
 
-def hear(rows: RowEstate, word: Word, *, done: int = 0) -> list[Any]:
+def hear(rows: RowServerState, word: Word, *, done: int = 0) -> list[Any]:
     return list(rows.hear("worker-0", word, done=done))
 
 

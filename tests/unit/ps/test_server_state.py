@@ -11,9 +11,9 @@ from estates import OPTIMIZERS, Village, layout_for, trainee
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ps.memory import Flat
+from manyhands.ps.memory import FlatTensors
 from manyhands.ps.placement import place
-from manyhands.ps.server_state import SPAN_BYTES, Estate, Ticker, spans
+from manyhands.ps.server_state import SPAN_BYTES, ScheduleClock, ServerState, spans
 
 
 def make_village(name: str = "sgd", *, shared: bool, servers: int = 3, seed: int = 0) -> Village:
@@ -220,18 +220,20 @@ def test_whatever_happens_all_end_equal_to_the_one_to_whom_nothing_did(
 
 def test_the_ticker_moves_the_schedule_once_for_each_batch() -> None:
     whom = trainee("sgd")
-    ticker = Ticker(whom)
+    ticker = ScheduleClock(whom)
     for ticks in (1, 1, 3, 2):
         ticker.advance(ticks)
     assert ticker.ticks == 3
     assert whom.lr == pytest.approx(0.1 / 4)
-    assert Ticker(whom).ticks == 3, "it goes on where a checkpoint has stopped"
+    assert ScheduleClock(whom).ticks == 3, "it goes on where a checkpoint has stopped"
 
 
 def test_a_block_that_is_held_by_nobody_here_is_not_made_up() -> None:
     whom = trainee("sgd")
     layout = layout_for(whom)
-    estate = Estate("s0", "h", whom, Flat.private(layout), Ticker(whom), shared=False, replicas=1)
+    estate = ServerState(
+        "s0", "h", whom, FlatTensors.private(layout), ScheduleClock(whom), shared=False, replicas=1
+    )
     with pytest.raises(AssertionError, match="s0 holds no block 0"):
         estate.material(0)
     placement = place(layout, ["s0", "s1"])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manyhands.errors import LinkError
-from manyhands.ps.block_store import Material
-from manyhands.ps.tensor_messages import PARAMS, TYPES, Parcels, pack
+from manyhands.ps.block_store import BlockState
+from manyhands.ps.tensor_messages import PARAMS, TYPES, TensorMessages, pack
 
 Message = tuple[dict[str, Any], memoryview | None]
 
@@ -27,8 +27,8 @@ def travelled(messages: list[Message]) -> list[Message]:
     ]
 
 
-def unpacked(messages: list[Message]) -> tuple[tuple[str, int], Material]:
-    parcels = Parcels()
+def unpacked(messages: list[Message]) -> tuple[tuple[str, int], BlockState]:
+    parcels = TensorMessages()
     *first, last = travelled(messages)
     for head, payload in first:
         assert parcels.add(head, payload) is None
@@ -56,7 +56,7 @@ def test_every_type_arrives_bit_by_bit(name: str) -> None:
     if tensor.is_complex():
         tensor = tensor * (1 + 2j)
     _, got = unpacked(
-        list(pack("block", 3, Material(tensor, {"own": tensor, "one": tensor[0, 0]})))
+        list(pack("block", 3, BlockState(tensor, {"own": tensor, "one": tensor[0, 0]})))
     )
     assert_equal(got.params, tensor)
     assert_equal(got.state["own"], tensor)
@@ -77,7 +77,7 @@ states = st.dictionaries(
 def test_tensors_of_any_shape_scalars_and_nothing_arrive(
     number: int, role: str, params: Tensor, state: dict[str, Any]
 ) -> None:
-    messages = list(pack("block", number, Material(params, state), role=role))
+    messages = list(pack("block", number, BlockState(params, state), role=role))
     assert [head["last"] for head, _ in messages] == [False] * len(state) + [True]
     key, got = unpacked(messages)
     assert key == (role, number)
@@ -90,13 +90,13 @@ def test_tensors_of_any_shape_scalars_and_nothing_arrive(
 def test_memory_that_does_not_lie_in_one_piece_is_sent_as_it_reads() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
     assert not tensor.is_contiguous()
-    _, got = unpacked(list(pack("block", 0, Material(tensor, {"x": tensor[1:, ::2]}))))
+    _, got = unpacked(list(pack("block", 0, BlockState(tensor, {"x": tensor[1:, ::2]}))))
     assert_equal(got.params, tensor)
     assert_equal(got.state["x"], tensor[1:, ::2])
 
 
 def test_parameters_may_stay_at_home() -> None:
-    messages = list(pack("state", 1, Material(torch.ones(5), {"step": 3}), params=False))
+    messages = list(pack("state", 1, BlockState(torch.ones(5), {"step": 3}), params=False))
     assert all(payload is None for _, payload in messages)
     _, got = unpacked(messages)
     assert (got.params.numel(), got.state) == (0, {"step": 3})
@@ -104,7 +104,7 @@ def test_parameters_may_stay_at_home() -> None:
 
 def test_what_can_be_sent_as_it_lies_is_not_copied() -> None:
     tensor = torch.zeros(4)
-    ((_, payload),) = pack("block", 0, Material(tensor, {}))
+    ((_, payload),) = pack("block", 0, BlockState(tensor, {}))
     assert payload is not None
     payload[:4] = b"\x00\x00\x80\x3f"
     assert tensor[0] == 1.0
@@ -112,12 +112,12 @@ def test_what_can_be_sent_as_it_lies_is_not_copied() -> None:
 
 def test_blocks_may_arrive_side_by_side() -> None:
     sent = {
-        (role, n): Material(torch.full((3,), float(n)), {"step": n, "role": role})
+        (role, n): BlockState(torch.full((3,), float(n)), {"step": n, "role": role})
         for role in ("own", "replica")
         for n in (1, 2)
     }
     rows = [list(pack("block", n, m, role=role)) for (role, n), m in sent.items()]
-    parcels = Parcels()
+    parcels = TensorMessages()
     done = [
         parcels.add(*message)
         for turn in zip(*rows, strict=True)
@@ -161,11 +161,11 @@ def test_nonsense_is_refused_before_memory_is_asked_for(
 ) -> None:
     view = None if payload is None else memoryview(bytearray(payload))
     with pytest.raises(LinkError, match=r"a tensor of (type|shape) "):
-        Parcels().add({**GOOD, **wrong}, view)
+        TensorMessages().add({**GOOD, **wrong}, view)
 
 
 def test_the_same_without_the_mistake_is_taken() -> None:
-    parcels = Parcels()
+    parcels = TensorMessages()
     assert parcels.add(GOOD, memoryview(bytearray(8))) == ("own", 0)
     assert torch.equal(parcels.complete["own", 0].params, torch.zeros(2))
     assert parcels.add({**GOOD, "shape": [0, 3]}, memoryview(b"")) == ("own", 0)

@@ -15,10 +15,10 @@ from estates import Village
 
 from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.ledger import Decision
-from manyhands.ps.mode import Terms
-from manyhands.ps.policies import Sync
-from manyhands.ps.server_state import Estate
-from manyhands.ps.updates import Updates
+from manyhands.ps.mode import PsMode
+from manyhands.ps.policies import SyncPolicy
+from manyhands.ps.server_state import ServerState
+from manyhands.ps.updates import UpdatePipeline
 from manyhands.ps.view_change import Peer
 from manyhands.transport import Link, Listener, connect
 
@@ -40,12 +40,14 @@ class Servers:
         self.stack = contextlib.ExitStack()
         village.settle()
         village.begin()
-        terms = Terms(make_policy=Sync, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all)
+        terms = PsMode(
+            make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all
+        )
         names = [estate.name for estate in village.estates]
         links = self._links(names, folder)
         self.far = {(a, b): links[b, a] for a, b in links}
         """Where `b` hears `a`."""
-        self.updates: dict[str, Updates] = {}
+        self.updates: dict[str, UpdatePipeline] = {}
         self.applied: dict[str, list[Decision]] = {name: [] for name in names}
         self.links = links
         for estate in village.estates:
@@ -56,7 +58,7 @@ class Servers:
                 for other in village.estates
                 if other is not estate
             }
-            self.updates[estate.name] = Updates(
+            self.updates[estate.name] = UpdatePipeline(
                 estate,
                 terms,
                 placement,
@@ -109,7 +111,7 @@ class Servers:
         updates.handle(message.head["k"], a, message.head)
         return True
 
-    def kill(self, name: str) -> Estate:
+    def kill(self, name: str) -> ServerState:
         """Its links break at once; what it has sent is heard to its end."""
         for pair, link in self.links.items():
             if pair[0] == name:
@@ -120,7 +122,7 @@ class Servers:
         return estate
 
 
-def _addresses(estate: Estate) -> list[str]:
+def _addresses(estate: ServerState) -> list[str]:
     return [flat.segment.address for flat in estate.sums.flats if flat.segment is not None]
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from manyhands.errors import LinkClosed, LinkError
 from manyhands.ps.block_store import runs_of
-from manyhands.ps.blocks import Layout, Piece
+from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.channels import LANES
-from manyhands.ps.memory import Flat
-from manyhands.ps.worker_session import Guest
+from manyhands.ps.memory import FlatTensors
+from manyhands.ps.worker_session import WorkerSession
 from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0
-LAYOUT = Layout.of([Piece("p", 96, 4, dtype="float32")], block_bytes=128)
+LAYOUT = BlockLayout.of([FlatParameter("p", 96, 4, dtype="float32")], block_bytes=128)
 RUNS = runs_of(LAYOUT, [0, 2])
 HEAD = {"k": "push", "seq": 1}
 
@@ -35,9 +35,9 @@ class Hall:
         worker = self._stack.enter_context(connect(self._listener.address, timeout_s=LONG_S))
         return self._stack.enter_context(self._listener.accept(LONG_S)), worker
 
-    def guest(self, *, travels: bool = True) -> Guest:
-        slots = [Flat.private(LAYOUT) for _ in range(2)]
-        guest = Guest("w0", self.link()[0], slots, travels=travels, runs=RUNS)
+    def guest(self, *, travels: bool = True) -> WorkerSession:
+        slots = [FlatTensors.private(LAYOUT) for _ in range(2)]
+        guest = WorkerSession("w0", self.link()[0], slots, travels=travels, runs=RUNS)
         self._stack.callback(guest.close)
         return guest
 
@@ -59,7 +59,7 @@ def test_a_push_is_here_once_its_head_and_all_its_runs_are(
     assert arrive(guest, 1, order[-1]) == HEAD
 
 
-def arrive(guest: Guest, seq: int, what: str | int) -> object:
+def arrive(guest: WorkerSession, seq: int, what: str | int) -> object:
     if isinstance(what, str):
         return guest.arrived(seq, 0, head=HEAD)
     return guest.arrived(seq, 0, run=what)
@@ -93,7 +93,7 @@ def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
 
 
 def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(hall: Hall) -> None:
-    guest, params = hall.guest(), Flat.private(LAYOUT)
+    guest, params = hall.guest(), FlatTensors.private(LAYOUT)
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
     guest.wants = [1, 0]

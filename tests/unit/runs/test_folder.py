@@ -14,55 +14,55 @@ import pytest
 
 from manyhands.cli.main import main
 from manyhands.errors import RunFolderError
-from manyhands.runs.folder import Run, runs_in
+from manyhands.runs.folder import RunFolder, runs_in
 
 
 @pytest.mark.parametrize(
     ("job", "name"), [("Mnist", "mnist"), ("My_Job 2", "my-job-2"), ("???", "run"), ("-a-", "a")]
 )
 def test_a_run_is_named_by_its_job_and_the_time(tmp_path: Path, job: str, name: str) -> None:
-    run = Run.create(job, root=tmp_path / "runs")
+    run = RunFolder.create(job, root=tmp_path / "runs")
     assert re.fullmatch(rf"{name}-\d{{8}}-\d{{6}}", run.path.name)
     assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "logs", "tb"]
 
 
 def test_many_in_one_second_are_all_different(tmp_path: Path) -> None:
-    paths = [Run.create("job", root=tmp_path).path for _ in range(6)]
+    paths = [RunFolder.create("job", root=tmp_path).path for _ in range(6)]
     assert len(set(paths)) == 6
     assert any(path.name.endswith("-2") for path in paths)
 
 
 def test_a_folder_that_was_asked_for(tmp_path: Path) -> None:
     wanted = tmp_path / "deep" / "down"
-    assert Run.create("job", path=wanted).path == wanted
+    assert RunFolder.create("job", path=wanted).path == wanted
     (tmp_path / "empty").mkdir()
-    assert Run.create("job", path=tmp_path / "empty").path.is_dir()
+    assert RunFolder.create("job", path=tmp_path / "empty").path.is_dir()
     with pytest.raises(RunFolderError, match=f"not empty.*manyhands resume {wanted}"):
-        Run.create("job", path=wanted)
+        RunFolder.create("job", path=wanted)
 
 
 def test_a_folder_that_can_not_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunFolderError, match=f"{path} can't be made: .*--run-dir"):
-            Run.create("job", path=path)
+            RunFolder.create("job", path=path)
     with pytest.raises(RunFolderError, match=r"can't be made: .*--run-dir"):
-        Run.create("job", root=tmp_path / "file" / "runs")
+        RunFolder.create("job", root=tmp_path / "file" / "runs")
 
 
 def test_opening_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"There is no run .*none.*manyhands list"):
-        Run.open(tmp_path / "none")
+        RunFolder.open(tmp_path / "none")
     with pytest.raises(RunFolderError, match=r"is not a run: it has no config\.json.*list"):
-        Run.open(tmp_path)
+        RunFolder.open(tmp_path)
 
 
 def test_config_and_summary_come_back(tmp_path: Path) -> None:
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     assert run.summary is None
     run.write_config({"settings": {"lr": "0.1"}})
     run.write_summary({"outcome": "finished"})
-    again = Run.open(run.path)
+    again = RunFolder.open(run.path)
     assert again.config == {"settings": {"lr": "0.1"}}
     assert again.summary == {"outcome": "finished"}
     again.note_fields({"lr": 0.1, "epochs": 3}, {"lr": "0.1"})
@@ -82,13 +82,13 @@ def test_config_and_summary_come_back(tmp_path: Path) -> None:
 def test_a_config_that_is_not_ours(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RunFolderError, match=r"config\.json"):
-        _ = Run.open(tmp_path).config
+        _ = RunFolder.open(tmp_path).config
 
 
 def test_a_run_of_another_user_says_whose_code_will_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     job = tmp_path / "job.py"
     job.touch()
     run.write_config(
@@ -112,7 +112,7 @@ def test_a_run_of_another_user_says_whose_code_will_run(
 
 def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:
     for age, name in enumerate(["b", "c", "a"]):
-        run = Run.create(name, path=tmp_path / name)
+        run = RunFolder.create(name, path=tmp_path / name)
         run.write_config({})
         os.utime(run.path / "config.json", (1000 - age, 1000 - age))
     (tmp_path / "no-run").mkdir()
@@ -132,7 +132,7 @@ time.sleep(60)
 
 
 def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     assert not run.locked
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True
@@ -160,11 +160,11 @@ def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_can_not_be_locked(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="none can't be written: No such file"):
-        Run(tmp_path / "none").lock()
+        RunFolder(tmp_path / "none").lock()
 
 
 def test_discard_leaves_nothing(tmp_path: Path) -> None:
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     (run.logs / "worker-0.log").write_text("x")
     run.lock()
     run.unlock()
@@ -174,14 +174,14 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_deleted_or_moved_is_gone(tmp_path: Path) -> None:
-    run = Run.create("job", path=tmp_path / "run")
+    run = RunFolder.create("job", path=tmp_path / "run")
     assert not run.is_gone
     run.lock()
     try:
         assert not run.is_gone
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         assert run.is_gone
-        Run.create("job", path=tmp_path / "run")
+        RunFolder.create("job", path=tmp_path / "run")
         assert run.is_gone
     finally:
         run.unlock()

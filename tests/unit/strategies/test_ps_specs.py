@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import SpecError
 from manyhands.ps.config import DEDICATED, ParameterServer
-from manyhands.ps.policies import Async, Backup, Policy, Ssp, Sync
+from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy
 from manyhands.ps.staleness import RULES
 from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
 
@@ -27,12 +27,12 @@ def config(text: str) -> ParameterServer:
 @pytest.mark.parametrize(
     ("text", "kind", "rounds", "slots", "says"),
     [
-        ("ps:sync", Sync, True, 1, {}),
-        ("ps:async", Async, False, 2, {}),
-        ("ps:ssp(staleness=2)", Ssp, False, 2, {"staleness": 2}),
-        ("ps:ssp(staleness=0)", Ssp, False, 2, {"staleness": 0}),
-        ("ps:backup", Backup, True, 2, {"spares": 1, "late": "drop"}),
-        ("ps:backup(spares=2, late=decay, decay=0.25)", Backup, True, 2,
+        ("ps:sync", SyncPolicy, True, 1, {}),
+        ("ps:async", AsyncPolicy, False, 2, {}),
+        ("ps:ssp(staleness=2)", SspPolicy, False, 2, {"staleness": 2}),
+        ("ps:ssp(staleness=0)", SspPolicy, False, 2, {"staleness": 0}),
+        ("ps:backup", BackupPolicy, True, 2, {"spares": 1, "late": "drop"}),
+        ("ps:backup(spares=2, late=decay, decay=0.25)", BackupPolicy, True, 2,
          {"spares": 2, "late": "decay", "decay": 0.25}),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyhands.compute.feed import Feed, Portion
-from manyhands.compute.train_state import Trainee
+from manyhands.compute.train_state import TrainState
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Sparse
 
@@ -15,7 +15,7 @@ from manyhands.testing.jobs import Sparse
 def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tensor]]:
     """The learning rate of a first step, and by how much it moved rows and parameters."""
     job = Sparse(optim="sgd", table_optim="sgd", clip_norm=None, anneal=False)
-    trainee = Trainee.of(job, device="cpu", num_steps=10)
+    trainee = TrainState.of(job, device="cpu", num_steps=10)
     assert trainee.tables is not None
     learner = SingleLearner()
     learner.trainee = trainee

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import SpecError
-from manyhands.strategies.spec import Part, Spec, Value, parse_spec
+from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 
 word = st.from_regex(r"[A-Za-z][A-Za-z0-9_-]{0,6}", fullmatch=True)
 names = st.lists(word, min_size=1, max_size=3).map(":".join)
@@ -22,7 +22,7 @@ values: st.SearchStrategy[Value] = st.one_of(
     st.none(),
     word.filter(lambda text: text.lower() not in spoken),
 )
-parts = st.builds(Part, names, st.dictionaries(keys, values, max_size=4))
+parts = st.builds(SpecPart, names, st.dictionaries(keys, values, max_size=4))
 specs = st.builds(Spec, parts, st.lists(parts, max_size=3).map(tuple))
 
 
@@ -123,6 +123,6 @@ def test_values(text: str, value: Value) -> None:
 
 def test_a_strategy_and_what_is_on_the_wire() -> None:
     spec = parse_spec("ps:async(servers=2) + topk(ratio=0.01)+ int8")
-    assert spec.strategy == Part("ps:async", {"servers": 2})
-    assert spec.codecs == (Part("topk", {"ratio": 0.01}), Part("int8"))
+    assert spec.strategy == SpecPart("ps:async", {"servers": 2})
+    assert spec.codecs == (SpecPart("topk", {"ratio": 0.01}), SpecPart("int8"))
     assert str(spec) == "ps:async(servers=2)+topk(ratio=0.01)+int8"

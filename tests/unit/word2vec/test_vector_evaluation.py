@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import DataError
-from manyhands.word2vec.evaluation import Tally, analogies, pairs, ranks, spearman
+from manyhands.word2vec.evaluation import AnalogyCounts, analogies, pairs, ranks, spearman
 from manyhands.word2vec.vectors import Vectors
 
 QUESTIONS = """: royals
@@ -25,17 +25,17 @@ apple pear king nobody
 def test_analogies_by_section_and_kind(tmp_path: Path, royals: Vectors) -> None:
     (tmp_path / "q.txt").write_text(QUESTIONS)
     score = analogies(royals, tmp_path / "q.txt")
-    assert score.sections == {"royals": Tally(2, 2), "gram1-fruit": Tally(0, 1)}
+    assert score.sections == {"royals": AnalogyCounts(2, 2), "gram1-fruit": AnalogyCounts(0, 1)}
     assert score.left_out == 1
-    assert score.semantic == Tally(2, 2)
-    assert score.syntactic == Tally(0, 1)
+    assert score.semantic == AnalogyCounts(2, 2)
+    assert score.syntactic == AnalogyCounts(0, 1)
     assert score.accuracy == pytest.approx(2 / 3)
 
 
 def test_only_the_commonest_words_are_looked_at(tmp_path: Path, royals: Vectors) -> None:
     (tmp_path / "q.txt").write_text(QUESTIONS)
     score = analogies(royals, tmp_path / "q.txt", restrict=3)
-    assert score.total == Tally(0, 0)
+    assert score.total == AnalogyCounts(0, 0)
     assert score.left_out == 4
     assert score.accuracy == 0
 

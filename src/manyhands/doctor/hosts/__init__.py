@@ -11,7 +11,7 @@ Every process of the cluster runs the same command, as for training. One process
 
 from manyhands.doctor.hosts.facts import HostFacts, PairFacts
 from manyhands.doctor.hosts.judge import judge
-from manyhands.doctor.hosts.meeting import Attendant, Lead
+from manyhands.doctor.hosts.meeting import Attendant, ProbeLead
 from manyhands.doctor.hosts.table import tell
 
-__all__ = ["Attendant", "HostFacts", "Lead", "PairFacts", "judge", "tell"]
+__all__ = ["Attendant", "HostFacts", "PairFacts", "ProbeLead", "judge", "tell"]

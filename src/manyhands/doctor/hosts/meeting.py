@@ -24,11 +24,11 @@ from manyhands.doctor.finding import Finding
 from manyhands.doctor.hosts.facts import HostFacts, PairFacts
 from manyhands.doctor.hosts.probe import REACH_S, STUCK_S, Probe
 from manyhands.errors import CoordinatorLost, LinkError, ManyhandsError, UsageError
-from manyhands.hosts.connect import LIMITS, Dialler
-from manyhands.hosts.interfaces import Reach, reach
+from manyhands.hosts.connect import LIMITS, Connector
+from manyhands.hosts.interfaces import Endpoint, reach
 from manyhands.hosts.launchers import AGENT
 from manyhands.hosts.machine import Machine
-from manyhands.hosts.refused_peers import Strangers
+from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.rendezvous import publish
 from manyhands.hosts.spec import EVALUATOR, ClusterSpec, Entry
 from manyhands.transport import Authority, Link, Listener
@@ -44,7 +44,7 @@ SAY_AFTER_S = 4.0
 
 
 @dataclass
-class Guest:
+class ProbeGuest:
     """A process that has come."""
 
     entry: Entry
@@ -60,7 +60,7 @@ class Guest:
         return self.link.recv(timeout_s=within_s).head
 
 
-class Lead:
+class ProbeLead:
     """The first process. Use as a context manager; call `end` with the exit code of all."""
 
     def __init__(
@@ -80,15 +80,15 @@ class Lead:
         self._machine = Machine.here()
         self._names = {self._machine.identity: self._machine.host}
         self._secret = secrets.token_hex(32)
-        self._guests: list[Guest] = []
-        self._came: queue.SimpleQueue[Guest | str | BaseException] = queue.SimpleQueue()
+        self._guests: list[ProbeGuest] = []
+        self._came: queue.SimpleQueue[ProbeGuest | str | BaseException] = queue.SimpleQueue()
         """A process, or what is to be said of one that was refused, or why nobody else can come."""
         try:
             self._listener = Listener(
                 address,
                 credentials=authority.issue("coordinator") if authority else None,
                 limits=LIMITS,
-                on_refused=Strangers(self._came.put),
+                on_refused=RefusedPeers(self._came.put),
             )
         except LinkError as error:
             raise UsageError(
@@ -99,7 +99,7 @@ class Lead:
             publish(spec.store, self._listener.address, tell)
         self._facts = HostFacts.here(self._machine.host)
         self._probe: Probe | None = None
-        self._reach = Reach("lo", "127.0.0.1")
+        self._reach = Endpoint("lo", "127.0.0.1")
         self._listener.hand_over(self._read, name="read", on_error=self._came.put)
 
     # Who is there -----------------------------------------------------------------------------
@@ -157,11 +157,11 @@ class Lead:
                 return
             entry = Entry(**{**hello["entry"], "devices": tuple(hello["entry"]["devices"])})
             machine, facts = Machine(**hello["machine"]), HostFacts.from_dict(hello["facts"])
-            self._came.put(Guest(entry, machine, link, facts))
+            self._came.put(ProbeGuest(entry, machine, link, facts))
         except (LinkError, KeyError, TypeError, ValueError, AttributeError):
             link.close()  # it is gone, or not one of ours
 
-    def _take(self, guest: Guest) -> bool:
+    def _take(self, guest: ProbeGuest) -> bool:
         """Whether it has a rank of its own."""
         guest.host = self._name_of(guest.machine)
         there = {0: self._machine.host, **{g.entry.rank: g.host for g in self._guests}}
@@ -227,12 +227,12 @@ class Lead:
                         guest.facts, address=answer["own"], interface=answer["interface"]
                     )
 
-    def _measure_from_here(self, guest: Guest, seconds: float) -> PairFacts:
+    def _measure_from_here(self, guest: ProbeGuest, seconds: float) -> PairFacts:
         assert self._probe is not None
         pair = self._probe.measure(guest.host, guest.address, seconds)
         return self._with_way_back(pair, guest, self._probe.address)
 
-    def _measure(self, one: Guest, other: Guest, seconds: float) -> PairFacts | None:
+    def _measure(self, one: ProbeGuest, other: ProbeGuest, seconds: float) -> PairFacts | None:
         within_s = 2 * seconds + REACH_S + 2 * STUCK_S
         told = {"other": other.host, "address": other.address, "seconds": seconds}
         answer = self._ask(one, within_s, "measure", **told)
@@ -241,13 +241,13 @@ class Lead:
         pair = PairFacts(**answer["pair"])
         return self._with_way_back(pair, other, one.address)
 
-    def _with_way_back(self, pair: PairFacts, other: Guest, address: str) -> PairFacts:
+    def _with_way_back(self, pair: PairFacts, other: ProbeGuest, address: str) -> PairFacts:
         told = {"other": pair.one, "address": address}
         answer = self._ask(other, REACH_S + 2 * STUCK_S, "reach", **told)
         return pair if answer is None else replace(pair, trouble_back=str(answer["trouble"]))
 
     def _ask(
-        self, guest: Guest, within_s: float, kind: str, **fields: Any
+        self, guest: ProbeGuest, within_s: float, kind: str, **fields: Any
     ) -> Mapping[str, Any] | None:
         """Its answer; None: it is gone, which is a finding."""
         try:
@@ -278,7 +278,7 @@ class Lead:
                 guest.link.recv(timeout_s=max(0.0, deadline - time.monotonic()))
             guest.link.close()
 
-    def __enter__(self) -> Lead:
+    def __enter__(self) -> ProbeLead:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -301,7 +301,7 @@ class Attendant:
         host, credentials = self._machine.host, None
         if authority is not None:
             credentials = authority.issue(f"{AGENT}{host}"[:64])
-        self._dialler = Dialler(spec, address, host=host, credentials=credentials)
+        self._dialler = Connector(spec, address, host=host, credentials=credentials)
 
     def run(self) -> int:
         """The lead's exit code."""

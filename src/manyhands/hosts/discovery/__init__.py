@@ -1,7 +1,7 @@
 """Readers of cluster descriptions, one file a source; `detect` tells which one applies."""
 
 from manyhands.hosts.discovery.detect import alone, detect, look
-from manyhands.hosts.discovery.several import Several, one_of_several
+from manyhands.hosts.discovery.several import LauncherProcess, one_of_several
 from manyhands.hosts.discovery.table import describe
 
-__all__ = ["Several", "alone", "describe", "detect", "look", "one_of_several"]
+__all__ = ["LauncherProcess", "alone", "describe", "detect", "look", "one_of_several"]

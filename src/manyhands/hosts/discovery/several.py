@@ -27,7 +27,7 @@ MPI = {
 
 
 @dataclass(frozen=True)
-class Several:
+class LauncherProcess:
     source: str
     """Whoever says so: "torchrun"."""
     size: int
@@ -51,7 +51,7 @@ class Several:
         return self.before + line
 
 
-def one_of_several(environ: Mapping[str, str] | None = None) -> Several | None:
+def one_of_several(environ: Mapping[str, str] | None = None) -> LauncherProcess | None:
     environ = os.environ if environ is None else environ
     if (found := _mpi(environ)) is not None:
         return found
@@ -64,11 +64,11 @@ def one_of_several(environ: Mapping[str, str] | None = None) -> Several | None:
             continue
         if len(spec.entries) > 1:
             before = STARTERS.get(spec.source, "")
-            return Several(spec.source, len(spec.entries), before, spec=spec)
+            return LauncherProcess(spec.source, len(spec.entries), before, spec=spec)
     return None
 
 
-def _mpi(environ: Mapping[str, str]) -> Several | None:
+def _mpi(environ: Mapping[str, str]) -> LauncherProcess | None:
     """mpirun, which --on env does not read: it has to hand on its own variables."""
     if torch_variables.applies(environ) or slurm.applies(environ):
         return None
@@ -76,5 +76,5 @@ def _mpi(environ: Mapping[str, str]) -> Several | None:
         number = environ.get(size, "")
         if rank in environ and number.isdecimal() and int(number) > 1:
             told = f"RANK=${rank} WORLD_SIZE=${size} MASTER_ADDR=HOST MASTER_PORT=29500"
-            return Several("mpirun", int(number), "mpirun ... ", told)
+            return LauncherProcess("mpirun", int(number), "mpirun ... ", told)
     return None

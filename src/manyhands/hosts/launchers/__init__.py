@@ -1,15 +1,15 @@
 """Where members run: one file a launcher."""
 
-from manyhands.hosts.launchers.base import AGENT, Ground, Handle, Launcher, Start
+from manyhands.hosts.launchers.base import AGENT, Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.launchers.local import LocalHandle, LocalLauncher, cores
 
 __all__ = [
     "AGENT",
-    "Ground",
     "Handle",
     "Launcher",
+    "LauncherContext",
     "LocalHandle",
     "LocalLauncher",
-    "Start",
+    "StartRequest",
     "cores",
 ]

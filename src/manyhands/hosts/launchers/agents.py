@@ -23,9 +23,9 @@ from contextlib import suppress
 from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
-from manyhands.hosts.interfaces import Reach, is_any, is_loopback, reach, way_out
-from manyhands.hosts.launchers.base import Ground, Handle, Launcher, Start
-from manyhands.hosts.launchers.posts import AgentPost, OwnPost, Post
+from manyhands.hosts.interfaces import Endpoint, is_any, is_loopback, reach, way_out
+from manyhands.hosts.launchers.base import Handle, Launcher, LauncherContext, StartRequest
+from manyhands.hosts.launchers.posts import AgentNode, LocalNode, Node
 from manyhands.hosts.log_stream import LogFiles
 from manyhands.hosts.machine import Machine, unfit
 from manyhands.hosts.messages import AgentHello
@@ -59,13 +59,13 @@ class AgentLauncher(Launcher):
         self._least = least
         self._shares_memory = shares_memory
         self._machine = Machine.here()
-        self._own = OwnPost(spec.me, self._machine)
-        self._posts: list[Post] = [self._own]
+        self._own = LocalNode(spec.me, self._machine)
+        self._posts: list[Node] = [self._own]
         self._hosts = {self._machine.identity: self._machine.host}
         """The name of each machine."""
         self._refused = ""
         self._lock = threading.Lock()
-        self._ground: Ground | None = None
+        self._ground: LauncherContext | None = None
         self._logs: LogFiles | None = None
         self._began = time.monotonic()
         self._asked = self._began
@@ -74,13 +74,13 @@ class AgentLauncher(Launcher):
         self._token = secrets.token_hex(8)
 
     @property
-    def ground(self) -> Ground:
+    def ground(self) -> LauncherContext:
         assert self._ground is not None, "attached to a coordinator"
         return self._ground
 
     # Who is there -----------------------------------------------------------------------------
 
-    def attach(self, ground: Ground) -> None:
+    def attach(self, ground: LauncherContext) -> None:
         self._ground = ground
         self._began = self._asked = time.monotonic()
         self._logs = LogFiles(ground.logs, ground.tell)
@@ -173,20 +173,20 @@ class AgentLauncher(Launcher):
         if there and not self._over.is_set():
             self._on_lost(post, why)
 
-    def _on_lost(self, post: AgentPost, why: str) -> None:
+    def _on_lost(self, post: AgentNode, why: str) -> None:
         self.ground.tell(f"{post.host} is lost: its agent {why}")
 
-    def _on_settled(self, post: AgentPost) -> None:
+    def _on_settled(self, post: AgentNode) -> None:
         """It can start members now."""
         if not is_loopback(post.link.own_host or "127.0.0.1") and not self._complete:
             self._own.reach = reach(post.link.own_host)  # where it has found us, others will
         self._on_come(post)
 
-    def _on_come(self, post: AgentPost) -> None:
+    def _on_come(self, post: AgentNode) -> None:
         if self._complete:
             self.ground.tell(f"{post.host} has come, with {post.machine}")
 
-    def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentPost | None:
+    def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentNode | None:
         """Let an agent in, or tell it why not."""
         agent = read(AgentHello, hello)
         machine, entry = agent.machine, agent.entry
@@ -207,13 +207,13 @@ class AgentLauncher(Launcher):
                 link.close()
                 return None
             host = self._name_of(machine)
-            post = AgentPost(
+            post = AgentNode(
                 *(entry, machine, host, link, self._ground),
                 process=agent.process,
                 logs=self._logs,
             )
             old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
-            if isinstance(old, AgentPost) and old.process == post.process:
+            if isinstance(old, AgentNode) and old.process == post.process:
                 self._posts.remove(old)  # it has given up that link itself
                 old.give_up()
                 old = None
@@ -237,11 +237,11 @@ class AgentLauncher(Launcher):
         )
         return post
 
-    def _turn_down(self, post: AgentPost, old: Post) -> None:
+    def _turn_down(self, post: AgentNode, old: Node) -> None:
         """Its rank is another's. That may be one that died just now; not if it is heard again."""
         asked = time.monotonic()
         while not self._complete and not old.lost:
-            if not isinstance(old, AgentPost) or old.heard > asked:
+            if not isinstance(old, AgentNode) or old.heard > asked:
                 text = (
                     f"{post.entry.name} is the process on {old.host} already, and one on {post.host}, too. "
                     "Give each process a rank of its own: RANK=0, 1, 2, ..."
@@ -271,7 +271,7 @@ class AgentLauncher(Launcher):
             name, number = f"{machine.host}~{number}", number + 1
         return self._hosts.setdefault(machine.identity, name)
 
-    def _reach(self, address: str) -> Reach:
+    def _reach(self, address: str) -> Endpoint:
         where = parse_address(address)
         host = "127.0.0.1" if where.path else where.host
         return reach(way_out() if is_any(host) else host)
@@ -300,7 +300,7 @@ class AgentLauncher(Launcher):
             self.ground.tell(f"waiting for free slots: {workers + servers} are needed")
         return False
 
-    def start(self, start: Start) -> Handle:
+    def start(self, start: StartRequest) -> Handle:
         """On the host that has the fewest of its role; of several, the first by rank."""
         tried: set[int] = set()
         trouble = f"{start.name} can't be started: no host has a free slot"
@@ -317,7 +317,7 @@ class AgentLauncher(Launcher):
             except ManyhandsError as error:
                 trouble = str(error)
 
-    def _fitting(self, role: str) -> list[Post]:
+    def _fitting(self, role: str) -> list[Node]:
         any_role = not self.spec.servers
         return [post for post in self._all if post.takes(role, any_role=any_role)]
 
@@ -353,13 +353,13 @@ class AgentLauncher(Launcher):
             post.link.close()
 
     @property
-    def _all(self) -> list[Post]:
+    def _all(self) -> list[Node]:
         with self._lock:
             return list(self._posts)
 
     @property
-    def _remote(self) -> list[AgentPost]:
-        return [post for post in self._all if isinstance(post, AgentPost)]
+    def _remote(self) -> list[AgentNode]:
+        return [post for post in self._all if isinstance(post, AgentNode)]
 
 
 def _names(entries: Sequence[Entry]) -> str:

@@ -24,7 +24,7 @@ AGENT = "agent-"
 
 
 @dataclass(frozen=True)
-class Ground:
+class LauncherContext:
     """What a launcher is told of the coordinator that it starts members for."""
 
     address: str
@@ -40,7 +40,7 @@ class Ground:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRequest:
     """What a launcher needs to start one member."""
 
     name: str
@@ -91,7 +91,7 @@ class Launcher(ABC):
     spans_hosts: bool = False
     """Members may run on several hosts, now or later. It is known once `complete()` is true."""
 
-    def attach(self, ground: Ground) -> None:  # noqa: B027 - most need not know
+    def attach(self, ground: LauncherContext) -> None:  # noqa: B027 - most need not know
         """There is a coordinator now."""
 
     def complete(self) -> bool:
@@ -114,7 +114,7 @@ class Launcher(ABC):
         link.close()
 
     @abstractmethod
-    def start(self, start: Start) -> Handle: ...
+    def start(self, start: StartRequest) -> Handle: ...
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from manyhands.hosts.key import VARIABLE
-from manyhands.hosts.launchers.base import Handle, Launcher, Start
+from manyhands.hosts.launchers.base import Handle, Launcher, StartRequest
 
 NOT_THEIRS = (VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
 """Variables that members do not get."""
@@ -77,7 +77,7 @@ class LocalLauncher(Launcher):
         self._modes = _terminal_modes() if terminal else None
         self._handles: list[LocalHandle] = []
 
-    def start(self, start: Start) -> LocalHandle:
+    def start(self, start: StartRequest) -> LocalHandle:
         if self.terminal:
             return self._start_at_terminal(start)
         with ExitStack() as stack:
@@ -104,7 +104,7 @@ class LocalLauncher(Launcher):
         self._handles.append(handle)
         return handle
 
-    def _start_at_terminal(self, start: Start) -> LocalHandle:
+    def _start_at_terminal(self, start: StartRequest) -> LocalHandle:
         if start.log is not None:
             start.log.touch()  # what it prints is on the terminal
         reading, writing = os.pipe()
@@ -121,7 +121,7 @@ class LocalLauncher(Launcher):
         self._handles.append(handle)
         return handle
 
-    def _environment(self, start: Start) -> dict[str, str]:
+    def _environment(self, start: StartRequest) -> dict[str, str]:
         # Its invitation has all the secrets that it needs, and the variables of whoever started us are
         # not about it: it has a rank of its own.
         theirs = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}

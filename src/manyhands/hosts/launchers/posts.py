@@ -17,19 +17,19 @@ from dataclasses import replace
 from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError
-from manyhands.hosts.interfaces import Reach
-from manyhands.hosts.launchers.base import Ground, Handle, Start
+from manyhands.hosts.interfaces import Endpoint
+from manyhands.hosts.launchers.base import Handle, LauncherContext, StartRequest
 from manyhands.hosts.launchers.local import LocalLauncher
 from manyhands.hosts.log_stream import LogFiles
 from manyhands.hosts.machine import Machine
 from manyhands.hosts.messages import (
     OF_AGENTS,
-    Ended,
     Leaving,
-    Printed,
-    Settled,
+    MemberEnded,
+    MemberOutput,
+    RunFolderSeen,
     Started,
-    Unstarted,
+    StartFailed,
     read_kind,
 )
 from manyhands.hosts.spec import Entry
@@ -40,7 +40,7 @@ START_S = 20.0
 """An agent has answered that it has started a member."""
 
 
-class Post(ABC):
+class Node(ABC):
     """A place for some members, as the coordinator sees it."""
 
     def __init__(self, entry: Entry, machine: Machine, host: str) -> None:
@@ -70,7 +70,7 @@ class Post(ABC):
         """`any_role`: nobody has said where servers go."""
         return any_role or (self.entry.role == SERVER) == (role == SERVER)
 
-    def place(self, start: Start, *, threads: int) -> Handle:
+    def place(self, start: StartRequest, *, threads: int) -> Handle:
         used = {self.members[name][1] for name in self.here}
         slot = min(set(range(self.entry.slots)) - used)
         local_rank = (self.entry.local_rank or 0) * self.entry.slots + slot
@@ -85,18 +85,18 @@ class Post(ABC):
         return handle
 
     @abstractmethod
-    def start(self, start: Start) -> Handle: ...
+    def start(self, start: StartRequest) -> Handle: ...
 
 
-class OwnPost(Post):
+class LocalNode(Node):
     """The coordinator's own host."""
 
     def __init__(self, entry: Entry, machine: Machine) -> None:
         super().__init__(entry, machine, machine.host)
         self.launcher = LocalLauncher()
-        self.reach = Reach("lo", "127.0.0.1")
+        self.reach = Endpoint("lo", "127.0.0.1")
 
-    def start(self, start: Start) -> Handle:
+    def start(self, start: StartRequest) -> Handle:
         self.launcher.interface = self.reach.interface
         told = {**start.invitation, "reach": self.reach.address}
         return self.launcher.start(replace(start, invitation=told))
@@ -105,7 +105,7 @@ class OwnPost(Post):
 class RemoteHandle(Handle):
     """A member that an agent has started."""
 
-    def __init__(self, name: str, post: AgentPost) -> None:
+    def __init__(self, name: str, post: AgentNode) -> None:
         self.name = name
         self.pid = 0
         self.host = post.host
@@ -132,7 +132,7 @@ class RemoteHandle(Handle):
             self.answered.set()
 
 
-class AgentPost(Post):
+class AgentNode(Node):
     """An agent, at the other end of its link."""
 
     def __init__(
@@ -141,7 +141,7 @@ class AgentPost(Post):
         machine: Machine,
         host: str,
         link: Link,
-        ground: Ground,
+        ground: LauncherContext,
         *,
         process: str,
         logs: LogFiles,
@@ -160,7 +160,7 @@ class AgentPost(Post):
         with suppress(LinkError):  # its reader sees the same
             self.link.send({"kind": kind, **fields})
 
-    def start(self, start: Start) -> Handle:
+    def start(self, start: StartRequest) -> Handle:
         self._logs.add(start.name, b"")  # also one who says nothing has a log
         handle = self._handles[start.name] = RemoteHandle(start.name, self)
         self.say(
@@ -179,7 +179,7 @@ class AgentPost(Post):
             raise ManyhandsError(f"{start.name} can't be started: {reason}")
         return handle
 
-    def listen(self, on_settled: Callable[[AgentPost], None]) -> str:
+    def listen(self, on_settled: Callable[[AgentNode], None]) -> str:
         """Take what the agent says, until it says no more; why."""
         limit_s = self._ground.timeouts.host_s
         while True:
@@ -196,23 +196,23 @@ class AgentPost(Post):
                 return f"sent a message that makes no sense: {error}"
 
     def _hear(
-        self, said: Any, payload: memoryview | None, on_settled: Callable[[AgentPost], None]
+        self, said: Any, payload: memoryview | None, on_settled: Callable[[AgentNode], None]
     ) -> None:
         match said:
-            case Settled(sees_run):
+            case RunFolderSeen(sees_run):
                 self.sees_run, self.settled = sees_run, True
                 on_settled(self)
             case Started(name, pid):
                 handle = self._handle(name)
                 handle.pid = pid
                 handle.answered.set()
-            case Unstarted(name, reason):
+            case StartFailed(name, reason):
                 handle = self._handle(name)
                 handle.refusal = reason
                 handle.answered.set()
-            case Ended(name, code):
+            case MemberEnded(name, code):
                 self._handle(name).ended(code)
-            case Printed(name):
+            case MemberOutput(name):
                 if payload is None:
                     raise ProtocolError(f"a log of {name[:80]!r} without a payload")
                 self._logs.add(self._handle(name).name, payload)

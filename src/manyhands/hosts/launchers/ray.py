@@ -19,10 +19,10 @@ from typing import Any
 
 from manyhands.errors import ManyhandsError
 from manyhands.hosts.launchers.agents import AgentLauncher
-from manyhands.hosts.launchers.base import Ground
-from manyhands.hosts.launchers.posts import AgentPost
-from manyhands.hosts.ray.broker_client import Line
-from manyhands.hosts.ray.resources import Slot, describe, in_order, waits
+from manyhands.hosts.launchers.base import LauncherContext
+from manyhands.hosts.launchers.posts import AgentNode
+from manyhands.hosts.ray.broker_client import BrokerClient
+from manyhands.hosts.ray.resources import RaySlot, describe, in_order, waits
 from manyhands.hosts.spec import COORDINATOR, ClusterSpec, Entry
 from manyhands.hosts.view import WORKER
 
@@ -42,8 +42,8 @@ class RayLauncher(AgentLauncher):
 
     def __init__(
         self,
-        line: Line,
-        slots: Sequence[Slot],
+        line: BrokerClient,
+        slots: Sequence[RaySlot],
         *,
         key: str,
         job: Path,
@@ -82,7 +82,7 @@ class RayLauncher(AgentLauncher):
             "variables": {name: os.environ[name] for name in HANDED_ON if name in os.environ},
         }
 
-    def attach(self, ground: Ground) -> None:
+    def attach(self, ground: LauncherContext) -> None:
         super().attach(ground)
         if self._line.started:
             why = ", as none was found" if self._line.none_found else ""
@@ -187,12 +187,12 @@ class RayLauncher(AgentLauncher):
             f"{self._waiting(missing)}. Ask for fewer, or wait longer with  --wait SECONDS."
         )
 
-    def _on_come(self, post: AgentPost) -> None:
+    def _on_come(self, post: AgentNode) -> None:
         self._line.say("there", rank=post.entry.rank)
         if self._complete:
             self.ground.tell(f"Ray has given {post.entry.name}, on {post.host}")
 
-    def _on_lost(self, post: AgentPost, why: str) -> None:
+    def _on_lost(self, post: AgentNode, why: str) -> None:
         if any(slot.rank == post.entry.rank for slot in self._slots):  # else it was given back
             self.ground.tell(f"{post.entry.name} on {post.host} is lost: its agent {why}")
             self._line.say("lost", rank=post.entry.rank)

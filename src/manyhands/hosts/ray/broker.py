@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.errors import UsageError
-from manyhands.hosts.ray.resources import CLIENT, LOCAL, Slot
+from manyhands.hosts.ray.resources import CLIENT, LOCAL, RaySlot
 from manyhands.threads import describe, start_thread
 
 DIAL_S = 5.0
@@ -55,10 +55,10 @@ STORE_BYTES = 100 << 20
 
 
 @dataclass
-class Berth:
+class ActorSlot:
     """A slot, and who is in it."""
 
-    slot: Slot
+    slot: RaySlot
     group: Any
     index: int
     actor: Any = None
@@ -74,7 +74,7 @@ class Broker:
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._berths: dict[int, Berth] = {}
+        self._berths: dict[int, ActorSlot] = {}
         self._groups: list[Any] = []
         self._terms: dict[str, Any] = {}
         self._actor: Any = None
@@ -127,10 +127,10 @@ class Broker:
             case {"kind": "gather", "slots": list(slots), "together": int(together)}:
                 assert said is not None
                 self._terms = dict(said["terms"])
-                self._gather([Slot(*slot) for slot in slots], together)
+                self._gather([RaySlot(*slot) for slot in slots], together)
             case {"kind": "more", "slots": list(slots)}:
                 for slot in slots:
-                    self._reserve([Slot(*slot)])
+                    self._reserve([RaySlot(*slot)])
             case {"kind": "fewer", "rank": int(rank)} if rank in self._berths:
                 self._give_back(rank)
             case {"kind": "there", "rank": int(rank)} if rank in self._berths:
@@ -211,13 +211,13 @@ class Broker:
 
     # Slots and actors -------------------------------------------------------------------------
 
-    def _gather(self, slots: list[Slot], together: int) -> None:
+    def _gather(self, slots: list[RaySlot], together: int) -> None:
         if together:
             self._reserve(slots[:together])
         for slot in slots[together:]:
             self._reserve([slot])
 
-    def _reserve(self, slots: list[Slot]) -> None:
+    def _reserve(self, slots: list[RaySlot]) -> None:
         """All of these, or none until there is room for all."""
         from ray.util.placement_group import placement_group
 
@@ -226,7 +226,7 @@ class Broker:
         )
         self._groups.append(group)
         for index, slot in enumerate(slots):
-            self._berths[slot.rank] = Berth(slot, group, index, ask_at=0.0)
+            self._berths[slot.rank] = ActorSlot(slot, group, index, ask_at=0.0)
 
     def _ask(self) -> None:
         """An actor for each slot that should have one. Ray makes it as soon as the slot is reserved."""
@@ -281,7 +281,7 @@ class Broker:
             self._tell("died", rank=rank, why=how["ended"])
         self._dismiss(berth)
 
-    def _dismiss(self, berth: Berth) -> None:
+    def _dismiss(self, berth: ActorSlot) -> None:
         """Another actor in its place, in a while."""
         import ray
 

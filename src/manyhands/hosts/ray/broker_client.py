@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UsageError
-from manyhands.hosts.ray.resources import Node
+from manyhands.hosts.ray.resources import RayNode
 from manyhands.threads import describe, start_thread
 
 PROGRAM = "manyhands.hosts.ray.broker"
@@ -34,7 +34,7 @@ def check_installed() -> None:
         )
 
 
-class Line:
+class BrokerClient:
     """A broker that is connected to a cluster. `close` gives back what it holds there."""
 
     def __init__(self, address: str, *, cpus: int, ship: str | None = None) -> None:
@@ -67,7 +67,7 @@ class Line:
         self.started: bool = hello["started"]
         """The cluster is there for this run alone."""
         self.none_found: bool = hello["none_found"]
-        self.nodes = [Node.of(node) for node in hello["nodes"]]
+        self.nodes = [RayNode.of(node) for node in hello["nodes"]]
 
     def _first(self, address: str) -> Mapping[str, Any]:
         where = f" at {address}" if address else ""

@@ -133,7 +133,7 @@ def _actor_class() -> type:
     class ManyhandsCoordinator:
         def begin(self, told: dict[str, Any]) -> dict[str, Any]:
             try:
-                from manyhands.hosts.ray.far import Command
+                from manyhands.hosts.ray.far import ActorCommand
             except ImportError as error:
                 import platform
 
@@ -141,7 +141,7 @@ def _actor_class() -> type:
                     "refused": f"Ray's head node, {platform.node()}, can't load manyhands ({error}). "
                     "Install it there and on the other nodes: pip install 'manyhands[ray]'"
                 }
-            self.command = Command(told)
+            self.command = ActorCommand(told)
             return {"host": self.command.host, "folder": self.command.folder}
 
         def read(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _actor_class() -> type:
 # There --------------------------------------------------------------------------------------------
 
 
-class Command:
+class ActorCommand:
     """A command of ours that runs beside an actor."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ def _checked(address: str, given: str) -> str:
 
 
 @dataclass(frozen=True)
-class Slot:
+class RaySlot:
     """Room for one member."""
 
     rank: int
@@ -66,7 +66,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """A node of a Ray cluster, with all that it has, used or not."""
 
     host: str
@@ -75,7 +75,7 @@ class Node:
     gpus: float
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Node:
+    def of(cls, record: Mapping[str, Any]) -> RayNode:
         """From what `ray.nodes()` says of it."""
         has = record["Resources"]
         return cls(
@@ -91,7 +91,7 @@ class Node:
 
 def slots_for(
     *, workers: int, servers: int, threads: int, device: str, gpus: float, first: int = 1
-) -> list[Slot]:
+) -> list[RaySlot]:
     """A slot for each member. `device`: as `--device` has it; `gpus`: how many the cluster has in all."""
     wishes = [part.strip() for part in device.split(",")]
     for wish in wishes:
@@ -105,20 +105,20 @@ def slots_for(
     # All or none: workers that were not told apart should be alike.
     auto = 0 < chosen.count("auto") <= left
     slots = [
-        Slot(first + number, WORKER, threads, wish == "cuda" or (wish == "auto" and auto))
+        RaySlot(first + number, WORKER, threads, wish == "cuda" or (wish == "auto" and auto))
         for number, wish in enumerate(chosen)
     ]
-    return slots + [Slot(first + workers + number, SERVER, threads) for number in range(servers)]
+    return slots + [RaySlot(first + workers + number, SERVER, threads) for number in range(servers)]
 
 
-def in_order(slots: Sequence[Slot], least: int | None) -> tuple[list[Slot], list[Slot]]:
+def in_order(slots: Sequence[RaySlot], least: int | None) -> tuple[list[RaySlot], list[RaySlot]]:
     """Those without which nothing begins, and the rest. `least`: so many workers are enough; None: all."""
     workers = [slot for slot in slots if slot.role == WORKER]
     spare = [] if least is None else workers[least:]
     return [slot for slot in slots if slot not in spare], spare
 
 
-def fitting(slots: Sequence[Slot], nodes: Sequence[Node]) -> int:
+def fitting(slots: Sequence[RaySlot], nodes: Sequence[RayNode]) -> int:
     """For how many of these slots the nodes have room, if nobody else used them."""
     room = [[node.cpus, node.gpus] for node in nodes]
     number = 0
@@ -133,7 +133,7 @@ def fitting(slots: Sequence[Slot], nodes: Sequence[Node]) -> int:
     return number
 
 
-def check_possible(slots: Sequence[Slot], nodes: Sequence[Node]) -> None:
+def check_possible(slots: Sequence[RaySlot], nodes: Sequence[RayNode]) -> None:
     """Refuse what these nodes could never give."""
     number = fitting(slots, nodes)
     if number == len(slots):
@@ -150,7 +150,7 @@ def check_possible(slots: Sequence[Slot], nodes: Sequence[Node]) -> None:
     )
 
 
-def describe(slots: Sequence[Slot]) -> str:
+def describe(slots: Sequence[RaySlot]) -> str:
     """`3 workers with 1 CPU and 1 GPU each and 1 server with 1 CPU`"""
     kinds: dict[tuple[str, int, bool], int] = {}
     for slot in slots:

@@ -13,8 +13,8 @@ from manyhands.errors import UsageError
 from manyhands.hosts.ray.broker_client import check_installed
 from manyhands.hosts.ray.far import command_there
 from manyhands.hosts.ray.resources import (
-    Node,
-    Slot,
+    RayNode,
+    RaySlot,
     check_possible,
     describe,
     fitting,
@@ -26,13 +26,13 @@ from manyhands.hosts.ray.resources import (
 from manyhands.hosts.view import SERVER, WORKER
 
 
-def node(cpus: float, gpus: float = 0) -> Node:
-    return Node("host", "10.0.0.1", cpus, gpus)
+def node(cpus: float, gpus: float = 0) -> RayNode:
+    return RayNode("host", "10.0.0.1", cpus, gpus)
 
 
 def slots(
     workers: int = 2, *, servers: int = 0, device: str = "cpu", gpus: float = 0
-) -> list[Slot]:
+) -> list[RaySlot]:
     return slots_for(workers=workers, servers=servers, threads=1, device=device, gpus=gpus)
 
 
@@ -112,7 +112,7 @@ def test_of_a_range_the_least_and_the_servers_come_first() -> None:
 def test_never_more_fit_than_there_is_room_for(
     asked: list[tuple[int, bool]], there: list[tuple[int, int]]
 ) -> None:
-    wanted = [Slot(rank, WORKER, cpus, gpu) for rank, (cpus, gpu) in enumerate(asked)]
+    wanted = [RaySlot(rank, WORKER, cpus, gpu) for rank, (cpus, gpu) in enumerate(asked)]
     nodes = [node(*has) for has in there]
     number = fitting(wanted, nodes)
     assert number <= sum(any(s.cpus <= n.cpus and s.gpu <= n.gpus for n in nodes) for s in wanted)
@@ -133,7 +133,7 @@ def test_what_can_never_be() -> None:
     with pytest.raises(UsageError, match="no node at all"):
         check_possible(slots(), [])
     # One large node does not make up for several small ones.
-    big = [Slot(1, WORKER, 3)]
+    big = [RaySlot(1, WORKER, 3)]
     with pytest.raises(UsageError, match="--wait 600"):
         check_possible(big, [node(2), node(2)])
 
