@@ -34,7 +34,7 @@ def lead(load: Load) -> None:
     chief, ps, *workers = [f"127.0.0.1:{port}" for port in _free_ports(load.workers + 2)]
     cluster = {"chief": [chief], "ps": [ps], "worker": workers}
     tasks = [("chief", 0), ("ps", 0), *(("worker", rank) for rank in range(load.workers))]
-    crew = [
+    membership = [
         subprocess.Popen(
             [sys.executable, __file__, "async", load.to_json(), "--role", role],
             env=os.environ
@@ -48,12 +48,12 @@ def lead(load: Load) -> None:
         for role, index in tasks
     ]
     try:
-        while (code := crew[0].poll()) is None:
-            if any(task.poll() is not None for task in crew[1:]):
+        while (code := membership[0].poll()) is None:
+            if any(task.poll() is not None for task in membership[1:]):
                 sys.exit("a TensorFlow task ended early")
             time.sleep(0.05)
     finally:
-        for task in crew:
+        for task in membership:
             task.kill()
             task.wait()
     sys.exit(code)

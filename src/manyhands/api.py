@@ -53,7 +53,7 @@ class Hands:
         self._learner = learner
         self._me = me
         self._seed = seed
-        self._trainee: TrainState | None = None
+        self._train_state: TrainState | None = None
         self._steps = 0
         self._given: tuple[int, int] | None = None
 
@@ -89,7 +89,7 @@ class Hands:
                 f"the optimizer leaves out {listed(left_out)}; hands.step() does not change them",
                 stacklevel=2,
             )
-        self._trainee = TrainState(
+        self._train_state = TrainState(
             model=model.to(self.device),
             optimizer=optimizer,
             loss=_no_loss,
@@ -98,7 +98,7 @@ class Hands:
             clip_norm=clip_norm,
             tables=find_tables(model, seed=self._seed),
         )
-        self._learner.prepare(self._trainee, self._me)
+        self._learner.prepare(self._train_state, self._me)
         self._learner.on_view(self._me.view)
         return model, optimizer
 
@@ -139,19 +139,19 @@ class Hands:
 
     def step(self, loss: Loss, batch: Any) -> StepReport:
         """One global step with this worker's batch; `loss(model, batch)` is its mean loss."""
-        if self._trainee is None:
+        if self._train_state is None:
             raise UsageError("Call hands.prepare(model, optimizer) before hands.step(loss, batch).")
-        trainee = self._trainee
-        trainee.loss = loss
+        train_state = self._train_state
+        train_state.loss = loss
         if self._given is not None:
             # A batch of batches(), or what the person has made of it.
             samples, total = self._given
-            self._given, trainee.weight = None, None
+            self._given, train_state.weight = None, None
         else:
             # The person's own batches: how many samples the others have is for the network to say.
             batch = to_device(batch, self.device)
             samples = total = _count(batch)
-            trainee.weight = _count
+            train_state.weight = _count
         self._steps += 1
         seed_compute(self.device, self._seed, "step", self._steps, self.rank)
         began = time.perf_counter()

@@ -106,11 +106,11 @@ class Strategy(ABC):
 class Learner(ABC):
     """The run-time half. Inside a worker, after torch is loaded."""
 
-    trainee: TrainState
+    train_state: TrainState
     me: Me
 
-    def prepare(self, trainee: TrainState, me: Me) -> None:
-        self.trainee = trainee
+    def prepare(self, train_state: TrainState, me: Me) -> None:
+        self.train_state = train_state
         self.me = me
 
     @abstractmethod
@@ -173,7 +173,7 @@ class Learner(ABC):
         return
 
     def eval_model(self) -> nn.Module:
-        return self.trainee.model
+        return self.train_state.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
         """A number, or several, added up over the workers of the view."""

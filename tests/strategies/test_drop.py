@@ -35,21 +35,21 @@ def test_what_is_late_is_left_out_and_comes_again(kill: bool, tmp_path: Path) ->
     assert all(step["samples"] + step["left_out"] <= 48 for step in done.steps)
 
     job = load_job(f"{harness.JOBS}:Straggling", {k: str(v) for k, v in fields.items()})
-    trainee = TrainState.of(job, device="cpu", num_steps=40)
-    trainee.scheduler = (
+    train_state = TrainState.of(job, device="cpu", num_steps=40)
+    train_state.scheduler = (
         None  # by samples, so that it ends with the training: a step says its own rate
     )
     assert done.steps[-1]["lr"] == pytest.approx(0.0, abs=1e-3)
     inputs, targets = job.data().tensors
     for step in done.steps:
-        trainee.optimizer.param_groups[0]["lr"] = step["lr"]
+        train_state.optimizer.param_groups[0]["lr"] = step["lr"]
         generator = torch.Generator().manual_seed(derive(job.seed, "epoch", step["epoch"]))
         order = torch.randperm(960, generator=generator)
         ranges = sorted(tuple(piece) for held in step["shares"].values() for piece in held)
         used = torch.cat([order[start:stop] for start, stop in ranges])
-        loss = torch.nn.functional.mse_loss(trainee.model(inputs[used]), targets[used])
+        loss = torch.nn.functional.mse_loss(train_state.model(inputs[used]), targets[used])
         loss.backward()
-        trainee.update()
+        train_state.update()
         assert step["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    for name, value in trainee.model.state_dict().items():
+    for name, value in train_state.model.state_dict().items():
         torch.testing.assert_close(done.state()["model"][name], value, rtol=1e-4, atol=1e-6)

@@ -132,7 +132,7 @@ def test_a_plateau_is_seen_by_all_at_the_same_step(tmp_path: Path) -> None:
     assert lowered(stopped)[0] == LOWERED[0]
     newest, _ = checkpoints.newest(run)
     assert newest is not None
-    assert newest.course["rates"]["plateau"]["factor"] < 1.0
+    assert newest.training_plan["rates"]["plateau"]["factor"] < 1.0
     resumed = harness.resume(run, "--set", "pause_s=0")
     assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
     assert [e["lr"] for e in resumed.steps] == rates

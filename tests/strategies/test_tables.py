@@ -266,10 +266,10 @@ def test_one_worker_is_left_and_goes_on_with_the_tables(
 def losses_from(run: Path, *, epochs: int) -> list[float]:
     """What one worker makes of a training that begins with the last weights of a run, without processes."""
     job = Sparse(table_optim="adam", epochs=epochs)
-    trainee = TrainState.of(job, device="cpu", num_steps=7 * epochs)
-    begin_with(str(choose(run, "last").path), trainee, job)
+    train_state = TrainState.of(job, device="cpu", num_steps=7 * epochs)
+    begin_with(str(choose(run, "last").path), train_state, job)
     learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
-    learner.trainee = trainee
+    learner.train_state = train_state
     losses = []
     for step in range(7 * epochs):
         epoch, place = divmod(step, 7)

@@ -38,7 +38,7 @@ class Life:
 
 
 def drive(
-    course: TrainingPlan,
+    training_plan: TrainingPlan,
     *,
     chance: random.Random,
     max_lease: int = 4,
@@ -58,7 +58,7 @@ def drive(
     worlds = worlds or {}
 
     def commit(step: int) -> None:
-        life.committed.append(course.commit(step, loss=loss(step)))
+        life.committed.append(training_plan.commit(step, loss=loss(step)))
 
     life = Life()
     written: list[Checkpoint] = []
@@ -66,21 +66,21 @@ def drive(
         if moment == cut_after:
             return life
         if moment == stop_after:
-            course.stop("interrupted")
+            training_plan.stop("interrupted")
         if moment in back_after or moment in worlds:
-            course.take_back()
+            training_plan.take_back()
             if moment in worlds:
-                course.seat(worlds[moment])
-            lost = [c for c in written if c.step > course.committed_step]
+                training_plan.seat(worlds[moment])
+            lost = [c for c in written if c.step > training_plan.committed_step]
             written = [c for c in written if c not in lost]
-        if course.open_steps and chance.random() < 0.5:
-            which = 0 if in_order else chance.randrange(len(course.open_steps))
-            commit(course.open_steps[which].step)
-        elif (order := course.next(chance.randint(1, max_lease))) is None:
-            if not course.open_steps:
-                life.results.append((course.step, course.epoch))
-                monitor = course.syllabus.monitor.name
-                course.evaluated({"other": 0.5, monitor: metric(course.epoch)})
+        if training_plan.open_steps and chance.random() < 0.5:
+            which = 0 if in_order else chance.randrange(len(training_plan.open_steps))
+            commit(training_plan.open_steps[which].step)
+        elif (order := training_plan.next(chance.randint(1, max_lease))) is None:
+            if not training_plan.open_steps:
+                life.results.append((training_plan.step, training_plan.epoch))
+                monitor = training_plan.plan_config.monitor.name
+                training_plan.evaluated({"other": 0.5, monitor: metric(training_plan.epoch)})
         else:
             life.orders.append(order)
             if isinstance(order, Evaluate):
@@ -88,12 +88,12 @@ def drive(
             elif isinstance(order, Checkpoint):
                 written.append(order)
             elif isinstance(order, Stop):
-                while course.open_steps:
-                    commit(course.open_steps[0].step)
+                while training_plan.open_steps:
+                    commit(training_plan.open_steps[0].step)
                 life.checkpoints += written
                 life.stop = order.reason
                 return life
-        done = [c for c in written if c.step <= course.committed_step]
+        done = [c for c in written if c.step <= training_plan.committed_step]
         written = [c for c in written if c not in done]
         life.checkpoints += done
     raise AssertionError("the course has no end")
@@ -103,12 +103,12 @@ def through_json(state: Any) -> Any:
     return json.loads(json.dumps(jsonable(state), allow_nan=False))
 
 
-def assert_once_an_epoch(plans: list[StepPlan], syllabus: PlanConfig, epochs: int) -> None:
+def assert_once_an_epoch(plans: list[StepPlan], plan_config: PlanConfig, epochs: int) -> None:
     assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
     assert [plan.epoch for plan in plans] == sorted(plan.epoch for plan in plans)
     used = Counter((p.epoch, i) for p in plans for low, high in p.ranges for i in range(low, high))
-    assert used == Counter((e, i) for e in range(epochs) for i in range(syllabus.num_samples))
-    assert all(1 <= plan.samples <= syllabus.batch_size for plan in plans)
+    assert used == Counter((e, i) for e in range(epochs) for i in range(plan_config.num_samples))
+    assert all(1 <= plan.samples <= plan_config.batch_size for plan in plans)
 
 
 def finish(
@@ -117,6 +117,8 @@ def finish(
     """One epoch of one step for each value of the monitored metric."""
     if monitor is not None:
         changes["monitor"] = read_monitor(monitor, option='monitor="{}"')
-    syllabus = PlanConfig(num_samples=4, batch_size=4, epochs=len(values), **changes)
-    course = TrainingPlan(syllabus)
-    return course, drive(course, chance=random.Random(0), metric=lambda epoch: values[epoch])
+    plan_config = PlanConfig(num_samples=4, batch_size=4, epochs=len(values), **changes)
+    training_plan = TrainingPlan(plan_config)
+    return training_plan, drive(
+        training_plan, chance=random.Random(0), metric=lambda epoch: values[epoch]
+    )

@@ -162,7 +162,7 @@ def _check(options: RunOptions, lead: LaunchPlan) -> int:
     failures = _Failures()
     try:
         with Scratch() as folder:
-            conductor = rehearse(
+            driver = rehearse(
                 options,
                 folder / "run",
                 control=lead.control,
@@ -175,16 +175,16 @@ def _check(options: RunOptions, lead: LaunchPlan) -> int:
         if not failures.shown:
             raise
         return error.exit_code
-    facts = conductor.crew.facts
-    assert conductor.course is not None
+    facts = driver.membership.facts
+    assert driver.training_plan is not None
     print(
         f"All fine, in {time.monotonic() - started:.1f} s, nothing trained: {facts['job']} with "
         f"{facts['parameters']:,} parameters, {facts['train_samples']:,} samples, "
-        f"{conductor.course.syllabus.num_steps:,} steps, by {options.strategy} on "
+        f"{driver.training_plan.plan_config.num_steps:,} steps, by {options.strategy} on "
         f"{options.workers} x {facts['device']}."
     )
-    syllabus = conductor.course.syllabus
-    best = [("best", direction(str(syllabus.monitor)))] if syllabus.has_eval else []
+    plan_config = driver.training_plan.plan_config
+    best = [("best", direction(str(plan_config.monitor)))] if plan_config.has_eval else []
     for label, value in [*facts["optimizer"], *best]:
         print(f"  {label:<{LABEL_CELLS}}{value}")
     for note in facts["notes"]:

@@ -39,7 +39,7 @@ class SyncResult:
 
 
 def agree(
-    trainee: TrainState,
+    train_state: TrainState,
     learner: Stateful,
     *,
     version: int,
@@ -49,7 +49,7 @@ def agree(
 ) -> SyncResult:
     """Bring all to the state of the furthest. `tables`: they are a part of it, and not in memory that all
     share. `may_wait`: where only new ones lack it, leave that to be done beside the training."""
-    mine = torch.tensor([int(agreed), version], device=trainee.device)
+    mine = torch.tensor([int(agreed), version], device=train_state.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
     ranks = [tuple(each.tolist()) for each in told]
@@ -57,29 +57,29 @@ def agree(
     source = ranks.index(best)
     if not best[0]:
         # The first view: optimizers and schedules begin alike, and models do if they heed the seed.
-        state = _send(dense_state(trainee.model), trainee, source)
+        state = _send(dense_state(train_state.model), train_state, source)
         if dist.get_rank() != source:
-            load_dense_state(trainee.model, state)
-        if trainee.tables is not None and tables:
-            _agree_on_rows(trainee, trainee.tables, source)
+            load_dense_state(train_state.model, state)
+        if train_state.tables is not None and tables:
+            _agree_on_rows(train_state, train_state.tables, source)
     elif may_wait and all(each == best for each in ranks if each[0]):
         new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
         return SyncResult(int(best[1]), new, source)
     elif any(each != best for each in ranks):
         state = {}
         if dist.get_rank() == source:
-            state = gather_state(trainee, learner)
-            if trainee.tables is not None and tables:
-                state["tables"] = trainee.tables.state_dict()
-        state = _send(state, trainee, source)
+            state = gather_state(train_state, learner)
+            if train_state.tables is not None and tables:
+                state["tables"] = train_state.tables.state_dict()
+        state = _send(state, train_state, source)
         if dist.get_rank() != source:
-            put_state(state, trainee, learner, tables=tables)
+            put_state(state, train_state, learner, tables=tables)
     return SyncResult(int(best[1]))
 
 
-def _agree_on_rows(trainee: TrainState, tables: LocalTables, source: int) -> None:
+def _agree_on_rows(train_state: TrainState, tables: LocalTables, source: int) -> None:
     """Rows are loaded by all workers alike, in a run; a user's own loop may have loaded them in one."""
-    mine = torch.tensor([tables.fingerprint()], device=trainee.device)
+    mine = torch.tensor([tables.fingerprint()], device=train_state.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
     if len({int(each) for each in told}) == 1:
@@ -87,40 +87,42 @@ def _agree_on_rows(trainee: TrainState, tables: LocalTables, source: int) -> Non
     state = {}
     if dist.get_rank() == source:
         state = {"tables": tables.state_dict(), "salts": tables.salts}
-    state = _send(state, trainee, source)
+    state = _send(state, train_state, source)
     if dist.get_rank() != source:
         tables.salts = state["salts"]
         tables.load_state_dict(state["tables"])
 
 
-def _send(state: Any, trainee: TrainState, source: int) -> Any:
+def _send(state: Any, train_state: TrainState, source: int) -> Any:
     """The state of the source, on all."""
     if dist.get_rank() == source:
         text, tensors = flatten(state)
-        _send_bytes(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), trainee, source)
-        _send_all(tensors, trainee, source)
+        _send_bytes(
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), train_state, source
+        )
+        _send_all(tensors, train_state, source)
         return state
-    text = bytes(_send_bytes(None, trainee, source).numpy()).decode()
+    text = bytes(_send_bytes(None, train_state, source).numpy()).decode()
     tensors = blanks(text)
-    _send_all(tensors, trainee, source)
+    _send_all(tensors, train_state, source)
     return rebuild(text, tensors)
 
 
-def _send_bytes(given: Tensor | None, trainee: TrainState, source: int) -> Tensor:
-    size = torch.tensor([0 if given is None else len(given)], device=trainee.device)
+def _send_bytes(given: Tensor | None, train_state: TrainState, source: int) -> Tensor:
+    size = torch.tensor([0 if given is None else len(given)], device=train_state.device)
     dist.broadcast(size, src=source)
     if given is None:
         given = torch.empty(int(size), dtype=torch.uint8)
-    there = given.to(trainee.device)
+    there = given.to(train_state.device)
     dist.broadcast(there, src=source)
     return there.cpu()
 
 
-def _send_all(tensors: Sequence[Tensor], trainee: TrainState, source: int) -> None:
+def _send_all(tensors: Sequence[Tensor], train_state: TrainState, source: int) -> None:
     """The numbers of all tensors, into them on all but the source."""
     for batch in batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
-        there = flat.to(trainee.device)
+        there = flat.to(train_state.device)
         dist.broadcast(there, src=source)
         if dist.get_rank() != source:
             pour(there.cpu(), batch)

@@ -101,9 +101,9 @@ class KeptUpdate:
 class StateReceiver:
     """On its way to the state of the others."""
 
-    def __init__(self, me: Me, view: View, trainee: TrainState, learner: Stateful) -> None:
+    def __init__(self, me: Me, view: View, train_state: TrainState, learner: Stateful) -> None:
         self._me, self._view = me, view
-        self._trainee, self._learner = trainee, learner
+        self._train_state, self._learner = train_state, learner
         self._kept: list[KeptUpdate] = []
         self._link: Link | None = None
         self._closed = False
@@ -114,7 +114,9 @@ class StateReceiver:
     def keep(self, parameters: Sequence[Tensor]) -> None:
         """Parameters have the gradients of a step, summed up over all."""
         gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
-        self._kept.append(KeptUpdate(gradients, self._trainee.lr_factor, self._trainee.ticks))
+        self._kept.append(
+            KeptUpdate(gradients, self._train_state.lr_factor, self._train_state.ticks)
+        )
 
     def caught_up(self, parameters: Sequence[Tensor], *, wait_s: float = 0.0) -> bool:
         """Make the updates that were kept, if the state that they begin from is here. Raises what went wrong
@@ -126,8 +128,8 @@ class StateReceiver:
         for update in self._kept:
             for parameter, gradient in zip(parameters, update.gradients, strict=True):
                 parameter.grad = gradient
-            self._trainee.lr_factor, self._trainee.ticks = update.lr_factor, update.ticks
-            self._trainee.update()
+            self._train_state.lr_factor, self._train_state.ticks = update.lr_factor, update.ticks
+            self._train_state.update()
         self._kept = []
         return True
 
@@ -159,7 +161,7 @@ class StateReceiver:
 
     @property
     def _most_bytes(self) -> int:
-        parameters = self._trainee.model.state_dict().values()
+        parameters = self._train_state.model.state_dict().values()
         whole = sum(t.numel() * t.element_size() for t in parameters if isinstance(t, Tensor))
         return MOST_COPIES * whole + SPARE_BYTES
 
@@ -183,7 +185,7 @@ class StateReceiver:
     def _load(self, state: Any) -> None:
         # Nobody else looks at the weights of a worker that is on its way.
         if not self._closed:
-            put_state(state, self._trainee, self._learner, tables=False)
+            put_state(state, self._train_state, self._learner, tables=False)
 
 
 def _moving(link: Link, room: memoryview | None = None) -> Message:

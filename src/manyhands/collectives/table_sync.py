@@ -25,17 +25,17 @@ from manyhands.hosts.view import View
 
 
 class TableSync:
-    def __init__(self, trainee: TrainState, view: View, *, shared: bool) -> None:
-        assert trainee.tables is not None
-        self._trainee = trainee
-        self._tables = trainee.tables
+    def __init__(self, train_state: TrainState, view: View, *, shared: bool) -> None:
+        assert train_state.tables is not None
+        self._train_state = train_state
+        self._tables = train_state.tables
         self._world = view.world
         self._shared = shared
         if not shared:
-            if isinstance(trainee.model, RowModel):
+            if isinstance(train_state.model, RowModel):
                 raise SpecError(
                     f"allreduce with {view.world} workers adds up gradients, and "
-                    f"{type(trainee.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
+                    f"{type(train_state.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
                     "--strategy 'allreduce(tables=shared)'."
                 )
             return
@@ -51,7 +51,7 @@ class TableSync:
     def step(self, lr: float, now: int) -> int:
         """Put what this step has found into the rows; the bytes that this worker sent for it."""
         basket = self._tables.take()
-        base_lr = self._trainee.base_lr
+        base_lr = self._train_state.base_lr
         if self._shared:
             self._tables.apply([basket], [1.0], lr=lr, base_lr=base_lr, now=now)
             if self._tables.evicting and now % EVICT_EVERY == 0:
@@ -85,7 +85,7 @@ class TableSync:
 
     def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
         """Everybody's bytes, in the order of ranks."""
-        device, world = self._trainee.device, self._world
+        device, world = self._train_state.device, self._world
         sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
         dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
         counts = [int(size) for size in sizes]

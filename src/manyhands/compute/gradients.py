@@ -80,7 +80,7 @@ Sum = Callable[[float | Tensor], float | Tensor]
 
 
 def gradients(
-    trainee: TrainState,
+    train_state: TrainState,
     share: Share,
     *,
     total: Sum | None = None,
@@ -94,15 +94,15 @@ def gradients(
     a backward is not yet shared; `enough` says, before each micro-batch but the first, that the rest is
     left out; `ahead` is told what will be returned, before the last backward.
     """
-    trainee.measures.take()  # of a step that came to nothing
-    if trainee.tables is not None:
-        trainee.tables.now = share.step
-        if isinstance(trainee.model, RowModel):
-            return _touch(trainee, trainee.model, share)
+    train_state.measures.take()  # of a step that came to nothing
+    if train_state.tables is not None:
+        train_state.tables.now = share.step
+        if isinstance(train_state.model, RowModel):
+            return _touch(train_state, train_state.model, share)
     weights: list[float | Tensor] = [float(samples) for _, samples in share.batches]
     whole: float | Tensor = float(share.total)
-    if trainee.weight is not None:
-        weights = [_own_weight(trainee, batch, samples) for batch, samples in share.batches]
+    if train_state.weight is not None:
+        weights = [_own_weight(train_state, batch, samples) for batch, samples in share.batches]
         mine = sum(weights[1:], weights[0])
         whole = total(mine) if total is not None else mine
     losses: float | Tensor = 0.0
@@ -111,70 +111,70 @@ def gradients(
         if index and enough(index):
             weights = weights[:index]
             break
-        with local() if index < last else nullcontext(), trainee.activity.during(COMPUTING):
+        with local() if index < last else nullcontext(), train_state.activity.during(COMPUTING):
             loss = None
             if weight != 0:
-                if trainee.tables is not None:
-                    trainee.tables.batch = batch
-                with trainee.measures.weighted(weight):
-                    loss = trainee.loss(trainee.model, batch)
+                if train_state.tables is not None:
+                    train_state.tables.batch = batch
+                with train_state.measures.weighted(weight):
+                    loss = train_state.loss(train_state.model, batch)
                 losses = losses + loss.detach() * weight
             if index == last:
                 ahead(sum(weights[1:], weights[0]), losses)
             if loss is None:
-                _take_part(trainee)
+                _take_part(train_state)
                 continue
             factor = weight / whole
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
-        trainee.activity.ticks += 1
+        train_state.activity.ticks += 1
     return sum(weights[1:], weights[0]), losses
 
 
-def rehearse(trainee: TrainState, share: Share) -> None:
+def rehearse(train_state: TrainState, share: Share) -> None:
     """Forward, loss and backward of a share, of which nothing is left."""
-    if not isinstance(trainee.model, RowModel):
-        with trainee.measures.weighted(1.0):
-            loss = trainee.loss(trainee.model, share.batches[0][0])
+    if not isinstance(train_state.model, RowModel):
+        with train_state.measures.weighted(1.0):
+            loss = train_state.loss(train_state.model, share.batches[0][0])
         loss.backward()
-    trainee.optimizer.zero_grad(set_to_none=True)
-    if trainee.tables is not None:
-        trainee.tables.forget()
+    train_state.optimizer.zero_grad(set_to_none=True)
+    if train_state.tables is not None:
+        train_state.tables.forget()
 
 
-def row_seed(trainee: TrainState, share: Share, index: int) -> int:
+def row_seed(train_state: TrainState, share: Share, index: int) -> int:
     """From which a RowModel draws in one micro-batch; known before its turn comes."""
-    assert trainee.tables is not None
-    return derive(trainee.tables.seed, "rows", share.step, share.part, index)
+    assert train_state.tables is not None
+    return derive(train_state.tables.seed, "rows", share.step, share.part, index)
 
 
 def _touch(
-    trainee: TrainState, model: RowModel, share: Share
+    train_state: TrainState, model: RowModel, share: Share
 ) -> tuple[float | Tensor, float | Tensor]:
     """A model that changes rows itself: there are no gradients."""
-    assert trainee.tables is not None
+    assert train_state.tables is not None
     weight = losses = 0.0
     for index, (batch, samples) in enumerate(share.batches):
         if samples:
-            seed = row_seed(trainee, share, index)
-            lent = trainee.tables.lend(model, batch, seed)
-            with trainee.activity.during(COMPUTING), lent as rows:
-                loss, counted = model.touch(batch, rows, lr=trainee.lr, seed=seed)
+            seed = row_seed(train_state, share, index)
+            lent = train_state.tables.lend(model, batch, seed)
+            with train_state.activity.during(COMPUTING), lent as rows:
+                loss, counted = model.touch(batch, rows, lr=train_state.lr, seed=seed)
             losses, weight = losses + loss, weight + counted
-            trainee.activity.ticks += 1
+            train_state.activity.ticks += 1
     return weight, losses
 
 
-def _own_weight(trainee: TrainState, batch: object, samples: int) -> float | Tensor:
-    assert trainee.weight is not None
+def _own_weight(train_state: TrainState, batch: object, samples: int) -> float | Tensor:
+    assert train_state.weight is not None
     if samples == 0:
         return 0.0
-    return checked_weight(trainee.weight(batch))
+    return checked_weight(train_state.weight(batch))
 
 
-def _take_part(trainee: TrainState) -> None:
+def _take_part(train_state: TrainState) -> None:
     """Gradients of zero for what counts nothing: an empty share, or samples that weigh nothing.
 
     Its loss may be NaN (a mean over nothing), so the gradients come from the parameters themselves.
     """
-    nothing = [(p * 0.0).sum() for p in trainee.model.parameters() if p.requires_grad]
+    nothing = [(p * 0.0).sum() for p in train_state.model.parameters() if p.requires_grad]
     torch.stack(nothing).sum().backward()

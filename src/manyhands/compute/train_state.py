@@ -235,12 +235,12 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"] = rate
 
 
-def begin_with(checkpoint: str, trainee: TrainState, job: Job) -> None:
+def begin_with(checkpoint: str, train_state: TrainState, job: Job) -> None:
     """Train from the weights of a checkpoint on. Optimizer and schedule are as they were built."""
     from manyhands.embeddings import from_run
 
     name = type(job).__name__
-    from_run.begin_with(checkpoint, trainee.model, trainee.tables, model_of=name)
+    from_run.begin_with(checkpoint, train_state.model, train_state.tables, model_of=name)
 
 
 def find_tables(model: nn.Module, *, seed: int) -> LocalTables | None:

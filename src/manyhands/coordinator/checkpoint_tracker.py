@@ -95,12 +95,12 @@ class CheckpointTracker:
         self._lost.update(void)
         return void
 
-    def settle(self, course: TrainingPlan) -> None:
+    def settle(self, training_plan: TrainingPlan) -> None:
         """Make those count whose every step is committed."""
-        for step in [s for s in self._written if s <= course.committed_step]:
+        for step in [s for s in self._written if s <= training_plan.committed_step]:
             report, expected = self._written.pop(step), self._expected.pop(step)
             if report.not_finite:
-                self._pass_over(step, report.not_finite, course)
+                self._pass_over(step, report.not_finite, training_plan)
                 continue
             try:
                 self._commit(expected, report)
@@ -109,16 +109,16 @@ class CheckpointTracker:
                 last = f"; the last good one is {self.newest}" if self.newest else ""
                 self._stream.emit(events.Noticed(message=f"{self.error}. Training goes on{last}."))
                 continue
-            best = course.best.step if course.best.metrics else None
+            best = training_plan.best.step if training_plan.best.metrics else None
             there = {*checkpoints.steps(self._run.path), *self._lost}
             if best is None or best in there:  # else it is on its way
                 checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
 
-    def _pass_over(self, step: int, names: Sequence[str], course: TrainingPlan) -> None:
+    def _pass_over(self, step: int, names: Sequence[str], training_plan: TrainingPlan) -> None:
         """The weights of this checkpoint are not finite: it counts neither as the last nor as the best."""
         self.not_finite = step
-        if course.best.step == step:
-            course.keep_best(checkpoints.steps(self._run.path))
+        if training_plan.best.step == step:
+            training_plan.keep_best(checkpoints.steps(self._run.path))
         if not self._told_not_finite:
             self._told_not_finite = True
             where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
@@ -134,7 +134,7 @@ class CheckpointTracker:
             self._run.path,
             order.step,
             files={name: vars(facts) for name, facts in report.files.items()},
-            course=order.state,
+            training_plan=order.state,
             strategy=self._options.strategy,
             workers=expected.workers,
             writer=expected.writer,

@@ -47,23 +47,25 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 def make_handout(
     manner: Manner,
-    course: TrainingPlan,
-    shelf: CheckpointTracker,
+    training_plan: TrainingPlan,
+    checkpoint_tracker: CheckpointTracker,
     tell: Tell,
     *,
     equal: bool = False,
 ) -> Dispatcher:
     if manner.lockstep:
         return LockstepDispatcher(
-            course, shelf, tell, equal=equal, drops_samples=manner.drops_samples
+            training_plan, checkpoint_tracker, tell, equal=equal, drops_samples=manner.drops_samples
         )
-    return WorkQueueDispatcher(course, shelf, tell, parts=manner.parts)
+    return WorkQueueDispatcher(training_plan, checkpoint_tracker, tell, parts=manner.parts)
 
 
 class Dispatcher(ABC):
-    def __init__(self, course: TrainingPlan, shelf: CheckpointTracker, tell: Tell) -> None:
-        self.course = course
-        self.gathering = StepProgress()
+    def __init__(
+        self, training_plan: TrainingPlan, checkpoint_tracker: CheckpointTracker, tell: Tell
+    ) -> None:
+        self.training_plan = training_plan
+        self.progress = StepProgress()
         self.workers: tuple[str, ...] = ()
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
@@ -73,9 +75,9 @@ class Dispatcher(ABC):
         """Without lockstep: a step is one part."""
         self.finishing: str | None = None
         """The outcome, once all were told to stop."""
-        self.pace = Throughput()
+        self.throughput = Throughput()
         self.meter = Meter()
-        self._shelf = shelf
+        self._checkpoint_tracker = checkpoint_tracker
         self._tell = tell
 
     @abstractmethod
@@ -102,15 +104,15 @@ class Dispatcher(ABC):
 
     def committed(self) -> Iterator[Committed]:
         """The steps that are complete now."""
-        for step in self.gathering.committed():
-            self.course.commit(step.plan.step, step.left_out, loss=step.loss)
+        for step in self.progress.committed():
+            self.training_plan.commit(step.plan.step, step.left_out, loss=step.loss)
             self.meter.note(step.plan.samples)
             yield step
-        self.meter.busy(len(self.gathering) > 0)
+        self.meter.busy(len(self.progress) > 0)
 
     def saving(self, member: str, step: int) -> None:
         """The writer has copied the state of this checkpoint."""
-        self._shelf.started(member, step)
+        self._checkpoint_tracker.started(member, step)
 
     def evaluated(self) -> None:
         """All have evaluated."""
@@ -129,10 +131,10 @@ class Dispatcher(ABC):
             self._tell(name, order)
 
     def _time(self, member: str, row: StepRow) -> None:
-        samples = self.gathering.samples((row.step, row.part))
+        samples = self.progress.samples((row.step, row.part))
         if row.compute_s is not None and samples:
             left_out = row.left_out[row.part] if row.left_out else 0
-            self.pace.note(member, samples - left_out, row.compute_s)
+            self.throughput.note(member, samples - left_out, row.compute_s)
 
     def _seat(self, view: View) -> None:
         self.members = view.names
@@ -142,14 +144,16 @@ class Dispatcher(ABC):
 
     def _count(self) -> None:
         """As many workers as get samples decide how large a batch is, where it follows them."""
-        self.course.seat(max(1, sum(name not in self.listening for name in self.workers)))
+        self.training_plan.seat(max(1, sum(name not in self.listening for name in self.workers)))
 
     def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
             case Evaluate(step, epoch):
                 self._give_evaluation(step, epoch)
             case Checkpoint(step):
-                self._shelf.expect(order, writer=self.workers[0], workers=len(self.workers))
+                self._checkpoint_tracker.expect(
+                    order, writer=self.workers[0], workers=len(self.workers)
+                )
                 self.tell_workers(order="checkpoint", step=step)
             case Stop(reason):
                 self.finish(reason)
@@ -164,7 +168,7 @@ class Dispatcher(ABC):
 
     def _weights(self) -> list[float]:
         """In proportion to how much each worker should get."""
-        return self.pace.weights(self.workers)
+        return self.throughput.weights(self.workers)
 
 
 class LockstepDispatcher(Dispatcher):
@@ -172,15 +176,15 @@ class LockstepDispatcher(Dispatcher):
 
     def __init__(
         self,
-        course: TrainingPlan,
-        shelf: CheckpointTracker,
+        training_plan: TrainingPlan,
+        checkpoint_tracker: CheckpointTracker,
         tell: Tell,
         *,
         equal: bool = False,
         drops_samples: bool = False,
     ) -> None:
         """If `equal`, shares ignore the workers' speed. If `drops_samples`, samples of a step may return."""
-        super().__init__(course, shelf, tell)
+        super().__init__(training_plan, checkpoint_tracker, tell)
         self._equal = equal
         self._leaves_out = drops_samples
         self._step_s = 0.0
@@ -190,13 +194,13 @@ class LockstepDispatcher(Dispatcher):
         if self.finishing is None and not hold:
             self._count()
         while self.finishing is None and not hold:
-            ahead = len(self.gathering)
+            ahead = len(self.progress)
             if ahead >= 2 and ahead * self._step_s >= ahead_s:
                 return
-            if self._leaves_out and ahead and not self.course.trains_next:
+            if self._leaves_out and ahead and not self.training_plan.trains_next:
                 return  # what comes back has to be done before
             room = int(ahead_s / self._step_s) if self._step_s else 1
-            order = self.course.next(max(1, min(room, MAX_LEASE)))
+            order = self.training_plan.next(max(1, min(room, MAX_LEASE)))
             if order is None or isinstance(order, Wait):
                 return
             if not isinstance(order, TrainSteps):
@@ -208,14 +212,18 @@ class LockstepDispatcher(Dispatcher):
 
     @property
     def quiet(self) -> bool:
-        return not len(self.gathering) and not self.course.awaiting and not self._shelf.unstarted
+        return (
+            not len(self.progress)
+            and not self.training_plan.awaiting
+            and not self._checkpoint_tracker.unstarted
+        )
 
     def add(self, member: str, row: StepRow) -> None:
         if row.dropped:
             raise ProtocolError(f"it left out its share of step {row.step}, in lockstep")
-        self.gathering.check(row)
+        self.progress.check(row)
         self._time(member, row)
-        self.gathering.add(member, row)
+        self.progress.add(member, row)
 
     def committed(self) -> Iterator[Committed]:
         for step in super().committed():
@@ -224,15 +232,17 @@ class LockstepDispatcher(Dispatcher):
             yield step
 
     def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
-        self.gathering.settle(applied, whole=True)
+        self.progress.settle(applied, whole=True)
 
     def restart(self, view: View) -> int:
-        redone = len(self.gathering)
-        self.gathering.clear()
-        self.course.take_back()
-        lost = self._shelf.void(view.names)
-        if any(step <= self.course.step for step in lost):  # the others come again by themselves
-            self.course.owe_checkpoint()
+        redone = len(self.progress)
+        self.progress.clear()
+        self.training_plan.take_back()
+        lost = self._checkpoint_tracker.void(view.names)
+        if any(
+            step <= self.training_plan.step for step in lost
+        ):  # the others come again by themselves
+            self.training_plan.owe_checkpoint()
         self._seat(view)
         return redone
 
@@ -245,7 +255,7 @@ class LockstepDispatcher(Dispatcher):
         for plan in order.plans:
             probe = plan.step % PROBE_EVERY == 0
             shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
-            self.gathering.expect(plan, shares, dict(enumerate(self.workers)))
+            self.progress.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
                 portions[rank].append(_portion(plan, ranges, rank))
         for name, mine in zip(self.workers, portions, strict=True):
@@ -261,13 +271,13 @@ class WorkQueueDispatcher(Dispatcher):
 
     def __init__(
         self,
-        course: TrainingPlan,
-        shelf: CheckpointTracker,
+        training_plan: TrainingPlan,
+        checkpoint_tracker: CheckpointTracker,
         tell: Tell,
         *,
         parts: Callable[[int], int],
     ) -> None:
-        super().__init__(course, shelf, tell)
+        super().__init__(training_plan, checkpoint_tracker, tell)
         self._parts = parts
         self._queue = WorkQueue()
         self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None
@@ -284,7 +294,7 @@ class WorkQueueDispatcher(Dispatcher):
             self._deal()
         if hold or (self._barrier is not None and not len(self._queue)):
             self._rest()
-        if self._barrier is not None and not self._given and not hold and not len(self.gathering):
+        if self._barrier is not None and not self._given and not hold and not len(self.progress):
             if isinstance(self._barrier, Wait):
                 self._lift()
                 self.more()
@@ -297,17 +307,21 @@ class WorkQueueDispatcher(Dispatcher):
         return not self._queue.in_hand and not self._given
 
     def add(self, member: str, row: StepRow) -> None:
-        self.gathering.check(row)
+        self.progress.check(row)
         # Only what is in this member's hand: a part that was given to another counts when that one
         # reports it.
         if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):
             self._time(member, row)
-            self.gathering.add(member, row)
+            self.progress.add(member, row)
 
     def saving(self, member: str, step: int) -> None:
         super().saving(member, step)
         barrier = self._barrier
-        if isinstance(barrier, Checkpoint) and barrier.step == step and not self._shelf.unstarted:
+        if (
+            isinstance(barrier, Checkpoint)
+            and barrier.step == step
+            and not self._checkpoint_tracker.unstarted
+        ):
             self._lift()
 
     def evaluated(self) -> None:
@@ -315,34 +329,38 @@ class WorkQueueDispatcher(Dispatcher):
             self._lift()
 
     def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
-        self.gathering.settle(applied, whole=False)
+        self.progress.settle(applied, whole=False)
 
     def restart(self, view: View) -> int:
         back = self._queue.take_back()
-        done = [p.key for p in self._queue.waiting if not self.gathering.is_open(p.key)]
+        done = [p.key for p in self._queue.waiting if not self.progress.is_open(p.key)]
         self._queue.remove(done)
-        lost = self._shelf.void(view.names)
+        lost = self._checkpoint_tracker.void(view.names)
         again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
         if any(step != again for step in lost):
-            self.course.owe_checkpoint()
+            self.training_plan.owe_checkpoint()
             if isinstance(self._barrier, Stop):
                 self._lift()  # it comes again, behind the checkpoint
         self._given = False
         self._resting.clear()
         self._seat(view)
         self._queue.seat(self.workers)
-        self.gathering.width = len(self.workers)
+        self.progress.width = len(self.workers)
         return len({part.plan.step for part in back if part.key not in set(done)})
 
     def _deal(self) -> None:
-        if isinstance(self._barrier, Evaluate) and not self._given and not self.course.awaiting:
+        if (
+            isinstance(self._barrier, Evaluate)
+            and not self._given
+            and not self.training_plan.awaiting
+        ):
             self._lift()  # a stop was asked meanwhile
         while self._barrier is None and (lacking := self._queue.room() - len(self._queue)) > 0:
             self._fetch(lacking)
         portions: dict[str, list[Any]] = {}
         for name, part in self._queue.deal():
             plan = part.plan
-            self.gathering.give(part.key, name)
+            self.progress.give(part.key, name)
             portions.setdefault(name, []).append(_portion(plan, part.ranges, part.number))
         for name, mine in portions.items():
             self._resting.discard(name)
@@ -352,14 +370,14 @@ class WorkQueueDispatcher(Dispatcher):
     def _fetch(self, lacking: int) -> None:
         """The next steps of the course into the queue, or the barrier before them."""
         number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
-        order: Order | None = self.course.next(min(MAX_LEASE, math.ceil(lacking / number)))
+        order: Order | None = self.training_plan.next(min(MAX_LEASE, math.ceil(lacking / number)))
         assert order is not None, "the course awaits an evaluation that nobody was asked for"
         if not isinstance(order, TrainSteps):
             self._barrier, self._given = order, False
             return
         for plan in order.plans:
             parts: list[QueuedPart] = cut(plan, number)
-            self.gathering.expect(plan, {part.number: part.ranges for part in parts})
+            self.progress.expect(plan, {part.number: part.ranges for part in parts})
             self._queue.extend(parts)
 
     def _rest(self) -> None:

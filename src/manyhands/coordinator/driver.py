@@ -122,29 +122,29 @@ class Driver:
         self.options = options
         self.run = run
         self.stream = stream
-        self.shelf = CheckpointTracker(run, stream, options, newest=checkpoint)
-        self.tally: RunStats = RunStats(
-            lockstep=options.manner.lockstep, before=before.tally if before else None
+        self.checkpoint_tracker = CheckpointTracker(run, stream, options, newest=checkpoint)
+        self.run_stats: RunStats = RunStats(
+            lockstep=options.manner.lockstep, before=before.run_stats if before else None
         )
-        self.crew: Membership = Membership(
+        self.membership: Membership = Membership(
             coordinator,
             options,
             stream,
             entries=entries,
             assignment=options.assignment(run.path, checkpoint.path if checkpoint else None),
-            before=before.crew if before else None,
+            before=before.membership if before else None,
         )
         self.injector: FaultInjector | None = before.injector if before else None
         if self.injector is not None:
-            self.injector.follow(self.crew)
+            self.injector.follow(self.membership)
         elif options.chaos is not None and not options.rehearse:
-            self.injector = FaultInjector(options.chaos, coordinator, self.crew, stream)
-        self.course: TrainingPlan | None = None
+            self.injector = FaultInjector(options.chaos, coordinator, self.membership, stream)
+        self.training_plan: TrainingPlan | None = None
         self.bad_steps = BadSteps(options.max_bad_steps)
         self.would_repeat = False
         """It was ended by the job's own code, which would do the same again."""
-        self._brakes: StragglerTrial | None = None
-        self._handout: Dispatcher | None = None
+        self._straggler_trial: StragglerTrial | None = None
+        self._dispatcher: Dispatcher | None = None
         self._versions = dict(versions or {})
         self._before = before
         self._resumed = resumed
@@ -170,37 +170,39 @@ class Driver:
 
     def conduct(self) -> str:
         """Train. Returns the outcome; raises what ended it otherwise."""
-        crew, options = self.crew, self.options
+        membership, options = self.membership, self.options
         if self._before is None:
             self._announce_start()
         self._until(self.coordinator.launcher.complete, "ready_s", "waiting for the hosts")
-        self._until(lambda: crew.has_room, "gather_s", "waiting for free slots")
-        crew.start()
-        self._until(lambda: len(crew.ready) == crew.num_started, "ready_s", "getting ready")
-        handout = self._prepare()
+        self._until(lambda: membership.has_room, "gather_s", "waiting for free slots")
+        membership.start()
+        self._until(
+            lambda: len(membership.ready) == membership.num_started, "ready_s", "getting ready"
+        )
+        dispatcher = self._prepare()
         self._on_ready()
-        self.run.note_fields(crew.facts["fields"], options.settings, crew.facts["job"])
-        crew.form()
-        self._until(lambda: crew.all_joined, "view_s", "joining its peers")
+        self.run.note_fields(membership.facts["fields"], options.settings, membership.facts["job"])
+        membership.form()
+        self._until(lambda: membership.all_joined, "view_s", "joining its peers")
         self._begin()
         if options.rehearse:
-            handout.tell_workers(order="rehearse")
-            everybody = set(handout.workers)
+            dispatcher.tell_workers(order="rehearse")
+            everybody = set(dispatcher.workers)
             self._until(lambda: self._rehearsed == everybody, "step_s", "rehearsing")
-            handout.finish("checked")
+            dispatcher.finish("checked")
         self._until(self._all_left, "step_s", "training", wake=self._go_on)
-        assert handout.finishing is not None
-        if handout.finishing not in ("interrupted", "preempted"):
+        assert dispatcher.finishing is not None
+        if dispatcher.finishing not in ("interrupted", "preempted"):
             self._check_finite()
-        if self.shelf.error:
-            raise CheckpointError(self.shelf.error)
-        return handout.finishing
+        if self.checkpoint_tracker.error:
+            raise CheckpointError(self.checkpoint_tracker.error)
+        return dispatcher.finishing
 
     def _check_finite(self) -> None:
         """All is trained, or it was no use to go on: raise if no finite weights came of it."""
         if self.bad_steps.too_many:
             raise Diverged(f"The run has diverged: {self.bad_steps}.")
-        if (step := self.shelf.not_finite) is not None:
+        if (step := self.checkpoint_tracker.not_finite) is not None:
             row = f": {self.bad_steps}" if self.bad_steps.count else ""
             raise Diverged(f"The run has diverged: the weights of step {step} are not finite{row}.")
 
@@ -226,91 +228,102 @@ class Driver:
 
     def _prepare(self) -> Dispatcher:
         """All are ready: what to train, and how to hand it out."""
-        facts = {name: facts for name, facts in self.crew.ready.items() if "fields" in facts}
-        first = self.crew.facts
+        facts = {name: facts for name, facts in self.membership.ready.items() if "fields" in facts}
+        first = self.membership.facts
         for other in facts.values():
             check_same(first, other)
         options = self.options
-        saved = self._resumed_from.course if self._resumed_from else None
-        syllabus = syllabus_of(first, options, saved)
+        saved = self._resumed_from.training_plan if self._resumed_from else None
+        plan_config = syllabus_of(first, options, saved)
         for name, told in facts.items():
-            self.stream.emit(ready_event(name, told, syllabus))
-            self.tally.unit = tuple(told["unit"])
-        for note in filter(None, [monitor_note(syllabus.monitor, first), *first.get("notes", [])]):
+            self.stream.emit(ready_event(name, told, plan_config))
+            self.run_stats.unit = tuple(told["unit"])
+        for note in filter(
+            None, [monitor_note(plan_config.monitor, first), *first.get("notes", [])]
+        ):
             self._notice(note)
-        self.course = TrainingPlan(syllabus, saved)
-        self._handout = make_handout(
-            *(options.manner, self.course, self.shelf, self._tell), equal=options.equal_shares
+        self.training_plan = TrainingPlan(plan_config, saved)
+        self._dispatcher = make_handout(
+            *(options.manner, self.training_plan, self.checkpoint_tracker, self._tell),
+            equal=options.equal_shares,
         )
         if options.may_do_without:
-            self._brakes = StragglerTrial(self.crew, self._handout.meter, self._notice)
-        return self._handout
+            self._straggler_trial = StragglerTrial(
+                self.membership, self._dispatcher.meter, self._notice
+            )
+        return self._dispatcher
 
     def _begin(self) -> None:
         """All have joined the first view."""
-        assert self.course is not None
+        assert self.training_plan is not None
         if self._resumed:
             # Also from nothing: what was committed before, and never saved, is void.
             self.stream.emit(
                 events.Resumed(
-                    step=self.course.step,
-                    epoch=self.course.epoch,
-                    checkpoint=self.shelf.newest,
-                    workers=self.crew.view.world,
+                    step=self.training_plan.step,
+                    epoch=self.training_plan.epoch,
+                    checkpoint=self.checkpoint_tracker.newest,
+                    workers=self.membership.view.world,
                 )
             )
         self._count_view()
-        self.tally.training()
+        self.run_stats.training()
 
     def _go_on(self) -> None:
         """After whatever happened: the next thing to do, if it is time for it."""
-        crew, handout = self.crew, self.handout
+        membership, dispatcher = self.membership, self.dispatcher
         self._inject()
         if self._leaving:
             return
-        if crew.joining:
-            if not crew.all_joined:
+        if membership.joining:
+            if not membership.all_joined:
                 return
             self._count_view()
         if (wanted := self.run.take_request()) is not None:
-            why = why_not(wanted, crew.view.world, self.options, crew.facts)
+            why = why_not(wanted, membership.view.world, self.options, membership.facts)
             workers = f"{wanted} {'worker' if wanted == 1 else 'workers'}"
             self._notice(f"asked for {workers}" + (f", and refused: {why}" if why else ""))
             if not why:
-                crew.resize(wanted)
-        if self._brakes is not None:
-            self._brakes.tick(handout.pace)
+                membership.resize(wanted)
+        if self._straggler_trial is not None:
+            self._straggler_trial.tick(dispatcher.throughput)
         # Newcomers wait until nothing is open; when it ends anyway, nobody waits for them.
-        ending = handout.finishing is not None or self._signal is not None
-        waited_for = bool(crew.newcomers or crew.surplus or crew.misplaced) and not ending
+        ending = dispatcher.finishing is not None or self._signal is not None
+        waited_for = (
+            bool(membership.newcomers or membership.surplus or membership.misplaced) and not ending
+        )
         if not ending:
-            crew.fill()
-        handout.more(hold=waited_for, brief=crew.changes_soon)
-        for change in handout.course.take_changes():
-            self.stream.emit(rate_event(change, handout.course))
-        if waited_for and handout.quiet:
-            crew.admit()
+            membership.fill()
+        dispatcher.more(hold=waited_for, brief=membership.changes_soon)
+        for change in dispatcher.training_plan.take_changes():
+            self.stream.emit(rate_event(change, dispatcher.training_plan))
+        if waited_for and dispatcher.quiet:
+            membership.admit()
 
     def _inject(self) -> None:
         """Faults that are due, also while a view is joined: who is paused goes on when its time is over."""
         if self.injector is not None:
             stopping = self._leaving or self._signal is not None
-            ending = stopping or self.handout.finishing is not None
-            self.injector.tick(self.handout.course, samples=self.tally.samples, ending=ending)
+            ending = stopping or self.dispatcher.finishing is not None
+            self.injector.tick(
+                self.dispatcher.training_plan, samples=self.run_stats.samples, ending=ending
+            )
 
     def _count_view(self) -> None:
         """All have joined: what is in the weights counts, and what was open besides is open again."""
-        crew, handout = self.crew, self.handout
-        handout.settle(crew.applied())
+        membership, dispatcher = self.membership, self.dispatcher
+        dispatcher.settle(membership.applied())
         self._commit_steps()
-        redone = handout.restart(crew.view)
-        if self._before is not None and not self._view and self._before.course is not None:
-            redone = self._before.course.committed_step - handout.course.committed_step
-        handout.listening, handout.whole_steps = crew.listening, crew.whole_steps
-        self._view = crew.view.number
+        redone = dispatcher.restart(membership.view)
+        if self._before is not None and not self._view and self._before.training_plan is not None:
+            redone = (
+                self._before.training_plan.committed_step - dispatcher.training_plan.committed_step
+            )
+        dispatcher.listening, dispatcher.whole_steps = membership.listening, membership.whole_steps
+        self._view = membership.view.number
         self._evaluation, self._stopped = {}, set()
         self._progress = time.monotonic()
-        seconds = crew.count_view()
+        seconds = membership.count_view()
         if seconds is not None:
             self.stream.emit(
                 events.Recovered(view=self._view, seconds=seconds, redone_steps=redone)
@@ -348,7 +361,7 @@ class Driver:
             return
         self._looked = now
         if self.run.is_gone:
-            step = self.course.committed_step if self.course is not None else 0
+            step = self.training_plan.committed_step if self.training_plan is not None else 0
             raise RecordError(
                 f"The run folder {self.run.path} was deleted or moved: nothing can be saved any more. The "
                 f"run was stopped after step {step}."
@@ -366,7 +379,7 @@ class Driver:
                 self._distrust(member, reason)
             case LinkLost(member, reason) if not self.coordinator.members[member].left:
                 if self._goes_on:
-                    self.crew.cut_off(member)
+                    self.membership.cut_off(member)
                 else:
                     self._failures.add(MemberFailure(member, reason, grade=Grade.SUSPICION), now)
             case Exited(member, code):
@@ -408,78 +421,86 @@ class Driver:
             self._progress = now
 
     def _on_member_ready(self, member: str, ready: Ready) -> None:
-        crew, seat = self.crew, ready.seat
-        if (seat.name, seat.role) != (member, crew.role(member)):
+        membership, seat = self.membership, ready.seat
+        if (seat.name, seat.role) != (member, membership.role(member)):
             raise ProtocolError(f"it takes the seat of {seat.name[:80]!r}, a {seat.role[:80]!r}")
-        if crew.is_worker(member) and ready.facts is None:
+        if membership.is_worker(member) and ready.facts is None:
             raise ProtocolError("it is ready, and says nothing of its job")
         facts: Facts = ready.facts or {"seat": vars(seat)}
-        if crew.is_worker(member) and not crew.is_new(member):
+        if membership.is_worker(member) and not membership.is_new(member):
             # At the first: others may take their time.
             check_job(
                 facts,
                 workers=self.options.workers,
                 scaling=self.options.scaling,
-                saved=self._resumed_from.course if self._resumed_from else None,
+                saved=self._resumed_from.training_plan if self._resumed_from else None,
             )
-        elif crew.is_worker(member):
-            assert self.course is not None
+        elif membership.is_worker(member):
+            assert self.training_plan is not None
             try:
-                check_same(crew.facts, facts)
+                check_same(membership.facts, facts)
             except UsageError as error:
-                crew.give_up(member, str(error))
+                membership.give_up(member, str(error))
                 return
-            self.stream.emit(ready_event(member, facts, self.course.syllabus))
-        crew.ready[member] = facts
+            self.stream.emit(ready_event(member, facts, self.training_plan.plan_config))
+        membership.ready[member] = facts
 
     def _on_report(self, member: str, report: Report) -> None:
-        if self.coordinator.view is None or self._handout is None:
+        if self.coordinator.view is None or self._dispatcher is None:
             raise ProtocolError(f"it reports {type(report).__name__!r} before there is a view")
         # Of a view that is being joined nothing but that is told; of older ones only what was done.
         current = report.view == self._view
         match report:
             case Joined():
-                self.crew.join(member, report)
+                self.membership.join(member, report)
             case CaughtUp() if current:
-                self.crew.listening.discard(member)
+                self.membership.listening.discard(member)
             case Notice(message=message):
                 self._notice(f"{member}: {message[:MAX_NOTE]}")
             case Rehearsed():
                 self._rehearsed.add(member)
             case StepsReport() if current:
                 for row in report.rows:
-                    self.handout.add(member, row)
+                    self.dispatcher.add(member, row)
                 self._commit_steps()
-            case EvaluationReport() if current and not self.crew.joining:
+            case EvaluationReport() if current and not self.membership.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()
-            case Stopped() if current and not self.crew.joining:
+            case Stopped() if current and not self.membership.joining:
                 self._stopped.add(member)
-                if self._stopped.issuperset(self.handout.members):
+                if self._stopped.issuperset(self.dispatcher.members):
                     self._leaving = True
-                    self.crew.dismiss()
-                    self.handout.tell_all(order="leave")
+                    self.membership.dismiss()
+                    self.dispatcher.tell_all(order="leave")
             case LinkBroken():
-                if self._goes_on and not self._leaving and report.view == self.crew.view.number:
-                    self.crew.meet_again(member, report.peer)
+                if (
+                    self._goes_on
+                    and not self._leaving
+                    and report.view == self.membership.view.number
+                ):
+                    self.membership.meet_again(member, report.peer)
             case PeerRefused():
-                if self._goes_on and not self._leaving and report.view == self.crew.view.number:
-                    self.crew.expel(report.peer, by=member, why=report.why)
+                if (
+                    self._goes_on
+                    and not self._leaving
+                    and report.view == self.membership.view.number
+                ):
+                    self.membership.expel(report.peer, by=member, why=report.why)
             case Left(settled=AppliedSteps(pushes=pushes)) if pushes:
-                self.tally.pushes = dict(pushes)
+                self.run_stats.pushes = dict(pushes)
             case Saving():
-                self.handout.saving(member, report.step)
+                self.dispatcher.saving(member, report.step)
             case Saved():
-                self.shelf.written(member, report.step, report)
-                self.shelf.settle(self.handout.course)
+                self.checkpoint_tracker.written(member, report.step, report)
+                self.checkpoint_tracker.settle(self.dispatcher.training_plan)
 
     def _commit_steps(self) -> None:
-        assert self.course is not None
-        for step in self.handout.committed():
-            if not self.tally.samples:
+        assert self.training_plan is not None
+        for step in self.dispatcher.committed():
+            if not self.run_stats.samples:
                 self.run.forget_summary()
             self.bad_steps.add(step.plan.step, step.loss, weight=step.weight)
-            if self.tally.add(step):
+            if self.run_stats.add(step):
                 limit = self.options.max_bad_steps
                 until = f" until {limit} steps in a row have no finite loss" if limit else ""
                 self._notice(
@@ -488,34 +509,36 @@ class Driver:
                 )
             self.stream.emit(committed_event(step, lockstep=self.options.manner.lockstep))
         if self.bad_steps.too_many:
-            self.course.stop("diverged", save=False)
-        self.shelf.settle(self.course)
-        for worker, times in self.handout.pace.news(self.handout.workers):
+            self.training_plan.stop("diverged", save=False)
+        self.checkpoint_tracker.settle(self.training_plan)
+        for worker, times in self.dispatcher.throughput.news(self.dispatcher.workers):
             self._notice(f"{worker} computes {times:.1f} times slower than the median")
 
     def _on_evaluation(self) -> None:
-        assert self.course is not None
-        if not self._evaluation.keys() >= set(self.handout.workers):
+        assert self.training_plan is not None
+        if not self._evaluation.keys() >= set(self.dispatcher.workers):
             return
-        parts = [self._evaluation[name] for name in self.handout.workers]
+        parts = [self._evaluation[name] for name in self.dispatcher.workers]
         self._evaluation = {}
-        if self.course.awaiting:  # else a stop was asked meanwhile; a resumed run evaluates again
-            self.stream.emit(evaluated_event(parts, self.course))
-        self.handout.evaluated()
+        if (
+            self.training_plan.awaiting
+        ):  # else a stop was asked meanwhile; a resumed run evaluates again
+            self.stream.emit(evaluated_event(parts, self.training_plan))
+        self.dispatcher.evaluated()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._signal == signal.SIGUSR1 and number == signal.SIGTERM:
             return  # as schedulers do: first a warning, later the order; the warning is being heeded
-        if self._signal is not None or not self.tally.trains or self.options.debug:
+        if self._signal is not None or not self.run_stats.trains or self.options.debug:
             code = 130 if number == signal.SIGINT else 128 + number
             if self._signal is None and self._before is not None and number != signal.SIGINT:
                 code = 75  # all begin again: what can be saved is saved already
             raise Interrupted(f"Stopped at once by {name}.", exit_code=code)
         self._signal = number
         self._stop_by = time.monotonic() + self.coordinator.timeouts.stop_s
-        assert self.course is not None
-        self.course.stop("interrupted" if number == signal.SIGINT else "preempted")
+        assert self.training_plan is not None
+        self.training_plan.stop("interrupted" if number == signal.SIGINT else "preempted")
         what = "Ctrl-C" if number == signal.SIGINT else name
         self.stream.emit(events.Stopping(reason=what))
 
@@ -524,7 +547,7 @@ class Driver:
     @property
     def _goes_on(self) -> bool:
         """A death is not the end of the run."""
-        return self.options.manner.elastic and self.tally.trains and not self.options.rehearse
+        return self.options.manner.elastic and self.run_stats.trains and not self.options.rehearse
 
     def _distrust(self, member: str, why: str) -> None:
         """A member has sent what makes no sense: it is not listened to any more, and ended."""
@@ -532,19 +555,19 @@ class Driver:
         reason = f"sent a report that makes no sense: {why}"
         if not self._goes_on:
             self._failures.add(MemberFailure(member, reason, by_chance=True), time.monotonic())
-        elif self.crew.is_new(member) and not self._leaving:
-            self.crew.give_up(member, reason)
+        elif self.membership.is_new(member) and not self._leaving:
+            self.membership.give_up(member, reason)
         else:
-            self.crew.end(member, reason)
+            self.membership.end(member, reason)
 
     def _on_failed(self, member: str, said: Failed) -> None:
         """A member says why it ends."""
-        if self._goes_on and self.crew.is_new(member):
+        if self._goes_on and self.membership.is_new(member):
             if not self._leaving:
-                self.crew.give_up(member, said.reason)
+                self.membership.give_up(member, said.reason)
             return
         if self._goes_on and said.consequence:
-            self.crew.suspect(member, said.reason)
+            self.membership.suspect(member, said.reason)
             return
         self._failures.add(
             MemberFailure(
@@ -561,8 +584,8 @@ class Driver:
 
     def _on_death(self, member: str, code: int) -> None:
         """A process has ended without a goodbye."""
-        crew, reason = self.crew, self.crew.reason(member, signal_name(code))
-        by_itself = code == 0 and not crew.suspected(member)
+        membership, reason = self.membership, self.membership.reason(member, signal_name(code))
+        by_itself = code == 0 and not membership.suspected(member)
         failure = MemberFailure(
             member, reason, exit_code=exit_status(code) or 1, by_chance=not by_itself
         )
@@ -570,9 +593,9 @@ class Driver:
             self._failures.add(failure, time.monotonic())
         elif self._leaving:
             return  # all that it had to do is done
-        elif crew.is_new(member):
-            crew.give_up(member, reason)
-        elif member in crew.view.names and (by_itself or not crew.lose(member, reason)):
+        elif membership.is_new(member):
+            membership.give_up(member, reason)
+        elif member in membership.view.names and (by_itself or not membership.lose(member, reason)):
             self._failures.add(failure, time.monotonic())
 
     def _judge(self) -> None:
@@ -580,13 +603,13 @@ class Driver:
         now = time.monotonic()
         failure = self._failures.verdict(now)
         if self._goes_on:
-            self.crew.enforce()
+            self.membership.enforce()
         elif failure is None and (overdue := self.coordinator.overdue()) is not None:
             member, reason = overdue
             failure = MemberFailure(member.name, reason, by_chance=True)
         if failure is not None:
             self._raise(failure)
-        if self.tally.trains and not self._leaving:
+        if self.run_stats.trains and not self._leaving:
             self._mind_the_stuck(now)
         if self._stop_by is not None and now > self._stop_by:
             assert self._signal is not None
@@ -603,14 +626,14 @@ class Driver:
             self.coordinator.say(name, "stacks")
         for name, words in self._stuck.hopeless(now, ending=self._signal is not None).items():
             self._given_up.add(name)
-            self.crew.end(name, words)
+            self.membership.end(name, words)
 
     def _finish_saving(self) -> None:
         """The run ends, or begins again: wait for checkpoints whose state is copied, or will be at once."""
         began, told = time.monotonic(), False
         while (waited_s := time.monotonic() - began) < self.coordinator.timeouts.stop_s:
             alive = [name for name, member in self.coordinator.members.items() if member.alive]
-            if not (steps := self.shelf.under_way(alive, unstarted=waited_s < COPY_S)):
+            if not (steps := self.checkpoint_tracker.under_way(alive, unstarted=waited_s < COPY_S)):
                 return
             if waited_s > 1 and not told:
                 told = True
@@ -631,13 +654,15 @@ class Driver:
             raise UsageError(failure.reason)
         words = f"{failure.member} {failure.reason}"
         if self._signal is not None and failure.member in self._given_up:
-            since = f" since {self.shelf.newest}" if self.shelf.newest else ""
+            since = (
+                f" since {self.checkpoint_tracker.newest}" if self.checkpoint_tracker.newest else ""
+            )
             message = f"{words}: nothing could be saved{since}"
             self._notice(message)
             raise Interrupted(f"{message}.", exit_code=128 + self._signal)
-        begun = (self.tally.trains or self._before is not None) and not self.options.rehearse
-        if failure.by_chance and begun and self._signal is None and self.crew.may_begin_again:
-            self.crew.lose_all(failure.member, failure.reason)
+        begun = (self.run_stats.trains or self._before is not None) and not self.options.rehearse
+        if failure.by_chance and begun and self._signal is None and self.membership.may_begin_again:
+            self.membership.lose_all(failure.member, failure.reason)
             self._finish_saving()
             raise WeightsLost(words, exit_code=failure.exit_code)
         self.would_repeat = not failure.by_chance
@@ -654,25 +679,29 @@ class Driver:
 
     def _late(self, limit_s: float, phase: str) -> str:
         """Who has been waited for, in what phase, for how long."""
-        members, late = self.coordinator.members, self.crew.absent
-        if not late and self._handout is not None and self._handout.gathering.first is not None:
-            late = self._handout.gathering.first.missing
+        members, late = self.coordinator.members, self.membership.absent
+        if (
+            not late
+            and self._dispatcher is not None
+            and self._dispatcher.progress.first is not None
+        ):
+            late = self._dispatcher.progress.first.missing
         awaited = [members[name] for name in late or members if members[name].alive]
         phases = (f"{each.name} ({each.phase} for {each.phase_since_s:.0f} s)" for each in awaited)
         told = f"; waited for {', '.join(phases)}" if awaited else ""
         return f"Nothing has moved for {limit_s:.0f} s while {phase}{told}."
 
     def _all_left(self) -> bool:
-        members = [self.coordinator.members[name] for name in self.handout.members]
+        members = [self.coordinator.members[name] for name in self.dispatcher.members]
         # Who died after all were told to leave has left, too, where a death is not the end.
         return self._leaving and all((m.left or self._goes_on) and not m.alive for m in members)
 
     # ------------------------------------------------------------------------------------------
 
     @property
-    def handout(self) -> Dispatcher:
-        assert self._handout is not None, "not before all are ready"
-        return self._handout
+    def dispatcher(self) -> Dispatcher:
+        assert self._dispatcher is not None, "not before all are ready"
+        return self._dispatcher
 
     def _tell(self, name: str, order: Mapping[str, Any]) -> None:
         self.coordinator.say(name, "order", **order)

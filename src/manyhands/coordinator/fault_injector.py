@@ -72,7 +72,7 @@ class FaultInjector:
         self,
         chaos: FaultSpec,
         coordinator: Coordinator,
-        crew: Membership,
+        membership: Membership,
         stream: Stream,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +81,7 @@ class FaultInjector:
         self.chaos = replace(chaos, seed=seed)
         self.injuries: list[InjectedFault] = []
         self._coordinator = coordinator
-        self._crew = crew
+        self._membership = membership
         self._stream = stream
         self._clock = clock
         self._drills = [
@@ -94,30 +94,30 @@ class FaultInjector:
         self._last_commit = 0.0
         self._last_cut = 0.0
 
-    def follow(self, crew: Membership) -> None:
+    def follow(self, membership: Membership) -> None:
         """All have begun again: it goes on with these."""
-        self._crew, self._samples = crew, 0
+        self._membership, self._samples = membership, 0
         for injury in self.injuries:
             injury.lasts = False
 
-    def tick(self, course: TrainingPlan, *, samples: int, ending: bool) -> None:
+    def tick(self, training_plan: TrainingPlan, *, samples: int, ending: bool) -> None:
         """`samples`: committed in this start, to see that anything was."""
         now = self._clock()
         if self._began is None:
             self._began = now
             self._notice(str(self.chaos))
-        self._follow(now, course.committed_step, samples)
+        self._follow(now, training_plan.committed_step, samples)
         self._carry_on(now, ending=ending)
         if ending:
             return
         for drill in self._drills:
             elapsed_s = now - self._began
-            if drill.over or not drill.timer.due(elapsed_s, course.committed_step):
+            if drill.over or not drill.timer.due(elapsed_s, training_plan.committed_step):
                 continue
             member = self._inject(drill)
             if member is not None:
                 drill.timer.done(elapsed_s)
-                self._note(drill.clause, member, now, course.step)
+                self._note(drill.clause, member, now, training_plan.step)
 
     def summary(self, *, finished: bool) -> dict[str, Any]:
         """How many faults were recovered from, and how long training stood still for them."""
@@ -162,11 +162,11 @@ class FaultInjector:
     def _calm(self) -> bool:
         """Nobody recovers from anything that the members could be lost by."""
         grave = [injury for injury in self.injuries if injury.fault != PAUSE]
-        return not self._crew.joining and all(injury.recovered for injury in grave)
+        return not self._membership.joining and all(injury.recovered for injury in grave)
 
     def _candidates(self, clause: FaultClause) -> list[str]:
-        members, is_worker = self._coordinator.members, self._crew.is_worker
-        alive = [name for name in self._crew.view.names if members[name].alive]
+        members, is_worker = self._coordinator.members, self._membership.is_worker
+        alive = [name for name in self._membership.view.names if members[name].alive]
         workers = [name for name in alive if is_worker(name)]
         servers = [name for name in alive if not is_worker(name)]
         return befallen(clause, workers, servers)
@@ -179,7 +179,7 @@ class FaultInjector:
 
     def _explain(self, drill: ActiveClause) -> None:
         """Once, and not while somebody is on the way who makes it possible again."""
-        if not self._crew.expects_somebody:
+        if not self._membership.expects_somebody:
             why = "a kill leaves two workers, and a server where there are any; see --max-restarts"
             more = f" ({why})" if drill.clause.fault == KILL else ""
             self._tell_once(drill, f"{drill.clause} waits: nobody is there for it{more}")
@@ -207,9 +207,9 @@ class FaultInjector:
             injury.recovered = committed_step > injury.given_step and self._is_over(injury)
 
     def _is_over(self, injury: InjectedFault) -> bool:
-        if injury.fault == KILL and injury.member in self._crew.view.names:
+        if injury.fault == KILL and injury.member in self._membership.view.names:
             return False  # its death is not even noticed
-        return not injury.lasts and not self._crew.joining
+        return not injury.lasts and not self._membership.joining
 
     def _carry_on(self, now: float, *, ending: bool) -> None:
         """What lasts: end it when its time is over, or the run's."""

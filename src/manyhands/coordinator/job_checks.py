@@ -150,20 +150,20 @@ def syllabus_of(facts: Facts, options: RunOptions, saved: Facts | None = None) -
     )
 
 
-def ready_event(member: str, facts: Facts, syllabus: PlanConfig) -> events.MemberReady:
+def ready_event(member: str, facts: Facts, plan_config: PlanConfig) -> events.MemberReady:
     return events.MemberReady(
         member=member,
         device=facts["device"],
         parameters=facts["parameters"],
         train_samples=facts["train_samples"],
         eval_samples=facts["eval_samples"],
-        batch_size=syllabus.batch_size,
-        epochs=syllabus.epochs,
-        steps=syllabus.num_steps,
+        batch_size=plan_config.batch_size,
+        epochs=plan_config.epochs,
+        steps=plan_config.num_steps,
         unit=facts["unit"][0],
         units_per_sample=facts["unit"][1],
         tables=facts["tables"],
-        monitor=str(syllabus.monitor) if syllabus.has_eval else "",
+        monitor=str(plan_config.monitor) if plan_config.has_eval else "",
     )
 
 
@@ -185,30 +185,32 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
     )
 
 
-def evaluated_event(parts: Sequence[EvaluationReport], course: TrainingPlan) -> events.Evaluated:
+def evaluated_event(
+    parts: Sequence[EvaluationReport], training_plan: TrainingPlan
+) -> events.Evaluated:
     """All workers have evaluated their parts: the course hears of it, too."""
     samples, metrics = combine(parts)
-    if (name := course.syllabus.monitor.name) not in metrics:
+    if (name := training_plan.plan_config.monitor.name) not in metrics:
         raise JobError(
             f"monitor is {name!r}, and the evaluation gave {', '.join(metrics) or 'none'}."
         )
-    step, epoch = course.step, course.epoch
+    step, epoch = training_plan.step, training_plan.epoch
     return events.Evaluated(
         step=step,
         epoch=epoch,
         samples=samples,
         metrics=metrics,
-        best=course.evaluated(metrics),
+        best=training_plan.evaluated(metrics),
         seconds=max(part.seconds for part in parts),
     )
 
 
-def rate_event(change: RateChange, course: TrainingPlan) -> events.RateChanged:
+def rate_event(change: RateChange, training_plan: TrainingPlan) -> events.RateChanged:
     return events.RateChanged(
         step=change.step,
         factor=change.factor,
         over=change.over,
-        batch_size=course.batch_size,
-        steps=course.num_steps,
+        batch_size=training_plan.batch_size,
+        steps=training_plan.num_steps,
         reason=change.reason,
     )

@@ -103,13 +103,13 @@ def lower_is_better(name: str) -> bool | None:
     return said.pop() if len(said) == 1 and telling[-1] in LOWER | HIGHER else None
 
 
-def saved_monitor(course: Mapping[str, Any] | None, name: str) -> Monitor | None:
+def saved_monitor(training_plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
     """By which direction of this metric a saved course has chosen its best model."""
-    course = course or {}
-    if "monitor" in course:
-        mode, before = _split(course["monitor"])
+    training_plan = training_plan or {}
+    if "monitor" in training_plan:
+        mode, before = _split(training_plan["monitor"])
         return Monitor(before, mode == MIN) if before == name else None
-    best = course.get("best", {}).get("metrics") or {}
+    best = training_plan.get("best", {}).get("metrics") or {}
     return Monitor(name, formerly_lower(name)) if name in best else None
 
 

@@ -143,26 +143,28 @@ class Best:
 
 
 class TrainingPlan:
-    def __init__(self, syllabus: PlanConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, plan_config: PlanConfig, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
-        self.syllabus = syllabus
+        self.plan_config = plan_config
         self.epoch: int = state.get("epoch", 0)
         self.step: int = state.get("step", 0)
         self.best = Best(**state.get("best", {}))
-        before = saved_monitor(state, syllabus.monitor.name)
-        if before is not None and before != syllabus.monitor:
+        before = saved_monitor(state, plan_config.monitor.name)
+        if before is not None and before != plan_config.monitor:
             self.best = Best()  # what was best is now the worst
         if self.best.metrics is not None:
             self.best.metrics = _numbers(self.best.metrics)
         self._better_before: list[Best] = []
         """Those that were the best before, oldest first."""
         self.last_metrics = _numbers(state.get("last_metrics", {}))
-        _check_samples(syllabus, state)
+        _check_samples(plan_config, state)
         self._leases = Leases(
-            syllabus.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
+            plan_config.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
         )
         rates = state.get("rates", {})
-        self._rates = LearningRate(syllabus.batch_size, syllabus.scaling, syllabus.plateau, rates)
+        self._rates = LearningRate(
+            plan_config.batch_size, plan_config.scaling, plan_config.plateau, rates
+        )
         self._ticks = self._ticks_due + rates.get("ticks_ahead", 0)
         """Steps of the job's schedule that were given out, where it does not go by steps."""
         self._open: dict[int, StepPlan] = {}
@@ -171,8 +173,8 @@ class TrainingPlan:
         self._saved = self.step if state else -1
         self._owed = False
         self._stop: str | None = None
-        self._saves_last = syllabus.checkpoints
-        if self.epoch >= syllabus.epochs:
+        self._saves_last = plan_config.checkpoints
+        if self.epoch >= plan_config.epochs:
             self._stop = "finished"
 
     def next(self, max_steps: int) -> Order | None:
@@ -190,7 +192,7 @@ class TrainingPlan:
         if not self._leases.exhausted:
             if self._checkpoint_due:
                 return self._checkpoint()
-            if every := self.syllabus.checkpoint_every:
+            if every := self.plan_config.checkpoint_every:
                 max_steps = min(max_steps, every - self.step % every)
             return self._steps(max_steps)
         if self._open and self._rates.counts_losses:
@@ -199,7 +201,7 @@ class TrainingPlan:
             self._awaiting = True
             return Evaluate(self.step, self.epoch)
         self._next_epoch()
-        if self.syllabus.checkpoints:
+        if self.plan_config.checkpoints:
             return self._checkpoint()
         return self.next(max_steps)
 
@@ -238,11 +240,11 @@ class TrainingPlan:
                 self._leases.give_back(plan.ranges)
         else:
             # The course is ahead of the epoch's last steps; of the next epochs nothing is committed.
-            used = Ranges([(0, self.syllabus.num_samples)])
+            used = Ranges([(0, self.plan_config.num_samples)])
             for piece in (piece for p in plans if p.epoch == first.epoch for piece in p.ranges):
                 used.remove(piece)
             self.epoch = first.epoch
-            self._leases = Leases(self.syllabus.num_samples, used.to_list())
+            self._leases = Leases(self.plan_config.num_samples, used.to_list())
             if self._stop == "finished":
                 self._stop = None
         self._open.clear()
@@ -262,10 +264,13 @@ class TrainingPlan:
         self._awaiting, self._evaluated = False, True
         self.last_metrics = dict(metrics)
         self._rates.evaluated(metrics, step=self.step)
-        value = metrics[self.syllabus.monitor.name]
+        value = metrics[self.plan_config.monitor.name]
         if not self._better(value):
             self.best.waited += 1
-            if self.syllabus.patience is not None and self.best.waited >= self.syllabus.patience:
+            if (
+                self.plan_config.patience is not None
+                and self.best.waited >= self.plan_config.patience
+            ):
                 self._next_epoch()
                 self._stop = self._stop or "early-stopped"
             return False
@@ -300,11 +305,11 @@ class TrainingPlan:
     @property
     def num_steps(self) -> int:
         """Steps of the whole training, if the batch stays as it is."""
-        epochs, batch = self.syllabus.epochs - self.epoch, self.batch_size
+        epochs, batch = self.plan_config.epochs - self.epoch, self.batch_size
         if epochs <= 0:
             return self.step
         left = math.ceil(len(self._leases.free) / batch)
-        return self.step + left + (epochs - 1) * math.ceil(self.syllabus.num_samples / batch)
+        return self.step + left + (epochs - 1) * math.ceil(self.plan_config.num_samples / batch)
 
     def take_changes(self) -> list[RateChange]:
         """Of the learning rate and the batch; each told once."""
@@ -314,7 +319,7 @@ class TrainingPlan:
     def samples_used(self) -> int:
         """Committed samples of all epochs."""
         before = sum(plan.samples for plan in self._open.values() if plan.epoch < self.epoch)
-        return self.epoch * self.syllabus.num_samples - before + len(self._leases.committed)
+        return self.epoch * self.plan_config.num_samples - before + len(self._leases.committed)
 
     @property
     def committed_step(self) -> int:
@@ -328,19 +333,19 @@ class TrainingPlan:
 
     def state(self) -> dict[str, Any]:
         """The course as it will be when all that was given out is committed."""
-        done = Leases(self.syllabus.num_samples, self._leases.committed.to_list())
+        done = Leases(self.plan_config.num_samples, self._leases.committed.to_list())
         for piece in self._leases.leased.to_list():
             done.committed.add(piece)
         rates = self._rates.state()
-        if self.syllabus.by_samples:
+        if self.plan_config.by_samples:
             rates["ticks_ahead"] = self._ticks - self._ticks_due
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "num_samples": self.syllabus.num_samples,
+            "num_samples": self.plan_config.num_samples,
             "committed": [list(piece) for piece in done.committed.to_list()],
             "evaluated": self._evaluated,
-            "monitor": str(self.syllabus.monitor),
+            "monitor": str(self.plan_config.monitor),
             "best": dataclasses.asdict(self.best),
             "last_metrics": self.last_metrics,
             **({"rates": rates} if rates else {}),
@@ -354,7 +359,7 @@ class TrainingPlan:
 
     @property
     def _checkpoint_due(self) -> bool:
-        every = self.syllabus.checkpoint_every
+        every = self.plan_config.checkpoint_every
         return bool(every and self.step and self.step % every == 0 and self._saved != self.step)
 
     @property
@@ -377,7 +382,7 @@ class TrainingPlan:
 
     def _tick(self) -> int:
         """How often the schedule is stepped after the step that was just given out."""
-        if not self.syllabus.by_samples:
+        if not self.plan_config.by_samples:
             return 1
         ticks = max(0, self._ticks_due - self._ticks)
         self._ticks += ticks
@@ -386,21 +391,23 @@ class TrainingPlan:
     @property
     def _ticks_due(self) -> int:
         """Steps of the schedule for what was given out: whole batches of the job's own size."""
-        syllabus, left = self.syllabus, len(self._leases.free)
-        whole = (syllabus.num_samples - left) // syllabus.batch_size
-        return self.epoch * syllabus.steps_per_epoch + (whole if left else syllabus.steps_per_epoch)
+        plan_config, left = self.plan_config, len(self._leases.free)
+        whole = (plan_config.num_samples - left) // plan_config.batch_size
+        return self.epoch * plan_config.steps_per_epoch + (
+            whole if left else plan_config.steps_per_epoch
+        )
 
     def _evaluation_due(self) -> bool:
-        if not self.syllabus.has_eval:
+        if not self.plan_config.has_eval:
             return False
         number = self.epoch + 1
-        return number % self.syllabus.eval_every == 0 or number == self.syllabus.epochs
+        return number % self.plan_config.eval_every == 0 or number == self.plan_config.epochs
 
     def _next_epoch(self) -> None:
         self.epoch += 1
         self._evaluated = False
-        self._leases = Leases(self.syllabus.num_samples)
-        if self.epoch >= self.syllabus.epochs:
+        self._leases = Leases(self.plan_config.num_samples)
+        if self.epoch >= self.plan_config.epochs:
             self._stop = self._stop or "finished"
 
     def _due_at_the_end(self) -> bool:
@@ -415,12 +422,12 @@ class TrainingPlan:
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):
             return False  # infinity too: a model that says so has diverged, and JSON has no name for it
-        best = (self.best.metrics or {}).get(self.syllabus.monitor.name)
+        best = (self.best.metrics or {}).get(self.plan_config.monitor.name)
         if best is None or math.isnan(best):
             return True  # the first one, or the first by this monitor
         if math.isclose(value, best, rel_tol=1e-6):
             return False  # equal, but for the order of sums
-        return self.syllabus.monitor.better(value, best)
+        return self.plan_config.monitor.better(value, best)
 
 
 def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -428,11 +435,11 @@ def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
-def _check_samples(syllabus: PlanConfig, state: Mapping[str, Any]) -> None:
+def _check_samples(plan_config: PlanConfig, state: Mapping[str, Any]) -> None:
     """In the middle of an epoch, positions only mean something in the data that they were cut from."""
-    before = state.get("num_samples", syllabus.num_samples)
-    if state.get("committed") and before != syllabus.num_samples:
+    before = state.get("num_samples", plan_config.num_samples)
+    if state.get("committed") and before != plan_config.num_samples:
         raise CheckpointError(
             f"The checkpoint lies in the middle of an epoch of {before:,} samples, and data() has "
-            f"{syllabus.num_samples:,} now. Go on with the data as it was, or start a new run."
+            f"{plan_config.num_samples:,} now. Go on with the data as it was, or start a new run."
         )

@@ -113,9 +113,9 @@ def resolve(
     return replace(plateau, watch=str(read_monitor(text, option=option, saved=saved)))
 
 
-def saved_watch(course: Mapping[str, Any] | None) -> Monitor | None:
+def saved_watch(training_plan: Mapping[str, Any] | None) -> Monitor | None:
     """What the plateau rule of a saved course has watched."""
-    state = (course or {}).get("rates", {}).get("plateau", {})
+    state = (training_plan or {}).get("rates", {}).get("plateau", {})
     if not state.get("watch"):
         return None
     return Monitor(state["watch"], state.get("lower", formerly_lower(state["watch"])))

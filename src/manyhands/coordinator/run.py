@@ -111,17 +111,17 @@ def train(
         run.unlock()
 
 
-def _begin_again(conductor: Driver) -> Manifest | None:
+def _begin_again(driver: Driver) -> Manifest | None:
     """Nobody is left who has the weights: end the others, too. The checkpoint to begin again from."""
-    run, crew, options = conductor.run, conductor.crew, conductor.options
-    conductor.coordinator.end_members()
+    run, membership, options = driver.run, driver.membership, driver.options
+    driver.coordinator.end_members()
     checkpoint, complaints = checkpoints.last_sound(run.path)
     source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
     passed_over = "".join(f" {complaint} It is passed over." for complaint in complaints)
     message = f"the weights are lost, and all begin again, from {source}.{passed_over}"
-    conductor.stream.emit(Noticed(message=message))
-    if crew.wanted != options.workers:
-        run.request(crew.wanted)  # as was asked for before
+    driver.stream.emit(Noticed(message=message))
+    if membership.wanted != options.workers:
+        run.request(membership.wanted)  # as was asked for before
     return checkpoint
 
 
@@ -141,33 +141,33 @@ def _conduct(lives: list[Driver], again: Callable[[Driver], Driver]) -> int:
         raise  # there is nowhere to write how it ended
     except ManyhandsError as caught:
         error, outcome, code = caught, "failed", caught.exit_code
-    conductor = lives[-1]
-    conductor.coordinator.stop()
-    if isinstance(error, UsageError) and not any(life.tally.samples for life in lives):
+    driver = lives[-1]
+    driver.coordinator.stop()
+    if isinstance(error, UsageError) and not any(life.run_stats.samples for life in lives):
         raise error
-    run, injector = conductor.run, conductor.injector
-    if conductor.course is not None:
-        conductor.course.keep_best(checkpoints.steps(run.path))
+    run, injector = driver.run, driver.injector
+    if driver.training_plan is not None:
+        driver.training_plan.keep_best(checkpoints.steps(run.path))
     done = outcome in ("finished", "early-stopped")
-    summary = conductor.tally.summary(
-        conductor.options,
-        conductor.course,
+    summary = driver.run_stats.summary(
+        driver.options,
+        driver.training_plan,
         outcome=outcome,
-        checkpoint=conductor.shelf.newest,
+        checkpoint=driver.checkpoint_tracker.newest,
         error=str(error) if error else None,
-        num_lost=conductor.crew.num_lost,
-        num_replaced=conductor.crew.num_replaced,
-        num_again=conductor.crew.num_again,
+        num_lost=driver.membership.num_lost,
+        num_replaced=driver.membership.num_replaced,
+        num_again=driver.membership.num_again,
         num_injected=len(injector.injuries) if injector else 0,
         chaos=injector.summary(finished=done) if injector else None,
     )
     try:
-        if done or run.summary is None or any(life.tally.samples for life in lives):
+        if done or run.summary is None or any(life.run_stats.samples for life in lives):
             run.write_summary(summary)  # else the one of the training before still says all
     except OSError as caught:
         raise RecordError(f"{run.path} can't be written: {caught}") from caught
     advice, command = ("", None) if done else _what_next(lives, outcome)
-    conductor.stream.emit(
+    driver.stream.emit(
         RunFinished(outcome=outcome, summary=summary, resume_command=command, advice=advice)
     )
     return code
@@ -175,22 +175,22 @@ def _conduct(lives: list[Driver], again: Callable[[Driver], Driver]) -> int:
 
 def _what_next(lives: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
     """What to do after a run that did not come to its end, and what to type to go on."""
-    conductor = lives[-1]
-    command = f"manyhands resume {shlex.quote(str(conductor.run.path))}"
-    if place := conductor.coordinator.launcher.again:
+    driver = lives[-1]
+    command = f"manyhands resume {shlex.quote(str(driver.run.path))}"
+    if place := driver.coordinator.launcher.again:
         command += f" {place}"  # without it, all members would be on this machine
-    saved, job = conductor.shelf.newest, conductor.options.job
+    saved, job = driver.checkpoint_tracker.newest, driver.options.job
     if outcome == "diverged":
         if not saved:
             return (
                 "Nothing good was saved. Train again with a lower learning rate, warm-up or clip_norm.",
                 None,
             )
-        lr = conductor.crew.facts["fields"].get("lr")
+        lr = driver.membership.facts["fields"].get("lr")
         if isinstance(lr, float):
             return "A lower learning rate may help.", f"{command} --set lr={lr / 10:g}"
         return "It would diverge again. Lower the learning rate of the job first.", command
-    if conductor.would_repeat and not any(life.tally.samples for life in lives):
+    if driver.would_repeat and not any(life.run_stats.samples for life in lives):
         if not saved:
             return (
                 f"Nothing was trained, and it would fail again. Correct {job}, then train again.",
@@ -231,8 +231,8 @@ def rehearse(
     ) as coordinator:
         on_signals(coordinator)
         on_process_failure(coordinator.broke)
-        conductor = Driver(
+        driver = Driver(
             coordinator, replace(options, rehearse=True), run, Stream(sinks), entries=PROGRAMS
         )
-        conductor.conduct()
-    return conductor
+        driver.conduct()
+    return driver

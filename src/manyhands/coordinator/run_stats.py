@@ -59,7 +59,7 @@ class RunStats:
     def summary(
         self,
         options: RunOptions,
-        course: TrainingPlan | None,
+        training_plan: TrainingPlan | None,
         *,
         outcome: str,
         checkpoint: str | None,
@@ -72,28 +72,28 @@ class RunStats:
     ) -> dict[str, Any]:
         """As in summary.json. Steps, samples and epochs are the whole run's, times this start's."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
-        final = course.last_metrics if course else {}
+        final = training_plan.last_metrics if training_plan else {}
         none = None if checkpoint else 0  # one that did not come to go on has what is saved
         if not final and self.last_loss is not None:
             final = {"loss": self.last_loss}
-        best = course.best if course else None
+        best = training_plan.best if training_plan else None
         per_s = round(self.samples / training_s, 1) if training_s > 0 else None
         unit, each = self.unit
         return {
             "outcome": outcome,
             "strategy": options.strategy,
             "workers": options.workers,
-            "steps": course.committed_step if course else none,
-            "samples": course.samples_used if course else none,
-            "epochs": round(course.samples_used / course.syllabus.num_samples, 3)
-            if course
+            "steps": training_plan.committed_step if training_plan else none,
+            "samples": training_plan.samples_used if training_plan else none,
+            "epochs": round(training_plan.samples_used / training_plan.plan_config.num_samples, 3)
+            if training_plan
             else none,
             "wall_s": round(time.monotonic() - self._started, 3),
             "samples_per_s": per_s,
             **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),
             "final_metrics": final,
-            "monitor": str(course.syllabus.monitor)
-            if course and course.syllabus.has_eval
+            "monitor": str(training_plan.plan_config.monitor)
+            if training_plan and training_plan.plan_config.has_eval
             else None,
             "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
             "bytes_sent": self.bytes_sent,

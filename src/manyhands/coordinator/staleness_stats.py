@@ -72,10 +72,10 @@ class StalenessStats:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> StalenessStats:
-        tally = cls()
-        tally.count, tally.total, tally.max = told["count"], told["total"], told["max"]
-        tally._bins = [told["histogram"][_label(i)] for i in range(len(told["histogram"]))]
-        return tally
+        run_stats = cls()
+        run_stats.count, run_stats.total, run_stats.max = told["count"], told["total"], told["max"]
+        run_stats._bins = [told["histogram"][_label(i)] for i in range(len(told["histogram"]))]
+        return run_stats
 
     def _grow(self, num_bins: int) -> None:
         self._bins += [0] * (num_bins - len(self._bins))

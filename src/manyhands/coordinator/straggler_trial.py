@@ -106,12 +106,14 @@ class TrialMembers(Protocol):
 
 
 class StragglerTrial:
-    def __init__(self, crew: TrialMembers, meter: Meter, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, membership: TrialMembers, meter: Meter, notice: Callable[[str], None]
+    ) -> None:
         self.phase = TrialPhase.TOGETHER
-        self._crew = crew
+        self._membership = membership
         self._meter = meter
         self._notice = notice
-        self._occasion = crew.occasion
+        self._occasion = membership.occasion
         self._seated: Sequence[str] = ()
         self._parts: Mapping[str, float] = {}
         self._warm = False
@@ -122,25 +124,25 @@ class StragglerTrial:
         self._trials = 0
         self._doubts = 0
 
-    def tick(self, pace: Throughput) -> None:
+    def tick(self, throughput: Throughput) -> None:
         """Whatever happened; but not while a view is being joined."""
-        crew = self._crew
-        if crew.occasion != self._occasion:
-            self._occasion = crew.occasion
+        membership = self._membership
+        if membership.occasion != self._occasion:
+            self._occasion = membership.occasion
             self._to(TrialPhase.TOGETHER)
-            crew.recall()
-        if (crew.seated, pace.parts) != (self._seated, self._parts):
-            self._seated, self._parts = crew.seated, pace.parts
+            membership.recall()
+        if (membership.seated, throughput.parts) != (self._seated, self._parts):
+            self._seated, self._parts = membership.seated, throughput.parts
             self._begin()
-        if self.phase == TrialPhase.LEAVING and not set(self._slow) & set(crew.seated):
+        if self.phase == TrialPhase.LEAVING and not set(self._slow) & set(membership.seated):
             self._to(TrialPhase.WITHOUT)
         watched = self.phase in (TrialPhase.TOGETHER, TrialPhase.WITHOUT, TrialPhase.APART)
-        if not watched or crew.changes_soon:
+        if not watched or membership.changes_soon:
             return
         if self.phase == TrialPhase.WITHOUT and self._plainly_slower:
             self._judge(self._meter.take())
             return
-        speeds = pace.speeds_of(crew.seated)
+        speeds = throughput.speeds_of(membership.seated)
         if not self._warm or speeds is None:
             if self._meter.seconds >= WARM_S:
                 self._warm = speeds is not None
@@ -157,14 +159,14 @@ class StragglerTrial:
     def _try(self, speeds: Mapping[str, float]) -> None:
         self._together = self._meter.take()
         self._slow = self._slow_ones(speeds)
-        may_spare = self._crew.may_spare(len(self._slow)) and self._trials < MOST_TRIALS
+        may_spare = self._membership.may_spare(len(self._slow)) and self._trials < MOST_TRIALS
         if not self._slow or not may_spare:
             self._to(TrialPhase.SETTLED)
             return
         self._trials += 1
-        kinds = sorted({self._crew.device(name) for name in self._slow})
+        kinds = sorted({self._membership.device(name) for name in self._slow})
         self._names = f"{', '.join(self._slow)} ({', '.join(kinds)})"
-        self._crew.spare(self._slow)
+        self._membership.spare(self._slow)
         self._to(TrialPhase.LEAVING)
 
     def _judge(self, without: float) -> None:
@@ -176,7 +178,7 @@ class StragglerTrial:
             self._to(TrialPhase.APART)
         else:
             self._notice(f"{told}: taken back")
-            self._crew.recall()
+            self._membership.recall()
             self._to(TrialPhase.SETTLED)
 
     @property
@@ -190,13 +192,13 @@ class StragglerTrial:
         self._doubts = self._doubts + 1 if without < self._together else 0
         if self._doubts == 2:
             self._notice(f"{without:,.0f} samples/s without {self._names} by now: taken back")
-            self._crew.recall()
+            self._membership.recall()
             self._to(TrialPhase.SETTLED)
 
     def _slow_ones(self, speeds: Mapping[str, float]) -> list[str]:
         """Those that may be a brake, never all."""
         fastest = max(speeds.values())
-        kinds = {name: self._crew.device(name) for name in speeds}
+        kinds = {name: self._membership.device(name) for name in speeds}
         mixed = len({kind == "cpu" for kind in kinds.values()}) == 2
         return [
             name

@@ -194,10 +194,14 @@ class RemoteTables(LocalTables):
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
         assert self.servers is not None
-        parcels = self.servers.table_states(since)
+        tensor_messages = self.servers.table_states(since)
         return {
             name: _one_of(
-                [m.state for (role, _), m in parcels.complete.items() if role == ROLE + name]
+                [
+                    m.state
+                    for (role, _), m in tensor_messages.complete.items()
+                    if role == ROLE + name
+                ]
             )
             for name in self.specs
         }

@@ -74,7 +74,7 @@ class BlockStore:
 
     def __init__(
         self,
-        trainee: TrainState,
+        train_state: TrainState,
         flat: FlatTensors,
         materials: Mapping[int, BlockState],
         *,
@@ -87,19 +87,19 @@ class BlockStore:
         self.runs = runs_of(layout, materials)
         self._ticks = ticks
         self._run_of = {block.number: i for i, run in enumerate(self.runs) for block in run.blocks}
-        for number, material in materials.items():
+        for number, block_state in materials.items():
             mine = flat.block(number)
-            if mine.data_ptr() != material.params.data_ptr():
-                mine.copy_(material.params.reshape(-1))
+            if mine.data_ptr() != block_state.params.data_ptr():
+                mine.copy_(block_state.params.reshape(-1))
         held = {
             i: (layout.buffers[run.buffer].group, self._shaped(run))
             for i, run in enumerate(self.runs)
         }
-        self._optimizer = BlockOptimizer(trainee.optimizer, held)
+        self._optimizer = BlockOptimizer(train_state.optimizer, held)
         for i, run in enumerate(self.runs):
             if state := _join([materials[b.number].state for b in run.blocks], run):
                 self._optimizer.load_state(i, state)
-        self._scheduler = trainee.schedule_for(self._optimizer.optimizer)
+        self._scheduler = train_state.schedule_for(self._optimizer.optimizer)
         # A holding of no blocks has nothing to step, and torch would wonder about its schedule.
         self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
 

@@ -34,20 +34,20 @@ class SendGate:
         self._left: dict[PriorityChannel, int] = {}
         self._changed = threading.Condition()
 
-    def join(self, lanes: PriorityChannel) -> None:
+    def join(self, channel: PriorityChannel) -> None:
         with self._changed:
-            self._left[lanes] = 0
+            self._left[channel] = 0
 
-    def leave(self, lanes: PriorityChannel) -> None:
+    def leave(self, channel: PriorityChannel) -> None:
         """What is left in these does not go out any more."""
         with self._changed:
-            self._left.pop(lanes, None)
+            self._left.pop(channel, None)
             self._changed.notify_all()
 
-    def add(self, lanes: PriorityChannel, number: int) -> None:
+    def add(self, channel: PriorityChannel, number: int) -> None:
         with self._changed:
-            if lanes in self._left:
-                self._left[lanes] += number
+            if channel in self._left:
+                self._left[channel] += number
                 self._changed.notify_all()
 
     def wait(self) -> None:
@@ -57,9 +57,9 @@ class SendGate:
 
 
 class BackgroundChannel:
-    def __init__(self, link: Link, uplink: SendGate, *, name: str) -> None:
+    def __init__(self, link: Link, send_gate: SendGate, *, name: str) -> None:
         link.queue_little()
-        self._link, self._uplink = link, uplink
+        self._link, self._send_gate = link, send_gate
         self._queue: queue.Queue[Any] = queue.Queue()
         self._error: BaseException | None = None
         start_thread(self._send, name=name, on_error=fail_process)
@@ -82,7 +82,7 @@ class BackgroundChannel:
         lost = False
         while (item := self._queue.get()) is not None:
             if not lost:
-                self._uplink.wait()
+                self._send_gate.wait()
                 try:
                     self._link.send(*item)
                 except LinkError:  # it is dead, or the view is over
@@ -97,11 +97,13 @@ class BackgroundChannel:
 
 
 class PriorityChannel:
-    def __init__(self, links: Sequence[Link], *, name: str, uplink: SendGate | None = None) -> None:
+    def __init__(
+        self, links: Sequence[Link], *, name: str, send_gate: SendGate | None = None
+    ) -> None:
         """`uplink`: where others look whether these are busy."""
         self._links = list(links)
-        self._uplink = uplink or SendGate()
-        self._uplink.join(self)
+        self._send_gate = send_gate or SendGate()
+        self._send_gate.join(self)
         for link in links:
             link.queue_little()
         self._error: BaseException | None = None
@@ -115,7 +117,7 @@ class PriorityChannel:
         lost."""
         if self._error is not None:
             raise self._error
-        self._uplink.add(self, 1)
+        self._send_gate.add(self, 1)
         self._queue.put((priority, next(self._order), (head, payload)))
 
     @property
@@ -123,7 +125,7 @@ class PriorityChannel:
         return sum(link.bytes_sent for link in self._links)
 
     def close(self) -> None:
-        self._uplink.leave(self)
+        self._send_gate.leave(self)
         for link in self._links:
             self._queue.put((_LAST, next(self._order), None))
             link.close()
@@ -142,4 +144,4 @@ class PriorityChannel:
             except LinkError:
                 self.close()  # whoever reads from them knows what to do
                 return
-            self._uplink.add(self, -1)
+            self._send_gate.add(self, -1)

@@ -66,7 +66,7 @@ class Client(ServerRequests):
         seen: int = 0,
         baskets: Sequence[str] = (),
         replica: Callable[[str], int] | None = None,
-        uplink: SendGate | None = None,
+        send_gate: SendGate | None = None,
         activity: Activity | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when there is nothing to wait for any more.
@@ -92,7 +92,7 @@ class Client(ServerRequests):
         self._check = check
         self._resolved, self._tell_refused = resolved, refused
         self._baskets = list(baskets)
-        self._replica, self._uplink = replica, uplink
+        self._replica, self._send_gate = replica, send_gate
         self._activity = activity or Activity()
         self._timeout_s = timeout_s
         self._closed = False
@@ -166,15 +166,21 @@ class Client(ServerRequests):
         host = self._hosts[server]
         with self._news:
             host.ahead.append((i, seq, slot))  # sent again if connections break before the push
-            lanes = host.lanes
-        if lanes is not None:
-            self._send_run(host, lanes, i, seq, slot, priority)
+            channel = host.channel
+        if channel is not None:
+            self._send_run(host, channel, i, seq, slot, priority)
 
     def _send_run(
-        self, host: ServerConnection, lanes: PriorityChannel, i: int, seq: int, slot: int, rank: int
+        self,
+        host: ServerConnection,
+        channel: PriorityChannel,
+        i: int,
+        seq: int,
+        slot: int,
+        rank: int,
     ) -> None:
         head = {"k": "run", "seq": seq, "slot": slot, "i": i}
-        lanes.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
+        channel.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
     def push(
         self,
@@ -270,8 +276,8 @@ class Client(ServerRequests):
             host.link.close()
             for link in host.lane_links:
                 link.close()
-            if host.lanes is not None:
-                host.lanes.close()
+            if host.channel is not None:
+                host.channel.close()
 
     # Waiting ------------------------------------------------------------------------------------
 
@@ -386,12 +392,12 @@ class Client(ServerRequests):
             host.returning = True
             host.began = False
             host.sent_before = host.bytes_sent
-            links, lanes = [host.link, *host.lane_links], host.lanes
-            host.lane_links, host.lanes = [], None
+            links, channel = [host.link, *host.lane_links], host.channel
+            host.lane_links, host.channel = [], None
         for each in links:
             each.close()
-        if lanes is not None:
-            lanes.close()
+        if channel is not None:
+            channel.close()
         try:
             new = self._enter(host.name)
         except ManyhandsError as error:  # nobody answers, or a view comes
@@ -410,7 +416,7 @@ class Client(ServerRequests):
         """The server has let this worker in, for the first time or again."""
         layout = self._params.layout
         placement = Placement.from_dict(head["placement"], layout=layout)
-        lanes: list[Link] = []
+        channel: list[Link] = []
         runs, keepers = travelling(placement, host.name)
         with self._news:
             self.placement = placement
@@ -426,11 +432,13 @@ class Client(ServerRequests):
             for _ in range(LANES):
                 link = self._dial(host.name)
                 link.send({"k": "lane", "worker": self._worker, "view": self._view})
-                lanes.append(link)
+                channel.append(link)
         with self._news:
-            host.lane_links = lanes
+            host.lane_links = channel
             name = f"to-{host.name}"
-            host.lanes = PriorityChannel(lanes, name=name, uplink=self._uplink) if lanes else None
+            host.channel = (
+                PriorityChannel(channel, name=name, send_gate=self._send_gate) if channel else None
+            )
             host.version = max(host.version, int(head["v"]))
             host.done = max(host.done, int(head["done"]))
             self._late |= {int(seq) for seq in head["late"]} & self._under_way.keys()
@@ -445,13 +453,13 @@ class Client(ServerRequests):
             self._news.notify_all()
         for seq, fate in known:
             self._resolved(seq, fate)
-        for link in lanes:
+        for link in channel:
             start_thread(self._read, host, link, name=f"runs-{host.name}", on_error=self._fail)
         for push in again:
             ahead += [(i, push.seq, push.slot) for i in range(len(runs))]
-        if host.lanes is not None:
+        if host.channel is not None:
             for i, seq, slot in ahead:
-                self._send_run(host, host.lanes, i, seq, slot, i)
+                self._send_run(host, host.channel, i, seq, slot, i)
         for push in again:
             self._send_push(host.name, push)
         for word, payload in unanswered:

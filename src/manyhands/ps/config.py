@@ -75,5 +75,5 @@ class ParameterServer(Strategy):
         return PsLearner(self)
 
     @abstractmethod
-    def terms(self, clip_norm: float | None) -> PsMode:
+    def mode(self, clip_norm: float | None) -> PsMode:
         """How servers and clients agree; after torch is loaded."""

@@ -62,83 +62,83 @@ class PsLearner(Learner):
         self._seen = 0
         """The newest version of the parameters that this worker has computed with."""
 
-    def prepare(self, trainee: TrainState, me: Me) -> None:
-        super().prepare(trainee, me)
+    def prepare(self, train_state: TrainState, me: Me) -> None:
+        super().prepare(train_state, me)
         # The scheduler here only tells the rate: the servers' optimizers do the steps.
-        trainee.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._station = PsNode(self._config, trainee, me)
-        self._rounds = self._station.terms.rounds
-        self._landing = GradientBuffer(trainee.model, self._station.parameters)
-        self._overlap = Overlap(trainee.model, self._station.parameters, self._landing)
+        train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._node = PsNode(self._config, train_state, me)
+        self._rounds = self._node.mode.rounds
+        self._gradient_buffer = GradientBuffer(train_state.model, self._node.parameters)
+        self._overlap = Overlap(train_state.model, self._node.parameters, self._gradient_buffer)
 
     # The view -----------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        if (rounds := self._station.rounds) is not None:
+        if (rounds := self._node.rounds) is not None:
             rounds[1].ring([self.me.name])
         if self._client is not None:
             self._client.wake_up()
 
     def on_view(self, view: View) -> None:
-        station, me = self._station, self.me
+        node, me = self._node, self.me
         if self._client is not None:
             self._seen = max(self._seen, self._client.version)
         self._drop_client()
-        station.leave(view)
+        node.leave(view)
         self._reports.clear()
-        station.check()
+        node.check()
         if not self._slots:
-            station.find_memory(view)
+            node.find_memory(view)
             self._lay_out()
         self._find_baskets()
-        station.enter(view, local={me.name: self._slots})
-        assert station.params is not None
+        node.enter(view, local={me.name: self._slots})
+        assert node.params is not None
         self._sent, self._exchanges = 0, 0
         self._client = Client(
             me.name,
             view=view.number,
-            servers=station.servers_in(view),
-            dial=station.dial,
-            params=station.params,
+            servers=node.servers_in(view),
+            dial=node.dial,
+            params=node.params,
             slots=self._slots,
-            check=station.check,
+            check=node.check,
             timeout_s=me.timeouts.collective_s,
             resolved=self._resolve,
-            refused=station.refused,
+            refused=node.refused,
             seen=self._seen,
             baskets=[basket.address for basket in self._baskets],
-            replica=station.replica_version if station.server is not None else None,
-            uplink=station.uplink,
-            activity=self.trainee.activity,
+            replica=node.replica_version if node.server is not None else None,
+            send_gate=node.send_gate,
+            activity=self.train_state.activity,
         )
-        if station.server is not None:
-            station.server.followed = self._client.wake_up
-        station.wait_until_begun()
-        if isinstance(self.trainee.tables, RemoteTables):
-            near = station.server.near if station.server is not None else None
-            self.trainee.tables.connect(self._client, near)
+        if node.server is not None:
+            node.server.followed = self._client.wake_up
+        node.wait_until_begun()
+        if isinstance(self.train_state.tables, RemoteTables):
+            near = node.server.near if node.server is not None else None
+            self.train_state.tables.connect(self._client, near)
         self._take_turns()
         if self._in_step is not None and self._in_step not in self._client.last_parts:
-            for buffer, before in zip(trainee_buffers(self.trainee), self._before, strict=True):
+            for buffer, before in zip(model_buffers(self.train_state), self._before, strict=True):
                 buffer.copy_(before)  # the step will be done again, and must find them as it did
             self._in_flight = None
         self._in_step = None
         self._client.wait_for_runs()
-        station.ticker.advance(self._client.ticks)
+        node.schedule_clock.advance(self._client.ticks)
         self._refresh()
         self._overlap.follow(self._client, enabled=self._rounds and self._computed is None)
 
     def _take_turns(self) -> None:
         """Where rounds are agreed on in shared memory: this worker's half of it."""
-        station, self._turns = self._station, None
-        if station.rounds is not None:
-            table, bell = station.rounds
+        node, self._turns = self._node, None
+        if node.rounds is not None:
+            table, bell = node.rounds
             self._turns = RoundWorker(
                 self.me.name,
                 table,
                 bell,
-                carry=station.server.carry if station.server is not None else None,
-                check=station.check,
+                carry=node.server.carry if node.server is not None else None,
+                check=node.check,
                 timeout_s=self.me.timeouts.collective_s,
             )
 
@@ -149,7 +149,7 @@ class PsLearner(Learner):
         return report
 
     def settled(self) -> dict[str, Any] | None:
-        return self._station.settled()
+        return self._node.settled()
 
     def placement(self) -> str:
         if self._client is None or self._client.placement is None:
@@ -157,13 +157,13 @@ class PsLearner(Learner):
         return f"{self._client.placement.describe()}; {self._config.placement}"
 
     def transport(self) -> str:
-        if self._station.shared:
+        if self._node.shared:
             return "shared memory"
         return "tcp, authenticated only" if self.me.trust_network else "tcp with TLS"
 
     def close(self) -> None:
         self._drop_client()
-        self._station.leave()
+        self._node.leave()
 
     def _drop_client(self) -> None:
         if self._client is not None:
@@ -173,42 +173,42 @@ class PsLearner(Learner):
 
     def _lay_out(self) -> None:
         """Let the model compute with the flat memory itself, or with flat copies of it."""
-        station, trainee = self._station, self.trainee
-        assert station.params is not None
-        layout, count = station.layout, station.terms.slots
-        on_host = trainee.device == "cpu"
-        if station.shared:
+        node, train_state = self._node, self.train_state
+        assert node.params is not None
+        layout, count = node.layout, node.mode.slots
+        on_host = train_state.device == "cpu"
+        if node.shared:
             self._slots = [
                 FlatTensors.shared(layout, label="manyhands-gradients") for _ in range(count)
             ]
         else:
             self._slots = [FlatTensors.private(layout) for _ in range(count)]
         if not on_host:
-            self._computed = FlatTensors.private(layout, device=trainee.device)
-            self._gradient = FlatTensors.private(layout, device=trainee.device)
-        elif not station.shared and not self._config.lockstep:
+            self._computed = FlatTensors.private(layout, device=train_state.device)
+            self._gradient = FlatTensors.private(layout, device=train_state.device)
+        elif not node.shared and not self._config.lockstep:
             # News arrive while the model computes.
             self._computed = FlatTensors.private(layout)
-        params = self._computed or station.params
+        params = self._computed or node.params
         if self._computed is not None:
-            self._computed.copy_(station.params)
-        for name, parameter in station.parameters.items():
+            self._computed.copy_(node.params)
+        for name, parameter in node.parameters.items():
             parameter.data = params.piece(name).view_as(parameter)
 
     def _find_baskets(self) -> None:
         """Where an update is made of several workers' gradients, servers change the rows of tables too;
         otherwise each worker does."""
-        tables, model = self.trainee.tables, self.trainee.model
+        tables, model = self.train_state.tables, self.train_state.model
         if tables is None or self._baskets or isinstance(tables, RemoteTables):
             return
-        if not self._station.shared:
-            self.trainee.tables = RemoteTables(
+        if not self._node.shared:
+            self.train_state.tables = RemoteTables(
                 tables,
                 adds=isinstance(model, RowModel),
                 bits=self._config.row_bits,
-                age=self._station.terms.row_age,
+                age=self._node.mode.row_age,
             )
-            bind(model, self.trainee.tables)
+            bind(model, self.train_state.tables)
         if not self._rounds:
             return
         if isinstance(model, RowModel):
@@ -216,12 +216,12 @@ class PsLearner(Learner):
                 f"{self._config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
                 "Use  --strategy ps:async  or  --strategy ps:ssp."
             )
-        if self._station.shared:
+        if self._node.shared:
             self._baskets = [SharedGrads.create(tables.specs) for _ in self._slots]
 
     def _give_rows(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
         """The gradients of table rows: to the servers, or straight into the rows."""
-        tables = self.trainee.tables
+        tables = self.train_state.tables
         if tables is None:
             return
         basket = tables.take()
@@ -232,34 +232,36 @@ class PsLearner(Learner):
         elif basket and share.samples:
             # The part is an update of its own: the mean over it, moving the rows by its part of a step.
             part = share.samples / share.total
-            mean = 1 / part if self.trainee.weight is None else 1 / float(weight)
+            mean = 1 / part if self.train_state.weight is None else 1 / float(weight)
             tables.apply(
-                [basket], [mean], lr=lr * part, base_lr=self.trainee.base_lr, now=share.step
+                [basket], [mean], lr=lr * part, base_lr=self.train_state.base_lr, now=share.step
             )
 
     def _refresh(self) -> None:
         if self._computed is not None:
-            assert self._station.params is not None
-            self._computed.copy_(self._station.params)
+            assert self._node.params is not None
+            self._computed.copy_(self._node.params)
 
     # A step -------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
-        client, trainee, started = self._joined(), self.trainee, time.perf_counter()
+        client, train_state, started = self._joined(), self.train_state, time.perf_counter()
         turns = self._turns
         seq, slot = (0, 0) if turns else client.begin(rounds=self._rounds)
         began, version = time.perf_counter(), client.version
         self._in_step = (share.step, share.part)
-        self._before = [buffer.clone() for buffer in trainee_buffers(trainee)]
-        self._station.ticker.advance(turns.ticks if turns else client.ticks)
+        self._before = [buffer.clone() for buffer in model_buffers(train_state)]
+        self._node.schedule_clock.advance(turns.ticks if turns else client.ticks)
         if self._rounds and self._computed is not None:
             client.wait_for_runs()
         self._refresh()
-        lr = trainee.lr
-        self._landing.begin(self._gradient or self._slots[slot])
+        lr = train_state.lr
+        self._gradient_buffer.begin(self._gradient or self._slots[slot])
         self._overlap.begin(seq, slot)
-        weight, loss = gradients(trainee, share, total=_not_known, local=self._overlap.accumulating)
-        self._landing.finish()
+        weight, loss = gradients(
+            train_state, share, total=_not_known, local=self._overlap.accumulating
+        )
+        self._gradient_buffer.finish()
         self._give_rows(share, slot, weight, lr)
         if self._gradient is not None:
             self._slots[slot].copy_(self._gradient)
@@ -290,7 +292,7 @@ class PsLearner(Learner):
         report: StepReport,
     ) -> None:
         samples, total = float(share.samples), float(share.total)
-        if self.trainee.weight is not None:
+        if self.train_state.weight is not None:
             # Scaled by its own weight: the servers know everybody's, and divide by their sum.
             samples, total = float(weight), 1.0
             if not 0 <= samples < math.inf:
@@ -307,20 +309,20 @@ class PsLearner(Learner):
                 samples=samples,
                 total=total,
                 share=parts,
-                lr_factor=self.trainee.lr_factor,
-                ticks=self.trainee.ticks,
+                lr_factor=self.train_state.lr_factor,
+                ticks=self.train_state.ticks,
                 loss=loss,
             )
             return
         scale = 1.0
-        if not self._rounds and self.trainee.clip_norm is not None and samples:
+        if not self._rounds and self.train_state.clip_norm is not None and samples:
             norm = self._slots[slot].norm() * total / samples
-            scale = min(1.0, self.trainee.clip_norm / (norm + 1e-6))
+            scale = min(1.0, self.train_state.clip_norm / (norm + 1e-6))
         if not self._rounds or not self._config.lockstep:
             report.resolved = False
             self._reports[seq] = report
         push = [self.me.name, seq, slot, share.step, share.part, samples, total,
-                parts, 0, scale, self.trainee.lr_factor, self.trainee.ticks, loss]  # fmt: skip
+                parts, 0, scale, self.train_state.lr_factor, self.train_state.ticks, loss]  # fmt: skip
         client.push(seq, slot, push, began=version, baskets=self._packed)
 
     def _resolve(self, seq: int, fate: PushOutcome) -> None:
@@ -335,18 +337,20 @@ class PsLearner(Learner):
     def whole_steps(self) -> bool:
         """A model that changes shared rows itself is done with a part when it has computed it: the mean
         over a step is nobody's, and the larger a part the fewer messages."""
-        return self._station.shared and isinstance(self.trainee.model, RowModel)
+        return self._node.shared and isinstance(self.train_state.model, RowModel)
 
     @property
     def looks_ahead(self) -> bool:
-        return isinstance(self.trainee.tables, RemoteTables) and self.trainee.tables.foresees
+        return (
+            isinstance(self.train_state.tables, RemoteTables) and self.train_state.tables.foresees
+        )
 
     def ahead(self, share: Share) -> None:
-        tables, model = self.trainee.tables, self.trainee.model
+        tables, model = self.train_state.tables, self.train_state.model
         assert isinstance(tables, RemoteTables)
         for index, (batch, samples) in enumerate(share.batches):
             if samples and isinstance(model, RowModel):
-                tables.ahead(model, batch, row_seed(self.trainee, share, index))
+                tables.ahead(model, batch, row_seed(self.train_state, share, index))
             elif samples:
                 tables.expect(batch, share.step)
 
@@ -357,7 +361,7 @@ class PsLearner(Learner):
             client.wait_for_runs()
         else:
             client.pull()
-        self._station.ticker.advance(self._turns.ticks if self._turns else client.ticks)
+        self._node.schedule_clock.advance(self._turns.ticks if self._turns else client.ticks)
         self._refresh()
 
     def rest(self) -> None:
@@ -366,7 +370,7 @@ class PsLearner(Learner):
     def eval_model(self) -> torch.nn.Module:
         """With the statistics of the first worker, which are those that are saved."""
         self.drain()
-        buffers = trainee_buffers(self.trainee)
+        buffers = model_buffers(self.train_state)
         if buffers and self.me.world > 1:
             self._exchanges += 1
             client = self._joined()
@@ -380,20 +384,23 @@ class PsLearner(Learner):
                     buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True
                 ):
                     buffer.copy_(part.view_as(buffer))
-        return self.trainee.model
+        return self.train_state.model
 
     def collect(self) -> None:
         """Put what the servers' optimizers remember into this worker's, for a checkpoint."""
-        trainee, layout = self.trainee, self._station.layout
+        train_state, layout = self.train_state, self._node.layout
         self.drain()
-        parcels = self._joined().states()
-        states = {number: material.state for (_, number), material in parcels.complete.items()}
-        for name, parameter in self._station.parameters.items():
+        tensor_messages = self._joined().states()
+        states = {
+            number: block_state.state
+            for (_, number), block_state in tensor_messages.complete.items()
+        }
+        for name, parameter in self._node.parameters.items():
             state = piece_state(layout, name, parameter.shape, states)
             if state:
-                trainee.optimizer.state[parameter] = state
-        if trainee.tables is not None and self._station.shared and not self._config.lockstep:
-            trainee.tables.evict(trainee.tables.now)  # all others are at rest
+                train_state.optimizer.state[parameter] = state
+        if train_state.tables is not None and self._node.shared and not self._config.lockstep:
+            train_state.tables.evict(train_state.tables.now)  # all others are at rest
 
     def _joined(self) -> Client:
         assert self._client is not None, "a view comes before the first step"
@@ -401,7 +408,7 @@ class PsLearner(Learner):
 
     def _bytes_since(self) -> int:
         """Over the network since the last report: by this worker, and by servers that told it."""
-        if self._station.shared:
+        if self._node.shared:
             return 0
         client = self._joined()
         total = client.bytes_sent + client.bytes_of_servers
@@ -409,9 +416,9 @@ class PsLearner(Learner):
         return since
 
 
-def trainee_buffers(trainee: TrainState) -> list[Tensor]:
+def model_buffers(train_state: TrainState) -> list[Tensor]:
     """Running statistics and other state of the model that no gradient changes."""
-    return list(trainee.model.buffers())
+    return list(train_state.model.buffers())
 
 
 def _not_known(mine: float | Tensor) -> float:

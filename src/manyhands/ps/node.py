@@ -43,33 +43,33 @@ FAILED_S = 2.0
 
 
 class PsNode:
-    def __init__(self, config: ParameterServer, trainee: TrainState, me: Me) -> None:
+    def __init__(self, config: ParameterServer, train_state: TrainState, me: Me) -> None:
         self.config = config
-        self.trainee = trainee
+        self.train_state = train_state
         self.me = me
-        self.terms = config.terms(trainee.clip_norm)
-        self.layout: BlockLayout = layout_of(trainee.model, trainee.optimizer)
-        self.parameters = pieces_of(trainee.model, trainee.optimizer)
+        self.mode = config.mode(train_state.clip_norm)
+        self.layout: BlockLayout = layout_of(train_state.model, train_state.optimizer)
+        self.parameters = pieces_of(train_state.model, train_state.optimizer)
         self.params: FlatTensors | None = None
         self.server: Server | None = None
         self.shared = False
-        self.uplink = SendGate()
+        self.send_gate = SendGate()
         """Of this process: gradients leave before sums."""
         self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Where rounds are agreed on without messages, inside a host."""
-        self._estate: ServerState | None = None
+        self._server_state: ServerState | None = None
         self._has_tables = False
-        self._tables = trainee.tables
+        self._tables = train_state.tables
         """Those of the model, or of its server where rows travel."""
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
-        if trainee.tables is not None:
+        if train_state.tables is not None:
             biggest = max(biggest, SPARSE_BYTES)
         self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
 
     @cached_property
-    def ticker(self) -> ScheduleClock:
+    def schedule_clock(self) -> ScheduleClock:
         """Not before the first view: a checkpoint is loaded after this was made."""
-        return ScheduleClock(self.trainee)
+        return ScheduleClock(self.train_state)
 
     def check(self) -> None:
         """Raises when there is nothing to wait for any more."""
@@ -104,7 +104,7 @@ class PsNode:
             for each in self.rounds:
                 each.close()
             self.rounds = None
-        if not (self.shared and self.terms.for_all):
+        if not (self.shared and self.mode.for_all):
             return
         me, servers = self.me, self.servers_in(view)
         workers = [seat.name for seat in view.workers]
@@ -125,20 +125,20 @@ class PsNode:
         if self.me.name not in servers:
             return
         assert self.params is not None
-        if self._estate is None:
-            self._estate = ServerState(
+        if self._server_state is None:
+            self._server_state = ServerState(
                 self.me.name,
                 self.me.host,
-                self.trainee,
+                self.train_state,
                 self.params,
-                self.ticker,
+                self.schedule_clock,
                 shared=self.shared,
                 replicas=self.config.replicas,
                 rows=self._rows(),
             )
         self.server = Server(
-            self._estate,
-            self.terms,
+            self._server_state,
+            self.mode,
             self._listen(view),
             view=view.number,
             servers=servers,
@@ -148,7 +148,7 @@ class PsNode:
             rounds=self.rounds,
             torn=self._ask_for_a_view,
             refused=self.refused,
-            uplink=self.uplink,
+            send_gate=self.send_gate,
             on_error=self._on_server_error,
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
@@ -166,14 +166,14 @@ class PsNode:
             self.me.name,
             self._tables,
             shared=self.shared,
-            adds=isinstance(self.trainee.model, RowModel),
+            adds=isinstance(self.train_state.model, RowModel),
             bits=self.config.row_bits,
         )
 
     @property
     def _serves_rows(self) -> bool:
         """Rows are changed by servers where they travel, or where an update is made of several gradients."""
-        return self._tables is not None and (self.terms.rounds or not self.shared)
+        return self._tables is not None and (self.mode.rounds or not self.shared)
 
     def wait_until_begun(self) -> None:
         """Until the servers of this view have begun it, where this member is one."""
@@ -188,8 +188,8 @@ class PsNode:
 
     def replica_version(self, owner: str) -> int:
         """Of another server's blocks that are kept here."""
-        assert self._estate is not None
-        return self._estate.keep.versions.get(owner, -1)
+        assert self._server_state is not None
+        return self._server_state.held.versions.get(owner, -1)
 
     @property
     def leads(self) -> bool:
@@ -199,8 +199,8 @@ class PsNode:
         """What is in the weights, by the word of the lead."""
         if not self.leads:
             return None
-        assert self._estate is not None
-        ledger = self._estate.ledger
+        assert self._server_state is not None
+        ledger = self._server_state.ledger
         return {
             "version": ledger.version,
             "applied": [list(part) for part in ledger.parts],
@@ -325,7 +325,7 @@ class PsNode:
 
     def find_tables(self, view: View) -> None:
         """The tables likewise: the lead shares them, others attach. Once: they outlive whoever made them."""
-        tables = self.trainee.tables
+        tables = self.train_state.tables
         if tables is None:
             return
         if not self.shared:

@@ -25,10 +25,13 @@ Where = tuple[str, int]
 
 class Overlap:
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], landing: GradientBuffer
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        gradient_buffer: GradientBuffer,
     ) -> None:
         self._model = model
-        self._landing = landing
+        self._gradient_buffer = gradient_buffer
         self._parameters = parameters
         self._client: Client | None = None
         self._where: dict[int, list[Where]] = {}
@@ -67,7 +70,7 @@ class Overlap:
                 self._order.setdefault((server, i), len(self._order))
         if not enabled:
             return
-        self._landing.landed = self._done
+        self._gradient_buffer.landed = self._done
         for module, owned in _waits(self._model):
             needed: dict[str, set[int]] = defaultdict(set)
             for parameter in owned:
@@ -78,7 +81,7 @@ class Overlap:
                 self._handles.append(module.register_forward_pre_hook(_waiting_for(client, wanted)))
 
     def stop(self) -> None:
-        self._landing.landed = lambda parameter: None
+        self._gradient_buffer.landed = lambda parameter: None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -26,7 +26,7 @@ class ServerRequests(ABC):
         self._lead = lead
         self._news = threading.Condition()
         self._hosts: dict[str, ServerConnection] = {}
-        self._parcels = TensorMessages()
+        self._tensor_messages = TensorMessages()
         self._states_from: set[str] = set()
         self._buffers: dict[int, memoryview] = {}
 
@@ -49,12 +49,12 @@ class ServerRequests(ABC):
 
     def _ask_all(self, head: Mapping[str, Any], what: str) -> TensorMessages:
         with self._news:
-            self._parcels, self._states_from = TensorMessages(), set()
+            self._tensor_messages, self._states_from = TensorMessages(), set()
         for name in self._hosts:
             self._ask(name, head)
         with self._waiting(what) as wait:
             wait(lambda: [name for name in self._hosts if name not in self._states_from])
-        return self._parcels
+        return self._tensor_messages
 
     def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None:
         """Ask servers for rows (see protocol.py); what they answer will be in `answers`."""
@@ -101,7 +101,7 @@ class ServerRequests(ABC):
                 self._states_from.add(host.name)
                 host.asked.pop(kind, None)
             case "state" | "table_state":
-                self._parcels.add(head, payload)
+                self._tensor_messages.add(head, payload)
             case "rows":
                 assert payload is not None
                 self.answers[host.name, int(head["tag"])] = payload

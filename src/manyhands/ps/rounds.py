@@ -147,7 +147,7 @@ class RoundServer:
         self,
         table: RoundTable,
         bell: Doorbell,
-        estate: ServerState,
+        server_state: ServerState,
         placement: Placement,
         *,
         clip_norm: float | None,
@@ -156,22 +156,22 @@ class RoundServer:
         """The last round that is applied here."""
         self._table = table
         self._bell = bell
-        self._estate = estate
+        self._server_state = server_state
         self._clip_norm = clip_norm
-        self._base = estate.ledger.version
-        self._me = table.servers.index(estate.name)
+        self._base = server_state.ledger.version
+        self._me = table.servers.index(server_state.name)
         self._summed: Decision | None = None
         """What is added up, and not applied yet."""
         self._clipped: Decision | None = None
         """The same once its sum is clipped, in place: never a second time."""
-        mine = placement.blocks_of(estate.name)
+        mine = placement.blocks_of(server_state.name)
         keepers = {placement.replica_of(block) for block in mine} - {None}
         self._keepers = [table.servers.index(name) for name in keepers if name is not None]
-        self._kept = {name: table.servers.index(name) for name in estate.keep.replicas}
+        self._kept = {name: table.servers.index(name) for name in server_state.held.replicas}
 
     def carry(self, number: int) -> bool:
         """As much of a round as is possible now; True when it is applied here."""
-        table, estate = self._table, self._estate
+        table, server_state = self._table, self._server_state
         if number <= self.done:
             return True
         if not table.reached(table.pushed, number):
@@ -179,15 +179,15 @@ class RoundServer:
         decision = self._whole_sum(number)
         if decision is None:
             return False
-        rows, alone = estate.rows, False
+        rows, alone = server_state.rows, False
         if rows is not None and not self._me and rows.evicts(decision):
             # While all others have done their part, and wait for this one.
             alone = all(applied >= number for applied in table.applied[1:])
             if not alone:
                 return False
-        estate.sums.note(decision.version)
+        server_state.sums.note(decision.version)
         table.summed[self._me] = number
-        estate.apply(decision)
+        server_state.apply(decision)
         if rows is not None and alone:
             rows.tables.evict(step_of(decision))
         self._summed = self._clipped = None
@@ -199,14 +199,14 @@ class RoundServer:
 
     def follow(self) -> None:
         """Bring the replicas that are kept here up to what is applied here."""
-        table, estate = self._table, self._estate
+        table, server_state = self._table, self._server_state
         if not self._kept:
             return
-        versions = estate.keep.versions
+        versions = server_state.held.versions
         for owner, index in self._kept.items():
             last = min(self._base + self.done, self._base + table.summed[index])
-            for decision in estate.ledger.between(versions[owner], last):
-                estate.apply_replica(owner, decision)
+            for decision in server_state.ledger.between(versions[owner], last):
+                server_state.apply_replica(owner, decision)
         table.taken[self._me] = min(versions[owner] for owner in self._kept) - self._base
 
     def stop(self) -> None:
@@ -215,11 +215,11 @@ class RoundServer:
         for owner, index in self._kept.items():
             for number in (self._table.summed[index] - 1, self._table.summed[index]):
                 if number > 0:
-                    self._estate.others[owner].note(self._base + number)
+                    self._server_state.others[owner].note(self._base + number)
 
     def _whole_sum(self, number: int) -> Decision | None:
         """Add up and clip, each once, however often a round is tried; None while others are waited for."""
-        table, estate = self._table, self._estate
+        table, server_state = self._table, self._server_state
         if self._clipped is not None:
             return self._clipped
         if self._summed is None and not self._add_up(number):
@@ -233,20 +233,20 @@ class RoundServer:
             norm = math.sqrt(math.fsum(table.norm))
             factor = min(1.0, self._clip_norm / (norm + 1e-6))
             decision = replace(decision, factor=factor)
-            scale(estate.sums.of(decision.version), estate.own.runs, factor)
+            scale(server_state.sums.of(decision.version), server_state.own.runs, factor)
         self._clipped = decision
         return decision
 
     def _add_up(self, number: int) -> bool:
-        table, estate = self._table, self._estate
+        table, server_state = self._table, self._server_state
         if any(table.taken[keeper] < number - 2 for keeper in self._keepers):
             return False
         decision = self._decision(number)
-        sums = estate.sums.of(decision.version)
-        estate.add_up(decision, sums, estate.own.runs)
+        sums = server_state.sums.of(decision.version)
+        server_state.add_up(decision, sums, server_state.own.runs)
         self._summed = decision
         if self._clip_norm is not None:
-            table.norm[self._me] = squared_norm(sums, estate.own.runs)
+            table.norm[self._me] = squared_norm(sums, server_state.own.runs)
             self._tell(table.measured, number, table.servers)
         return True
 
@@ -274,7 +274,7 @@ class RoundServer:
             )
             for i, worker in enumerate(table.workers)
         )
-        progress = progress_after(self._estate.ledger.progress, given)
+        progress = progress_after(self._server_state.ledger.progress, given)
         return Decision(
             self._base + number,
             given,

@@ -101,8 +101,8 @@ class RowServerState:
         """Keep what came until the view has begun."""
         self._coming = homes
         self._arrived = [
-            (role.removeprefix(ROLE), shard, _chunk(material))
-            for (role, shard), material in materials.items()
+            (role.removeprefix(ROLE), shard, _chunk(block_state))
+            for (role, shard), block_state in materials.items()
             if role.startswith(ROLE)
         ]
 
@@ -210,8 +210,8 @@ class RowServerState:
         mine = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
         since = int(head["since"]) - 1
         for shard in mine:
-            for role, material in self.pack(shard, since=since if since >= 0 else None):
-                yield from pack("table_state", shard, material, role=role)
+            for role, block_state in self.pack(shard, since=since if since >= 0 else None):
+                yield from pack("table_state", shard, block_state, role=role)
         yield {"k": "table_state", "tag": head["tag"], "done": True}, None
 
     # Updates ------------------------------------------------------------------------------------
@@ -300,5 +300,5 @@ class ColocatedRows:
             self._rows.put(worker, slot, basket)
 
 
-def _chunk(material: BlockState) -> RowChunk:
-    return RowChunk(**{key: tensor.numpy() for key, tensor in material.state.items()})
+def _chunk(block_state: BlockState) -> RowChunk:
+    return RowChunk(**{key: tensor.numpy() for key, tensor in block_state.state.items()})

@@ -64,8 +64,8 @@ MAX_EARLY = 4096
 class Server:
     def __init__(
         self,
-        estate: ServerState,
-        terms: PsMode,
+        server_state: ServerState,
+        mode: PsMode,
         listener: Listener,
         *,
         view: int,
@@ -76,7 +76,7 @@ class Server:
         rounds: tuple[RoundTable, Doorbell] | None = None,
         torn: Callable[[str], None] = lambda peer: None,
         refused: Callable[[str, str], None] = lambda who, why: None,
-        uplink: SendGate | None = None,
+        send_gate: SendGate | None = None,
         on_error: OnError = lambda error: None,
     ) -> None:
         """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
@@ -84,20 +84,20 @@ class Server:
         no view comes without it. `refused`: told of a member that talks nonsense, and what it was.
         `on_error`: called when the server fails, in whichever of its threads it does; the error is in
         `error` by then."""
-        self.name = estate.name
+        self.name = server_state.name
         self.address = listener.address
-        self.estate = estate
+        self.server_state = server_state
         self.error: BaseException | None = None
         self.begun = threading.Event()
-        self._terms = terms
+        self._mode = mode
         self._servers, self._workers = list(servers), list(workers)
-        self._num_statistics = sum(b.numel() for b in estate.trainee.model.buffers())
+        self._num_statistics = sum(b.numel() for b in server_state.train_state.model.buffers())
         self._frozen, self._local = False, local
-        self._torn, self._uplink, self._on_error = torn, uplink, on_error
+        self._torn, self._send_gate, self._on_error = torn, send_gate, on_error
         self._statistics: tuple[Mapping[str, Any], memoryview | None] | None = None
         """What the first worker told the others last."""
-        self._guests: dict[str, WorkerSession] = {}
-        self._early: list[InboxItem] = []
+        self._sessions: dict[str, WorkerSession] = {}
+        self._partial_sums: list[InboxItem] = []
         self.followed: Callable[[], None] = lambda: None
         """Called when replicas that are kept here are newer."""
         self._decider: Decider | None = None
@@ -111,7 +111,7 @@ class Server:
         """Held by whoever works on the blocks: this server's thread, or a worker who serves."""
         self._told_sent = 0
         self._told: dict[str, int | None] = {}
-        self._door = Acceptor(
+        self._acceptor = Acceptor(
             self.name,
             listener,
             view=view,
@@ -122,34 +122,36 @@ class Server:
             on_error=self._fail,
             refused=refused,
         )
-        self._council = ViewChange(estate, self._door, view=view, servers=servers)
+        self._view_change = ViewChange(server_state, self._acceptor, view=view, servers=servers)
         self._thread = start_thread(self._serve, name=f"{self.name}-serve", on_error=self._fail)
 
     def meet(self, dial: Callable[[str], Link]) -> None:
         """Find the other servers."""
-        self._council.meet(dial)
+        self._view_change.meet(dial)
 
     @property
     def bytes_sent(self) -> int:
         """Over the network, to workers and servers."""
-        if self.estate.shared:
+        if self.server_state.shared:
             return 0
-        guests = sum(guest.bytes_sent for guest in list(self._guests.values()))
-        return guests + sum(peer.link.bytes_sent for peer in list(self._council.peers.values()))
+        sessions = sum(session.bytes_sent for session in list(self._sessions.values()))
+        return sessions + sum(
+            peer.link.bytes_sent for peer in list(self._view_change.peers.values())
+        )
 
     def freeze(self, alive: Sequence[str] = ()) -> None:
         """The view is over. What the dead have sent is heard to its end; then all links close."""
         self._frozen = True
         if self._updates is not None:
             self._updates.freeze()
-        self._door.close()
-        for name, peer in list(self._council.peers.items()):
+        self._acceptor.close()
+        for name, peer in list(self._view_change.peers.items()):
             if name not in alive:
-                self._door.drain(peer.link, timeout_s=2.0)
+                self._acceptor.drain(peer.link, timeout_s=2.0)
             peer.link.close()
-        self._door.inbox.put(None)
-        for guest in list(self._guests.values()):
-            guest.close()  # else the thread might wait for one that does not read
+        self._acceptor.inbox.put(None)
+        for session in list(self._sessions.values()):
+            session.close()  # else the thread might wait for one that does not read
         if self._meeting is not None:
             self._meeting[1].ring([self.name])
         self._thread.join(timeout=30.0)
@@ -159,26 +161,26 @@ class Server:
             if self._rounds is not None:
                 self._rounds.stop()
             self._rounds = self._updates = self._meeting = None
-            self._guests.clear()  # with these, memory of others is let go
+            self._sessions.clear()  # with these, memory of others is let go
 
     def carry(self, number: int) -> bool:
         """As much of a round as is possible now, in the caller's thread; True when it is applied here."""
         with self._turn:
             if self._rounds is None or self._frozen or not self._rounds.carry(number):
                 return False
-        self._door.inbox.put(InboxItem(FOLLOW, self.name, {}))
+        self._acceptor.inbox.put(InboxItem(FOLLOW, self.name, {}))
         return True
 
     @property
     def near(self) -> ColocatedRows | None:
         """Rows of tables, for the worker of this very process."""
-        rows = self.estate.rows
+        rows = self.server_state.rows
         return ColocatedRows(self.name, rows, self._turn) if rows is not None else None
 
     # In the server's thread ---------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while (happened := self._door.inbox.get()) is not None:
+        while (happened := self._acceptor.inbox.get()) is not None:
             self._hear(happened)
             happened.heard()
 
@@ -188,8 +190,8 @@ class Server:
             self.error = error
         logger.error("%s failed", self.name, exc_info=error)
         self.begun.set()
-        for guest in list(self._guests.values()):
-            guest.close()
+        for session in list(self._sessions.values()):
+            session.close()
         self._on_error(error)
 
     def _carry_all(self) -> None:
@@ -211,10 +213,10 @@ class Server:
                     self._hear_server(happened)
         except Nonsense as why:
             # A member that talks nonsense is not a reason to lose everybody's parameters.
-            peer = self._council.peers.get(happened.who)
+            peer = self._view_change.peers.get(happened.who)
             link = happened.link or (peer.link if peer is not None else None)
             assert link is not None
-            self._door.turn_away(link, happened.who, why)
+            self._acceptor.turn_away(link, happened.who, why)
         except LinkError as error:
             logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
@@ -225,17 +227,17 @@ class Server:
         elif kind == REFUSED:
             logger.warning("%s was refused by %s: %s", self.name, who, head["why"])
         elif kind in KINDS:
-            if not self._frozen and self._council.handle(happened):
+            if not self._frozen and self._view_change.handle(happened):
                 self._begin()
         elif not self.begun.is_set() and not self._frozen:
-            if len(self._early) >= MAX_EARLY:
+            if len(self._partial_sums) >= MAX_EARLY:
                 raise Nonsense(f"{MAX_EARLY} messages before the view has begun")
-            self._early.append(happened)
+            self._partial_sums.append(happened)
         elif kind in UPDATE_KINDS:
             if self._updates is not None:
                 self._updates.handle(kind, who, head)
         elif kind == "had":
-            if self._lead is None or self._terms.for_all:
+            if self._lead is None or self._mode.for_all:
                 raise Nonsense("'had', which is for a lead that decides")
             if head["push"][0] not in self._workers:
                 raise Nonsense(f"a push of {head['push'][0][:80]!r}, who is no worker here")
@@ -260,146 +262,151 @@ class Server:
         if not self.begun.is_set():
             if happened.kind != "enter":
                 raise Nonsense(f"{happened.kind!r} before the view has begun")
-            for before in [h for h in self._early if h.by_worker and h.who == who]:
-                self._early.remove(before)
+            for before in [h for h in self._partial_sums if h.by_worker and h.who == who]:
+                self._partial_sums.remove(before)
                 if before.link is not None:
                     before.link.close()
-            self._early.append(happened)
+            self._partial_sums.append(happened)
             return
         if happened.kind == "enter":
-            if head["seen"] > self.estate.ledger.version:
+            if head["seen"] > self.server_state.ledger.version:
                 raise Forgotten(
-                    f"{who} has seen version {head['seen']}, and here is {self.estate.ledger.version}: "
+                    f"{who} has seen version {head['seen']}, and here is {self.server_state.ledger.version}: "
                     "all who held the parameters are gone, and what was learnt is lost"
                 )
             self._on_enter(who, link, head)
             return
-        guest = self._guests.get(who)
-        if guest is None:
+        session = self._sessions.get(who)
+        if session is None:
             raise Nonsense(f"{happened.kind!r} of {who}, who has not entered")
         match happened.kind:
             case "push" | "run" if self._rounds is not None:
                 raise Nonsense("a push by word, where rounds are agreed on in memory")
             case "push":
-                self._on_push(guest, head, head["push"][2], run=None)
+                self._on_push(session, head, head["push"][2], run=None)
             case "run":
-                self._on_push(guest, head, head["slot"], run=head["i"])
+                self._on_push(session, head, head["slot"], run=head["i"])
             case "lane":
-                if guest.add_lane(link):
-                    self._send_runs(guest)
+                if session.add_lane(link):
+                    self._send_runs(session)
             case "state":
-                self._tell_state(guest)
+                self._tell_state(session)
             case "pull":
-                self._tell_now(guest)
+                self._tell_now(session)
             case "basket" | "rows" | "table_state":
-                if self.estate.rows is None:
+                if self.server_state.rows is None:
                     raise Nonsense(f"{happened.kind!r} without tables")
-                guest.tell_all(self.estate.rows.hear(who, happened, done=guest.done))
+                session.tell_all(self.server_state.rows.hear(who, happened, done=session.done))
             case word:
-                self._on_word_to_lead(word, guest, happened)
+                self._on_word_to_lead(word, session, happened)
 
     # A view begins -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        estate, plan = self.estate, self._council.plan
+        server_state, plan = self.server_state, self._view_change.plan
         assert plan is not None
-        placement, layout = plan.placement, estate.layout
+        placement, layout = plan.placement, server_state.layout
         self._updates = UpdatePipeline(
-            *(estate, self._terms, placement, self._council.peers),
+            *(server_state, self._mode, placement, self._view_change.peers),
             lead=self._servers[0],
             workers=self._workers,
             applied=self._tell_news,
             followed=lambda: self.followed(),
-            uplink=self._uplink,
+            send_gate=self._send_gate,
         )
         runs = self._updates.runs
         first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
         self._order = sorted(range(len(runs)), key=lambda i: first_need[runs[i].blocks[0].number])
         if self._meeting is not None:
             table, bell = self._meeting
-            clip = self._terms.clip_norm
-            self._rounds = RoundServer(table, bell, estate, placement, clip_norm=clip)
+            clip = self._mode.clip_norm
+            self._rounds = RoundServer(table, bell, server_state, placement, clip_norm=clip)
             if self.name not in self._workers:
                 name = f"{self.name}-rounds"
                 start_thread(self._carry_all, name=name, on_error=self._fail)
-        if estate.rows is not None:
-            estate.rows.meet({n: p.undo[0] for n, p in self._council.peers.items() if p.undo})
-        if self._council.leads or self._terms.for_all:
-            alone = estate.shared or self._terms.for_all
-            self._decider = Decider(
-                self._terms.make_policy(self._workers),
-                estate.ledger,
-                servers=[self.name] if alone else self._servers,
-                lr_rule=self._terms.lr_rule,
-                by_part=not self._terms.rounds,
+        if server_state.rows is not None:
+            server_state.rows.meet(
+                {n: p.undo[0] for n, p in self._view_change.peers.items() if p.undo}
             )
-        if self._council.leads:
+        if self._view_change.leads or self._mode.for_all:
+            alone = server_state.shared or self._mode.for_all
+            self._decider = Decider(
+                self._mode.make_policy(self._workers),
+                server_state.ledger,
+                servers=[self.name] if alone else self._servers,
+                lr_rule=self._mode.lr_rule,
+                by_part=not self._mode.rounds,
+            )
+        if self._view_change.leads:
             self._lead = self._decider
         self.begun.set()
-        early, self._early = self._early, []
-        for happened in early:
+        partial_sums, self._partial_sums = self._partial_sums, []
+        for happened in partial_sums:
             self._hear(happened)
 
     def _on_enter(self, who: str, link: Link, head: Mapping[str, Any]) -> None:
         addresses: Sequence[str] = head["slots"]
-        updates, plan, ledger = self._updates, self._council.plan, self.estate.ledger
+        updates, plan, ledger = self._updates, self._view_change.plan, self.server_state.ledger
         assert updates is not None
         assert plan is not None
-        if (guest := self._guests.get(who)) is not None:
-            guest.enter_again(link)
+        if (session := self._sessions.get(who)) is not None:
+            session.enter_again(link)
         else:
             slots = self._local.get(who) or find_slots(
-                self.estate.params, addresses, self._terms.slots, shared=self.estate.shared
+                self.server_state.params,
+                addresses,
+                self._mode.slots,
+                shared=self.server_state.shared,
             )
             travels = who not in self._local and not addresses
-            guest = WorkerSession(who, link, slots, travels=travels, runs=updates.runs)
-            guest.wants = [i for i in self._order if updates.keeper(i) != who]
-            self._guests[who] = guest
-            self.estate.gradients[who] = slots
-            if (rows := self.estate.rows) is not None:
-                rows.enter(who, head["baskets"], self._terms.slots)
+            session = WorkerSession(who, link, slots, travels=travels, runs=updates.runs)
+            session.wants = [i for i in self._order if updates.keeper(i) != who]
+            self._sessions[who] = session
+            self.server_state.gradients[who] = slots
+            if (rows := self.server_state.rows) is not None:
+                rows.enter(who, head["baskets"], self._mode.slots)
             elif head["baskets"]:
                 raise Nonsense("baskets without tables")
             if updates.compensation is not None:
                 updates.compensation.remember(who, updates.own)
-        guest.tell(
+        session.tell(
             {
                 "k": "begin",
                 "v": ledger.version,
                 "ticks": ledger.ticks,
-                "done": guest.done,
-                "late": guest.late,
+                "done": session.done,
+                "late": session.late,
                 "last": [[g.step, g.part] for d in list(ledger.decisions)[-1:] for g in d.given],
-                "travels": guest.travels,
+                "travels": session.travels,
                 "placement": plan.placement.to_dict(),
                 "homes": plan.homes.to_dict() if plan.homes else None,
                 **self._word(who),
             }
         )
         if self._statistics is not None:
-            guest.tell(*self._statistics)  # what was told while it had no connection
+            session.tell(*self._statistics)  # what was told while it had no connection
 
     # From a push to a decision -----------------------------------------------------------------
 
     def _on_push(
-        self, guest: WorkerSession, head: Mapping[str, Any], slot: int, *, run: int | None
+        self, session: WorkerSession, head: Mapping[str, Any], slot: int, *, run: int | None
     ) -> None:
-        if run is None and head["began"] > self.estate.ledger.version:
+        if run is None and head["began"] > self.server_state.ledger.version:
             raise Nonsense(f"a push on version {head['began']}, which there is not yet")
         if self._decider is not None:
-            due = self._decider.word(guest.name).at
+            due = self._decider.word(session.name).at
             if head["seq"] > due + MAX_AHEAD:
                 raise Nonsense(f"a push of step {head['seq']}, where step {due} is due")
-        whole = guest.arrived(head["seq"], slot, run=run, head=head if run is None else None)
+        whole = session.arrived(head["seq"], slot, run=run, head=head if run is None else None)
         assert self._updates is not None
-        if run is not None or not guest.travels:
-            self._updates.arrived(guest.name, head["seq"], slot, run)
+        if run is not None or not session.travels:
+            self._updates.arrived(session.name, head["seq"], slot, run)
         if whole is None:
             return
         if self._decider is not None:
             self._on_had(self.name, whole)
         else:
-            self._council.peers[self._servers[0]].link.send({**whole, "k": "had"})
+            self._view_change.peers[self._servers[0]].link.send({**whole, "k": "had"})
 
     def _on_had(self, server: str, head: Mapping[str, Any]) -> None:
         if self._frozen:
@@ -409,12 +416,12 @@ class Server:
         try:
             self._decider.had(server, push, began=int(head["began"]), after=int(head["after"]))
         except ValueError as error:
-            if (guest := self._guests.get(push.worker)) is not None:
-                self._door.turn_away(guest.link, push.worker, Nonsense(str(error)))
+            if (session := self._sessions.get(push.worker)) is not None:
+                self._acceptor.turn_away(session.link, push.worker, Nonsense(str(error)))
         self._decide()
 
-    def _on_word_to_lead(self, word: str, guest: WorkerSession, happened: InboxItem) -> None:
-        lead, who = self._lead, guest.name
+    def _on_word_to_lead(self, word: str, session: WorkerSession, happened: InboxItem) -> None:
+        lead, who = self._lead, session.name
         if lead is None:
             raise Nonsense(f"{word!r}, which is for the lead")
         match word:
@@ -426,13 +433,13 @@ class Server:
                 self._decide()
             case "wake":
                 lead.wake(who)
-                guest.tell({"k": "word", **self._word(who)})
+                session.tell({"k": "word", **self._word(who)})
             case "who":
                 missing = lead.waiting_for(who, int(happened.head["seq"]) + 1)
-                guest.tell({"k": "missing", "names": missing})
+                session.tell({"k": "missing", "names": missing})
             case "buffers":
                 self._statistics = (happened.head, happened.payload)
-                for name, other in self._guests.items():
+                for name, other in self._sessions.items():
                     if name != who:
                         other.tell(happened.head, happened.payload)
 
@@ -441,23 +448,23 @@ class Server:
         assert decider is not None
         assert self._updates is not None
         for decision in decider.decisions():
-            if not self._terms.for_all:
+            if not self._mode.for_all:
                 head = {"k": "decide", "decision": decision.to_dict()}
-                for peer in self._council.peers.values():
+                for peer in self._view_change.peers.values():
                     with suppress(LinkError):  # it is gone, and the others must know all the same
                         peer.link.send(head)
             self._updates.carry_out(decision)
         if (lead := self._lead) is None:
             return
         for push in lead.late():
-            if (guest := self._guests.get(push.worker)) is not None:
-                guest.late = [*guest.late[-7:], push.seq]
-                guest.tell({"k": "late", "seq": push.seq, **self._word(push.worker)})
+            if (session := self._sessions.get(push.worker)) is not None:
+                session.late = [*session.late[-7:], push.seq]
+                session.tell({"k": "late", "seq": push.seq, **self._word(push.worker)})
         stragglers = set(lead.stragglers())
-        for name, guest in self._guests.items():
-            news = not self._terms.rounds and name not in lead.resting
+        for name, session in self._sessions.items():
+            news = not self._mode.rounds and name not in lead.resting
             if name in stragglers or (news and lead.word(name).until != self._told.get(name)):
-                guest.tell({"k": "word", **self._word(name)})
+                session.tell({"k": "word", **self._word(name)})
 
     def _word(self, who: str) -> dict[str, Any]:
         if self._lead is None or who in self._lead.resting:
@@ -472,11 +479,13 @@ class Server:
         own: dict[str, list[list[float]]] = defaultdict(list)
         for given in decision.given:
             own[given.worker].append([given.seq, given.staleness, self._rate(decision, given)])
-            if (guest := self._guests.get(given.worker)) is not None:
-                guest.done = max(guest.done, given.seq)
-        told = list(self._guests) if self._terms.rounds else [n for n in own if n in self._guests]
+            if (session := self._sessions.get(given.worker)) is not None:
+                session.done = max(session.done, given.seq)
+        told = (
+            list(self._sessions) if self._mode.rounds else [n for n in own if n in self._sessions]
+        )
         for name in told:
-            guest = self._guests[name]
+            session = self._sessions[name]
             if self._updates is not None and self._updates.compensation is not None:
                 self._updates.compensation.remember(name, self._updates.own)
             head = {"k": "new", "v": decision.version, "ticks": decision.ticks, **self._word(name)}
@@ -485,30 +494,30 @@ class Server:
             if name == self._workers[0]:
                 sent = self.bytes_sent
                 head["sent"], self._told_sent = sent - self._told_sent, sent
-            guest.tell(head)
-            self._send_runs(guest)
+            session.tell(head)
+            self._send_runs(session)
 
     def _rate(self, decision: Decision, given: Given) -> float:
         """The learning rate that a push was applied with, as that of a whole step."""
-        rate, (part, whole) = self.estate.lr * decision.lr_scale, given.share
-        return rate if self._terms.rounds or not part else rate * whole / part
+        rate, (part, whole) = self.server_state.lr * decision.lr_scale, given.share
+        return rate if self._mode.rounds or not part else rate * whole / part
 
-    def _tell_now(self, guest: WorkerSession) -> None:
-        ledger = self.estate.ledger
-        guest.tell({"k": "new", "v": ledger.version, "ticks": ledger.ticks, "pulled": True})
-        self._send_runs(guest)
+    def _tell_now(self, session: WorkerSession) -> None:
+        ledger = self.server_state.ledger
+        session.tell({"k": "new", "v": ledger.version, "ticks": ledger.ticks, "pulled": True})
+        self._send_runs(session)
 
-    def _send_runs(self, guest: WorkerSession) -> None:
-        if guest.travels:
-            guest.send_runs(self.estate.ledger.version, self.estate.params)
+    def _send_runs(self, session: WorkerSession) -> None:
+        if session.travels:
+            session.send_runs(self.server_state.ledger.version, self.server_state.params)
 
     def _place(self, who: str, head: Mapping[str, Any]) -> memoryview | None:
         """Gradients and sums are received straight into the memory that they are added from."""
         match head:
             case {"k": "run", "slot": int(slot), "i": int(i)}:
-                if (guest := self._guests.get(who)) is None:
+                if (session := self._sessions.get(who)) is None:
                     raise Nonsense(f"a run of {who}, who has not entered")
-                return guest.room(slot, i)
+                return session.room(slot, i)
             case {"k": "basket" | "rows", "bytes": int(count)}:
                 return memoryview(bytearray(count))
             case {"k": "buffers"}:
@@ -523,9 +532,9 @@ class Server:
 
     # What is asked -----------------------------------------------------------------------------
 
-    def _tell_state(self, guest: WorkerSession) -> None:
-        own = self.estate.keep.own
+    def _tell_state(self, session: WorkerSession) -> None:
+        own = self.server_state.held.own
         assert own is not None
         for number in own.numbers:
-            guest.tell_all(pack("state", number, own.take(number), params=False))
-        guest.tell({"k": "state", "done": True})
+            session.tell_all(pack("state", number, own.take(number), params=False))
+        session.tell({"k": "state", "done": True})

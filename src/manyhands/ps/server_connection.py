@@ -17,7 +17,7 @@ class ServerConnection:
 
     name: str
     link: Link
-    lanes: PriorityChannel | None = None
+    channel: PriorityChannel | None = None
     lane_links: list[Link] = field(default_factory=list)
     runs: list[Span] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
@@ -53,8 +53,8 @@ class ServerConnection:
 
     @property
     def bytes_sent(self) -> int:
-        lanes = self.lanes.bytes_sent if self.lanes else 0
-        return self.sent_before + self.link.bytes_sent + lanes
+        channel = self.channel.bytes_sent if self.channel else 0
+        return self.sent_before + self.link.bytes_sent + channel
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ a fifth slower for the small one that the benchmark has."""
 class ScheduleClock:
     """The trainee's schedule, and how many steps it has done since training began."""
 
-    def __init__(self, trainee: TrainState) -> None:
-        self._trainee = trainee
-        self.ticks = position(trainee.scheduler)
+    def __init__(self, train_state: TrainState) -> None:
+        self._train_state = train_state
+        self.ticks = position(train_state.scheduler)
 
     def advance(self, ticks: int) -> None:
         while self.ticks < ticks:
             self.ticks += 1
-            if self._trainee.scheduler is not None:
-                self._trainee.scheduler.step()
+            if self._train_state.scheduler is not None:
+                self._train_state.scheduler.step()
 
 
 @dataclass
@@ -81,23 +81,23 @@ class ServerState:
         self,
         name: str,
         host: str,
-        trainee: TrainState,
+        train_state: TrainState,
         params: FlatTensors,
-        ticker: ScheduleClock,
+        schedule_clock: ScheduleClock,
         *,
         shared: bool,
         replicas: int,
         rows: RowServerState | None = None,
     ) -> None:
         self.name, self.host = name, host
-        self.trainee = trainee
+        self.train_state = train_state
         self.params = params
-        self.ticker = ticker
+        self.schedule_clock = schedule_clock
         self.shared = shared
         """Members share memory: gradients of the dead are still there, and sums need not travel."""
         self.replicas = replicas
-        self.ledger = Ledger(progress=Fraction(ticker.ticks))
-        self.keep = HeldBlocks()
+        self.ledger = Ledger(progress=Fraction(schedule_clock.ticks))
+        self.held = HeldBlocks()
         self.coming: HeldBlocks | None = None
         """Ready for a view that has not begun."""
         self.sums = GradientSums([self._memory("manyhands-sums") for _ in range(2)])
@@ -117,9 +117,9 @@ class ServerState:
         return self.params.layout
 
     def status(self) -> ServerStatus:
-        keep, coming = self.keep, self.coming
-        reach = dict(keep.versions)
-        for name, version in keep.versions.items():
+        held, coming = self.held, self.coming
+        reach = dict(held.versions)
+        for name, version in held.versions.items():
             others = self.others.get(name)
             if others is not None and others.has(version + 1):
                 reach[name] = version + 1
@@ -129,9 +129,9 @@ class ServerState:
         return ServerStatus(
             server=self.name,
             host=self.host,
-            view=keep.view,
+            view=held.view,
             prepared=coming.view if coming else 0,
-            placement=keep.placement.to_dict() if keep.placement else None,
+            placement=held.placement.to_dict() if held.placement else None,
             homes=self.rows.homes.to_dict() if self.rows and self.rows.homes else None,
             ledger=ledger.to_dict(),
             replicas=reach,
@@ -141,38 +141,38 @@ class ServerState:
     def catch_up(self, plan: RecoveryPlan) -> None:
         """Finish what another server has finished, with everything that is held here."""
         if self.coming is not None and self.coming.view == plan.standing:
-            self.keep = self.coming
+            self.held = self.coming
             if self.rows is not None:
                 self.rows.take_over()
         self.coming = None
-        self.ticker.advance(plan.ledger.ticks)
-        if self.keep.view != plan.standing:
-            self.keep = HeldBlocks()  # what it held was given up in a view that it missed
+        self.schedule_clock.advance(plan.ledger.ticks)
+        if self.held.view != plan.standing:
+            self.held = HeldBlocks()  # what it held was given up in a view that it missed
             self.ledger = plan.ledger
             return
         for keeper, owner in plan.stale:
             if keeper == self.name:  # what is needed of it will be sent anew
-                self.keep.replicas.pop(owner, None)
-                self.keep.versions.pop(owner, None)
-        for owner, holding in self.keep.replicas.items():
-            for decision in plan.ledger.after(self.keep.versions[owner]):
-                self._catch_up_replica(owner, holding, decision)
+                self.held.replicas.pop(owner, None)
+                self.held.versions.pop(owner, None)
+        for owner, block_store in self.held.replicas.items():
+            for decision in plan.ledger.after(self.held.versions[owner]):
+                self._catch_up_replica(owner, block_store, decision)
         for decision in plan.ledger.after(self.ledger.version):
             if not self.sums.has(decision.version):
                 self.add_up(decision, self.sums.of(decision.version), self.own.runs)
                 scale(self.sums.of(decision.version), self.own.runs, decision.factor)
             self.apply(decision)
 
-    def material(self, number: int) -> BlockState:
+    def block_state(self, number: int) -> BlockState:
         """A block that is held here, in whatever role."""
-        for holding in (self.keep.own, *self.keep.replicas.values()):
-            if holding is not None and number in holding:
-                return holding.take(number)
+        for block_store in (self.held.own, *self.held.replicas.values()):
+            if block_store is not None and number in block_store:
+                return block_store.take(number)
         raise AssertionError(f"{self.name} holds no block {number}")
 
     def fresh(self, number: int) -> BlockState:
         """A block as the job, or its checkpoint, has it."""
-        model, optimizer = self.trainee.model, self.trainee.optimizer
+        model, optimizer = self.train_state.model, self.train_state.optimizer
         pieces = pieces_of(model, optimizer)
         states = {name: optimizer.state.get(p, {}) for name, p in pieces.items()}
         state = block_state(self.layout, self.layout.blocks[number], states)
@@ -191,14 +191,14 @@ class ServerState:
 
         def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:
             return {
-                n: materials.get((role, n)) or (self.fresh(n) if fresh else self.material(n))
+                n: materials.get((role, n)) or (self.fresh(n) if fresh else self.block_state(n))
                 for n in numbers
             }
 
-        ticks = self.ticker.ticks
-        keep = HeldBlocks(view, placement)
+        ticks = self.schedule_clock.ticks
+        held = HeldBlocks(view, placement)
         own = [block.number for block in placement.blocks_of(self.name)]
-        keep.own = BlockStore(self.trainee, self.params, find("own", own), ticks=ticks)
+        held.own = BlockStore(self.train_state, self.params, find("own", own), ticks=ticks)
         kept = placement.replicas_of(self.name)
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
@@ -206,17 +206,19 @@ class ServerState:
                 # Where memory is not shared, the replica is what a worker of this process computes
                 # with: its parameters need not travel.
                 memory = FlatTensors.private(self.layout) if self.shared else self.params
-                holding = BlockStore(self.trainee, memory, find("replica", numbers), ticks=ticks)
-                keep.replicas[server] = holding
-                keep.versions[server] = self.ledger.version
-        self.coming = keep
+                block_store = BlockStore(
+                    self.train_state, memory, find("replica", numbers), ticks=ticks
+                )
+                held.replicas[server] = block_store
+                held.versions[server] = self.ledger.version
+        self.coming = held
         if self.rows is not None and homes is not None:
             self.rows.prepare(homes, materials)
 
     def begin(self) -> None:
         """The view for which everything is prepared has begun."""
         assert self.coming is not None
-        self.keep, self.coming = self.coming, None
+        self.held, self.coming = self.coming, None
         self.sums.versions = [0, 0]
         # Workers tell anew where their gradients are; memory of the dead is let go.
         self.others, self.ahead, self.gradients = {}, {}, {}
@@ -228,8 +230,8 @@ class ServerState:
 
     @property
     def own(self) -> BlockStore:
-        assert self.keep.own is not None
-        return self.keep.own
+        assert self.held.own is not None
+        return self.held.own
 
     def add_up(self, decision: Decision, sums: FlatTensors, runs: Sequence[Span]) -> None:
         sources = [self.gradients[g.worker][g.slot] for g in decision.given]
@@ -249,31 +251,31 @@ class ServerState:
     def _apply_rows(self, decision: Decision) -> None:
         """Before the blocks, which move the learning rate on."""
         if self.rows is not None:
-            assert self.keep.placement is not None
-            servers, base_lr = self.keep.placement.servers, self.trainee.base_lr
+            assert self.held.placement is not None
+            servers, base_lr = self.held.placement.servers, self.train_state.base_lr
             self.rows.apply(decision, servers, lr=self.own.lr, base_lr=base_lr)
 
     def _set_mark(self) -> None:
-        placement = self.keep.placement
+        placement = self.held.placement
         if placement is not None:
             me, count = placement.servers.index(self.name), len(placement.servers)
             self.params.set_mark(self.ledger.version, server=me, servers=count)
 
     def apply_replica(self, owner: str, decision: Decision) -> None:
-        holding = self.keep.replicas[owner]
+        block_store = self.held.replicas[owner]
         sums = self.others[owner].of(decision.version)
-        holding.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
-        self.keep.versions[owner] = decision.version
+        block_store.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
+        self.held.versions[owner] = decision.version
         if decision.version > self.ledger.version:
             self.ahead[decision.version] = decision
 
-    def _catch_up_replica(self, owner: str, holding: BlockStore, decision: Decision) -> None:
+    def _catch_up_replica(self, owner: str, block_store: BlockStore, decision: Decision) -> None:
         others = self.others.get(owner)
         if others is None or not others.has(decision.version):
             if others is None or self.shared:  # never into the memory of its owner
                 others = self.others[owner] = GradientSums([FlatTensors.private(self.layout)] * 2)
-            self.add_up(decision, others.of(decision.version), holding.runs)
-            scale(others.of(decision.version), holding.runs, decision.factor)
+            self.add_up(decision, others.of(decision.version), block_store.runs)
+            scale(others.of(decision.version), block_store.runs, decision.factor)
         self.apply_replica(owner, decision)
 
     def _memory(self, label: str) -> FlatTensors:

@@ -29,10 +29,10 @@ TYPES = {
 
 
 def pack(
-    kind: str, number: int, material: BlockState, *, role: str = "own", params: bool = True
+    kind: str, number: int, block_state: BlockState, *, role: str = "own", params: bool = True
 ) -> Iterator[tuple[dict[str, Any], memoryview | None]]:
     """The messages that carry a block, the last one marked."""
-    values: dict[str, Any] = {PARAMS: material.params if params else None, **material.state}
+    values: dict[str, Any] = {PARAMS: block_state.params if params else None, **block_state.state}
     for i, (name, value) in enumerate(values.items()):
         head = {"k": kind, "n": number, "role": role, "name": name, "last": i == len(values) - 1}
         if not isinstance(value, Tensor):

@@ -56,8 +56,8 @@ class PendingUpdate:
 class UpdatePipeline:
     def __init__(
         self,
-        estate: ServerState,
-        terms: PsMode,
+        server_state: ServerState,
+        mode: PsMode,
         placement: Placement,
         peers: Mapping[str, Peer],
         *,
@@ -65,23 +65,23 @@ class UpdatePipeline:
         workers: Sequence[str],
         applied: Callable[[Decision], None],
         followed: Callable[[], None] = lambda: None,
-        uplink: SendGate | None = None,
+        send_gate: SendGate | None = None,
     ) -> None:
         """`applied` is told of each decision that is in the weights; `followed`, when a replica is newer.
         `uplink`: what of this process goes before sums."""
         self.frozen = False
-        self.compensation = Compensation(terms.compensate) if terms.compensate else None
-        self._estate = estate
-        self._terms = terms
-        self._name = estate.name
+        self.compensation = Compensation(mode.compensate) if mode.compensate else None
+        self._server_state = server_state
+        self._mode = mode
+        self._name = server_state.name
         self._lead = lead
         self._peers = peers
         self._applied = applied
         self._followed = followed
-        self._two_phase = not estate.shared and bool(estate.replicas) and bool(peers)
+        self._two_phase = not server_state.shared and bool(server_state.replicas) and bool(peers)
         self._queue: deque[Decision] = deque()
         self._work: PendingUpdate | None = None
-        self._decided = estate.ledger.version
+        self._decided = server_state.ledger.version
         """The last version that there is a decision on."""
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
         self._taken: dict[str, int] = {}
@@ -90,9 +90,9 @@ class UpdatePipeline:
         """(owner, keeper): what the lead must hear of before an update is final."""
         self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
-        whole_needed = terms.clip_norm is not None or estate.trainee.weight is not None
-        may_be_early = self._two_phase and terms.for_all and not whole_needed
-        self._early = PartialSums(workers) if may_be_early else None
+        whole_needed = mode.clip_norm is not None or server_state.train_state.weight is not None
+        may_be_early = self._two_phase and mode.for_all and not whole_needed
+        self._partial_sums = PartialSums(workers) if may_be_early else None
         self._made: set[tuple[int, int]] = set()
         """(round, run) that were added up, and sent, before a decision."""
         self._trailers: dict[str, BackgroundChannel] = {}
@@ -104,12 +104,12 @@ class UpdatePipeline:
         self._kept: dict[str, list[Span]] = {}
         """Whose replicas are kept here, likewise."""
         # Without rounds a worker pushes on and on: there would be no time for sums.
-        behind = uplink if uplink is not None and terms.for_all else SendGate()
-        layout = estate.layout
+        behind = send_gate if send_gate is not None and mode.for_all else SendGate()
+        layout = server_state.layout
         for server, peer in peers.items():
             if server in keepers:
-                self._taken[server] = estate.ledger.version
-                if not estate.shared:
+                self._taken[server] = server_state.ledger.version
+                if not server_state.shared:
                     name = f"{self._name}-sums-{server}"
                     self._trailers[server] = BackgroundChannel(peer.link, behind, name=name)
             kept = [
@@ -118,7 +118,7 @@ class UpdatePipeline:
             if kept:
                 self._kept[server] = spans(layout, [block.number for block in kept])
                 theirs = [FlatTensors.attached(layout, address) for address in peer.sums or ()]
-                estate.others[server] = GradientSums(
+                server_state.others[server] = GradientSums(
                     theirs or [FlatTensors.private(layout) for _ in range(2)]
                 )
 
@@ -127,12 +127,12 @@ class UpdatePipeline:
         version = int(head["v"]) if "v" in head else 0
         match kind:
             case "decide":
-                if who != self._lead or self._terms.for_all:
+                if who != self._lead or self._mode.for_all:
                     raise Nonsense("a decision, which is not its to make")
                 self.carry_out(self._decision_of(head, next_is=self._decided + 1))
             case "norm":
-                self._check_version(kind, version, self._estate.ledger.version)
-                if self._terms.clip_norm is None or who in self._norms[version]:
+                self._check_version(kind, version, self._server_state.ledger.version)
+                if self._mode.clip_norm is None or who in self._norms[version]:
                     raise Nonsense(f"a norm for version {version} that nobody waits for")
                 self._norms[version][who] = float(head["value"])
                 self._clip()
@@ -145,7 +145,7 @@ class UpdatePipeline:
                 self._taken[who] = version
                 self._advance()
             case "held":
-                self._check_version(kind, version, self._estate.ledger.version)
+                self._check_version(kind, version, self._server_state.ledger.version)
                 if self._name != self._lead or (head["owner"], who) not in self._to_hold:
                     raise Nonsense("it holds a sum that is not for it, or tells who need not know")
                 self._on_held(str(head["owner"]), who, version)
@@ -162,18 +162,18 @@ class UpdatePipeline:
         if decision.version != next_is:
             raise Nonsense(f"a decision on version {decision.version}, where {next_is} is next")
         for given in decision.given:
-            slots = self._estate.gradients.get(given.worker, ())
+            slots = self._server_state.gradients.get(given.worker, ())
             if not 0 <= given.slot < len(slots) or given.share[1] <= 0:
                 raise Nonsense(f"a decision on a gradient that there is not: {given}"[:200])
         ticks = decision.ticks if decision.progress[1] > 0 else math.inf
         most = sum(given.ticks for given in decision.given) * MOST_BEHIND
-        if not decision.given or ticks > self._estate.ledger.ticks + most + MOST_BEHIND:
+        if not decision.given or ticks > self._server_state.ledger.ticks + most + MOST_BEHIND:
             raise Nonsense(f"a decision on {len(decision.given)} gradients and {ticks} ticks")
         return decision
 
     def _check_version(self, kind: str, version: int, last: int) -> None:
         """Servers and replicas are at most two updates apart."""
-        if not last < version <= max(last, self._estate.ledger.version) + 2:
+        if not last < version <= max(last, self._server_state.ledger.version) + 2:
             raise Nonsense(f"{kind!r} of version {version}, where {last} is the last")
 
     def freeze(self) -> None:
@@ -198,31 +198,33 @@ class UpdatePipeline:
     def room(self, who: str, version: int, i: int) -> memoryview:
         """Where a run of another server's sum goes."""
         runs = self._kept.get(who, ())
-        if self._estate.shared or not 0 <= i < len(runs):
+        if self._server_state.shared or not 0 <= i < len(runs):
             raise Nonsense(f"run {i} of a sum that is not kept here")
-        return bytes_of(self._kept[who][i].of(self._estate.others[who].of(version)))
+        return bytes_of(self._kept[who][i].of(self._server_state.others[who].of(version)))
 
     @property
     def own(self) -> BlockStore:
-        return self._estate.own
+        return self._server_state.own
 
     # This server's own blocks ------------------------------------------------------------------
 
     def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
         """A run of a gradient is here, or all of it."""
-        if self._early is not None:
+        if self._partial_sums is not None:
             runs = range(len(self.runs)) if run is None else (run,)
-            for complete in self._early.arrived(worker, seq, slot, runs):
+            for complete in self._partial_sums.arrived(worker, seq, slot, runs):
                 self._make_early(seq, complete)
 
     def _make_early(self, seq: int, i: int) -> None:
-        assert self._early is not None
-        estate, version = self._estate, self._estate.ledger.version + 1
+        assert self._partial_sums is not None
+        server_state, version = self._server_state, self._server_state.ledger.version + 1
         if self._work is not None or self._queue or self.frozen or not self._is_free(version):
             return  # when it is decided on
-        sums, run = estate.sums.of(version), self.runs[i]
-        estate.sums.begin(version)
-        sources = [estate.gradients[worker][slot] for worker, slot in self._early.sources(seq)]
+        sums, run = server_state.sums.of(version), self.runs[i]
+        server_state.sums.begin(version)
+        sources = [
+            server_state.gradients[worker][slot] for worker, slot in self._partial_sums.sources(seq)
+        ]
         add_up(sums, [run], sources, [1.0] * len(sources))
         self._made.add((seq, i))
         self._send_sum(i, sums, {"k": "replica", "v": version})
@@ -242,16 +244,16 @@ class UpdatePipeline:
             return
         decision = self._queue.popleft()
         version = decision.version
-        seq = self._early.decided(decision) if self._early is not None else None
+        seq = self._partial_sums.decided(decision) if self._partial_sums is not None else None
         made = {i for of, i in self._made if of == seq}
         self._work = PendingUpdate(decision, made, anew=len(made) < len(self._made))
         self._made = set()
-        sums = self._estate.sums.of(version)
+        sums = self._server_state.sums.of(version)
         rest = [run for i, run in enumerate(self.runs) if i not in made]
-        self._estate.add_up(decision, sums, rest if made else self.own.runs)
+        self._server_state.add_up(decision, sums, rest if made else self.own.runs)
         if self.compensation is not None:
             self.compensation.correct(decision.given[0].worker, sums, self.own)
-        if self._terms.clip_norm is None:
+        if self._mode.clip_norm is None:
             self._summed()
             return
         value = squared_norm(sums, self.own.runs)
@@ -261,7 +263,7 @@ class UpdatePipeline:
 
     def _clip(self) -> None:
         """As torch clips: by the norm of the whole gradient."""
-        work, limit = self._work, self._terms.clip_norm
+        work, limit = self._work, self._mode.clip_norm
         if work is None or work.summed or limit is None:
             return
         version = work.decision.version
@@ -273,7 +275,7 @@ class UpdatePipeline:
         norm = math.sqrt(math.fsum(norms[name] for name in sorted(norms)))
         factor = min(1.0, limit / (norm + 1e-6))
         work.decision = replace(work.decision, factor=factor)
-        scale(self._estate.sums.of(version), self.own.runs, factor)
+        scale(self._server_state.sums.of(version), self.own.runs, factor)
         self._summed()
 
     def _summed(self) -> None:
@@ -282,12 +284,12 @@ class UpdatePipeline:
         assert work is not None
         work.summed = True
         version = work.decision.version
-        sums = self._estate.sums.of(version)
-        self._estate.sums.note(version)
+        sums = self._server_state.sums.of(version)
+        self._server_state.sums.note(version)
         plain = {"k": "replica", "v": version}
         first = {**plain, "decision": work.decision.to_dict(), "anew": work.anew}
         heads = dict.fromkeys(self._taken, first)  # to each keeper once
-        if not self._estate.shared:
+        if not self._server_state.shared:
             for i, (keeper, _) in enumerate(self._keepers):
                 if i not in work.made:
                     self._send_sum(i, sums, heads.pop(keeper, plain) if keeper else plain)
@@ -324,29 +326,29 @@ class UpdatePipeline:
         work = self._work
         assert work is not None
         self._work = None
-        self._estate.apply(work.decision)
+        self._server_state.apply(work.decision)
         self._applied(work.decision)
         self._advance()
 
     # Replicas of others' blocks ----------------------------------------------------------------
 
     def _on_replica(self, owner: str, head: Mapping[str, Any]) -> None:
-        version, shared = int(head["v"]), self._estate.shared
+        version, shared = int(head["v"]), self._server_state.shared
         has = head.keys() & {"i", "decision"}
         if owner not in self._kept or (has != {"decision"} if shared else not has):
             raise Nonsense("a sum that is not kept here")
-        self._check_version("replica", version, self._estate.keep.versions[owner])
+        self._check_version("replica", version, self._server_state.held.versions[owner])
         if "decision" in head:
             self._uncommitted[version][owner] = self._decision_of(head, next_is=version)
             if head.get("anew"):
                 self._arrived[owner, version] = 0
-        if not self._estate.shared:
+        if not self._server_state.shared:
             self._arrived[owner, version] += "i" in head
             complete = self._arrived[owner, version] == len(self._kept[owner])
             if not complete or owner not in self._uncommitted.get(version, ()):
                 return
             del self._arrived[owner, version]
-        self._estate.others[owner].note(version)
+        self._server_state.others[owner].note(version)
         if self._two_phase:
             self._say_held(owner, version)
             return
@@ -356,7 +358,7 @@ class UpdatePipeline:
             del self._uncommitted[version]
 
     def _follow(self, owner: str, decision: Decision) -> None:
-        self._estate.apply_replica(owner, decision)
+        self._server_state.apply_replica(owner, decision)
         self._followed()
         if not self.frozen:
             self._tell(owner, {"k": "taken", "v": decision.version})

@@ -48,16 +48,16 @@ class Peer:
 
 class ViewChange:
     def __init__(
-        self, estate: ServerState, door: Acceptor, *, view: int, servers: Sequence[str]
+        self, server_state: ServerState, acceptor: Acceptor, *, view: int, servers: Sequence[str]
     ) -> None:
         self.peers: dict[str, Peer] = {}
         self.plan: RecoveryPlan | None = None
-        self._estate = estate
-        self._door = door
+        self._server_state = server_state
+        self._acceptor = acceptor
         self._view = view
         self._servers = list(servers)
         self._statuses: dict[str, ServerStatus] = {}
-        self._parcels = TensorMessages()
+        self._tensor_messages = TensorMessages()
         self._expected: set[tuple[str, int]] = set()
         self._moved: set[str] = set()
         self._prepared = self._begun = False
@@ -65,26 +65,26 @@ class ViewChange:
 
     @property
     def leads(self) -> bool:
-        return self._estate.name == self._servers[0]
+        return self._server_state.name == self._servers[0]
 
     def hello(self) -> dict[str, Any]:
-        flats = self._estate.sums.flats
+        flats = self._server_state.sums.flats
         addresses = [flat.segment.address for flat in flats if flat.segment is not None]
-        name, rows = self._estate.name, self._estate.rows
+        name, rows = self._server_state.name, self._server_state.rows
         undo = rows.undo if rows is not None else None
         told = {"k": "peer", "server": name, "view": self._view, "sums": addresses}
         return {**told, "undo": [undo.address] if undo is not None else []}
 
     def meet(self, dial: Callable[[str], Link]) -> None:
         """Connect to the servers before this one in the view; those behind it connect to it."""
-        for name in self._servers[: self._servers.index(self._estate.name)]:
+        for name in self._servers[: self._servers.index(self._server_state.name)]:
             link = dial(name)
             link.send(self.hello())
-            self._door.inbox.put(InboxItem("peer", name, {"sums": None, "undo": []}, link=link))
-            self._door.read(link, name)
+            self._acceptor.inbox.put(InboxItem("peer", name, {"sums": None, "undo": []}, link=link))
+            self._acceptor.read(link, name)
         if self.leads:
-            status = self._estate.status().to_dict()
-            self._door.inbox.put(InboxItem("status", self._estate.name, status))
+            status = self._server_state.status().to_dict()
+            self._acceptor.inbox.put(InboxItem("status", self._server_state.name, status))
 
     def handle(self, happened: InboxItem) -> bool:
         """One message of the beginning; True when the view has begun."""
@@ -98,14 +98,14 @@ class ViewChange:
                 if len(self._statuses) == len(self._servers):
                     self._make_plan()
             case "plan":
-                layout = self._estate.layout
+                layout = self._server_state.layout
                 plan = made_of("a plan", lambda: RecoveryPlan.from_dict(head["plan"], layout))
                 if list(plan.placement.servers) != self._servers:
                     raise Nonsense(f"a plan for {', '.join(plan.placement.servers)[:200]}")
                 self._waiting = plan
                 self._proceed()
             case "block":
-                add = partial(self._parcels.add, head, happened.payload)
+                add = partial(self._tensor_messages.add, head, happened.payload)
                 if (key := made_of("a block", add)) is not None:
                     self._expected.discard(key)
                     self._when_complete()
@@ -113,13 +113,13 @@ class ViewChange:
                 self._moved.add(who)
             case "go":
                 self._begun = True
-                self._estate.begin()
+                self._server_state.begin()
                 return True
         if self.leads and len(self._moved) == len(self._servers):
             self._moved.clear()
             self._begun = True
             self._tell_all({"k": "go"})
-            self._estate.begin()
+            self._server_state.begin()
             return True
         return False
 
@@ -141,7 +141,7 @@ class ViewChange:
 
     def _status_of(self, who: str, head: Mapping[str, Any]) -> ServerStatus:
         def parse() -> ServerStatus:
-            status, layout = ServerStatus.from_dict(head), self._estate.layout
+            status, layout = ServerStatus.from_dict(head), self._server_state.layout
             assert status.server == who, f"it speaks for {status.server!r}"
             assert max(status.view, status.prepared) < self._view, "it knows a view to come"
             Ledger.from_dict(status.ledger)
@@ -161,15 +161,15 @@ class ViewChange:
         else:
             self.peers[who].sums, self.peers[who].undo = head["sums"], head["undo"]
         if who == self._servers[0] and link is None:
-            status = self._estate.status().to_dict()
+            status = self._server_state.status().to_dict()
             self.peers[who].link.send({"k": "status", **status})
         self._proceed()
 
     def _make_plan(self) -> None:
         statuses = [self._statuses[name] for name in self._servers]
-        rows, replicas = self._estate.rows, self._estate.replicas
+        rows, replicas = self._server_state.rows, self._server_state.replicas
         has_homes = rows is not None and not rows.shared
-        plan = make_plan(statuses, self._estate.layout, replicas=replicas, rows=has_homes)
+        plan = make_plan(statuses, self._server_state.layout, replicas=replicas, rows=has_homes)
         self._tell_all({"k": "plan", "plan": plan.to_dict()})
         self._waiting = plan
         self._proceed()
@@ -181,36 +181,38 @@ class ViewChange:
         if plan is None or len(met) < len(self._servers) - 1:
             return
         self._waiting = None
-        estate, layout = self._estate, self._estate.layout
+        server_state, layout = self._server_state, self._server_state.layout
         self.plan = plan
-        estate.catch_up(plan)
-        if self.leads and estate.rows is not None and estate.keep.placement is not None:
-            estate.rows.finish(plan.ledger, estate.keep.placement.servers, self._servers)
+        server_state.catch_up(plan)
+        if self.leads and server_state.rows is not None and server_state.held.placement is not None:
+            server_state.rows.finish(
+                plan.ledger, server_state.held.placement.servers, self._servers
+            )
         self._expected |= {
             (move.role, block.number)
             for move in plan.moves
-            if move.target == estate.name
+            if move.target == server_state.name
             for block in layout.blocks_in(move.shard)
-        } - self._parcels.complete.keys()
-        if estate.rows is not None:
-            self._move_rows(plan, estate.rows)
+        } - self._tensor_messages.complete.keys()
+        if server_state.rows is not None:
+            self._move_rows(plan, server_state.rows)
         for move in plan.moves:
-            if move.source == estate.name:
+            if move.source == server_state.name:
                 link = self.peers[move.target].link
                 for block in layout.blocks_in(move.shard):
-                    material = estate.material(block.number)
-                    for head, payload in pack("block", block.number, material, role=move.role):
+                    block_state = server_state.block_state(block.number)
+                    for head, payload in pack("block", block.number, block_state, role=move.role):
                         link.send(head, payload)
         self._when_complete()
 
     def _move_rows(self, plan: RecoveryPlan, rows: RowServerState) -> None:
         for move in plan.row_moves:
-            if move.target == self._estate.name:
+            if move.target == self._server_state.name:
                 expected = {(ROLE + name, move.shard) for name in rows.tables.specs}
-                self._expected |= expected - self._parcels.complete.keys()
-            if move.source == self._estate.name:
-                for role, material in rows.pack(move.shard):
-                    for head, payload in pack("block", move.shard, material, role=role):
+                self._expected |= expected - self._tensor_messages.complete.keys()
+            if move.source == self._server_state.name:
+                for role, block_state in rows.pack(move.shard):
+                    for head, payload in pack("block", move.shard, block_state, role=role):
                         self.peers[move.target].link.send(head, payload)
 
     def _when_complete(self) -> None:
@@ -218,12 +220,12 @@ class ViewChange:
         if plan is None or self._expected or self._prepared:
             return
         self._prepared = True
-        complete = self._parcels.complete
-        self._estate.prepare(
+        complete = self._tensor_messages.complete
+        self._server_state.prepare(
             self._view, plan.placement, complete, fresh=not plan.standing, homes=plan.homes
         )
         if self.leads:
-            self._moved.add(self._estate.name)
+            self._moved.add(self._server_state.name)
         else:
             self.peers[self._servers[0]].link.send({"k": "moved"})
 

@@ -49,20 +49,20 @@ class WorkerSession:
         """The runs of parameters that it is sent, those that it needs first going first."""
         self._runs = runs
         self._lane_links: list[Link] = []
-        self._lanes: PriorityChannel | None = None
+        self._channel: PriorityChannel | None = None
         self._arriving: dict[int, IncomingPush] = {}
         self._sent_before = 0
 
     @property
     def bytes_sent(self) -> int:
-        lanes = self._lanes.bytes_sent if self._lanes else 0
-        return self._sent_before + self.link.bytes_sent + lanes
+        channel = self._channel.bytes_sent if self._channel else 0
+        return self._sent_before + self.link.bytes_sent + channel
 
     def enter_again(self, link: Link) -> None:
         """It lost its connections, and has come back with new ones."""
         self.close()
         self._sent_before = self.bytes_sent
-        self.link, self._lanes, self._lane_links = link, None, []
+        self.link, self._channel, self._lane_links = link, None, []
 
     def add_lane(self, link: Link) -> bool:
         """One more connection for bulk data; True when all are here."""
@@ -71,7 +71,7 @@ class WorkerSession:
         self._lane_links.append(link)
         if len(self._lane_links) < LANES:
             return False
-        self._lanes = PriorityChannel(self._lane_links, name=f"to-{self.name}")
+        self._channel = PriorityChannel(self._lane_links, name=f"to-{self.name}")
         return True
 
     def tell(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
@@ -85,11 +85,11 @@ class WorkerSession:
             self.tell(head, payload)
 
     def send_runs(self, version: int, params: FlatTensors) -> None:
-        if self._lanes is None:
+        if self._channel is None:
             return
         for priority, i in enumerate(self.wants):
             head = {"k": "run", "v": version, "i": i}
-            self._lanes.put(priority, head, bytes_of(self._runs[i].of(params)))
+            self._channel.put(priority, head, bytes_of(self._runs[i].of(params)))
 
     def room(self, slot: int, i: int) -> memoryview:
         """Where a piece of a gradient goes."""
@@ -130,8 +130,8 @@ class WorkerSession:
 
     def close(self) -> None:
         self.link.close()
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._channel is not None:
+            self._channel.close()
         for link in self._lane_links:
             link.close()
 

@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 class Manifest:
     path: Path
     step: int
-    course: Mapping[str, Any]
+    training_plan: Mapping[str, Any]
     strategy: str
     workers: int
 
@@ -60,7 +60,7 @@ def commit(
     step: int,
     *,
     files: Mapping[str, Mapping[str, Any]],
-    course: Mapping[str, Any],
+    training_plan: Mapping[str, Any],
     strategy: str,
     workers: int,
     writer: str = "",
@@ -73,7 +73,7 @@ def commit(
         "time": time.time(),
         "strategy": strategy,
         "workers": workers,
-        "course": dict(course),
+        "course": dict(training_plan),
         "files": dict(files),
     }
     try:

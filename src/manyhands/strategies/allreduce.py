@@ -110,14 +110,14 @@ class AllReduceLearner(Learner):
         self._flying: StepReport | None = None
         self._rescued: StepReport | None = None
 
-    def prepare(self, trainee: TrainState, me: Me) -> None:
-        super().prepare(trainee, me)
+    def prepare(self, train_state: TrainState, me: Me) -> None:
+        super().prepare(train_state, me)
         if self._config.tls:
             from manyhands.collectives.gloo_tls import use_tls
 
             use_tls(me.credentials)
-        self._buffers = list(trainee.model.buffers())
-        if self._config.drop and trainee.tables is not None:
+        self._buffers = list(train_state.model.buffers())
+        if self._config.drop and train_state.tables is not None:
             raise SpecError(
                 "allreduce(drop=...): rows of sparse tables can't be left out of a step. Leave drop away, or "
                 "use ps:backup, which leaves out whole pushes."
@@ -139,9 +139,9 @@ class AllReduceLearner(Learner):
 
     def _meet(self, view: View) -> None:
         shared = self._config.tables == "shared"
-        if self.trainee.tables is not None:
+        if self.train_state.tables is not None:
             # Several see other ids each: rows are made when all know of them, so that replicas stay equal.
-            self.trainee.tables.makes_on_pull = shared or view.world == 1
+            self.train_state.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
             self._rejoin(self._version)
             return
@@ -151,17 +151,17 @@ class AllReduceLearner(Learner):
 
         self._group = join_group(self.me, view)
         known = agree(
-            *(self.trainee, self),
+            *(self.train_state, self),
             version=self._version,
             agreed=self._agreed,
             tables=not shared,
-            may_wait=self.me.board is not None and self.trainee.tables is None,
+            may_wait=self.me.board is not None and self.train_state.tables is None,
         )
         self._rejoin(known.version)
         self._first = next(rank for rank in range(view.world) if rank not in known.new)
         if known.new:
             self._help(known.new, known.source, view)
-        self._parameters = [p for p in self.trainee.model.parameters() if p.requires_grad]
+        self._parameters = [p for p in self.train_state.model.parameters() if p.requires_grad]
         bucket_bytes = self._config.bucket_mb << 20
         if not view.one_host:
             whole = sum(p.numel() * p.element_size() for p in self._parameters)
@@ -173,13 +173,13 @@ class AllReduceLearner(Learner):
 
             factor, rank = self._config.drop, self.me.rank
             self._deadline = Deadline(
-                factor, rank=rank, world=view.world, device=self.trainee.device
+                factor, rank=rank, world=view.world, device=self.train_state.device
             )
         self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
-        if self.trainee.tables is not None:
+        if self.train_state.tables is not None:
             from manyhands.collectives.table_sync import TableSync
 
-            self._rows = TableSync(self.trainee, view, shared=shared)
+            self._rows = TableSync(self.train_state, view, shared=shared)
 
     def _hurry(self, needed: bool) -> None:
         """Between hosts a gradient leaves as soon as it can."""
@@ -187,7 +187,7 @@ class AllReduceLearner(Learner):
             from manyhands.collectives.weights_first import Soon, weights_first
 
             self._soon = Soon()
-            weights_first(self.trainee.model, self._soon)
+            weights_first(self.train_state.model, self._soon)
         if self._soon is not None:
             self._soon.on = needed
 
@@ -198,10 +198,10 @@ class AllReduceLearner(Learner):
 
         if self.me.rank == source:
             self._lender = StateSender(
-                self.me, view, gather_state(self.trainee, self), newcomers=len(new)
+                self.me, view, gather_state(self.train_state, self), newcomers=len(new)
             )
         elif self.me.rank in new:
-            self._catching = StateReceiver(self.me, view, self.trainee, self)
+            self._catching = StateReceiver(self.me, view, self.train_state, self)
 
     @property
     def catching_up(self) -> bool:
@@ -238,9 +238,9 @@ class AllReduceLearner(Learner):
             if flying is not None and flying.step == version:
                 self._rescued = flying
         self._version = version
-        self.trainee.optimizer.zero_grad(set_to_none=True)
-        if self.trainee.tables is not None:
-            self.trainee.tables.forget()
+        self.train_state.optimizer.zero_grad(set_to_none=True)
+        if self.train_state.tables is not None:
+            self.train_state.tables.forget()
 
     def rescued(self) -> StepReport | None:
         rescued, self._rescued = self._rescued, None
@@ -281,14 +281,14 @@ class AllReduceLearner(Learner):
         from manyhands.compute.gradients import DeviceTime, StepReport, gradients
 
         started = time.perf_counter()
-        lr, reducer, sent = self.trainee.lr, self._reducer, 0
+        lr, reducer, sent = self.train_state.lr, self._reducer, 0
         report = StepReport(share.step, share.samples, 0.0, 0.0, lr)
-        if self.trainee.device != "cpu":
+        if self.train_state.device != "cpu":
             report.compute_s = DeviceTime()
         self._flying = report
         with self._heeding_views():
             if reducer is None:
-                report.weight, report.loss = gradients(self.trainee, share)
+                report.weight, report.loss = gradients(self.train_state, share)
                 computed = _now(report)
             else:
                 self._share_buffers()
@@ -296,19 +296,19 @@ class AllReduceLearner(Learner):
                 sent = self._bytes_per_step
             if self._rows is not None:
                 sent += self._rows.step(lr, share.step)
-            elif self.trainee.tables is not None:
-                self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
+            elif self.train_state.tables is not None:
+                self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
         summed = time.perf_counter()
         if self._catching is None:
-            self.trainee.update()
+            self.train_state.update()
         else:
             self._catching.keep(self._parameters)
-            self.trainee.optimizer.zero_grad(set_to_none=True)
+            self.train_state.optimizer.zero_grad(set_to_none=True)
             self._catch_up()
         self._version = share.step
         self._applied.append((share.step, None if reducer is None else reducer.notes.clone()))
         self._flying = None
-        if self.trainee.device == "cpu":
+        if self.train_state.device == "cpu":
             report.wait_s = summed - computed
             report.compute_s = time.perf_counter() - started - report.wait_s
         report.bytes_sent = sent
@@ -333,9 +333,9 @@ class AllReduceLearner(Learner):
             options["enough"] = deadline.passed
         if self._catching is None:
             report.weight, report.loss = gradients(
-                self.trainee, share, total=total, local=reducer.alone, **options
+                self.train_state, share, total=total, local=reducer.alone, **options
             )
-        elif self.trainee.weight is not None:  # it only listens; others add their weights up
+        elif self.train_state.weight is not None:  # it only listens; others add their weights up
             total(0.0)
         if deadline is not None:
             deadline.end(share)
@@ -355,13 +355,13 @@ class AllReduceLearner(Learner):
         if self._reducer is not None:
             with self._heeding_views():
                 self._share_buffers()
-        return self.trainee.model
+        return self.train_state.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
         import torch
         import torch.distributed as dist
 
-        total = torch.as_tensor(value, dtype=torch.float64, device=self.trainee.device).clone()
+        total = torch.as_tensor(value, dtype=torch.float64, device=self.train_state.device).clone()
         if self._reducer is not None:
             with self._heeding_views():
                 dist.all_reduce(total)

@@ -31,7 +31,7 @@ class PsSync(ParameterServer):
     name: ClassVar[str] = "ps:sync"
     summary: ClassVar[str] = "parameter servers, each step waits for all workers"
 
-    def terms(self, clip_norm: float | None) -> PsMode:
+    def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
         from manyhands.ps.policies import SyncPolicy
 
@@ -63,7 +63,7 @@ class PsAsync(ParameterServer):
         if self.row_age < 0:
             raise SpecError(f"{self.name}: row_age={self.row_age}; 0 or more steps.")
 
-    def terms(self, clip_norm: float | None) -> PsMode:
+    def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
         from manyhands.ps.policies import AsyncPolicy
 
@@ -87,15 +87,15 @@ class PsSsp(PsAsync):
 
     def check(self, workers: int) -> None:
         super().check(workers)
-        self.terms(None).make_policy(())
+        self.mode(None).make_policy(())
 
-    def terms(self, clip_norm: float | None) -> PsMode:
+    def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.policies import Policy, SspPolicy
 
         def make(workers: object) -> Policy:
             return SspPolicy(workers, staleness=self.staleness)  # type: ignore[arg-type]
 
-        return replace(super().terms(clip_norm), make_policy=make)
+        return replace(super().mode(clip_norm), make_policy=make)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class PsBackup(ParameterServer):
 
     def check(self, workers: int) -> None:
         super().check(workers)
-        self.terms(None).make_policy(())
+        self.mode(None).make_policy(())
         if self.spares >= workers:
             raise SpecError(
                 f"{self.name}: spares={self.spares} of {workers} workers leaves nobody to wait for. "
@@ -123,7 +123,7 @@ class PsBackup(ParameterServer):
     def parts(self, workers: int) -> int:
         return max(1, workers - self.spares)
 
-    def terms(self, clip_norm: float | None) -> PsMode:
+    def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
         from manyhands.ps.policies import BackupPolicy, Policy
 

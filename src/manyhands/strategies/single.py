@@ -44,12 +44,12 @@ class SingleLearner(Learner):
         from manyhands.compute.gradients import StepReport, gradients
 
         started = time.perf_counter()
-        lr = self.trainee.lr
-        weight, loss = gradients(self.trainee, share)
-        if self.trainee.tables is not None:
-            self.trainee.tables.step(lr, self.trainee.base_lr, share.step)
-        self.trainee.update()
-        on_cpu = self.trainee.device == "cpu"
+        lr = self.train_state.lr
+        weight, loss = gradients(self.train_state, share)
+        if self.train_state.tables is not None:
+            self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
+        self.train_state.update()
+        on_cpu = self.train_state.device == "cpu"
         compute_s = time.perf_counter() - started if on_cpu else None
         return StepReport(
             share.step, share.samples, weight, loss, lr, compute_s=compute_s, wait_s=0.0

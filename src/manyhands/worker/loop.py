@@ -73,9 +73,9 @@ class Worker:
         if self.eval_data is not None:
             check_dataset(self.job, "eval_data", self.eval_data)
         num_steps = total_steps(self.job, len(self.data))
-        trainee = TrainState.of(self.job, device=self.device, num_steps=num_steps)
-        self.trainee = trainee
-        self.activity = trainee.activity = member.activity
+        train_state = TrainState.of(self.job, device=self.device, num_steps=num_steps)
+        self.train_state = train_state
+        self.activity = train_state.activity = member.activity
         loaders = None
         if self.job.loader_processes and not member.debugged:
             loaders = Loaders(
@@ -87,12 +87,12 @@ class Worker:
         self.feed = Feed(self.job, self.data, device=self.device, pieces=pieces, loaders=loaders)
         seat = Seat(member.name, member.host, device=self.device, device_id=device_id(self.device))
         self.me = member.me(seat)
-        self.learner.prepare(trainee, self.me)
+        self.learner.prepare(train_state, self.me)
         member.on_view = self._view_coming
         if task["checkpoint"]:
             with member.phase("loading the checkpoint"):
-                state = load_state(task["checkpoint"], trainee, learner)
-                trainee.resume(
+                state = load_state(task["checkpoint"], train_state, learner)
+                train_state.resume(
                     state,
                     step=checkpoint_step(task["checkpoint"]),
                     num_steps=num_steps,
@@ -100,12 +100,12 @@ class Worker:
                 )
         elif task["init_from"]:
             with member.phase("loading the weights to begin with"):
-                begin_with(task["init_from"], trainee, self.job)
+                begin_with(task["init_from"], train_state, self.job)
         self.saver = Saver(
             Path(task["run"]),
             member.name,
             soon=bool(task.get("saves")),
-            infinite=not_finite(dict(trainee.model.named_parameters())),
+            infinite=not_finite(dict(train_state.model.named_parameters())),
             on_done=self._saved,
         )
         member.before_exit = lambda: self.saver.finish(timeout_s=member.timeouts.stop_s)
@@ -118,7 +118,7 @@ class Worker:
         """The number of the view that this worker has joined, and reports of."""
 
     def ready(self) -> None:
-        model = self.trainee.model
+        model = self.train_state.model
         self.member.say(
             "ready",
             seat=vars(self.me.view.seats[0]),
@@ -131,10 +131,10 @@ class Worker:
             train_samples=len(self.data),
             eval_samples=0 if self.eval_data is None else len(self.eval_data),
             unit=self.job.unit(),
-            optimizer=describe_optimizer(model, self.trainee.optimizer),
-            notes=self.trainee.notes,
-            tables={name: t.describe() for name, t in self.trainee.tables.specs.items()}
-            if self.trainee.tables is not None
+            optimizer=describe_optimizer(model, self.train_state.optimizer),
+            notes=self.train_state.notes,
+            tables={name: t.describe() for name, t in self.train_state.tables.specs.items()}
+            if self.train_state.tables is not None
             else {},
         )
 
@@ -227,7 +227,7 @@ class Worker:
         self.learner.on_view(view)
         # Still as reports of the view before: what on_view has found to be in the weights counts there.
         if (report := self.learner.rescued()) is not None:
-            report.logged = self.trainee.measures.take()
+            report.logged = self.train_state.measures.take()
             self._reports.append(report)
         self._flush()
         self._reports.clear()
@@ -253,9 +253,12 @@ class Worker:
                     coming = self._load(following)
                     self.learner.ahead(coming)
                 seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
-                self.trainee.lr_factor, self.trainee.ticks = portion.lr_factor, portion.ticks
+                self.train_state.lr_factor, self.train_state.ticks = (
+                    portion.lr_factor,
+                    portion.ticks,
+                )
                 report = self.learner.step(share)
-            report.part, report.logged = portion.part, self.trainee.measures.take()
+            report.part, report.logged = portion.part, self.train_state.measures.take()
             self._reports.append(report)
             self._tick()
             # On a GPU a step returns before it is done; but reading the losses, below, waits for all,
@@ -349,11 +352,11 @@ class Worker:
             with self.activity.during(SAVING):
                 self.saver.finish()
             self.saver.outcome()
-            if self.trainee.tables is not None:
-                self.trainee.tables.now = step  # others may have come further than this worker
+            if self.train_state.tables is not None:
+                self.train_state.tables.now = step  # others may have come further than this worker
             self.learner.collect()
             with self.activity.during(SAVING):
-                self.saver.start(step, self.trainee, self.learner)
+                self.saver.start(step, self.train_state, self.learner)
             # From here on the weights may change.
             self._report("saving", step=step)
 
@@ -367,7 +370,7 @@ class Worker:
         portion = Portion(0, 0, 1, ((0, 1),))
         self.feed.expect([portion])
         share = self.feed.share(portion)
-        rehearse(self.trainee, share)
+        rehearse(self.train_state, share)
         self._report("rehearsed")
 
     def _try_metrics(self) -> list[str]:
@@ -376,7 +379,7 @@ class Worker:
             return []
         first = range(min(self.job.batch_size, len(self.eval_data)))
         few = torch.utils.data.Subset(self.eval_data, first)
-        part = evaluate(self.job, self.trainee.model, few, device=self.device)
+        part = evaluate(self.job, self.train_state.model, few, device=self.device)
         return list(part["sums"])
 
     def _stop(self) -> None:

@@ -43,28 +43,28 @@ class ServerProgram:
         seed_loading(job.seed, "data")
         # Only for its length: the schedule of the learning rate goes by it.
         num_steps = total_steps(job, len(job.data()))
-        trainee = TrainState.of(job, device="cpu", num_steps=num_steps)
-        trainee.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
+        train_state = TrainState.of(job, device="cpu", num_steps=num_steps)
+        train_state.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
         self.seat = Seat(member.name, member.host, role=SERVER)
         self.me = member.me(self.seat)
         member.on_view = self._view_coming
         if task["checkpoint"]:
-            state = load_state(task["checkpoint"], trainee, _Stateless())
-            trainee.resume(
+            state = load_state(task["checkpoint"], train_state, _Stateless())
+            train_state.resume(
                 state,
                 step=checkpoint_step(task["checkpoint"]),
                 num_steps=num_steps,
                 mode=task.get("schedule", ""),
             )
         elif task["init_from"]:
-            begin_with(task["init_from"], trainee, job)
-        self.station = PsNode(config, trainee, self.me)
+            begin_with(task["init_from"], train_state, job)
+        self.node = PsNode(config, train_state, self.me)
 
     def run(self) -> None:
         self.member.say("ready", seat=vars(self.seat))
         while True:
             head = self.member.hear(timeout_s=POLL_S)
-            server = self.station.server
+            server = self.node.server
             if server is not None and server.error is not None:
                 raise server.error
             match head:
@@ -74,8 +74,8 @@ class ServerProgram:
                 case {"order": "stop"}:
                     self._report("stopped")
                 case {"order": "leave"}:
-                    self._report("left", settled=self.station.settled())
-                    self.station.leave()
+                    self._report("left", settled=self.node.settled())
+                    self.node.leave()
                     return
 
     def _view_coming(self) -> None:
@@ -90,12 +90,12 @@ class ServerProgram:
         self.me.view = view
         try:
             with self.me.heeding_views():
-                self.station.leave(view)
-                self.station.enter(view)
-                self.station.wait_until_begun()
+                self.node.leave(view)
+                self.node.enter(view)
+                self.node.wait_until_begun()
         except ViewChanging:
             return
-        self._report("joined", transport="", settled=self.station.settled(), placement="")
+        self._report("joined", transport="", settled=self.node.settled(), placement="")
 
     def _report(self, what: str, **fields: Any) -> None:
         self.member.say("report", what=what, view=self.me.view.number, **fields)

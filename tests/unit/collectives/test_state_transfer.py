@@ -42,13 +42,13 @@ class Facts(dict[str, str]):
         raise AssertionError(f"{kind}: {fields}")
 
 
-def step(trainee: TrainState, number: int) -> list[torch.nn.Parameter]:
+def step(train_state: TrainState, number: int) -> list[torch.nn.Parameter]:
     """The gradients of a step, the same for all, and what its order says of the learning rate."""
     generator = torch.Generator().manual_seed(number)
-    parameters = list(trainee.model.parameters())
+    parameters = list(train_state.model.parameters())
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    trainee.lr_factor, trainee.ticks = 1.0 + number / 4, number % 3
+    train_state.lr_factor, train_state.ticks = 1.0 + number / 4, number % 3
     return parameters
 
 

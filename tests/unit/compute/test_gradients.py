@@ -50,21 +50,21 @@ def added_up(
 ) -> tuple[list[Tensor], float, float]:
     """The sum of the workers' gradients, weights and losses."""
     weight = loss = 0.0
-    for trainee, share in parts:
-        mine, part = gradients(trainee, share, **how)
+    for train_state, share in parts:
+        mine, part = gradients(train_state, share, **how)
         weight, loss = weight + float(mine), loss + float(part)
-    models = [list(trainee.model.parameters()) for trainee, _ in parts]
+    models = [list(train_state.model.parameters()) for train_state, _ in parts]
     grads = [torch.stack([p.grad for p in same]).sum(0) for same in zip(*models, strict=True)]
     return grads, weight, loss
 
 
 def reference(job: Any) -> tuple[list[Tensor], float]:
     """One backward over the whole batch, by torch alone."""
-    trainee = TrainState.of(job, device="cpu", num_steps=1)
+    train_state = TrainState.of(job, device="cpu", num_steps=1)
     batch = data().tensors
-    loss = job.loss(trainee.model(batch[0]), batch)
+    loss = job.loss(train_state.model(batch[0]), batch)
     loss.backward()
-    return [p.grad for p in trainee.model.parameters()], loss.item()
+    return [p.grad for p in train_state.model.parameters()], loss.item()
 
 
 def model(self: Any) -> nn.Module:
@@ -97,9 +97,9 @@ def test_every_micro_batch_but_the_last_is_local(make_job: Any) -> None:
         entered.append("in")
         yield
 
-    ((trainee, share),) = parts_of(make_job(model=model, accumulate=4), [])
+    ((train_state, share),) = parts_of(make_job(model=model, accumulate=4), [])
     assert len(share.batches) == 4
-    gradients(trainee, share, local=local)
+    gradients(train_state, share, local=local)
     assert entered == ["in"] * 3
 
 
@@ -109,30 +109,30 @@ def test_a_share_of_nothing_gives_zeros_and_teaches_nothing(make_job: Any) -> No
         net[1].eval()
         return net
 
-    ((trainee, share), _) = parts_of(make_job(model=normed), [0])
-    before = {name: value.clone() for name, value in trainee.model.state_dict().items()}
-    weight, loss = gradients(trainee, share)
+    ((train_state, share), _) = parts_of(make_job(model=normed), [0])
+    before = {name: value.clone() for name, value in train_state.model.state_dict().items()}
+    weight, loss = gradients(train_state, share)
     assert (weight, float(loss), share.samples) == (0.0, 0.0, 0)
-    assert all(p.grad is not None and not p.grad.any() for p in trainee.model.parameters())
-    after = trainee.model.state_dict()
+    assert all(p.grad is not None and not p.grad.any() for p in train_state.model.parameters())
+    after = train_state.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     # Each part of the model is in the mode it was in: the second one was frozen by the job.
-    assert [module.training for module in trainee.model] == [True, False, True, True]
+    assert [module.training for module in train_state.model] == [True, False, True, True]
 
 
 def test_with_own_weights_a_share_of_nothing_still_adds_up_with_the_others(make_job: Any) -> None:
     """The sum is a collective: whoever left it out would leave its peers waiting."""
     asked = []
-    ((trainee, share), _) = parts_of(make_job(loss=weighted_loss, weight=weight_of), [0])
-    weight, _ = gradients(trainee, share, total=lambda mine: asked.append(float(mine)) or 9.0)
+    ((train_state, share), _) = parts_of(make_job(loss=weighted_loss, weight=weight_of), [0])
+    weight, _ = gradients(train_state, share, total=lambda mine: asked.append(float(mine)) or 9.0)
     assert (weight, asked) == (0.0, [0.0])
 
 
 @pytest.mark.parametrize("answer", [None, "many", torch.ones(3), [1.0]])
 def test_the_wrong_weight(make_job: Any, answer: Any) -> None:
-    ((trainee, share),) = parts_of(make_job(weight=lambda self, batch: answer), [])
+    ((train_state, share),) = parts_of(make_job(weight=lambda self, batch: answer), [])
     with pytest.raises(JobError, match=r"weight\(\) must return a number for each batch; it ret"):
-        gradients(trainee, share)
+        gradients(train_state, share)
 
 
 def test_the_mean_loss_of_a_report() -> None:

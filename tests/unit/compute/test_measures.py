@@ -34,11 +34,11 @@ def batch(number: float, samples: int) -> Any:
 
 
 def trained(job: Any, *batches: Any, part: int = 0) -> StepReport:
-    trainee = TrainState.of(job, device="cpu", num_steps=10)
+    train_state = TrainState.of(job, device="cpu", num_steps=10)
     pairs = [(each, len(each[0])) for each in batches]
     samples = sum(number for _, number in pairs)
-    weight, loss = gradients(trainee, Share(1, 0, samples, samples, pairs, part))
-    return StepReport(1, samples, weight, loss, 0.1, part=part, logged=trainee.measures.take())
+    weight, loss = gradients(train_state, Share(1, 0, samples, samples, pairs, part))
+    return StepReport(1, samples, weight, loss, 0.1, part=part, logged=train_state.measures.take())
 
 
 def test_a_mean_over_micro_batches_and_workers(make_job: Any) -> None:
@@ -112,9 +112,9 @@ def test_mistakes_are_found_before_training(
     make_job: Any, name: Any, value: Any, says: str
 ) -> None:
     job = logging(make_job, name=name, value=value)
-    trainee = TrainState.of(job, device="cpu", num_steps=10)
+    train_state = TrainState.of(job, device="cpu", num_steps=10)
     with pytest.raises(JobError, match=says):
-        rehearse(trainee, Share(0, 0, 2, 2, [(batch(1.0, 2), 2)], 0))
+        rehearse(train_state, Share(0, 0, 2, 2, [(batch(1.0, 2), 2)], 0))
 
 
 def test_tensorboard_shows_it() -> None:

@@ -45,13 +45,13 @@ def build(make_job: Any, schedule: Any, *, lr: float = 0.1, num_steps: int = 10)
     return TrainState.of(job, device="cpu", num_steps=num_steps)
 
 
-def train(trainee: TrainState, steps: int) -> list[float]:
+def train(train_state: TrainState, steps: int) -> list[float]:
     rates = []
     for _ in range(steps):
-        rates.append(trainee.lr)
-        for p in trainee.model.parameters():
+        rates.append(train_state.lr)
+        for p in train_state.model.parameters():
             p.grad = torch.ones_like(p)
-        trainee.update()
+        train_state.update()
     return rates
 
 
@@ -66,21 +66,21 @@ def resumed(
     **how: Any,
 ) -> TrainState:
     """A trainee that goes on from what was saved after `at` steps; `old`: by an earlier version."""
-    trainee = build(make_job, schedule, **how)
+    train_state = build(make_job, schedule, **how)
     state = copy.deepcopy(saved)
     if old:
         del state["schedule"]
-    put_state(state, trainee, Stateless())
-    trainee.resume(state, step=at, num_steps=how.get("num_steps", 10), mode=mode)
-    return trainee
+    put_state(state, train_state, Stateless())
+    train_state.resume(state, step=at, num_steps=how.get("num_steps", 10), mode=mode)
+    return train_state
 
 
-def save(trainee: TrainState) -> Any:
-    return gather_state(trainee, Stateless())
+def save(train_state: TrainState) -> Any:
+    return gather_state(train_state, Stateless())
 
 
-def weights(trainee: TrainState) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in trainee.model.parameters()]
+def weights(train_state: TrainState) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in train_state.model.parameters()]
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
@@ -162,10 +162,10 @@ def test_more_steps_need_a_word(make_job: Any, name: str) -> None:
     assert train(stretched, 6) == pytest.approx(longer[10:])
     restarted = resumed(make_job, saved, schedule, mode="restart", **how)
     kept = resumed(make_job, saved, schedule, mode="keep", **how)
-    for trainee, rates in ((restarted, anew), (kept, [end] * 6)):
+    for train_state, rates in ((restarted, anew), (kept, [end] * 6)):
         # Also if it is interrupted once more.
-        assert train(trainee, 3) == pytest.approx(rates[:3])
-        again = resumed(make_job, save(trainee), schedule, at=13, num_steps=16)
+        assert train(train_state, 3) == pytest.approx(rates[:3])
+        again = resumed(make_job, save(train_state), schedule, at=13, num_steps=16)
         assert train(again, 3) == pytest.approx(rates[3:])
     more = {"at": 16, "num_steps": 20}
     with pytest.raises(UsageError, match="for 16 steps, of which 16 are done, and 20 are asked"):

@@ -23,7 +23,7 @@ from manyhands.errors import JobError
 BATCH = (torch.ones(3, 4), torch.ones(3, 2))
 
 
-def trainee(job: Any) -> TrainState:
+def train_state(job: Any) -> TrainState:
     return TrainState.of(job, device="cpu", num_steps=10)
 
 
@@ -41,19 +41,19 @@ def trainee(job: Any) -> TrainState:
 )
 def test_the_wrong_thing(make_job: Any, method: str, answer: Any, says: str) -> None:
     with pytest.raises(JobError, match=says):
-        trainee(make_job(**{method: lambda self, *_: answer}))
+        train_state(make_job(**{method: lambda self, *_: answer}))
 
 
 def test_a_frozen_model_has_nothing_to_train(make_job: Any) -> None:
     job = make_job(model=lambda self: nn.Linear(4, 2).requires_grad_(False))
     with pytest.raises(JobError, match="no parameter to train"):
-        trainee(job)
+        train_state(job)
 
 
 def test_a_plateau_schedule_is_refused_for_it_wants_a_metric(make_job: Any) -> None:
     job = make_job(schedule=lambda self, optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(JobError, match=r'ReduceLROnPlateau, .* plateau: str = "factor=0.1'):
-        trainee(job)
+        train_state(job)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_plateau_schedule_is_refused_for_it_wants_a_metric(make_job: Any) -> N
 )
 def test_the_wrong_loss(make_job: Any, answer: Any, says: str) -> None:
     job = make_job(loss=lambda self, output, batch: answer(output))
-    built = trainee(job)
+    built = train_state(job)
     with pytest.raises(JobError, match=says) as caught:
         built.loss(built.model, BATCH)
     assert "Mine.loss()" in str(caught.value)
@@ -82,9 +82,9 @@ def test_without_gradients_a_loss_may_be_of_anything(make_job: Any) -> None:
 
 
 def test_a_model_is_of_its_seed_alone(make_job: Any) -> None:
-    first = trainee(make_job(seed=3)).model.state_dict()
+    first = train_state(make_job(seed=3)).model.state_dict()
     torch.rand(5)
-    again, other = trainee(make_job(seed=3)).model, trainee(make_job(seed=4)).model
+    again, other = train_state(make_job(seed=3)).model, train_state(make_job(seed=4)).model
     assert all(torch.equal(first[name], value) for name, value in again.state_dict().items())
     assert not torch.equal(first["weight"], other.state_dict()["weight"])
 
@@ -95,7 +95,7 @@ def test_the_optimizer_gets_what_can_be_trained(make_job: Any) -> None:
         net[0].requires_grad_(False)
         return net
 
-    built = trainee(make_job(model=model))
+    built = train_state(make_job(model=model))
     (group,) = built.optimizer.param_groups
     assert [tuple(p.shape) for p in group["params"]] == [(2, 3), (2,)]
 
@@ -135,7 +135,7 @@ def test_an_optimizer_that_does_not_train_the_model(
     make_job: Any, optimizer: Any, says: str
 ) -> None:
     with pytest.raises(JobError, match=says):
-        trainee(make_job(optimizer=optimizer))
+        train_state(make_job(optimizer=optimizer))
 
 
 def test_groups_by_name(make_job: Any) -> None:
@@ -150,7 +150,7 @@ def test_groups_by_name(make_job: Any) -> None:
         net[0].requires_grad_(False)
         return net
 
-    built = trainee(make_job(model=model, optimizer=optimizer))
+    built = train_state(make_job(model=model, optimizer=optimizer))
     assert describe_optimizer(built.model, built.optimizer) == [
         ("optimizer", "SGD, 2 groups"),
         ("group 1", "1 tensor, 6 numbers: lr 0.1, momentum 0.9, weight_decay 0.1 (1.weight)"),
@@ -160,7 +160,7 @@ def test_groups_by_name(make_job: Any) -> None:
         ),
         ("frozen", "2 tensors, 15 numbers (0.weight, 0.bias)"),
     ]
-    plain = trainee(make_job())
+    plain = train_state(make_job())
     assert describe_optimizer(plain.model, plain.optimizer) == [
         ("optimizer", "SGD, 2 tensors, 10 numbers: lr 0.1")
     ]
@@ -170,14 +170,14 @@ def test_a_second_argument_with_a_default_is_not_the_model(make_job: Any) -> Non
     def optimizer(self: Any, params: Any, lr: float = 0.7) -> Any:
         return torch.optim.SGD(params, lr=lr)
 
-    assert trainee(make_job(optimizer=optimizer)).lr == 0.7
+    assert train_state(make_job(optimizer=optimizer)).lr == 0.7
 
 
 def test_update_clips_steps_schedules_and_forgets(make_job: Any) -> None:
     def schedule(self: Any, optimizer: Any, num_steps: int) -> Any:
         return lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
-    built = trainee(make_job(clip_norm=1.0, schedule=schedule))
+    built = train_state(make_job(clip_norm=1.0, schedule=schedule))
     before = [p.detach().clone() for p in built.model.parameters()]
     for p in built.model.parameters():
         p.grad = torch.full_like(p, 100.0)
@@ -198,7 +198,7 @@ def test_a_factor_holds_for_one_step_and_leaves_the_schedule_alone(
         how = {"step_size": 1} if anneal is lr_scheduler.StepLR else {}
         return anneal(optimizer, gamma=0.5, **how)
 
-    built = trainee(make_job(schedule=schedule))
+    built = train_state(make_job(schedule=schedule))
     for factor, ticks, lr in [(1.0, 1, 0.1), (3.0, 1, 0.15), (2.0, 0, 0.05), (1.0, 2, 0.025)]:
         built.lr_factor, built.ticks = factor, ticks
         assert built.lr == pytest.approx(lr)
@@ -222,13 +222,13 @@ def test_a_factor_holds_for_one_step_and_leaves_the_schedule_alone(
 def test_one_cycle_is_over_when_the_training_is_whatever_the_batches(
     worlds: dict[int, int], rule: str, reference: int
 ) -> None:
-    syllabus = PlanConfig(23, 3, 2, has_eval=False, scaling=Scaling(rule, reference))
+    plan_config = PlanConfig(23, 3, 2, has_eval=False, scaling=Scaling(rule, reference))
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    total = syllabus.num_steps
+    total = plan_config.num_steps
     one_cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total)
     built = TrainState(nn.Linear(1, 1), optimizer, lambda model, batch: batch, scheduler=one_cycle)
-    life = drive(TrainingPlan(syllabus), chance=random.Random(1), worlds=worlds)
+    life = drive(TrainingPlan(plan_config), chance=random.Random(1), worlds=worlds)
     for plan in life.committed:
         built.lr_factor, built.ticks = plan.lr_factor, plan.ticks
         weight.grad = torch.ones(1)

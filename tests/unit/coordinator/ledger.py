@@ -58,8 +58,8 @@ class LedgerLearner(Learner):
         self._pushes: queue.Queue[tuple[StepReport, Tensor, int, int]] = queue.Queue()
         self._settled: dict[str, Any] | None = None
 
-    def prepare(self, trainee: TrainState, me: Me) -> None:
-        super().prepare(trainee, me)
+    def prepare(self, train_state: TrainState, me: Me) -> None:
+        super().prepare(train_state, me)
         self._ledger = Ledger(me.scratch)
         threading.Thread(target=self._push_all, daemon=True).start()
 
@@ -82,14 +82,14 @@ class LedgerLearner(Learner):
         return "file"
 
     def step(self, share: Share) -> StepReport:
-        lr, number = self.trainee.lr, self.me.view.number
+        lr, number = self.train_state.lr, self.me.view.number
         with self._state() as state:
             self._load(state)
             version = state["version"]
-        weight, loss = gradients(self.trainee, share)
-        parameters = [p for p in self.trainee.model.parameters() if p.grad is not None]
+        weight, loss = gradients(self.train_state, share)
+        parameters = [p for p in self.train_state.model.parameters() if p.grad is not None]
         flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-        self.trainee.optimizer.zero_grad(set_to_none=True)
+        self.train_state.optimizer.zero_grad(set_to_none=True)
         report = StepReport(share.step, share.samples, float(weight), float(loss), lr)
         if self._lockstep:
             self._together(share, flat, lr)
@@ -105,7 +105,7 @@ class LedgerLearner(Learner):
     def eval_model(self) -> nn.Module:
         with self._state() as state:
             self._load(state)
-        return self.trainee.model
+        return self.train_state.model
 
     def collect(self) -> None:
         self.eval_model()
@@ -161,11 +161,11 @@ class LedgerLearner(Learner):
         return self._ledger.open(self._first)
 
     def _first(self) -> dict[str, Any]:
-        flat = nn.utils.parameters_to_vector(self.trainee.model.parameters()).detach()
+        flat = nn.utils.parameters_to_vector(self.train_state.model.parameters()).detach()
         return {"weights": flat, "version": 0, "view": 0, "applied": [], "gradients": {}}
 
     def _load(self, state: dict[str, Any]) -> None:
-        nn.utils.vector_to_parameters(state["weights"].clone(), self.trainee.model.parameters())
+        nn.utils.vector_to_parameters(state["weights"].clone(), self.train_state.model.parameters())
 
 
 def serve(member: Member) -> None:

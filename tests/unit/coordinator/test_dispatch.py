@@ -41,7 +41,7 @@ syllabi = st.builds(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    syllabus=syllabi,
+    plan_config=syllabi,
     manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
     workers=st.integers(1, 4),
     deaths=st.integers(0, 3),
@@ -50,7 +50,7 @@ syllabi = st.builds(
     seed=st.integers(0, 2**32),
 )
 def test_whoever_dies_or_comes_every_sample_counts_once(
-    syllabus: PlanConfig,
+    plan_config: PlanConfig,
     manner: Manner,
     workers: int,
     deaths: int,
@@ -58,12 +58,12 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
     stop_at: int | None,
     seed: int,
 ) -> None:
-    play(syllabus, manner, workers, random.Random(seed), deaths, arrivals, stop_at)
+    play(plan_config, manner, workers, random.Random(seed), deaths, arrivals, stop_at)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    syllabus=st.builds(
+    plan_config=st.builds(
         PlanConfig,
         num_samples=st.integers(1, 30),
         batch_size=st.integers(2, 9),
@@ -81,13 +81,13 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
     seed=st.integers(0, 2**32),
 )
 def test_also_where_the_batch_follows_the_workers_and_the_rate_the_losses(
-    syllabus: PlanConfig, manner: Manner, deaths: int, arrivals: int, seed: int
+    plan_config: PlanConfig, manner: Manner, deaths: int, arrivals: int, seed: int
 ) -> None:
-    play(syllabus, manner, 3, random.Random(seed), deaths, arrivals, None)
+    play(plan_config, manner, 3, random.Random(seed), deaths, arrivals, None)
 
 
 def play(
-    syllabus: PlanConfig,
+    plan_config: PlanConfig,
     manner: Manner,
     workers: int,
     chance: random.Random,
@@ -96,14 +96,14 @@ def play(
     stop_at: int | None,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        troupe = Troupe(Path(folder), syllabus, manner, workers, chance)
+        troupe = Troupe(Path(folder), plan_config, manner, workers, chance)
         troupe.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
-        course = troupe.course
+        training_plan = troupe.training_plan
         steps = sorted(c.plan.step for c in troupe.committed)
         assert steps == list(range(1, len(steps) + 1)), "each step is committed once"
-        assert course.committed_step == len(steps)
+        assert training_plan.committed_step == len(steps)
         used = troupe.used()
-        assert course.samples_used == used.total()
+        assert training_plan.samples_used == used.total()
         assert set(used.values()) <= {1}
         said = Counter(
             (c.plan.epoch, i)
@@ -113,13 +113,13 @@ def play(
             for i in range(low, high)
         )
         assert said == used, "the record is the truth"
-        if troupe.handout.finishing == "finished":
-            assert used.total() == syllabus.num_samples * syllabus.epochs
-            every, last = syllabus.eval_every, syllabus.epochs - 1
-            due = [e for e in range(syllabus.epochs) if (e + 1) % every == 0 or e == last]
-            assert troupe.evaluations == (due if syllabus.has_eval else [])
+        if troupe.dispatcher.finishing == "finished":
+            assert used.total() == plan_config.num_samples * plan_config.epochs
+            every, last = plan_config.eval_every, plan_config.epochs - 1
+            due = [e for e in range(plan_config.epochs) if (e + 1) % every == 0 or e == last]
+            assert troupe.evaluations == (due if plan_config.has_eval else [])
         # Only the writer's last words are still on their way.
-        troupe.shelf.settle(course)
+        troupe.checkpoint_tracker.settle(training_plan)
         if troupe._writing is not None:
             troupe._written()
         if steps:
@@ -129,14 +129,19 @@ def play(
 class Stage:
     """A hand-out, and what it told whom."""
 
-    def __init__(self, tmp_path: Path, manner: Manner, workers: int, **syllabus: Any) -> None:
+    def __init__(self, tmp_path: Path, manner: Manner, workers: int, **plan_config: Any) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.course = TrainingPlan(PlanConfig(**{"batch_size": 4, "epochs": 1, **syllabus}))
+        self.training_plan = TrainingPlan(
+            PlanConfig(**{"batch_size": 4, "epochs": 1, **plan_config})
+        )
         run = RunFolder.create("stage", path=tmp_path / "run")
         options = RunOptions("job.py", "any", workers, manner=manner)
-        self.shelf = CheckpointTracker(run, Stream(), options, newest=None)
-        self.handout: Dispatcher = make_handout(
-            manner, self.course, self.shelf, lambda name, order: self.told.append((name, order))
+        self.checkpoint_tracker = CheckpointTracker(run, Stream(), options, newest=None)
+        self.dispatcher: Dispatcher = make_handout(
+            manner,
+            self.training_plan,
+            self.checkpoint_tracker,
+            lambda name, order: self.told.append((name, order)),
         )
         self.view = 0
         self.seat(*[f"worker-{n}" for n in range(workers)])
@@ -145,12 +150,12 @@ class Stage:
         self.view += 1
         seats = [Seat(name, "here") for name in names]
         seats += [Seat(f"server-{n}", "here", role=SERVER) for n in range(servers)]
-        return self.handout.restart(View(self.view, tuple(seats)))
+        return self.dispatcher.restart(View(self.view, tuple(seats)))
 
     def more(self, *, hold: bool = False) -> list[tuple[str, Any]]:
         """What is told now: the order's name, or the (step, part) of each portion."""
         self.told.clear()
-        self.handout.more(hold=hold)
+        self.dispatcher.more(hold=hold)
         return [
             (
                 name,
@@ -162,8 +167,8 @@ class Stage:
         ]
 
     def done(self, name: str, step: int, part: int, seconds: float = 1.0, **how: Any) -> None:
-        self.handout.add(name, row(step, part, seconds, **how))
-        for _ in self.handout.committed():
+        self.dispatcher.add(name, row(step, part, seconds, **how))
+        for _ in self.dispatcher.committed():
             pass
 
 
@@ -180,8 +185,8 @@ def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_pa
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.handout.settle(dict.fromkeys([(1, 0), (1, 1)]))
-    assert list(stage.handout.committed()) == []
+    stage.dispatcher.settle(dict.fromkeys([(1, 0), (1, 1)]))
+    assert list(stage.dispatcher.committed()) == []
     assert stage.seat("worker-0") == 1
     assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
     (_, order), _ = stage.told
@@ -197,19 +202,19 @@ def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
     stage.done("worker-0", 2, 0)
     assert stage.more() == [("worker-0", [(2, 1)])]
     stage.done("worker-0", 2, 1)
-    assert stage.course.samples_used == 4, "step 2 is in the weights, step 1 is not"
-    assert stage.course.committed_step == 0
+    assert stage.training_plan.samples_used == 4, "step 2 is in the weights, step 1 is not"
+    assert stage.training_plan.committed_step == 0
 
 
 def test_a_step_is_one_part_where_the_members_want_no_others(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
-    stage.handout.whole_steps = True
+    stage.dispatcher.whole_steps = True
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
     (_, order), _ = stage.told
     assert order["portions"] == [[1, 0, 4, ((0, 4),), 0]]
     stage.done("worker-1", 2, 0)
     assert stage.more() == [("worker-1", [(3, 0)])]
-    assert stage.course.samples_used == 4
+    assert stage.training_plan.samples_used == 4
 
 
 def test_a_part_that_was_left_out_is_the_next(tmp_path: Path) -> None:
@@ -218,7 +223,7 @@ def test_a_part_that_was_left_out_is_the_next(tmp_path: Path) -> None:
     stage.done("worker-1", 1, 1, dropped=True)
     assert stage.more() == [("worker-1", [(1, 1)])]
     stage.done("worker-0", 1, 1)
-    assert stage.handout.gathering.is_open((1, 1)), "it is in the hands of another"
+    assert stage.dispatcher.progress.is_open((1, 1)), "it is in the hands of another"
 
 
 def test_an_evaluation_waits_for_all_and_all_rest_meanwhile(tmp_path: Path) -> None:
@@ -234,7 +239,7 @@ def test_an_evaluation_waits_for_all_and_all_rest_meanwhile(tmp_path: Path) -> N
     )
     stage.done(stage.told[0][0], 1, 1)
     assert stage.more() == [("worker-0", "evaluate"), ("worker-1", "evaluate")]
-    assert not stage.handout.quiet
+    assert not stage.dispatcher.quiet
 
 
 def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path: Path) -> None:
@@ -245,7 +250,7 @@ def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path
     orders = [what for _, what in stage.more()]
     assert orders == ["rest", "rest", "checkpoint", "checkpoint"]
     assert stage.more() == []
-    stage.handout.saving("worker-0", 1)
+    stage.dispatcher.saving("worker-0", 1)
     assert stage.more() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
 
 
@@ -258,7 +263,7 @@ def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
     stage.more()
-    assert stage.course.awaiting
+    assert stage.training_plan.awaiting
     assert stage.seat("worker-1") == 0
     assert ("worker-1", "evaluate") in stage.more()
 
@@ -275,7 +280,7 @@ def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
     stage.done("worker-1", 1, 1)
     stage.more()
     if started:
-        stage.handout.saving("worker-0", 1)
+        stage.dispatcher.saving("worker-0", 1)
         stage.more()
     left = "worker-1" if victim == "worker-0" else "worker-0"
     stage.seat(left)
@@ -284,12 +289,12 @@ def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
         # The steps behind it are under way already: the next one is at their end.
         assert not again
         saved = victim != "worker-0"
-        assert stage.shelf.void([left]) == []
+        assert stage.checkpoint_tracker.void([left]) == []
         for _ in range(2):
             for name, step, part in [(left, 2, 0), (left, 2, 1)]:
                 stage.done(name, step, part)
                 stage.more()
-        assert stage.shelf.unstarted or saved
+        assert stage.checkpoint_tracker.unstarted or saved
     else:
         assert again == (not started or victim == "worker-0")
 
@@ -304,14 +309,14 @@ def test_the_last_checkpoint_is_owed_though_the_stop_was_ordered(
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
     stage.more()
-    stage.handout.saving("worker-0", 1)
+    stage.dispatcher.saving("worker-0", 1)
     stage.more()
-    assert stage.handout.finishing == "finished"
+    assert stage.dispatcher.finishing == "finished"
     stage.seat("worker-1")
     assert ("worker-1", "checkpoint") in stage.more()
-    stage.handout.saving("worker-1", 1)
+    stage.dispatcher.saving("worker-1", 1)
     stage.more()
-    assert stage.handout.finishing == "finished"
+    assert stage.dispatcher.finishing == "finished"
 
 
 def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
@@ -325,7 +330,7 @@ def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
 def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
-    stage.handout.settle({(1, 1): None})
+    stage.dispatcher.settle({(1, 1): None})
     assert stage.seat("worker-1") == 1
     assert stage.more() == [("worker-1", [(1, 0)])]
     stage.done("worker-1", 1, 0)
@@ -336,12 +341,12 @@ def test_nothing_new_is_given_while_somebody_new_is_waited_for(tmp_path: Path) -
     for manner in (IN_STEP, IN_PARTS):
         stage = Stage(tmp_path / str(manner.lockstep), manner, 1, num_samples=40)
         stage.more()
-        assert not stage.handout.quiet
-        steps = [step.plan.step for step in stage.handout.gathering.steps]
+        assert not stage.dispatcher.quiet
+        steps = [step.plan.step for step in stage.dispatcher.progress.steps]
         for step in steps:
             stage.done("worker-0", step, 0)
             assert all(what == "rest" for _, what in stage.more(hold=True))
-        assert stage.handout.quiet
+        assert stage.dispatcher.quiet
         stage.seat("worker-0", "worker-1")
         given = {name for name, what in stage.more() if isinstance(what, list)}
         assert given == {"worker-0", "worker-1"}
@@ -352,8 +357,8 @@ def test_an_evaluation_that_nobody_wants_any_more_is_not_ordered(tmp_path: Path)
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.more()
-    assert stage.course.awaiting
-    stage.course.stop("interrupted")
+    assert stage.training_plan.awaiting
+    stage.training_plan.stop("interrupted")
     stage.done("worker-1", 1, 1)
     assert [what for _, what in stage.more()] == ["checkpoint", "checkpoint"]
 
@@ -371,15 +376,15 @@ def test_in_lockstep_it_is_not_quiet_before_the_evaluation_and_the_copy(tmp_path
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=4)
     stage.more()
     stage.done("worker-0", 1, 0)
-    assert stage.course.awaiting
-    assert not stage.handout.quiet
-    stage.course.evaluated({"loss": 1.0})
-    stage.handout.evaluated()
-    assert stage.handout.quiet
+    assert stage.training_plan.awaiting
+    assert not stage.dispatcher.quiet
+    stage.training_plan.evaluated({"loss": 1.0})
+    stage.dispatcher.evaluated()
+    assert stage.dispatcher.quiet
     stage.more()
-    assert not stage.handout.quiet
-    stage.handout.saving("worker-0", 1)
-    assert stage.handout.quiet
+    assert not stage.dispatcher.quiet
+    stage.dispatcher.saving("worker-0", 1)
+    assert stage.dispatcher.quiet
 
 
 def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path: Path) -> None:
@@ -418,7 +423,7 @@ def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> Non
     scaling = Scaling("linear", reference=1, warmup=0)
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
     stage.seat("worker-0", "worker-1")
-    stage.handout.listening = {"worker-1"}
+    stage.dispatcher.listening = {"worker-1"}
     stage.more()
     (_, first), (_, second), *_ = stage.told
     assert first["portions"] == [[1, 0, 4, [(0, 4)], 0]]
@@ -426,7 +431,7 @@ def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> Non
     for step in (1, 2):
         stage.done("worker-0", step, 0)
         stage.done("worker-1", step, 1)
-    stage.handout.listening.clear()
+    stage.dispatcher.listening.clear()
     stage.more()
     (_, first), (_, second), *_ = stage.told
     assert first["portions"] == [[3, 0, 8, [(8, 12)], 0, 2.0, 2]]

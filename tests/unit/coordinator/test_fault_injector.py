@@ -49,35 +49,37 @@ class Play:
                 n: SimpleNamespace(alive=True, handle=handle) for n, handle in members.items()
             },
         )
-        self.crew = SimpleNamespace(
+        self.membership = SimpleNamespace(
             joining=False,
             expects_somebody=False,
             view=SimpleNamespace(names=names),
             is_worker=lambda name: name.startswith("worker"),
         )
-        self.course = SimpleNamespace(step=0, committed_step=0)
+        self.training_plan = SimpleNamespace(step=0, committed_step=0)
         self.kept = Kept()
         self.now = 100.0
         self.injector = FaultInjector(
             parse_chaos(chaos),
             cast(Any, self.coordinator),
-            cast(Any, self.crew),
+            cast(Any, self.membership),
             Stream([self.kept]),
             clock=lambda: self.now,
         )
 
     def tick(self, after_s: float = 0.0, *, ending: bool = False) -> None:
         self.now += after_s
-        samples = self.course.committed_step
-        self.injector.tick(cast(Any, self.course), samples=samples, ending=ending)
+        samples = self.training_plan.committed_step
+        self.injector.tick(cast(Any, self.training_plan), samples=samples, ending=ending)
 
     def train(self, steps: int = 2) -> None:
         """Some steps more are given out, and all of them committed."""
-        self.course.step += steps
-        self.course.committed_step = self.course.step
+        self.training_plan.step += steps
+        self.training_plan.committed_step = self.training_plan.step
 
     def bury(self, name: str) -> None:
-        self.crew.view = SimpleNamespace(names=tuple(n for n in self.crew.view.names if n != name))
+        self.membership.view = SimpleNamespace(
+            names=tuple(n for n in self.membership.view.names if n != name)
+        )
 
     @property
     def faults(self) -> list[tuple[str, str]]:
@@ -101,10 +103,10 @@ def test_nobody_is_killed_before_the_last_death_is_recovered_from() -> None:
     assert play.handles[victim].got == [signal.SIGKILL]
 
     play.tick(10.0)  # not even noticed
-    play.crew.joining = True
+    play.membership.joining = True
     play.bury(victim)
     play.tick(10.0)
-    play.crew.joining = False
+    play.membership.joining = False
     play.tick(10.0)  # no step yet
     assert len(play.faults) == 1
     play.train()
@@ -119,13 +121,13 @@ def test_two_workers_are_left() -> None:
     ((_, victim),) = play.faults
     assert victim.startswith("server")
     play.bury(victim)
-    play.crew.expects_somebody = True
+    play.membership.expects_somebody = True
     for _ in range(3):
         play.train()
         play.tick(1.0)
     assert len(play.faults) == 1
     assert "waits" not in play.notices
-    play.crew.expects_somebody = False
+    play.membership.expects_somebody = False
     for _ in range(3):
         play.train()
         play.tick(1.0)
@@ -205,10 +207,10 @@ def test_recoveries_are_counted_and_their_pauses_measured() -> None:
     play = Play("pause worker-1 2s at 1s; pause worker-2 1s at 10s", *FOUR)
     play.tick()
     play.tick(1.0)
-    play.course.step += 3
+    play.training_plan.step += 3
     play.tick(2.0)
     assert play.injector.summary(finished=False) == {"recovered": 0, "median_pause_s": None}
-    play.course.committed_step = 3
+    play.training_plan.committed_step = 3
     play.tick(0.5)
     assert play.injector.summary(finished=False) == {"recovered": 1, "median_pause_s": 2.5}
     play.tick(10.0)

@@ -58,9 +58,9 @@ def test_a_direction_that_no_name_says_has_to_be_stated() -> None:
         check_job(facts(metrics=worst, plateau="watch=worst; patience=2"), workers=1)
     stated = facts(metrics=worst, monitor="min worst", plateau="patience=2")
     check_job(stated, workers=1)
-    syllabus = syllabus_of(stated, OPTIONS)
-    assert str(syllabus.monitor) == "min worst"
-    assert syllabus.plateau == Plateau(patience=2, watch="min worst")
+    plan_config = syllabus_of(stated, OPTIONS)
+    assert str(plan_config.monitor) == "min worst"
+    assert plan_config.plateau == Plateau(patience=2, watch="min worst")
     same = syllabus_of(
         {**stated, "fields": {**stated["fields"], "plateau": "watch=worst"}}, OPTIONS
     )
@@ -92,9 +92,9 @@ def test_a_resumed_run_keeps_its_direction() -> None:
 def test_the_syllabus_has_the_rules() -> None:
     scaling = Scaling("sqrt", 3)
     told = facts(plateau="patience=2", monitor="accuracy")
-    syllabus = syllabus_of(told, replace(OPTIONS, scaling=scaling))
-    assert syllabus.scaling == scaling
-    assert syllabus.plateau == Plateau(patience=2, watch="max accuracy")
+    plan_config = syllabus_of(told, replace(OPTIONS, scaling=scaling))
+    assert plan_config.scaling == scaling
+    assert plan_config.plateau == Plateau(patience=2, watch="max accuracy")
     without = syllabus_of(facts(metrics=(), plateau="patience=2"), OPTIONS)
     assert without.plateau == Plateau(patience=2, watch="min train_loss")
     assert syllabus_of(facts(), OPTIONS).plateau is None

@@ -21,12 +21,14 @@ from manyhands.coordinator.plan import (
 from manyhands.errors import CheckpointError
 
 
-def due(syllabus: PlanConfig) -> list[int]:
+def due(plan_config: PlanConfig) -> list[int]:
     """The epochs after which to evaluate."""
-    if not syllabus.has_eval:
+    if not plan_config.has_eval:
         return []
-    last = syllabus.epochs - 1
-    return [e for e in range(syllabus.epochs) if (e + 1) % syllabus.eval_every == 0 or e == last]
+    last = plan_config.epochs - 1
+    return [
+        e for e in range(plan_config.epochs) if (e + 1) % plan_config.eval_every == 0 or e == last
+    ]
 
 
 syllabi = st.builds(
@@ -42,100 +44,104 @@ syllabi = st.builds(
 
 
 @settings(max_examples=150)
-@given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_a_whole_course(syllabus: PlanConfig, seed: int, max_lease: int) -> None:
-    course = TrainingPlan(syllabus)
-    life = drive(course, chance=random.Random(seed), max_lease=max_lease)
+@given(plan_config=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_course(plan_config: PlanConfig, seed: int, max_lease: int) -> None:
+    training_plan = TrainingPlan(plan_config)
+    life = drive(training_plan, chance=random.Random(seed), max_lease=max_lease)
     assert life.stop == "finished"
-    assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
-    assert len(life.committed) == syllabus.num_steps
-    assert course.samples_used == syllabus.num_samples * syllabus.epochs
-    assert [epoch for _, epoch in life.evaluations] == due(syllabus)
-    per_epoch = syllabus.steps_per_epoch
+    assert_once_an_epoch(life.committed, plan_config, plan_config.epochs)
+    assert len(life.committed) == plan_config.num_steps
+    assert training_plan.samples_used == plan_config.num_samples * plan_config.epochs
+    assert [epoch for _, epoch in life.evaluations] == due(plan_config)
+    per_epoch = plan_config.steps_per_epoch
     assert all(step == (epoch + 1) * per_epoch for step, epoch in life.evaluations)
-    if syllabus.checkpoints or syllabus.checkpoint_every:
+    if plan_config.checkpoints or plan_config.checkpoint_every:
         saved = [checkpoint.step for checkpoint in life.checkpoints]
-        every = syllabus.checkpoint_every
-        wanted = {s for s in range(1, syllabus.num_steps) if every and s % every == 0}
-        ends = {(e + 1) * per_epoch for e in range(syllabus.epochs)}
-        wanted = wanted | ends if syllabus.checkpoints else wanted - ends
+        every = plan_config.checkpoint_every
+        wanted = {s for s in range(1, plan_config.num_steps) if every and s % every == 0}
+        ends = {(e + 1) * per_epoch for e in range(plan_config.epochs)}
+        wanted = wanted | ends if plan_config.checkpoints else wanted - ends
         assert set(saved) >= wanted
         assert len(saved) == len(set(saved))
-    if syllabus.checkpoints:
+    if plan_config.checkpoints:
         assert isinstance(life.orders[-2], Checkpoint)
-        assert life.orders[-2].step == syllabus.num_steps
+        assert life.orders[-2].step == plan_config.num_steps
 
 
 @settings(max_examples=250)
 @given(
-    syllabus=syllabi,
+    plan_config=syllabi,
     seed=st.integers(0, 2**32),
     moment=st.integers(0, 120),
     kill=st.booleans(),
     other_batch=st.integers(1, 15),
 )
 def test_an_interrupted_course_goes_on(
-    syllabus: PlanConfig, seed: int, moment: int, kill: bool, other_batch: int
+    plan_config: PlanConfig, seed: int, moment: int, kill: bool, other_batch: int
 ) -> None:
     """Stopped or killed anywhere, then resumed from the newest checkpoint, with another batch size."""
-    syllabus = PlanConfig(**{**vars(syllabus), "checkpoints": True})
+    plan_config = PlanConfig(**{**vars(plan_config), "checkpoints": True})
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
-    first = drive(TrainingPlan(syllabus), chance=chance, **how)
+    first = drive(TrainingPlan(plan_config), chance=chance, **how)
     if not kill:
         assert first.stop in ("interrupted", "finished")
         assert first.checkpoints[-1].step == len(first.committed), "stopped with all of it saved"
     kept = first.checkpoints[-1] if first.checkpoints else None
-    again = PlanConfig(**{**vars(syllabus), "batch_size": other_batch})
-    course = TrainingPlan(again, through_json(kept.state) if kept else None)
+    again = PlanConfig(**{**vars(plan_config), "batch_size": other_batch})
+    training_plan = TrainingPlan(again, through_json(kept.state) if kept else None)
     start = kept.step if kept else 0
-    assert course.step == start
-    second = drive(course, chance=chance)
+    assert training_plan.step == start
+    second = drive(training_plan, chance=chance)
     assert second.stop == "finished"
     plans = [plan for plan in first.committed if plan.step <= start] + second.committed
-    wide = PlanConfig(**{**vars(syllabus), "batch_size": max(other_batch, syllabus.batch_size)})
-    assert_once_an_epoch(plans, wide, syllabus.epochs)
-    assert course.samples_used == syllabus.num_samples * syllabus.epochs
+    wide = PlanConfig(
+        **{**vars(plan_config), "batch_size": max(other_batch, plan_config.batch_size)}
+    )
+    assert_once_an_epoch(plans, wide, plan_config.epochs)
+    assert training_plan.samples_used == plan_config.num_samples * plan_config.epochs
     # An evaluation whose result no checkpoint holds is done again; none is left out.
     epochs = [epoch for _, epoch in second.evaluations]
     before = [e for _, e in first.evaluations if e not in epochs]
-    assert sorted(before + epochs) == due(syllabus)
+    assert sorted(before + epochs) == due(plan_config)
     if second.committed:
         assert second.checkpoints[-1].step == plans[-1].step
 
 
-@given(syllabus=syllabi, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
-def test_the_state_survives_json(syllabus: PlanConfig, seed: int, moment: int) -> None:
-    course = TrainingPlan(syllabus)
-    drive(course, chance=random.Random(seed), cut_after=moment)
-    state = through_json(course.state())
-    assert TrainingPlan(syllabus, state).state() == state == course.state()
+@given(plan_config=syllabi, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
+def test_the_state_survives_json(plan_config: PlanConfig, seed: int, moment: int) -> None:
+    training_plan = TrainingPlan(plan_config)
+    drive(training_plan, chance=random.Random(seed), cut_after=moment)
+    state = through_json(training_plan.state())
+    assert TrainingPlan(plan_config, state).state() == state == training_plan.state()
 
 
 def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:
-    course = TrainingPlan(PlanConfig(num_samples=3, batch_size=2, epochs=2))
-    assert isinstance(course.next(9), TrainSteps)
-    assert course.next(9) == Evaluate(2, 0)
-    assert course.awaiting
-    assert course.next(9) is None
-    course.stop("interrupted")
-    saved = course.next(9)
+    training_plan = TrainingPlan(PlanConfig(num_samples=3, batch_size=2, epochs=2))
+    assert isinstance(training_plan.next(9), TrainSteps)
+    assert training_plan.next(9) == Evaluate(2, 0)
+    assert training_plan.awaiting
+    assert training_plan.next(9) is None
+    training_plan.stop("interrupted")
+    saved = training_plan.next(9)
     assert isinstance(saved, Checkpoint)
-    assert course.next(9) == Stop("interrupted")
+    assert training_plan.next(9) == Stop("interrupted")
     # The evaluation that was awaited is the first thing that a resumed run does.
-    assert TrainingPlan(course.syllabus, through_json(saved.state)).next(9) == Evaluate(2, 0)
+    assert TrainingPlan(training_plan.plan_config, through_json(saved.state)).next(9) == Evaluate(
+        2, 0
+    )
 
 
 def test_an_evaluation_that_is_done_is_not_done_again() -> None:
-    course = TrainingPlan(PlanConfig(num_samples=3, batch_size=3, epochs=2))
-    course.next(1)
-    course.commit(1)
-    assert course.next(1) == Evaluate(1, 0)
-    course.evaluated({"loss": 1.0})
-    course.stop("interrupted")
-    saved = course.next(1)
+    training_plan = TrainingPlan(PlanConfig(num_samples=3, batch_size=3, epochs=2))
+    training_plan.next(1)
+    training_plan.commit(1)
+    assert training_plan.next(1) == Evaluate(1, 0)
+    training_plan.evaluated({"loss": 1.0})
+    training_plan.stop("interrupted")
+    saved = training_plan.next(1)
     assert isinstance(saved, Checkpoint)
-    again = TrainingPlan(course.syllabus, through_json(saved.state))
+    again = TrainingPlan(training_plan.plan_config, through_json(saved.state))
     assert isinstance(again.next(1), Checkpoint)
     order = again.next(1)
     assert isinstance(order, TrainSteps)
@@ -143,26 +149,26 @@ def test_an_evaluation_that_is_done_is_not_done_again() -> None:
 
 
 def test_a_finished_course_trained_longer_goes_on_with_the_next_epoch() -> None:
-    course, life = finish([3.0, 2.0])
+    training_plan, life = finish([3.0, 2.0])
     state = through_json(life.checkpoints[-1].state)
-    assert TrainingPlan(course.syllabus, state).next(5) == Stop("finished")
-    longer = PlanConfig(**{**vars(course.syllabus), "epochs": 3})
+    assert TrainingPlan(training_plan.plan_config, state).next(5) == Stop("finished")
+    longer = PlanConfig(**{**vars(training_plan.plan_config), "epochs": 3})
     order = TrainingPlan(longer, state).next(5)
     assert isinstance(order, TrainSteps)
     assert [(plan.step, plan.epoch) for plan in order.plans] == [(3, 2)]
 
 
 def test_data_of_another_size_is_refused_in_the_middle_of_an_epoch_only() -> None:
-    course = TrainingPlan(PlanConfig(num_samples=10, batch_size=4, epochs=2))
-    course.next(1)
-    course.commit(1)
+    training_plan = TrainingPlan(PlanConfig(num_samples=10, batch_size=4, epochs=2))
+    training_plan.next(1)
+    training_plan.commit(1)
     smaller = PlanConfig(num_samples=8, batch_size=4, epochs=2)
     with pytest.raises(CheckpointError, match=r"epoch of 10 samples, and data\(\) has 8 now"):
-        TrainingPlan(smaller, through_json(course.state()))
-    course.next(5)
-    course.next(5)
-    course.evaluated({"loss": 1.0})
-    between = course.next(5)
+        TrainingPlan(smaller, through_json(training_plan.state()))
+    training_plan.next(5)
+    training_plan.next(5)
+    training_plan.evaluated({"loss": 1.0})
+    between = training_plan.next(5)
     assert isinstance(between, Checkpoint)
     order = TrainingPlan(smaller, through_json(between.state)).next(5)
     assert isinstance(order, TrainSteps)
@@ -170,44 +176,44 @@ def test_data_of_another_size_is_refused_in_the_middle_of_an_epoch_only() -> Non
 
 
 def test_a_step_is_committed_once() -> None:
-    course = TrainingPlan(PlanConfig(num_samples=10, batch_size=4, epochs=2))
-    course.next(3)
-    course.commit(2)
+    training_plan = TrainingPlan(PlanConfig(num_samples=10, batch_size=4, epochs=2))
+    training_plan.next(3)
+    training_plan.commit(2)
     with pytest.raises(AssertionError, match="step 2 is committed and not open"):
-        course.commit(2)
-    assert (course.committed_step, course.samples_used) == (0, 4)
-    course.commit(1)
-    assert (course.committed_step, course.samples_used) == (2, 8)
+        training_plan.commit(2)
+    assert (training_plan.committed_step, training_plan.samples_used) == (0, 4)
+    training_plan.commit(1)
+    assert (training_plan.committed_step, training_plan.samples_used) == (2, 8)
 
 
 @settings(max_examples=100)
-@given(syllabus=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_a_whole_course_in_any_order(syllabus: PlanConfig, seed: int, max_lease: int) -> None:
-    course = TrainingPlan(syllabus)
-    life = drive(course, chance=random.Random(seed), max_lease=max_lease, in_order=False)
+@given(plan_config=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_course_in_any_order(plan_config: PlanConfig, seed: int, max_lease: int) -> None:
+    training_plan = TrainingPlan(plan_config)
+    life = drive(training_plan, chance=random.Random(seed), max_lease=max_lease, in_order=False)
     assert life.stop == "finished"
     life.committed.sort(key=lambda plan: plan.step)
-    assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
-    assert course.samples_used == syllabus.num_samples * syllabus.epochs
-    assert course.committed_step == syllabus.num_steps
+    assert_once_an_epoch(life.committed, plan_config, plan_config.epochs)
+    assert training_plan.samples_used == plan_config.num_samples * plan_config.epochs
+    assert training_plan.committed_step == plan_config.num_steps
 
 
 @settings(max_examples=250)
 @given(
-    syllabus=syllabi,
+    plan_config=syllabi,
     seed=st.integers(0, 2**32),
     max_lease=st.integers(1, 6),
     moments=st.lists(st.integers(0, 120), max_size=6),
     stop=st.one_of(st.none(), st.integers(0, 120)),
 )
 def test_what_is_taken_back_is_ordered_again(
-    syllabus: PlanConfig, seed: int, max_lease: int, moments: list[int], stop: int | None
+    plan_config: PlanConfig, seed: int, max_lease: int, moments: list[int], stop: int | None
 ) -> None:
     """Whenever what is open is void, the same steps come again with the same samples, and so do the
     evaluations and checkpoints among them."""
-    course = TrainingPlan(syllabus)
+    training_plan = TrainingPlan(plan_config)
     life = drive(
-        course,
+        training_plan,
         chance=random.Random(seed),
         max_lease=max_lease,
         back_after=moments,
@@ -218,31 +224,31 @@ def test_what_is_taken_back_is_ordered_again(
         for plan in order.plans if isinstance(order, TrainSteps) else ():
             assert given.setdefault(plan.step, plan) == plan
     assert life.stop in ("finished", "interrupted")
-    assert course.samples_used == sum(plan.samples for plan in life.committed)
+    assert training_plan.samples_used == sum(plan.samples for plan in life.committed)
     if life.stop == "finished":
-        assert_once_an_epoch(life.committed, syllabus, syllabus.epochs)
-        assert [epoch for _, epoch in life.results] == due(syllabus)
-        every, ends = syllabus.checkpoint_every, syllabus.steps_per_epoch
+        assert_once_an_epoch(life.committed, plan_config, plan_config.epochs)
+        assert [epoch for _, epoch in life.results] == due(plan_config)
+        every, ends = plan_config.checkpoint_every, plan_config.steps_per_epoch
         wanted = {s for s in given if every and s % every == 0 and s % ends}
         assert {checkpoint.step for checkpoint in life.checkpoints} >= wanted
-    if syllabus.checkpoints and life.committed:
+    if plan_config.checkpoints and life.committed:
         assert life.checkpoints[-1].step == life.committed[-1].step
     for saved in life.checkpoints:
         used = sum(plan.samples for plan in life.committed if plan.step <= saved.step)
-        assert TrainingPlan(syllabus, through_json(saved.state)).samples_used == used
+        assert TrainingPlan(plan_config, through_json(saved.state)).samples_used == used
 
 
 def test_a_checkpoint_that_is_owed_comes_first() -> None:
-    course = TrainingPlan(PlanConfig(num_samples=12, batch_size=4, epochs=1))
-    course.next(1)
-    course.next(1)
-    course.commit(1)
-    course.take_back()
-    course.owe_checkpoint()
-    saved = course.next(5)
+    training_plan = TrainingPlan(PlanConfig(num_samples=12, batch_size=4, epochs=1))
+    training_plan.next(1)
+    training_plan.next(1)
+    training_plan.commit(1)
+    training_plan.take_back()
+    training_plan.owe_checkpoint()
+    saved = training_plan.next(5)
     assert isinstance(saved, Checkpoint)
     assert (saved.step, saved.state["committed"]) == (1, [[0, 4]])
-    order = course.next(5)
+    order = training_plan.next(5)
     assert isinstance(order, TrainSteps)
     assert [(p.step, p.ranges) for p in order.plans] == [(2, ((4, 8),)), (3, ((8, 12),))]
 

@@ -30,12 +30,12 @@ from manyhands.coordinator.plan import Best, Checkpoint, Evaluate, PlanConfig, S
     ],
 )
 def test_patience(monitor: str, values: list[float], epochs: int, best: int) -> None:
-    course, life = finish(values, monitor=monitor, patience=2)
+    training_plan, life = finish(values, monitor=monitor, patience=2)
     assert life.stop == ("finished" if epochs == len(values) else "early-stopped")
     assert len(life.evaluations) == epochs
-    assert course.best.step == best
+    assert training_plan.best.step == best
     assert life.checkpoints[-1].step == epochs
-    assert_once_an_epoch(life.committed, course.syllabus, epochs)
+    assert_once_an_epoch(life.committed, training_plan.plan_config, epochs)
 
 
 @given(
@@ -53,42 +53,46 @@ def test_an_interruption_changes_nothing_of_the_patience(
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
     metric = values.__getitem__
-    first = drive(TrainingPlan(whole.syllabus), chance=chance, metric=metric, **how)
+    first = drive(TrainingPlan(whole.plan_config), chance=chance, metric=metric, **how)
     if first.stop in ("finished", "early-stopped"):
         assert first.stop == life.stop
         return
     state = through_json(first.checkpoints[-1].state) if first.checkpoints else None
-    course = TrainingPlan(whole.syllabus, state)
-    second = drive(course, chance=chance, metric=metric)
-    assert (second.stop, course.step, course.epoch) == (life.stop, whole.step, whole.epoch)
-    assert course.best == whole.best
+    training_plan = TrainingPlan(whole.plan_config, state)
+    second = drive(training_plan, chance=chance, metric=metric)
+    assert (second.stop, training_plan.step, training_plan.epoch) == (
+        life.stop,
+        whole.step,
+        whole.epoch,
+    )
+    assert training_plan.best == whole.best
 
 
 def test_without_patience_a_bad_metric_stops_nothing() -> None:
-    course, life = finish([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (life.stop, course.best.step, course.best.waited) == ("finished", 1, 4)
+    training_plan, life = finish([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (life.stop, training_plan.best.step, training_plan.best.waited) == ("finished", 1, 4)
 
 
 @pytest.mark.parametrize("monitor", ["loss", "accuracy"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_never_best(monitor: str, value: float) -> None:
-    course, _ = finish([value, 0.5, value], monitor=monitor)
-    assert course.best.metrics == {"other": 0.5, monitor: 0.5}
+    training_plan, _ = finish([value, 0.5, value], monitor=monitor)
+    assert training_plan.best.metrics == {"other": 0.5, monitor: 0.5}
     only, _ = finish([value], monitor=monitor)
     assert only.best.metrics is None
 
 
 def test_a_resumed_course_compares_with_what_it_knew() -> None:
     """Also where a metric was no number, which JSON can't say."""
-    syllabus = PlanConfig(num_samples=4, batch_size=4, epochs=3)
-    course = TrainingPlan(syllabus)
-    course.next(1)
-    course.commit(1)
-    assert isinstance(course.next(1), Evaluate)
-    assert course.evaluated({"loss": 0.5, "other": math.nan})
-    saved = course.next(1)
+    plan_config = PlanConfig(num_samples=4, batch_size=4, epochs=3)
+    training_plan = TrainingPlan(plan_config)
+    training_plan.next(1)
+    training_plan.commit(1)
+    assert isinstance(training_plan.next(1), Evaluate)
+    assert training_plan.evaluated({"loss": 0.5, "other": math.nan})
+    saved = training_plan.next(1)
     assert isinstance(saved, Checkpoint)
-    again = TrainingPlan(syllabus, through_json(saved.state))
+    again = TrainingPlan(plan_config, through_json(saved.state))
     assert math.isnan(again.last_metrics["other"])
     again.next(1)
     again.commit(2)
@@ -105,9 +109,9 @@ def test_a_resumed_course_compares_with_what_it_knew() -> None:
 
 def test_what_was_best_counts_only_in_its_own_direction() -> None:
     """Also in runs that were saved without it."""
-    course, life = finish([3.0, 2.0, 2.5], monitor="max mae")
+    training_plan, life = finish([3.0, 2.0, 2.5], monitor="max mae")
     saved = through_json(life.checkpoints[-1].state)
-    assert (saved["monitor"], course.best.step) == ("max mae", 1)
+    assert (saved["monitor"], training_plan.best.step) == ("max mae", 1)
     old = {name: value for name, value in saved.items() if name != "monitor"}
     for state in (saved, old):
         kept = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
@@ -116,19 +120,19 @@ def test_what_was_best_counts_only_in_its_own_direction() -> None:
 
 
 def test_the_best_is_one_that_is_saved() -> None:
-    course, _ = finish([3.0, 2.0, 1.0, 1.5], monitor="loss", patience=None)
-    assert course.best.step == 3
-    course.keep_best([1, 2, 3, 4])
-    assert course.best.step == 3
-    course.keep_best([1, 2, 4])
-    assert course.best == Best({"loss": 2.0, "other": 0.5}, step=2, waited=2)
-    course.keep_best([4])
-    assert course.best == Best(waited=4)
+    training_plan, _ = finish([3.0, 2.0, 1.0, 1.5], monitor="loss", patience=None)
+    assert training_plan.best.step == 3
+    training_plan.keep_best([1, 2, 3, 4])
+    assert training_plan.best.step == 3
+    training_plan.keep_best([1, 2, 4])
+    assert training_plan.best == Best({"loss": 2.0, "other": 0.5}, step=2, waited=2)
+    training_plan.keep_best([4])
+    assert training_plan.best == Best(waited=4)
 
 
 def test_a_course_that_stops_with_nothing_worth_saving_asks_for_no_checkpoint() -> None:
-    course = TrainingPlan(PlanConfig(6, 2, 5))
-    steps = course.next(2)
-    course.stop("diverged", save=False)
+    training_plan = TrainingPlan(PlanConfig(6, 2, 5))
+    steps = training_plan.next(2)
+    training_plan.stop("diverged", save=False)
     assert [plan.step for plan in steps.plans] == [1, 2]
-    assert course.next(2) == Stop("diverged")
+    assert training_plan.next(2) == Stop("diverged")

@@ -39,44 +39,44 @@ syllabi = st.builds(
 moments = st.dictionaries(st.integers(0, 80), st.integers(1, 6), max_size=5)
 
 
-def widest(syllabus: PlanConfig) -> PlanConfig:
+def widest(plan_config: PlanConfig) -> PlanConfig:
     """With the largest batch that any of these worlds has."""
-    return replace(syllabus, batch_size=syllabus.scaling.batch(syllabus.batch_size, 6))
+    return replace(plan_config, batch_size=plan_config.scaling.batch(plan_config.batch_size, 6))
 
 
-def assert_scheduled(plans: list[StepPlan], syllabus: PlanConfig) -> None:
+def assert_scheduled(plans: list[StepPlan], plan_config: PlanConfig) -> None:
     """The schedule is stepped as often as it should be after each step, and all of it after the last."""
     ticks = used = 0
     for plan in plans:
         ticks, used = ticks + plan.ticks, used + plan.samples
-        within = used - plan.epoch * syllabus.num_samples
-        whole = within // syllabus.batch_size
-        if within == syllabus.num_samples:
-            whole = syllabus.steps_per_epoch
-        assert ticks == plan.epoch * syllabus.steps_per_epoch + whole
-    assert ticks == syllabus.num_steps
+        within = used - plan.epoch * plan_config.num_samples
+        whole = within // plan_config.batch_size
+        if within == plan_config.num_samples:
+            whole = plan_config.steps_per_epoch
+        assert ticks == plan.epoch * plan_config.steps_per_epoch + whole
+    assert ticks == plan_config.num_steps
 
 
 @settings(max_examples=200)
-@given(syllabus=syllabi, worlds=moments, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+@given(plan_config=syllabi, worlds=moments, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
 def test_whatever_the_sequence_of_worlds(
-    syllabus: PlanConfig, worlds: dict[int, int], seed: int, max_lease: int
+    plan_config: PlanConfig, worlds: dict[int, int], seed: int, max_lease: int
 ) -> None:
-    course = TrainingPlan(syllabus)
-    life = drive(course, chance=random.Random(seed), max_lease=max_lease, worlds=worlds)
+    training_plan = TrainingPlan(plan_config)
+    life = drive(training_plan, chance=random.Random(seed), max_lease=max_lease, worlds=worlds)
     assert life.stop == "finished"
-    assert_once_an_epoch(life.committed, widest(syllabus), syllabus.epochs)
-    assert_scheduled(life.committed, syllabus)
-    assert course.samples_used == syllabus.num_samples * syllabus.epochs
-    assert course.num_steps == len(life.committed)
-    scaling = syllabus.scaling
+    assert_once_an_epoch(life.committed, widest(plan_config), plan_config.epochs)
+    assert_scheduled(life.committed, plan_config)
+    assert training_plan.samples_used == plan_config.num_samples * plan_config.epochs
+    assert training_plan.num_steps == len(life.committed)
+    scaling = plan_config.scaling
     targets = {scaling.factor(world) for world in worlds.values()} | {1.0}
     assert all(min(targets) <= plan.lr_factor <= max(targets) for plan in life.committed)
 
 
 @settings(max_examples=200)
 @given(
-    syllabus=syllabi,
+    plan_config=syllabi,
     worlds=moments,
     later=moments,
     seed=st.integers(0, 2**32),
@@ -84,7 +84,7 @@ def test_whatever_the_sequence_of_worlds(
     kill=st.booleans(),
 )
 def test_an_interruption_changes_nothing_of_it(
-    syllabus: PlanConfig,
+    plan_config: PlanConfig,
     worlds: dict[int, int],
     later: dict[int, int],
     seed: int,
@@ -93,31 +93,31 @@ def test_an_interruption_changes_nothing_of_it(
 ) -> None:
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
-    first = drive(TrainingPlan(syllabus), chance=chance, worlds=worlds, **how)
+    first = drive(TrainingPlan(plan_config), chance=chance, worlds=worlds, **how)
     kept = first.checkpoints[-1] if first.checkpoints else None
-    course = TrainingPlan(syllabus, through_json(kept.state) if kept else None)
+    training_plan = TrainingPlan(plan_config, through_json(kept.state) if kept else None)
     start = kept.step if kept else 0
     before = [plan for plan in first.committed if plan.step <= start]
-    second = drive(course, chance=chance, worlds=later)
+    second = drive(training_plan, chance=chance, worlds=later)
     plans = before + second.committed
-    assert_once_an_epoch(plans, widest(syllabus), syllabus.epochs)
-    assert_scheduled(plans, syllabus)
+    assert_once_an_epoch(plans, widest(plan_config), plan_config.epochs)
+    assert_scheduled(plans, plan_config)
 
 
 @settings(max_examples=100)
 @given(
-    syllabus=syllabi,
+    plan_config=syllabi,
     seed=st.integers(0, 2**32),
     back=st.lists(st.integers(0, 80), max_size=4),
 )
 def test_in_the_reference_world_nothing_is_another(
-    syllabus: PlanConfig, seed: int, back: list[int]
+    plan_config: PlanConfig, seed: int, back: list[int]
 ) -> None:
-    plain = replace(syllabus, scaling=Scaling())
-    worlds = {0: syllabus.scaling.reference}
+    plain = replace(plan_config, scaling=Scaling())
+    worlds = {0: plan_config.scaling.reference}
     lives = [
         drive(TrainingPlan(each), chance=random.Random(seed), worlds=worlds, back_after=back)
-        for each in (syllabus, plain)
+        for each in (plan_config, plain)
     ]
     assert lives[0].committed == lives[1].committed
     assert {(plan.lr_factor, plan.ticks) for plan in lives[1].committed} == {(1.0, 1)}
@@ -126,28 +126,30 @@ def test_in_the_reference_world_nothing_is_another(
 def test_step_by_step() -> None:
     """One worker is the reference; two come after the second step, and one is left after the fifth."""
     scaling = Scaling("linear", reference=1, warmup=4)
-    course = TrainingPlan(PlanConfig(num_samples=22, batch_size=2, epochs=1, scaling=scaling))
-    course.seat(1)
-    assert not course.take_changes()
-    first = course.next(2)
+    training_plan = TrainingPlan(
+        PlanConfig(num_samples=22, batch_size=2, epochs=1, scaling=scaling)
+    )
+    training_plan.seat(1)
+    assert not training_plan.take_changes()
+    first = training_plan.next(2)
     assert isinstance(first, TrainSteps)
-    assert course.num_steps == 11
+    assert training_plan.num_steps == 11
     for plan in first.plans:
-        course.commit(plan.step)
-    course.seat(2)
-    (grown,) = course.take_changes()
+        training_plan.commit(plan.step)
+    training_plan.seat(2)
+    (grown,) = training_plan.take_changes()
     assert (grown.step, grown.factor, grown.over, grown.reason) == (3, 2.0, 4, "2 workers")
-    assert (course.batch_size, course.num_steps) == (4, 7)
-    second = course.next(3)
+    assert (training_plan.batch_size, training_plan.num_steps) == (4, 7)
+    second = training_plan.next(3)
     assert isinstance(second, TrainSteps)
-    course.seat(2)
-    assert not course.take_changes(), "as many as before: nothing new"
+    training_plan.seat(2)
+    assert not training_plan.take_changes(), "as many as before: nothing new"
     for plan in second.plans:
-        course.commit(plan.step)
-    course.seat(1)
-    (fallen,) = course.take_changes()
+        training_plan.commit(plan.step)
+    training_plan.seat(1)
+    (fallen,) = training_plan.take_changes()
     assert (fallen.step, fallen.factor, fallen.over, fallen.reason) == (6, 1.0, 0, "1 worker")
-    third = course.next(99)
+    third = training_plan.next(99)
     assert isinstance(third, TrainSteps)
     told = [
         (plan.samples, plan.lr_factor, plan.ticks)
@@ -167,9 +169,11 @@ def test_step_by_step() -> None:
 
 def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
     scaling = Scaling("sqrt", reference=2)
-    course = TrainingPlan(PlanConfig(num_samples=11, batch_size=4, epochs=2, scaling=scaling))
-    course.seat(1)
-    steps = course.next(99)
+    training_plan = TrainingPlan(
+        PlanConfig(num_samples=11, batch_size=4, epochs=2, scaling=scaling)
+    )
+    training_plan.seat(1)
+    steps = training_plan.next(99)
     assert isinstance(steps, TrainSteps)
     assert [(plan.samples, plan.ticks) for plan in steps.plans] == [
         *((2, 0), (2, 1), (2, 0), (2, 1)),
@@ -179,15 +183,15 @@ def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
 
 def test_samples_that_come_back_do_not_move_the_schedule_twice() -> None:
     scaling = Scaling("linear", reference=2)
-    course = TrainingPlan(PlanConfig(num_samples=8, batch_size=4, epochs=1, scaling=scaling))
-    course.seat(1)
+    training_plan = TrainingPlan(PlanConfig(num_samples=8, batch_size=4, epochs=1, scaling=scaling))
+    training_plan.seat(1)
     ticks, left_out = [], iter([0, 1, 0, 0, 1])
-    while isinstance(order := course.next(1), TrainSteps):
+    while isinstance(order := training_plan.next(1), TrainSteps):
         (plan,) = order.plans
         ticks.append(plan.ticks)
         _, stop = plan.ranges[-1]
-        course.commit(plan.step, [(stop - 1, stop)] if next(left_out, 0) else [])
-    assert course.samples_used == 8
+        training_plan.commit(plan.step, [(stop - 1, stop)] if next(left_out, 0) else [])
+    assert training_plan.samples_used == 8
     assert ticks == [0, 1, 0, 0, 1, 0], "the fifth step has the last sample, and gives it back"
 
 
@@ -195,10 +199,10 @@ def test_samples_that_come_back_do_not_move_the_schedule_twice() -> None:
 
 
 def lowered_by_hand(
-    syllabus: PlanConfig, losses: list[float], plans: list[StepPlan]
+    plan_config: PlanConfig, losses: list[float], plans: list[StepPlan]
 ) -> list[float]:
     """The factor of each step, as the rule says it: the mean over steps is no better than the best."""
-    rule = syllabus.plateau
+    rule = plan_config.plateau
     assert rule is not None
     factors, factor, best, waited = [], 1.0, None, 0
     window: list[StepPlan] = []
@@ -224,7 +228,7 @@ def lowered_by_hand(
 
 @settings(max_examples=200)
 @given(
-    syllabus=st.builds(
+    plan_config=st.builds(
         PlanConfig,
         num_samples=st.integers(1, 40),
         batch_size=st.integers(1, 8),
@@ -246,7 +250,7 @@ def lowered_by_hand(
     kill=st.booleans(),
 )
 def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
-    syllabus: PlanConfig,
+    plan_config: PlanConfig,
     seed: int,
     max_lease: int,
     back: list[int],
@@ -257,61 +261,61 @@ def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
     losses = [chance.uniform(0.5, 1.0) for _ in range(1000)]
     how = {"cut_after": moment} if kill else {"stop_after": moment}
     drives = {"chance": chance, "max_lease": max_lease, "loss": losses.__getitem__}
-    course = TrainingPlan(syllabus)
-    first = drive(course, back_after=back, **drives, **how)
+    training_plan = TrainingPlan(plan_config)
+    first = drive(training_plan, back_after=back, **drives, **how)
     plans = first.committed
     if first.stop != "finished":
         kept = first.checkpoints[-1] if first.checkpoints else None
         start = kept.step if kept else 0
-        course = TrainingPlan(syllabus, through_json(kept.state) if kept else None)
-        again = drive(course, **drives)
+        training_plan = TrainingPlan(plan_config, through_json(kept.state) if kept else None)
+        again = drive(training_plan, **drives)
         plans = [plan for plan in plans if plan.step <= start] + again.committed
-    assert_once_an_epoch(plans, syllabus, syllabus.epochs)
-    assert [plan.lr_factor for plan in plans] == lowered_by_hand(syllabus, losses, plans)
+    assert_once_an_epoch(plans, plan_config, plan_config.epochs)
+    assert [plan.lr_factor for plan in plans] == lowered_by_hand(plan_config, losses, plans)
 
 
 def test_nothing_is_ordered_before_the_losses_of_a_mean_are_known() -> None:
     rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=2)
-    syllabus = PlanConfig(num_samples=12, batch_size=2, epochs=1, has_eval=False, plateau=rule)
-    course = TrainingPlan(syllabus)
+    plan_config = PlanConfig(num_samples=12, batch_size=2, epochs=1, has_eval=False, plateau=rule)
+    training_plan = TrainingPlan(plan_config)
     factors = []
     for loss in (1.0, 2.0, 3.0):
-        order = course.next(9)
+        order = training_plan.next(9)
         assert isinstance(order, TrainSteps)
         assert len(order.plans) == 2, "as many as the mean is over"
         factors += [plan.lr_factor for plan in order.plans]
         for plan in order.plans:
-            assert course.next(9) == Wait(course.step)
-            course.commit(plan.step, loss=loss)
+            assert training_plan.next(9) == Wait(training_plan.step)
+            training_plan.commit(plan.step, loss=loss)
     assert factors == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
-    assert isinstance(course.next(9), Checkpoint)
-    told = [(change.step, change.factor) for change in course.take_changes()]
+    assert isinstance(training_plan.next(9), Checkpoint)
+    told = [(change.step, change.factor) for change in training_plan.take_changes()]
     assert told == [(5, 0.5), (7, 0.25)]
 
 
 def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold() -> None:
     rule = Plateau(factor=0.5, patience=1, watch="loss")
     scaling = Scaling("linear", reference=1, warmup=0)
-    syllabus = PlanConfig(
+    plan_config = PlanConfig(
         num_samples=4, batch_size=2, epochs=3, scaling=scaling, plateau=rule, checkpoints=False
     )
-    course = TrainingPlan(syllabus)
-    course.seat(2)
+    training_plan = TrainingPlan(plan_config)
+    training_plan.seat(2)
     seen = []
     for value in (1.0, 2.0, 3.0):
-        order = course.next(9)
+        order = training_plan.next(9)
         assert isinstance(order, TrainSteps)
         seen += [(plan.step, plan.lr_factor) for plan in order.plans]
         for plan in order.plans:
-            course.commit(plan.step)
-        assert isinstance(course.next(9), Evaluate)
-        course.evaluated({"loss": value})
+            training_plan.commit(plan.step)
+        assert isinstance(training_plan.next(9), Evaluate)
+        training_plan.evaluated({"loss": value})
     assert seen == [(1, 2.0), (2, 2.0), (3, 1.0)]
-    told = [(change.step, change.factor, change.reason) for change in course.take_changes()]
+    told = [(change.step, change.factor, change.reason) for change in training_plan.take_changes()]
     why = "loss has not been better than 1 for 1 evaluation"
     assert told == [(1, 2.0, "2 workers"), (3, 1.0, why), (4, 0.5, why)]
-    state = through_json(course.state())
-    again = TrainingPlan(syllabus, state)
+    state = through_json(training_plan.state())
+    again = TrainingPlan(plan_config, state)
     again.seat(2)
     assert again.state() == state
     (change,) = again.take_changes()
@@ -319,8 +323,8 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
 
 
 def test_a_course_without_rules_remembers_nothing_of_them() -> None:
-    course = TrainingPlan(PlanConfig(num_samples=4, batch_size=2, epochs=1))
-    course.seat(3)
-    course.next(1)
-    assert "rates" not in course.state()
-    assert not course.take_changes()
+    training_plan = TrainingPlan(PlanConfig(num_samples=4, batch_size=2, epochs=1))
+    training_plan.seat(3)
+    training_plan.next(1)
+    assert "rates" not in training_plan.state()
+    assert not training_plan.take_changes()

@@ -25,11 +25,11 @@ def row(step: int, weight: float, loss: float, **changes: float) -> StepRow:
     return StepRow(step, weight, weight * loss, **values)  # type: ignore[arg-type]
 
 
-def expect(gathering: StepProgress, steps: int, members: list[str]) -> None:
+def expect(progress: StepProgress, steps: int, members: list[str]) -> None:
     for step in range(1, steps + 1):
         parts: dict[int, list[Range]] = {i: [(i, i + 1)] for i in range(len(members))}
         plan = StepPlan(step, 0, ((0, len(members)),))
-        gathering.expect(plan, parts, dict(enumerate(members)))
+        progress.expect(plan, parts, dict(enumerate(members)))
 
 
 @given(
@@ -42,8 +42,8 @@ def test_any_order_of_members_commits_in_the_order_of_steps(
     num_members: int, steps: int, weights: list[int], chance: random.Random
 ) -> None:
     members = [f"worker-{i}" for i in range(num_members)]
-    gathering = StepProgress()
-    expect(gathering, steps, members)
+    progress = StepProgress()
+    expect(progress, steps, members)
     weight_of = dict(zip(itertools.product(range(1, 7), range(4)), weights, strict=True))
     pending = {name: list(range(1, steps + 1)) for name in members}
     committed: list[Committed] = []
@@ -51,11 +51,11 @@ def test_any_order_of_members_commits_in_the_order_of_steps(
         rank = chance.choice([i for i, name in enumerate(members) if pending[name]])
         step = pending[members[rank]].pop(0)
         one = row(step, weight_of[step, rank], loss=step + rank, part=rank)
-        assert gathering.add(members[rank], one)
-        committed += gathering.committed()
+        assert progress.add(members[rank], one)
+        committed += progress.committed()
         least = min(steps - len(left) for left in pending.values())
         assert [c.plan.step for c in committed] == list(range(1, least + 1))
-    assert len(gathering) == 0
+    assert len(progress) == 0
     for c in committed:
         counts = [weight_of[c.plan.step, rank] for rank in range(num_members)]
         mean = sum(w * (c.plan.step + i) for i, w in enumerate(counts)) / sum(counts)
@@ -67,34 +67,34 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
     members = ["worker-0", "worker-1", "worker-2"]
     losses = set()
     for order in itertools.permutations(range(3)):
-        gathering = StepProgress()
-        expect(gathering, 1, members)
+        progress = StepProgress()
+        expect(progress, 1, members)
         for rank in order:
-            gathering.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank], part=rank))
-        (committed,) = gathering.committed()
+            progress.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank], part=rank))
+        (committed,) = progress.committed()
         losses.add(committed.loss)
     assert len(losses) == 1
 
 
 def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
-    gathering = StepProgress()
-    expect(gathering, 2, ["a", "b"])
-    gathering.add("b", row(1, 1.0, 1.0, part=1))
-    gathering.add("b", row(2, 1.0, 1.0, part=1))
-    assert list(gathering.committed()) == []
-    assert gathering.first is not None
-    assert gathering.first.missing == ["a"]
-    gathering.add("a", row(1, 1.0, 1.0))
-    assert [c.plan.step for c in gathering.committed()] == [1]
+    progress = StepProgress()
+    expect(progress, 2, ["a", "b"])
+    progress.add("b", row(1, 1.0, 1.0, part=1))
+    progress.add("b", row(2, 1.0, 1.0, part=1))
+    assert list(progress.committed()) == []
+    assert progress.first is not None
+    assert progress.first.missing == ["a"]
+    progress.add("a", row(1, 1.0, 1.0))
+    assert [c.plan.step for c in progress.committed()] == [1]
 
 
 def test_times_and_bytes_of_a_step() -> None:
-    gathering = StepProgress()
-    expect(gathering, 1, ["a", "b"])
+    progress = StepProgress()
+    expect(progress, 1, ["a", "b"])
     slow = row(1, 3.0, 2.0, part=1, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10)
-    gathering.add("b", slow)
-    gathering.add("a", row(1, 1.0, 6.0, step_s=4.0, compute_s=4.0, wait_s=0.0, bytes_sent=20))
-    (step,) = gathering.committed()
+    progress.add("b", slow)
+    progress.add("a", row(1, 1.0, 6.0, step_s=4.0, compute_s=4.0, wait_s=0.0, bytes_sent=20))
+    (step,) = progress.committed()
     assert (step.loss, step.step_s, step.compute_s, step.wait_s) == (3.0, 5.0, 3.0, 1.5)
     assert (step.bytes_sent, step.lr) == (30, 0.1)
     assert step.shares == {"a": ((0, 1),), "b": ((1, 2),)}
@@ -102,46 +102,46 @@ def test_times_and_bytes_of_a_step() -> None:
 
 def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
     """Of two workers that each spent 2 s on the one part of a step, one came too late."""
-    gathering = StepProgress()
-    gathering.width = 2
-    parted(gathering, 1, 1)
+    progress = StepProgress()
+    progress.width = 2
+    parted(progress, 1, 1)
     for member, dropped in (("a", True), ("b", False)):
-        gathering.give((1, 0), member)
+        progress.give((1, 0), member)
         times = {"step_s": 2.0, "compute_s": 0.5, "wait_s": 1.0, "bytes_sent": 5}
-        gathering.add(member, row(1, 1.0, 6.0, **times, dropped=dropped))
-    (step,) = gathering.committed()
+        progress.add(member, row(1, 1.0, 6.0, **times, dropped=dropped))
+    (step,) = progress.committed()
     assert (step.step_s, step.compute_s, step.wait_s, step.bytes_sent) == (2.0, 0.5, 1.0, 10)
 
 
 def test_the_learning_rate_of_a_step_is_the_mean_over_its_parts() -> None:
-    gathering = StepProgress()
-    expect(gathering, 1, ["a", "b"])
-    gathering.add("a", row(1, 3.0, 1.0, lr=0.2))
-    gathering.add("b", row(1, 1.0, 1.0, lr=0.1, part=1))
-    (step,) = gathering.committed()
+    progress = StepProgress()
+    expect(progress, 1, ["a", "b"])
+    progress.add("a", row(1, 3.0, 1.0, lr=0.2))
+    progress.add("b", row(1, 1.0, 1.0, lr=0.1, part=1))
+    (step,) = progress.committed()
     assert step.lr == pytest.approx(0.175)
 
 
 def test_a_worker_without_samples_changes_no_mean() -> None:
-    gathering = StepProgress()
-    expect(gathering, 1, ["a", "b"])
-    gathering.add("a", row(1, 2.0, 1.5))
-    gathering.add("b", row(1, 0.0, 99.0, part=1))
-    assert next(gathering.committed()).loss == 1.5
+    progress = StepProgress()
+    expect(progress, 1, ["a", "b"])
+    progress.add("a", row(1, 2.0, 1.5))
+    progress.add("b", row(1, 0.0, 99.0, part=1))
+    assert next(progress.committed()).loss == 1.5
 
 
 def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
     """A job's own weights may add up to nothing, such as a batch of padding."""
-    gathering = StepProgress()
-    expect(gathering, 1, ["a"])
-    gathering.add("a", row(1, 0.0, 0.0))
-    assert math.isnan(next(gathering.committed()).loss)
+    progress = StepProgress()
+    expect(progress, 1, ["a"])
+    progress.add("a", row(1, 0.0, 0.0))
+    assert math.isnan(next(progress.committed()).loss)
 
 
-def parted(gathering: StepProgress, step: int, number: int) -> None:
+def parted(progress: StepProgress, step: int, number: int) -> None:
     """A step in parts that nobody holds yet."""
     plan = StepPlan(step, 0, ((10 * step, 10 * step + number),))
-    gathering.expect(plan, {n: [(10 * step + n, 10 * step + n + 1)] for n in range(number)})
+    progress.expect(plan, {n: [(10 * step + n, 10 * step + n + 1)] for n in range(number)})
 
 
 @given(
@@ -152,28 +152,28 @@ def parted(gathering: StepProgress, step: int, number: int) -> None:
 def test_parts_in_any_order_commit_each_step_once(
     parts: list[int], drops: int, chance: random.Random
 ) -> None:
-    gathering = StepProgress()
-    gathering.width = 3
+    progress = StepProgress()
+    progress.width = 3
     for step, number in enumerate(parts):
-        parted(gathering, step, number)
+        parted(progress, step, number)
     todo = [(step, part) for step, number in enumerate(parts) for part in range(number)]
     left = dict(enumerate(parts))
     committed: list[int] = []
     while todo:
         key = todo.pop(chance.randrange(len(todo)))
         member = chance.choice(["a", "b", "c"])
-        gathering.give(key, member)
-        assert not gathering.add("d", row(key[0], 1.0, 1.0, part=key[1])), "it is not in d's hands"
+        progress.give(key, member)
+        assert not progress.add("d", row(key[0], 1.0, 1.0, part=key[1])), "it is not in d's hands"
         if drops and chance.random() < 0.3:
             drops -= 1
-            assert not gathering.add(member, row(key[0], 1.0, 9.0, part=key[1], dropped=True))
-            assert gathering.is_open(key)
+            assert not progress.add(member, row(key[0], 1.0, 9.0, part=key[1], dropped=True))
+            assert progress.is_open(key)
             todo.append(key)
             continue
-        assert gathering.add(member, row(key[0], 1.0, 1.0, part=key[1]))
-        assert not gathering.add(member, row(key[0], 1.0, 5.0, part=key[1])), "once is enough"
+        assert progress.add(member, row(key[0], 1.0, 1.0, part=key[1]))
+        assert not progress.add(member, row(key[0], 1.0, 5.0, part=key[1])), "once is enough"
         left[key[0]] -= 1
-        for done in gathering.committed():
+        for done in progress.committed():
             committed.append(done.plan.step)
             assert left[done.plan.step] == 0
             assert done.loss == 1.0
@@ -185,68 +185,68 @@ def test_parts_in_any_order_commit_each_step_once(
             ]
             assert sorted(used) == list(range(*done.plan.ranges[0]))
     assert sorted(committed) == list(range(len(parts)))
-    assert len(gathering) == 0
+    assert len(progress) == 0
 
 
 def test_shares_of_one_member_are_put_together() -> None:
-    gathering = StepProgress()
-    gathering.width = 2
-    parted(gathering, 0, 3)
+    progress = StepProgress()
+    progress.width = 2
+    parted(progress, 0, 3)
     for part, name in enumerate(["a", "b", "a"]):
-        gathering.give((0, part), name)
-        gathering.add(name, row(0, 1.0, 1.0, part=part, step_s=3.0, staleness=part, bytes_sent=5))
-    (step,) = gathering.committed()
+        progress.give((0, part), name)
+        progress.add(name, row(0, 1.0, 1.0, part=part, step_s=3.0, staleness=part, bytes_sent=5))
+    (step,) = progress.committed()
     assert step.shares == {"a": ((0, 1), (2, 3)), "b": ((1, 2),)}
     assert step.step_s == 4.5, "nine seconds of work, by two workers"
     assert (step.staleness, step.mean_staleness) == ((0, 1, 2), 1.0)
 
 
 def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
-    gathering = StepProgress()
-    parted(gathering, 0, 1)
+    progress = StepProgress()
+    parted(progress, 0, 1)
     for name, dropped in (("a", True), ("b", False)):
-        gathering.give((0, 0), name)
-        gathering.add(name, row(0, 1.0, 2.0, dropped=dropped, bytes_sent=100))
-    (step,) = gathering.committed()
+        progress.give((0, 0), name)
+        progress.add(name, row(0, 1.0, 2.0, dropped=dropped, bytes_sent=100))
+    (step,) = progress.committed()
     assert (step.bytes_sent, step.loss, step.shares) == (200, 2.0, {"b": ((0, 1),)})
 
 
 def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
-    gathering = StepProgress()
+    progress = StepProgress()
     for step in range(3):
-        parted(gathering, step, 2)
+        parted(progress, step, 2)
         for part, name in enumerate("ab"):
-            gathering.give((step, part), name)
-    gathering.add("a", row(0, 1.0, 4.0))
-    gathering.settle(dict.fromkeys([(0, 0), (0, 1), (1, 1), (7, 0)]), whole=False)
-    (step0,) = gathering.committed()
+            progress.give((step, part), name)
+    progress.add("a", row(0, 1.0, 4.0))
+    progress.settle(dict.fromkeys([(0, 0), (0, 1), (1, 1), (7, 0)]), whole=False)
+    (step0,) = progress.committed()
     assert (step0.loss, step0.plan.step) == (4.0, 0)
     assert step0.shares == {"a": ((0, 1),), "b": ((1, 2),)}
-    assert not gathering.add("b", row(1, 1.0, 9.0, part=1)), "it comes too late"
-    assert gathering.is_open((1, 0))
-    assert not gathering.is_open((1, 1))
-    gathering.settle({(1, 0): None}, whole=False)
-    (step1,) = gathering.committed()
+    assert not progress.add("b", row(1, 1.0, 9.0, part=1)), "it comes too late"
+    assert progress.is_open((1, 0))
+    assert not progress.is_open((1, 1))
+    progress.settle({(1, 0): None}, whole=False)
+    (step1,) = progress.committed()
     assert step1.loss == 4.0, "the last loss that is known"
-    assert [s.plan.step for s in gathering.steps] == [2]
+    assert [s.plan.step for s in progress.steps] == [2]
 
 
 def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
-    gathering = StepProgress()
-    expect(gathering, 3, ["a", "b"])
-    gathering.add("a", row(1, 1.0, 1.0))
-    gathering.settle(dict.fromkeys([(2, 0), (2, 1)]), whole=True)
-    assert [c.plan.step for c in gathering.committed()] == [1, 2]
-    assert [s.plan.step for s in gathering.steps] == [3]
+    progress = StepProgress()
+    expect(progress, 3, ["a", "b"])
+    progress.add("a", row(1, 1.0, 1.0))
+    progress.settle(dict.fromkeys([(2, 0), (2, 1)]), whole=True)
+    assert [c.plan.step for c in progress.committed()] == [1, 2]
+    assert [s.plan.step for s in progress.steps] == [3]
 
 
 @pytest.mark.parametrize("known", [{(1, 1): (3.0, 9.0)}, {(1, 0): None, (1, WHOLE): (4.0, 11.0)}])
 def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[Any, Any]) -> None:
-    gathering = StepProgress()
-    expect(gathering, 1, ["a", "b"])
-    gathering.add("a", row(1, 1.0, 2.0))
-    gathering.settle(known, whole=True)
-    (step,) = gathering.committed()
+    progress = StepProgress()
+    expect(progress, 1, ["a", "b"])
+    progress.add("a", row(1, 1.0, 2.0))
+    progress.settle(known, whole=True)
+    (step,) = progress.committed()
     assert step.loss == 11.0 / 4.0
 
 
@@ -273,8 +273,8 @@ def test_an_evaluation_of_nothing_has_no_number() -> None:
 
 @pytest.mark.parametrize("left_out", [[1], [0, 0, 0], [0, 10**9]])
 def test_what_a_step_does_not_have_cannot_be_left_out_of_it(left_out: list[int]) -> None:
-    gathering = StepProgress()
-    expect(gathering, 1, ["a", "b"])
+    progress = StepProgress()
+    expect(progress, 1, ["a", "b"])
     with pytest.raises(ProtocolError, match="of step 1, in parts of"):
-        gathering.check(dataclasses.replace(row(1, 1.0, 2.0), left_out=left_out))
-    gathering.check(dataclasses.replace(row(7, 1.0, 2.0), left_out=left_out))  # not open: ignored
+        progress.check(dataclasses.replace(row(1, 1.0, 2.0), left_out=left_out))
+    progress.check(dataclasses.replace(row(7, 1.0, 2.0), left_out=left_out))  # not open: ignored

@@ -111,20 +111,20 @@ def conduct(
     run.write_config({})
     with Coordinator(LocalLauncher(), logs=run.logs, timeouts=timeouts) as coordinator:
         entries = {WORKER: "ledger", SERVER: "ledger"}
-        conductor = Driver(coordinator, options, run, Stream([watcher]), entries=entries)
+        driver = Driver(coordinator, options, run, Stream([watcher]), entries=entries)
         watcher.coordinator = coordinator
         try:
-            assert conductor.conduct() == outcome
+            assert driver.conduct() == outcome
         finally:
             coordinator.stop()
-    return conductor
+    return driver
 
 
 def at_step(number: int) -> Callable[[ev.Event], bool]:
     return lambda event: isinstance(event, ev.StepCommitted) and event.step >= number
 
 
-def assert_whole(conductor: Driver, watcher: Watcher) -> None:
+def assert_whole(driver: Driver, watcher: Watcher) -> None:
     """Every sample was used once, all is saved, each epoch was evaluated."""
     steps = sorted(watcher.of(ev.StepCommitted), key=lambda step: step.step)
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
@@ -138,12 +138,12 @@ def assert_whole(conductor: Driver, watcher: Watcher) -> None:
     # In the last epoch of one that was stopped, only the first so many.
     order = ((epoch, i) for epoch in itertools.count() for i in range(SAMPLES))
     assert used == Counter(itertools.islice(order, used.total()))
-    newest, complaints = checkpoints.newest(conductor.run.path)
+    newest, complaints = checkpoints.newest(driver.run.path)
     assert not complaints
     assert newest is not None
     assert newest.step == len(steps)
-    assert conductor.course is not None
-    assert conductor.course.samples_used == used.total()
+    assert driver.training_plan is not None
+    assert driver.training_plan.samples_used == used.total()
     evaluated = [event.epoch for event in watcher.of(ev.Evaluated)]
     assert evaluated == list(range(len(evaluated)))
     assert len(evaluated) >= used.total() // SAMPLES - 1
@@ -151,12 +151,12 @@ def assert_whole(conductor: Driver, watcher: Watcher) -> None:
 
 def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) -> None:
     watcher = Watcher()
-    conductor = conduct(tmp_path, PARTS, watcher, pause_s=0.005)
-    assert_whole(conductor, watcher)
+    driver = conduct(tmp_path, PARTS, watcher, pause_s=0.005)
+    assert_whole(driver, watcher)
     (view,) = watcher.of(ev.ViewChanged)
     assert (view.placement, view.transport) == ("in one file", "file")
-    summary = conductor.tally.summary(
-        conductor.options, conductor.course, outcome="finished", checkpoint=None, error=None
+    summary = driver.run_stats.summary(
+        driver.options, driver.training_plan, outcome="finished", checkpoint=None, error=None
     )
     assert summary["staleness"]["count"] >= SAMPLES * EPOCHS / BATCH
     assert summary["staleness"]["max"] <= 2
@@ -170,8 +170,8 @@ def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) 
 def test_the_others_go_on_without_the_dead(tmp_path: Path, manner: Manner) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("worker-0")))
-    conductor = conduct(tmp_path, manner, watcher)
-    assert_whole(conductor, watcher)
+    driver = conduct(tmp_path, manner, watcher)
+    assert_whole(driver, watcher)
     assert len(watcher.of(ev.Evaluated)) == EPOCHS
     (lost,) = watcher.of(ev.MemberLost)
     assert (lost.member, lost.reason, lost.workers) == ("worker-0", "killed by SIGKILL", 2)
@@ -179,7 +179,7 @@ def test_the_others_go_on_without_the_dead(tmp_path: Path, manner: Manner) -> No
     assert recovered.view == 2
     assert recovered.seconds < 5
     assert watcher.of(ev.ViewChanged)[-1].members == ("worker-1", "worker-2")
-    newest, _ = checkpoints.newest(conductor.run.path)
+    newest, _ = checkpoints.newest(driver.run.path)
     assert newest is not None
     assert newest.workers == 2
 
@@ -209,22 +209,22 @@ def test_the_dead_are_replaced_under_new_names(tmp_path: Path, manner: Manner) -
         (at_step(9), lambda: watcher.kill("worker-0")),
         (lambda e: isinstance(e, ev.StepCommitted) and "worker-2" in e.shares, watcher.stop),
     ]
-    conductor = conduct(
+    driver = conduct(
         tmp_path, manner, watcher, workers=2, max_restarts=1, epochs=900, outcome="interrupted"
     )
-    assert_whole(conductor, watcher)
+    assert_whole(driver, watcher)
     views = [view.members for view in watcher.of(ev.ViewChanged)]
     assert views == [("worker-0", "worker-1"), ("worker-1",), ("worker-1", "worker-2")]
-    assert (conductor.crew.num_lost, conductor.crew.num_replaced) == (1, 1)
+    assert (driver.membership.num_lost, driver.membership.num_replaced) == (1, 1)
     assert len(watcher.of(ev.Recovered)) == 1, "a replacement is no recovery"
 
 
 def test_whoever_is_not_ready_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(20), lambda: watcher.kill("worker-1")))
-    conductor = conduct(tmp_path, PARTS, watcher, workers=2, max_restarts=1, pause_s=0.005)
-    assert_whole(conductor, watcher)
-    assert (conductor.crew.num_lost, conductor.crew.num_replaced) == (1, 0)
+    driver = conduct(tmp_path, PARTS, watcher, workers=2, max_restarts=1, pause_s=0.005)
+    assert_whole(driver, watcher)
+    assert (driver.membership.num_lost, driver.membership.num_replaced) == (1, 0)
 
 
 def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> None:
@@ -238,24 +238,24 @@ def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> No
         return len([n for n in watcher.of(ev.Noticed) if "came to nothing" in n.message]) == 2
 
     watcher.acts += [(at_step(5), kill_and_spoil), (twice, watcher.stop)]
-    conductor = conduct(
+    driver = conduct(
         tmp_path, PARTS, watcher, workers=2, max_restarts=2, epochs=900, outcome="interrupted"
     )
-    assert_whole(conductor, watcher)
+    assert_whole(driver, watcher)
     told = [
         notice.message for notice in watcher.of(ev.Noticed) if "came to nothing" in notice.message
     ]
     assert len(told) == 2
     assert "nonesuch" in told[0]
-    assert conductor.crew.num_replaced == 0
+    assert driver.membership.num_replaced == 0
 
 
 def test_a_frozen_member_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(5), lambda: watcher.kill("worker-1", signal.SIGSTOP)))
     timeouts = dataclasses.replace(Timeouts(), silence_s=2.5, beat_s=0.2)
-    conductor = conduct(tmp_path, PARTS, watcher, workers=2, timeouts=timeouts)
-    assert_whole(conductor, watcher)
+    driver = conduct(tmp_path, PARTS, watcher, workers=2, timeouts=timeouts)
+    assert_whole(driver, watcher)
     (lost,) = watcher.of(ev.MemberLost)
     assert "said nothing for" in lost.reason
 
@@ -268,8 +268,8 @@ def test_two_deaths_at_once(tmp_path: Path) -> None:
         watcher.kill("worker-2")
 
     watcher.acts.append((at_step(9), both))
-    conductor = conduct(tmp_path, PARTS, watcher)
-    assert_whole(conductor, watcher)
+    driver = conduct(tmp_path, PARTS, watcher)
+    assert_whole(driver, watcher)
     assert {lost.member for lost in watcher.of(ev.MemberLost)} == {"worker-0", "worker-2"}
     assert watcher.of(ev.ViewChanged)[-1].members == ("worker-1",)
 
@@ -296,8 +296,8 @@ def test_servers_stand_beside_the_workers_and_may_die(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("server-0")))
     manner = dataclasses.replace(PARTS, servers=2)
-    conductor = conduct(tmp_path, manner, watcher, workers=2)
-    assert_whole(conductor, watcher)
+    driver = conduct(tmp_path, manner, watcher, workers=2)
+    assert_whole(driver, watcher)
     first, second = watcher.of(ev.ViewChanged)
     assert first.members == ("worker-0", "worker-1", "server-0", "server-1")
     assert (first.servers, second.servers) == (2, 1)

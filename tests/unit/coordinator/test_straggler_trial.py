@@ -40,8 +40,8 @@ class Script:
         self.clock = Clock()
         self.meter = Meter(self.clock)
         self.meter.busy(True)
-        self.pace = Throughput()
-        self.brakes = StragglerTrial(self, self.meter, self.notes.append)
+        self.throughput = Throughput()
+        self.straggler_trial = StragglerTrial(self, self.meter, self.notes.append)
 
     def device(self, worker: str) -> str:
         return self.devices[worker]
@@ -62,11 +62,11 @@ class Script:
         for _ in range(round(seconds * 10)):
             self.clock.now += 0.1
             for name in self.seated:
-                self.pace.note(name, round(self.speeds[name]), 0.1)
+                self.throughput.note(name, round(self.speeds[name]), 0.1)
             rate = self.without if self.spared else self.together
             self.meter.note(round(rate * 0.1))
-            self.brakes.tick(self.pace)
-            phases.append(self.brakes.phase)
+            self.straggler_trial.tick(self.throughput)
+            phases.append(self.straggler_trial.phase)
         return list(dict.fromkeys(phases))
 
 
@@ -104,7 +104,7 @@ def test_those_that_help_or_cost_nothing_come_back(without: float) -> None:
 
 def test_what_is_plainly_slower_is_not_tried_for_long() -> None:
     run = gpu_and_cpus(700.0, 400.0)
-    while run.brakes.phase != TrialPhase.WITHOUT:
+    while run.straggler_trial.phase != TrialPhase.WITHOUT:
         run.run(0.1)
     assert run.run(1.2)[-1] == TrialPhase.SETTLED
     assert run.notes == ["400 samples/s without worker-1, worker-2 (cpu), 700 with: taken back"]
@@ -151,7 +151,7 @@ def test_a_death_brings_all_back_and_three_trials_are_enough() -> None:
 def test_nothing_is_measured_while_shares_change() -> None:
     run = gpu_and_cpus(700.0, 1000.0)
     for number in range(20):
-        run.pace.parts = {"worker-0": 1.0, "worker-1": 0.1 + number / 100}
+        run.throughput.parts = {"worker-0": 1.0, "worker-1": 0.1 + number / 100}
         assert run.run(2) == [TrialPhase.TOGETHER]
 
 

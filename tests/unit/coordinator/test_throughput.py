@@ -14,33 +14,33 @@ NAMES = ["a", "b", "c", "d"]
 
 
 def train(
-    pace: Throughput, seconds_a_sample: list[float], *, steps: int = 200, batch: int = 64
+    throughput: Throughput, seconds_a_sample: list[float], *, steps: int = 200, batch: int = 64
 ) -> float:
     """So many steps; the seconds of the last."""
     workers = NAMES[: len(seconds_a_sample)]
     took = 0.0
     for _ in range(steps):
-        counts = shares(batch, pace.weights(workers))
+        counts = shares(batch, throughput.weights(workers))
         times = [n * s for n, s in zip(counts, seconds_a_sample, strict=True)]
         for worker, count, seconds in zip(workers, counts, times, strict=True):
-            pace.note(worker, count, seconds)
+            throughput.note(worker, count, seconds)
         took = max(times)
     return took
 
 
 def test_equal_workers_have_equal_parts() -> None:
-    pace = Throughput()
-    train(pace, [0.01, 0.01, 0.0105])
-    assert pace.weights(NAMES[:3]) == [1.0, 1.0, 1.0]
-    assert pace.news(NAMES[:3]) == []
+    throughput = Throughput()
+    train(throughput, [0.01, 0.01, 0.0105])
+    assert throughput.weights(NAMES[:3]) == [1.0, 1.0, 1.0]
+    assert throughput.news(NAMES[:3]) == []
 
 
 def test_one_of_half_the_speed_gets_half_as_much() -> None:
-    pace = Throughput()
-    assert train(pace, [0.01, 0.02], batch=60) == pytest.approx(0.4)
-    assert pace.weights(["a", "b"]) == [1.0, 0.5]
-    assert pace.news(["a", "b"]) == [("b", pytest.approx(2.0))]
-    assert pace.news(["a", "b"]) == [], "it is told once"
+    throughput = Throughput()
+    assert train(throughput, [0.01, 0.02], batch=60) == pytest.approx(0.4)
+    assert throughput.weights(["a", "b"]) == [1.0, 0.5]
+    assert throughput.news(["a", "b"]) == [("b", pytest.approx(2.0))]
+    assert throughput.news(["a", "b"]) == [], "it is told once"
 
 
 @given(st.lists(st.floats(0.002, 0.06), min_size=2, max_size=4))
@@ -51,36 +51,36 @@ def test_no_step_takes_much_longer_than_it_could(speeds: list[float]) -> None:
 
 
 def test_parts_follow_when_speeds_change() -> None:
-    pace = Throughput()
-    train(pace, [0.01, 0.03])
-    assert train(pace, [0.03, 0.01], steps=600) < WORTH * 64 * 0.0075 * 1.1
-    assert [name for name, _ in pace.news(["a", "b"])] == ["a"]
+    throughput = Throughput()
+    train(throughput, [0.01, 0.03])
+    assert train(throughput, [0.03, 0.01], steps=600) < WORTH * 64 * 0.0075 * 1.1
+    assert [name for name, _ in throughput.news(["a", "b"])] == ["a"]
 
 
 def test_nothing_changes_before_all_are_known() -> None:
-    pace = Throughput()
-    pace.note("a", 10, KNOWN_AFTER_S)
-    pace.note("b", 1, KNOWN_AFTER_S / 2)
-    assert pace.weights(["a", "b"]) == [1.0, 1.0]
-    pace.note("b", 1, KNOWN_AFTER_S / 2)
-    assert pace.weights(["a", "b"]) == [1.0, pytest.approx(0.2)]
-    assert pace.weights(["a", "b", "new"]) == [1.0, 0.2, pytest.approx(0.6)]
+    throughput = Throughput()
+    throughput.note("a", 10, KNOWN_AFTER_S)
+    throughput.note("b", 1, KNOWN_AFTER_S / 2)
+    assert throughput.weights(["a", "b"]) == [1.0, 1.0]
+    throughput.note("b", 1, KNOWN_AFTER_S / 2)
+    assert throughput.weights(["a", "b"]) == [1.0, pytest.approx(0.2)]
+    assert throughput.weights(["a", "b", "new"]) == [1.0, 0.2, pytest.approx(0.6)]
 
 
 def test_even_the_slowest_has_something() -> None:
-    pace = Throughput()
-    pace.note("a", 10_000, 2.0)
-    pace.note("b", 1, 2.0)
-    assert pace.weights(["a", "b"]) == [1.0, LEAST]
+    throughput = Throughput()
+    throughput.note("a", 10_000, 2.0)
+    throughput.note("b", 1, 2.0)
+    assert throughput.weights(["a", "b"]) == [1.0, LEAST]
 
 
 def test_a_pause_that_no_share_makes_shorter() -> None:
     """Whoever takes as long for few samples as for many keeps the least; the others have the rest."""
-    pace = Throughput()
+    throughput = Throughput()
     for _ in range(500):
-        counts = shares(100, pace.weights(["a", "b"]))
-        pace.note("a", counts[0], 0.001 * counts[0])
-        pace.note("b", counts[1], 0.2)
+        counts = shares(100, throughput.weights(["a", "b"]))
+        throughput.note("a", counts[0], 0.001 * counts[0])
+        throughput.note("b", counts[1], 0.2)
     assert counts[1] <= 5
 
 

@@ -33,19 +33,21 @@ class Troupe:
     def __init__(
         self,
         folder: Path,
-        syllabus: PlanConfig,
+        plan_config: PlanConfig,
         manner: Manner,
         workers: int,
         chance: random.Random,
     ) -> None:
         self.chance = chance
         self.manner = manner
-        self.course = TrainingPlan(syllabus)
+        self.training_plan = TrainingPlan(plan_config)
         run = RunFolder.create("played", path=folder / "run")
         options = RunOptions("job.py", "played", workers, manner=manner)
-        self.shelf = CheckpointTracker(run, Stream(), options, newest=None)
+        self.checkpoint_tracker = CheckpointTracker(run, Stream(), options, newest=None)
         self.run = run
-        self.handout = make_handout(manner, self.course, self.shelf, self._hear)
+        self.dispatcher = make_handout(
+            manner, self.training_plan, self.checkpoint_tracker, self._hear
+        )
         self.weights: list[tuple[PartKey, list[Sample]]] = []
         self.committed: list[Committed] = []
         self.evaluations: list[int] = []
@@ -70,8 +72,8 @@ class Troupe:
             # What is resolved is told before joining; of the rest it is not known, or they are dead.
             kept = self._rows[name] if self.chance.random() < 0.5 else []
             for row in kept:
-                self.handout.add(name, row)
-        self.handout.settle(dict.fromkeys(key for key, _ in self.weights[-40:]))
+                self.dispatcher.add(name, row)
+        self.dispatcher.settle(dict.fromkeys(key for key, _ in self.weights[-40:]))
         self._commit()
         self._number += 1
         seats = tuple(Seat(name, "here") for name in names)
@@ -80,15 +82,15 @@ class Troupe:
         self._agendas = {name: deque() for name in names}
         self._rows = {name: [] for name in names}
         self._pushed, self._evaluated = {}, set()
-        self.redone += self.handout.restart(View(self._number, seats))
+        self.redone += self.dispatcher.restart(View(self._number, seats))
 
     def play(self, *, deaths: int = 0, arrivals: int = 0, stop_at: int | None = None) -> None:
         arriving = False
         for moment in range(100_000):
             if moment == stop_at:
-                self.course.stop("interrupted")
-            self.handout.more(hold=arriving)
-            if arriving and self.handout.quiet:
+                self.training_plan.stop("interrupted")
+            self.dispatcher.more(hold=arriving)
+            if arriving and self.dispatcher.quiet:
                 assert not any("portions" in head for a in self._agendas.values() for head in a)
                 self.view([*self._agendas, *self.newcomers(1)])
                 arriving = False
@@ -101,7 +103,7 @@ class Troupe:
                 victim = self.chance.choice(list(self._agendas))
                 self.view([name for name in self._agendas if name != victim])
                 arriving = False
-            elif arrivals and roll < 0.06 and self.handout.finishing is None:
+            elif arrivals and roll < 0.06 and self.dispatcher.finishing is None:
                 arrivals -= 1
                 arriving = True
             elif self._writing is not None and roll < 0.3:
@@ -121,7 +123,7 @@ class Troupe:
             self._agendas[name].append(order)
 
     def _all_stopped(self) -> bool:
-        return self.handout.finishing is not None and all(
+        return self.dispatcher.finishing is not None and all(
             agenda and agenda[0]["order"] == "stop" for agenda in self._agendas.values()
         )
 
@@ -138,7 +140,7 @@ class Troupe:
                 agenda.popleft()
             return
         self._flush(name)
-        if head["order"] == "checkpoint" and name == self.handout.workers[0]:
+        if head["order"] == "checkpoint" and name == self.dispatcher.workers[0]:
             if self._writing is not None:
                 return
             self._copy(name, head["step"])
@@ -178,40 +180,40 @@ class Troupe:
     def _flush(self, name: str) -> None:
         rows, self._rows[name] = self._rows[name], []
         for one in rows:
-            self.handout.add(name, one)
+            self.dispatcher.add(name, one)
         self._commit()
 
     def _commit(self) -> None:
-        for step in self.handout.committed():
+        for step in self.dispatcher.committed():
             self.committed.append(step)
-        self.shelf.settle(self.course)
+        self.checkpoint_tracker.settle(self.training_plan)
 
     def _evaluate(self, name: str) -> None:
         self._evaluated.add(name)
-        if self._evaluated == set(self.handout.workers):
+        if self._evaluated == set(self.dispatcher.workers):
             self._evaluated = set()
-            if self.course.awaiting:
-                self.evaluations.append(self.course.epoch)
-                self.course.evaluated({"loss": 1.0 / (1 + self.course.epoch)})
-            self.handout.evaluated()
+            if self.training_plan.awaiting:
+                self.evaluations.append(self.training_plan.epoch)
+                self.training_plan.evaluated({"loss": 1.0 / (1 + self.training_plan.epoch)})
+            self.dispatcher.evaluated()
 
     def _copy(self, name: str, step: int) -> None:
         """The state of a checkpoint is that of its step, exactly."""
         assert {key[0] for key, _ in self.weights} == set(range(1, step + 1))
         assert set(self.used().values()) <= {1}
-        plans = [c.plan for c in self.committed] + list(self.course.open_steps)
+        plans = [c.plan for c in self.committed] + list(self.training_plan.open_steps)
         wanted = sum(plan.samples for plan in _once(plans) if plan.step <= step)
         assert sum(self.used().values()) == wanted
         self._writing = (name, step)
         partial(self.run.path, step, name).mkdir(parents=True, exist_ok=True)
-        self.handout.saving(name, step)
+        self.dispatcher.saving(name, step)
 
     def _written(self) -> None:
         assert self._writing is not None
         name, step = self._writing
         self._writing = None
-        self.shelf.written(name, step, Saved(view=1, step=step))
-        self.shelf.settle(self.course)
+        self.checkpoint_tracker.written(name, step, Saved(view=1, step=step))
+        self.checkpoint_tracker.settle(self.training_plan)
 
 
 def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> StepRow:

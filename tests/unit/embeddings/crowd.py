@@ -52,13 +52,13 @@ def alone(store: TableStore, number: int, rounds: int) -> None:
 def threads(store: TableStore, number: int, rounds: int) -> None:
     """Two threads of one process do it."""
     begin = told()
-    crew = [
+    membership = [
         threading.Thread(target=hammer, args=(store, 2 * number + one, rounds, begin))
         for one in (0, 1)
     ]
-    for one in crew:
+    for one in membership:
         one.start()
-    for one in crew:
+    for one in membership:
         one.join()
 
 

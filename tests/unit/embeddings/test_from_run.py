@@ -50,24 +50,24 @@ class Trained:
         self.job_file.write_text(JOB)
         self.run = RunFolder.create("small", path=folder / "run")
         job = load_job(f"{folder}/{reference}", {"width": str(width)})
-        self.trainee = TrainState.of(job, device="cpu", num_steps=10)
-        assert self.trainee.tables is not None
+        self.train_state = TrainState.of(job, device="cpu", num_steps=10)
+        assert self.train_state.tables is not None
         learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
-        learner.trainee = self.trainee
+        learner.train_state = self.train_state
         saver = Saver(self.run.path)
         self.outputs: dict[int, Tensor] = {}
         self.batch = feed.share(Portion(1, 0, 98, ((0, 98),))).batches[0][0]
         for step in (1, 2, 3, 4):
             # Ids of later steps are unknown to the earlier models: they must read the same initial rows.
             learner.step(feed.share(Portion(step, 0, 8, ((8 * step, 8 * step + 8),))))
-            saver.start(step, self.trainee, learner)
+            saver.start(step, self.train_state, learner)
             saver.finish()
             outcome = saver.outcome()
             assert outcome is not None
             best = {"metrics": {"loss": 1.0}, "step": min(step, 2), "waited": 0}
             given = {"files": outcome["files"], "strategy": "single", "workers": 1}
-            commit(self.run.path, step, course={"best": best}, **given)
-            self.outputs[step] = self.predict(self.trainee.model)
+            commit(self.run.path, step, training_plan={"best": best}, **given)
+            self.outputs[step] = self.predict(self.train_state.model)
         shutil.rmtree(self.run.path / "checkpoints" / "step-1")
         self.note_job(reference)
 

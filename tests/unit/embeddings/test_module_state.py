@@ -246,11 +246,11 @@ def test_a_checkpoint_has_rows_once() -> None:
     ours = model(lr=0.1)
     tables = LocalTables.of(ours, seed=3)
     train(ours)
-    trainee = TrainState(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss=lambda *_: IDS)
-    trainee.tables = tables
-    state = gather_state(trainee, SingleLearner())
+    train_state = TrainState(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss=lambda *_: IDS)
+    train_state.tables = tables
+    state = gather_state(train_state, SingleLearner())
     assert list(state["model"]) == ["2.weight", "2.bias"]
-    put_state({**state, "tables": {}}, trainee, SingleLearner(), tables=False)
+    put_state({**state, "tables": {}}, train_state, SingleLearner(), tables=False)
 
 
 def test_who_shares_a_table_of_another_reads_no_row_of_a_checkpoint(tmp_path: Path) -> None:

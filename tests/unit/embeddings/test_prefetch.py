@@ -93,7 +93,7 @@ class Servers:
 
     def __init__(self, model: nn.Module) -> None:
         self.homes: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
-        self.estates = {
+        self.server_states = {
             name: RowServerState(
                 name, LocalTables(tables_of(model), seed=1), shared=False, adds=False
             )
@@ -105,7 +105,9 @@ class Servers:
     def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None:
         for server, (head, payload) in asked.items():
             self.asked.append((head["table"], set(np.frombuffer(payload, np.int64).tolist())))
-            for told, rows in self.estates[server].hear("w", Word("rows", head, payload), done=0):
+            for told, rows in self.server_states[server].hear(
+                "w", Word("rows", head, payload), done=0
+            ):
                 assert rows is not None
                 self._answers[server, told["tag"]] = rows
 

@@ -78,10 +78,10 @@ def one_row_each(store: TableStore) -> np.ndarray:
     ],
 )
 def test_many_processes_bring_the_same_ids(what: str, spec: Table) -> None:
-    rounds, crew = 60, 2
+    rounds, membership = 60, 2
     with table(spec) as store:
-        at_once(*[start(what, spec, store.address, number, rounds) for number in range(crew)])
-        parties = range(crew * (2 if what == "threads" else 1))
+        at_once(*[start(what, spec, store.address, number, rounds) for number in range(membership)])
+        parties = range(membership * (2 if what == "threads" else 1))
         ids = one_row_each(store)
         wanted = np.concatenate([*[own(number) for number in parties], np.arange(SAME)])
         assert (ids == np.sort(wanted)).all()
@@ -125,10 +125,10 @@ def test_processes_killed_in_the_middle_of_inserts() -> None:
     with table(spec) as store:
         mine = np.arange(SAME)
         for _ in range(kills):
-            crew = [start("insert", spec, store.address, n, 10**9) for n in range(2)]
-            for one in crew:
+            membership = [start("insert", spec, store.address, n, 10**9) for n in range(2)]
+            for one in membership:
                 ready(one)
-            for one in crew:
+            for one in membership:
                 assert one.stdin is not None
                 one.stdin.write("0\n")
                 one.stdin.flush()
@@ -136,9 +136,9 @@ def test_processes_killed_in_the_middle_of_inserts() -> None:
             while time.monotonic() < ends:
                 slots = store.find(chance.permutation(mine)[:2_000], create=True, now=1)
                 assert (slots > 0).all()
-            for one in crew:
+            for one in membership:
                 one.send_signal(signal.SIGKILL)
-            for one in crew:
+            for one in membership:
                 one.communicate(timeout=DEADLINE_S)
                 assert one.returncode == -signal.SIGKILL
         ids = one_row_each(store)
@@ -185,7 +185,9 @@ def test_a_new_process_makes_the_same_rows_in_a_table_of_its_own() -> None:
     spec = Table(32, init="normal(0.1)")
     with table(spec) as store:
         store.find(np.arange(0, 500, 2), create=True, now=1)
-        crew = [start("digest", spec, address, 0, 0) for address in ("new", store.address, "new")]
-        said = {one.communicate(timeout=DEADLINE_S)[0] for one in crew}
+        membership = [
+            start("digest", spec, address, 0, 0) for address in ("new", store.address, "new")
+        ]
+        said = {one.communicate(timeout=DEADLINE_S)[0] for one in membership}
         assert len(said) == 1
         assert len(said.pop().strip()) == 64

@@ -32,10 +32,10 @@ def test_threads_that_add_and_swap_at_one_place_lose_nothing() -> None:
         for kind in (np.int64, np.uint32):
             numbers = np.zeros(8, dtype=kind)
             work(numbers, 0)
-            crew = [threading.Thread(target=work, args=(numbers, TIMES)) for _ in range(4)]
-            for one in crew:
+            membership = [threading.Thread(target=work, args=(numbers, TIMES)) for _ in range(4)]
+            for one in membership:
                 one.start()
-            for one in crew:
+            for one in membership:
                 one.join()
             assert numbers.tolist() == [0, 0, 0, 4 * TIMES * each, 0, 0, 0, 0]
 

@@ -44,14 +44,14 @@ class House:
     def __init__(self, server: Server, dial: Dial, *, shared: bool, slots: int) -> None:
         self.server = server
         self.dial = dial
-        self.layout = server.estate.layout
+        self.layout = server.server_state.layout
         self._shared, self._num_slots = shared, slots
         self.slots: dict[str, list[FlatTensors]] = {}
         self.links: list[Link] = []
         """Of clients."""
         self.fates: list[PushOutcome] = []
         """Of all pushes."""
-        self.before = [buffer.clone() for buffer in server.estate.params.buffers]
+        self.before = [buffer.clone() for buffer in server.server_state.params.buffers]
         self.pushed = 0
         self.client = self.enter(GOOD)
 
@@ -67,7 +67,9 @@ class House:
             view=VIEW,
             servers=[SERVER],
             dial=lambda _: self._dial_for_client(name),
-            params=self.server.estate.params if self._shared else FlatTensors.private(self.layout),
+            params=self.server.server_state.params
+            if self._shared
+            else FlatTensors.private(self.layout),
             slots=self.slots[name],
             check=self.check,
             resolved=lambda seq, fate: self.fates.append(fate),
@@ -100,8 +102,8 @@ class House:
         self.client.pull()
         self.pushed += 1
         self.check()
-        assert self.server.estate.ledger.counts == {GOOD: self.pushed}
-        for now, before in zip(self.server.estate.params.buffers, self.before, strict=True):
+        assert self.server.server_state.ledger.counts == {GOOD: self.pushed}
+        for now, before in zip(self.server.server_state.params.buffers, self.before, strict=True):
             torch.testing.assert_close(now, before - LR * SHARE * self.pushed)
 
     def say(self, *heads: Mapping[str, Any], payload: bytes | None = None) -> str:
@@ -139,19 +141,19 @@ def house(
 ) -> Iterator[House]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    trainee = TrainState(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
-    layout, shared = layout_of(trainee.model, trainee.optimizer), kind == "unix"
+    train_state = TrainState(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
+    layout, shared = layout_of(train_state.model, train_state.optimizer), kind == "unix"
     params = (
         FlatTensors.shared(layout, label="test-parameters")
         if shared
         else FlatTensors.private(layout)
     )
     slots = 1 if rounds else 2
-    terms = PsMode(
+    mode = PsMode(
         SyncPolicy if rounds else AsyncPolicy, rounds=rounds, slots=slots, lr_rule=lr_rule
     )
-    estate = ServerState(
-        SERVER, "here", trainee, params, ScheduleClock(trainee), shared=shared, replicas=0
+    server_state = ServerState(
+        SERVER, "here", train_state, params, ScheduleClock(train_state), shared=shared, replicas=0
     )
     authority = Authority.create("run") if kind == "tls" else None
     if authority is not None:
@@ -170,8 +172,8 @@ def house(
         return connect(listener.address, timeout_s=LONG_S, limits=LIMITS, **how)
 
     server = Server(
-        estate,
-        terms,
+        server_state,
+        mode,
         listener,
         view=VIEW,
         servers=[SERVER],
@@ -264,12 +266,12 @@ def entered(at: House) -> Iterator[tuple[Link, list[Link], bytes]]:
         words = stack.enter_context(at.dial(BAD))
         words.send(ENTER)
         assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
-        lanes = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
-        for lane in lanes:
+        channel = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
+        for lane in channel:
             lane.send(LANE)
         # When all lanes are there, the parameters come by one of them.
-        for _, lane in zip(range(400), itertools.cycle(lanes), strict=False):
+        for _, lane in zip(range(400), itertools.cycle(channel), strict=False):
             with contextlib.suppress(LinkTimeout):
                 assert lane.recv(timeout_s=0.05).head["k"] == "run"
                 break
-        yield words, lanes, bytes(run.numel * 4)
+        yield words, channel, bytes(run.numel * 4)

@@ -234,19 +234,19 @@ def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
 
 def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
-        with entered(at) as (words, lanes, gradient):
+        with entered(at) as (words, channel, gradient):
             words.send({**PUSH, "push": push_of(BAD, 1, 1)})
             words.send({"k": "pull"})
             assert words.recv(timeout_s=LONG_S).head["k"] == "new"
-            assert "in slot 1, and in 0" in last_words(lanes[0], RUN, payload=gradient)
+            assert "in slot 1, and in 0" in last_words(channel[0], RUN, payload=gradient)
         at.train()
 
 
 def test_a_step_that_is_not_due(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
         for seq in (5, 6):
-            with entered(at) as (words, lanes, gradient):
-                lanes[1].send({**RUN, "seq": seq}, gradient)
+            with entered(at) as (words, channel, gradient):
+                channel[1].send({**RUN, "seq": seq}, gradient)
                 push = {**PUSH, "seq": seq, "push": push_of(BAD, seq, 0)}
                 assert f"step {seq} where step 1 is due" in last_words(words, push)
             at.train()
@@ -261,12 +261,12 @@ def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
 
 def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with house("proof", tmp_path) as at:
-        with entered(at) as (_, lanes, gradient):
+        with entered(at) as (_, channel, gradient):
             runs = [{**RUN, "seq": seq} for seq in range(2, 40)]
             with contextlib.suppress(LinkError):
                 for head in runs:
-                    lanes[0].send(head, gradient)
-            told = last_words(lanes[0], runs[-1], payload=gradient)
+                    channel[0].send(head, gradient)
+            told = last_words(channel[0], runs[-1], payload=gradient)
             # What a connection says last may be lost with it, when the other side still sends.
             assert "others have not ended" in told + caplog.text
         at.train()
@@ -286,18 +286,18 @@ def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
 
 def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
-        with entered(at) as (words, lanes, gradient):
+        with entered(at) as (words, channel, gradient):
             for _ in range(3):
                 words.send(PUSH)
-                lanes[1].send(RUN, gradient)
+                channel[1].send(RUN, gradient)
             words.send({"k": "pull"})
-            while at.server.estate.ledger.counts[BAD] == 0:
+            while at.server.server_state.ledger.counts[BAD] == 0:
                 assert words.recv(timeout_s=LONG_S).head["k"] != "refused"
             words.send(PUSH)
         at.push(at.client, GOOD)
         at.client.drain()
         at.check()
-        assert at.server.estate.ledger.counts == {BAD: 1, GOOD: 1}
+        assert at.server.server_state.ledger.counts == {BAD: 1, GOOD: 1}
 
 
 def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> Non
         first = at.push(at.client, GOOD, rounds=True)
         for wrong in mutated_pushes(push_of(BAD, 1, 0)):
             assert at.say(ENTER, {**PUSH, "push": wrong}), f"{wrong} was taken"
-        assert at.server.estate.ledger.version == 0
+        assert at.server.server_state.ledger.version == 0
         client = at.enter(BAD)
         try:
             at.push(client, BAD, rounds=True)
@@ -368,9 +368,9 @@ def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> Non
         finally:
             client.close()
         at.check()
-        for now, before in zip(at.server.estate.params.buffers, at.before, strict=True):
+        for now, before in zip(at.server.server_state.params.buffers, at.before, strict=True):
             torch.testing.assert_close(now, before - LR)  # the mean of two times one
-        assert at.server.estate.ledger.counts == {BAD: 1, GOOD: 1}
+        assert at.server.server_state.ledger.counts == {BAD: 1, GOOD: 1}
 
 
 def test_strangers_who_never_speak_keep_nobody_out(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_refused_links_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
-    door = Acceptor(
+    acceptor = Acceptor(
         SERVER,
         Listener(f"unix:{tmp_path}/s"),
         view=VIEW,
@@ -421,14 +421,14 @@ def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
             for _ in range(3 * MAX_UNHEARD):
                 link.send({"k": "rest"})
             deadline = time.monotonic() + LONG_S
-            while door.inbox.qsize() < 1 + MAX_UNHEARD:
+            while acceptor.inbox.qsize() < 1 + MAX_UNHEARD:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(0.2)
-            assert door.inbox.qsize() == 1 + MAX_UNHEARD
+            assert acceptor.inbox.qsize() == 1 + MAX_UNHEARD
             for _ in range(1 + 3 * MAX_UNHEARD):
-                happened = door.inbox.get(timeout=LONG_S)
+                happened = acceptor.inbox.get(timeout=LONG_S)
                 assert happened is not None
                 happened.heard()
     finally:
-        door.close()
+        acceptor.close()

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from estates import (
+from hypothesis import given
+from hypothesis import strategies as st
+from server_states import (
     EVERY_KIND,
     OPTIMIZERS,
     assert_same,
@@ -16,10 +18,8 @@ from estates import (
     filled,
     layout_for,
     noise,
-    trainee,
+    train_state,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.compute.train_state import TrainState
@@ -96,29 +96,29 @@ def plain_step(whom: TrainState, gradient: FlatTensors, *, lr_scale: float, tick
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_cut_into_blocks_a_model_trains_as_it_does_whole(name: str) -> None:
-    whom, plain = trainee(name), trainee(name)
+    whom, plain = train_state(name), train_state(name)
     layout = layout_for(whom)
     flat = filled(FlatTensors.private(layout), whom)
-    holdings = split(whom, flat, dealt(len(layout.blocks), 3, seed=1))
+    block_stores = split(whom, flat, dealt(len(layout.blocks), 3, seed=1))
     generator = torch.Generator().manual_seed(7)
     ticks = 0
     for step in range(6):
         gradient, scale = noise(layout, generator), (1.0, 0.25)[step % 2]
         ticks += step % 3 != 1  # a part of a batch moves the weights, not the schedule
-        for holding in holdings:
-            holding.apply(gradient, lr_scale=scale, ticks=ticks)
+        for block_store in block_stores:
+            block_store.apply(gradient, lr_scale=scale, ticks=ticks)
         plain_step(plain, gradient, lr_scale=scale, tick=step % 3 != 1)
     for piece, parameter in pieces_of(plain.model, plain.optimizer).items():
         wanted = parameter.detach().reshape(-1)
         torch.testing.assert_close(flat.piece(piece), wanted, rtol=1e-5, atol=1e-6)
     rates = [group["lr"] for group in plain.optimizer.param_groups]
-    for holding in holdings:
-        assert [g["lr"] for g in holding._optimizer.optimizer.param_groups] == rates
+    for block_store in block_stores:
+        assert [g["lr"] for g in block_store._optimizer.optimizer.param_groups] == rates
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_who_holds_which_block_changes_no_bit(name: str) -> None:
-    whom = trainee(name)
+    whom = train_state(name)
     layout = layout_for(whom)
     flats = [filled(FlatTensors.private(layout), whom) for _ in range(2)]
     whole = everything(whom, flats[0])
@@ -126,16 +126,16 @@ def test_who_holds_which_block_changes_no_bit(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     for step in range(1, 5):
         gradient = noise(layout, generator)
-        for holding in (whole, *parts):
-            holding.apply(gradient, lr_scale=0.5, ticks=step)
-    for holding in parts:
-        for number in holding.numbers:
-            assert_same(holding.take(number), whole.take(number), f"block {number}")
+        for block_store in (whole, *parts):
+            block_store.apply(gradient, lr_scale=0.5, ticks=step)
+    for block_store in parts:
+        for number in block_store.numbers:
+            assert_same(block_store.take(number), whole.take(number), f"block {number}")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> None:
-    whom = trainee(name)
+    whom = train_state(name)
     layout = layout_for(whom)
     generator = torch.Generator().manual_seed(5)
     first = [noise(layout, generator) for _ in range(3)]
@@ -150,17 +150,17 @@ def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> No
         materials = {number: copy.deepcopy(whole.take(number)) for number in hand}
         moved.append(BlockStore(whom, FlatTensors.private(layout), materials, ticks=3))
     for ticks, gradient in enumerate(then, start=4):
-        for holding in (whole, *moved):
-            holding.apply(gradient, lr_scale=0.7, ticks=ticks)
-    for holding in moved:
-        for number in holding.numbers:
-            assert number in holding
-            assert_same(holding.take(number), whole.take(number), f"block {number}")
-    assert sum(len(holding.numbers) for holding in moved) == len(layout.blocks)
+        for block_store in (whole, *moved):
+            block_store.apply(gradient, lr_scale=0.7, ticks=ticks)
+    for block_store in moved:
+        for number in block_store.numbers:
+            assert number in block_store
+            assert_same(block_store.take(number), whole.take(number), f"block {number}")
+    assert sum(len(block_store.numbers) for block_store in moved) == len(layout.blocks)
 
 
 def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
-    whom = trainee("adam")
+    whom = train_state("adam")
     layout = layout_for(whom)
     old = everything(whom, filled(FlatTensors.private(layout), whom))
     generator = torch.Generator().manual_seed(1)
@@ -175,18 +175,18 @@ def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
 
 def test_a_holding_of_nothing_follows_the_schedule_without_a_word() -> None:
     """A server may have no block at all: fewer blocks than servers."""
-    whom = trainee("sgd")
-    holding = BlockStore(whom, FlatTensors.private(layout_for(whom)), {}, ticks=0)
+    whom = train_state("sgd")
+    block_store = BlockStore(whom, FlatTensors.private(layout_for(whom)), {}, ticks=0)
     for ticks in (1, 2):
-        holding.apply(FlatTensors.private(holding.layout), lr_scale=0.5, ticks=ticks)
-    assert holding.runs == []
-    assert holding._optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
+        block_store.apply(FlatTensors.private(block_store.layout), lr_scale=0.5, ticks=ticks)
+    assert block_store.runs == []
+    assert block_store._optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_what_a_checkpoint_remembers_reaches_the_blocks(name: str) -> None:
     """Training goes on in blocks where it stopped whole."""
-    whom, plain = trainee(name, scheduled=False), trainee(name, scheduled=False)
+    whom, plain = train_state(name, scheduled=False), train_state(name, scheduled=False)
     layout = layout_for(whom)
     generator = torch.Generator().manual_seed(2)
     first, second = noise(layout, generator), noise(layout, generator)
@@ -219,9 +219,9 @@ def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unu
     states: list[dict[str, torch.Tensor]] = [{}, {}]
     states[used] = {"momentum_buffer": torch.full((64,), 3.0)}
     materials = {n: BlockState(flat.block(n), states[n]) for n in (0, 1)}
-    holding = BlockStore(whom, flat, materials, ticks=0)
-    assert torch.equal(holding.take(used).state["momentum_buffer"], torch.full((64,), 3.0))
-    holding.apply(FlatTensors.private(layout), lr_scale=1.0, ticks=0)
+    block_store = BlockStore(whom, flat, materials, ticks=0)
+    assert torch.equal(block_store.take(used).state["momentum_buffer"], torch.full((64,), 3.0))
+    block_store.apply(FlatTensors.private(layout), lr_scale=1.0, ticks=0)
     torch.testing.assert_close(flat.block(used), torch.full((64,), 1 - 0.1 * 0.9 * 3.0))
     assert torch.equal(flat.block(unused), torch.ones(64))
 

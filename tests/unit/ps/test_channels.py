@@ -47,48 +47,48 @@ def recv(link: Link) -> Message:
 
 def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Path) -> None:
     with linked(tmp_path, 1) as (near, (far,)):
-        lanes = PriorityChannel(near, name="order")
-        lanes.put(9, {"i": "big"}, memoryview(bytes(BIG)))
+        channel = PriorityChannel(near, name="order")
+        channel.put(9, {"i": "big"}, memoryview(bytes(BIG)))
         deadline = time.monotonic() + LONG_S
-        while lanes._queue.qsize():  # it is being sent, and holds the lane until somebody reads
+        while channel._queue.qsize():  # it is being sent, and holds the lane until somebody reads
             assert time.monotonic() < deadline
             time.sleep(0.001)
         for priority, i in [(5, "a"), (1, "b"), (5, "c"), (0, "d"), (1, "e")]:
-            lanes.put(priority, {"i": i}, memoryview(b"x"))
+            channel.put(priority, {"i": i}, memoryview(b"x"))
         assert [recv(far).head["i"] for _ in range(6)] == ["big", "d", "b", "e", "a", "c"]
-        lanes.close()
+        channel.close()
         assert wait_until_gone("order") == []
 
 
 def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, far):
-        lanes = PriorityChannel(near, name="two")
-        lanes.put(0, {"i": 0}, memoryview(bytes(BIG)))
-        lanes.put(1, {"i": 1}, memoryview(b"x"))
+        channel = PriorityChannel(near, name="two")
+        channel.put(0, {"i": 0}, memoryview(bytes(BIG)))
+        channel.put(1, {"i": 1}, memoryview(b"x"))
         deadline = time.monotonic() + LONG_S
-        while lanes.bytes_sent == 0:  # counted when a frame has left whole; nobody reads yet
+        while channel.bytes_sent == 0:  # counted when a frame has left whole; nobody reads yet
             assert time.monotonic() < deadline
             time.sleep(0.001)
         small = next(link for link, sent in zip(far, near, strict=True) if sent.bytes_sent)
         assert recv(small).head["i"] == 1
-        lanes.close()
+        channel.close()
         assert wait_until_gone("two") == []
 
 
 def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
     """Not copied: a change before that is seen by the other side."""
     with linked(tmp_path, 1) as (near, (far,)):
-        lanes = PriorityChannel(near, name="same")
+        channel = PriorityChannel(near, name="same")
         memory = bytearray(4)
-        lanes.put(0, {}, memoryview(bytes(BIG)))
-        lanes.put(1, {}, memoryview(memory))
+        channel.put(0, {}, memoryview(bytes(BIG)))
+        channel.put(1, {}, memoryview(memory))
         memory[:] = b"late"
         recv(far)
         payload = recv(far).payload
         assert payload is not None
         assert bytes(payload) == b"late"
-        assert lanes.bytes_sent > BIG
-        lanes.close()
+        assert channel.bytes_sent > BIG
+        channel.close()
         assert wait_until_gone("same") == []
 
 
@@ -96,26 +96,26 @@ def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
     tmp_path: Path,
 ) -> None:
     with linked(tmp_path, 2) as (near, far):
-        lanes = PriorityChannel(near, name="broken")
+        channel = PriorityChannel(near, name="broken")
         far[0].close()
         deadline = time.monotonic() + LONG_S
         while len(wait := [t for t in threading.enumerate() if t.name.startswith("broken-")]) == 2:
-            lanes.put(0, {}, memoryview(b"x"))
+            channel.put(0, {}, memoryview(b"x"))
             assert time.monotonic() < deadline, wait
             time.sleep(0.005)
         assert wait_until_gone("broken") == [], "also the one that had nothing to send"
         for link in near:
             with pytest.raises(LinkClosed):
                 link.recv(timeout_s=LONG_S)
-        lanes.put(0, {}, memoryview(b"into the void"))
-        lanes.close()
+        channel.put(0, {}, memoryview(b"into the void"))
+        channel.close()
 
 
 def test_closing_ends_a_lane_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, _):
-        lanes = PriorityChannel(near, name="closing")
+        channel = PriorityChannel(near, name="closing")
         for i in range(4):
-            lanes.put(i, {}, memoryview(bytes(BIG)))
-        lanes.close()
-        lanes.close()
+            channel.put(i, {}, memoryview(bytes(BIG)))
+        channel.close()
+        channel.close()
         assert wait_until_gone("closing") == []

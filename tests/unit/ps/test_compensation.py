@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from estates import everything, filled, layout_for, noise, trainee
+from server_states import everything, filled, layout_for, noise, train_state
 
 from manyhands.ps.block_store import BlockState, BlockStore
 from manyhands.ps.compensation import Compensation
@@ -15,7 +15,7 @@ from manyhands.ps.memory import FlatTensors
 @pytest.fixture
 def params() -> BlockStore:
     """Every second block of a model."""
-    whom = trainee("sgd")
+    whom = train_state("sgd")
     flat = filled(FlatTensors.private(layout_for(whom)), whom)
     materials = {n: BlockState(flat.block(n), {}) for n in range(0, len(flat.layout.blocks), 2)}
     return BlockStore(whom, flat, materials, ticks=0)
@@ -60,9 +60,9 @@ def test_each_worker_has_its_own_then_and_remembers_the_last(params: BlockStore)
 
 
 def test_who_is_not_known_is_taken_as_it_is() -> None:
-    whom = trainee("sgd")
-    holding = everything(whom, filled(FlatTensors.private(layout_for(whom)), whom))
-    gradient = noise(holding.layout, torch.Generator().manual_seed(2))
+    whom = train_state("sgd")
+    block_store = everything(whom, filled(FlatTensors.private(layout_for(whom)), whom))
+    gradient = noise(block_store.layout, torch.Generator().manual_seed(2))
     before = gradient.buffers[0].clone()
-    Compensation(1.0).correct("nobody", gradient, holding)
+    Compensation(1.0).correct("nobody", gradient, block_store)
     assert torch.equal(gradient.buffers[0], before)

@@ -75,15 +75,15 @@ def test_they_are_those_of_torch(kind: str, micro_batches: int, shape: tuple[int
     optimizer = torch.optim.SGD(trained, lr=0.1)
     flat = FlatTensors.private(layout_of(model, optimizer))
     pieces = pieces_of(model, optimizer)
-    landing = GradientBuffer(model, pieces)
+    gradient_buffer = GradientBuffer(model, pieces)
     landed: list[int] = []
-    landing.landed = lambda parameter: landed.append(id(parameter))
-    landing.begin(flat)
+    gradient_buffer.landed = lambda parameter: landed.append(id(parameter))
+    gradient_buffer.begin(flat)
     for x in torch.randn(micro_batches, *shape, WIDTH):
         torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
         model(x).square().sum().backward()
         plain(x).square().sum().backward()
-    landing.finish()
+    gradient_buffer.finish()
     expected = dict(plain.named_parameters())
     assert pieces.keys() == {name for name, p in expected.items() if p.requires_grad}
     for name in pieces:
@@ -97,11 +97,11 @@ def test_a_weight_lands_before_its_input_is_computed() -> None:
     """The way over the network is long."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    landing = GradientBuffer(model, pieces_of(model, optimizer))
+    gradient_buffer = GradientBuffer(model, pieces_of(model, optimizer))
     order: list[str] = []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    landing.landed = lambda parameter: order.append(names[id(parameter)])
-    landing.begin(FlatTensors.private(layout_of(model, optimizer)))
+    gradient_buffer.landed = lambda parameter: order.append(names[id(parameter)])
+    gradient_buffer.begin(FlatTensors.private(layout_of(model, optimizer)))
     hidden = model[0](torch.randn(3, WIDTH))
     hidden.register_hook(lambda gradient: order.append("input"))
     model[1](hidden).sum().backward()

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from estates import EVERY_KIND, filled, layout_for, noise, trainee
+from server_states import EVERY_KIND, filled, layout_for, noise, train_state
 from torch import nn
 
 from manyhands.ps.blocks import (
@@ -147,7 +147,7 @@ def test_a_scalar_and_an_empty_parameter_have_their_place() -> None:
 
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_what_is_remembered_of_parameters_goes_into_blocks_and_comes_back(name: str) -> None:
-    whom = trainee(name)
+    whom = train_state(name)
     layout = layout_for(whom)
     pieces = pieces_of(whom.model, whom.optimizer)
     gradient = noise(layout, torch.Generator().manual_seed(1))
@@ -169,7 +169,7 @@ def test_what_is_remembered_of_parameters_goes_into_blocks_and_comes_back(name: 
 
 
 def test_nothing_is_remembered_before_the_first_step() -> None:
-    whom = trainee("adam")
+    whom = train_state("adam")
     layout = layout_for(whom)
     filled(FlatTensors.private(layout), whom)
     assert all(block_state(layout, block, {}) == {} for block in layout.blocks)

@@ -26,7 +26,7 @@ NAMES = [f"worker-{n}" for n in range(5)]
 
 
 def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
-    trainee = TrainState(
+    train_state = TrainState(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, batch: model(batch).sum(),
@@ -34,9 +34,9 @@ def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
     )
     config = make_strategy(spec)
     assert isinstance(config, ParameterServer)
-    station = PsNode(config, trainee, cast(Me, None))  # which it keeps for later
-    station.shared = shared
-    return station.servers_in(View(1, tuple(Seat(name, "here") for name in NAMES)))
+    node = PsNode(config, train_state, cast(Me, None))  # which it keeps for later
+    node.shared = shared
+    return node.servers_in(View(1, tuple(Seat(name, "here") for name in NAMES)))
 
 
 def small() -> nn.Module:
@@ -98,18 +98,20 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
 ) -> None:
     """worker-0 leads, has told where its memory is, and is killed before worker-1 has attached it."""
     model, gone = with_table(), memory_of_the_dead()
-    trainee = TrainState(
+    train_state = TrainState(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, batch: model(batch).sum(),
         tables=find_tables(model, seed=1),
     )
-    lead = FlatTensors.shared(layout_of(trainee.model, trainee.optimizer), label="test-parameters")
+    lead = FlatTensors.shared(
+        layout_of(train_state.model, train_state.optimizer), label="test-parameters"
+    )
     assert lead.segment is not None
-    assert trainee.tables is not None
+    assert train_state.tables is not None
     told = {
         "params": gone if what == "params" else lead.segment.address,
-        "tables": json.dumps(dict.fromkeys(trainee.tables.specs, gone)),
+        "tables": json.dumps(dict.fromkeys(train_state.tables.specs, gone)),
         "rounds": gone,
     }
     view = View(2, tuple(Seat(name, "here") for name in NAMES[:3]))
@@ -117,8 +119,8 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
     me = Me(NAMES[1], "here", "cpu", tmp_path, view, board=board, newest_view=2)
     config = make_strategy("ps:sync")
     assert isinstance(config, ParameterServer)
-    station = PsNode(config, trainee, me)
-    station._has_tables = what == "rounds"
+    node = PsNode(config, train_state, me)
+    node._has_tables = what == "rounds"
 
     def form_a_view() -> None:
         me.newest_view = 3
@@ -126,7 +128,7 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
     coming = threading.Timer(0.05, form_a_view)
     coming.start()
     with pytest.raises(ViewChanging, match="gone"), me.heeding_views():
-        station.enter(view)
+        node.enter(view)
     coming.join()
     lead.close()
     assert not board.said, "the view came by itself"

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from estates import Village, noise
+from server_states import Village, noise
 
 from manyhands.embeddings.local_tables import EVICT_EVERY, LocalTables
 from manyhands.embeddings.spec import Table as TableSpec
@@ -28,17 +28,17 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     rounds = RoundTable.create(village.workers, [first.name, second.name])
     bells = {name: Doorbell(tmp_path, name) for name in (*village.workers, *rounds.servers)}
     servings = {}
-    for estate in (first, second):
+    for server_state in (first, second):
         spec = TableSpec(2, evict_unused=5)
-        estate.rows = RowServerState(
-            estate.name, LocalTables({"t": spec}, seed=0), shared=True, adds=False
+        server_state.rows = RowServerState(
+            server_state.name, LocalTables({"t": spec}, seed=0), shared=True, adds=False
         )
-        estate.rows.baskets = {worker: [ReceivedGrads()] for worker in village.workers}
-        servings[estate.name] = RoundServer(
+        server_state.rows.baskets = {worker: [ReceivedGrads()] for worker in village.workers}
+        servings[server_state.name] = RoundServer(
             rounds,
-            bells[estate.name],
-            estate,
-            estate.keep.placement,  # type: ignore[arg-type]
+            bells[server_state.name],
+            server_state,
+            server_state.held.placement,  # type: ignore[arg-type]
             clip_norm=CLIP_NORM,
         )
     for worker in village.workers:

@@ -25,7 +25,7 @@ class Word:
     payload: memoryview | None = None
 
 
-def estate() -> RowServerState:
+def server_state() -> RowServerState:
     rows = RowServerState("server-0", LocalTables(SPECS, seed=1), shared=False, adds=False)
     rows.enter("worker-0", [], slots=2)
     return rows
@@ -49,7 +49,7 @@ def hear(rows: RowServerState, word: Word, *, done: int = 0) -> list[Any]:
 
 
 def test_a_basket_is_kept_in_its_slot() -> None:
-    rows = estate()
+    rows = server_state()
     hear(rows, pushed(basket(few=[9, 0], any=[-5]), slot=1))
     kept = rows.baskets["worker-0"][1].get()
     assert kept["few"].ids.tolist() == [9, 0]
@@ -57,7 +57,7 @@ def test_a_basket_is_kept_in_its_slot() -> None:
 
 
 def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
-    rows = estate()
+    rows = server_state()
     hear(rows, pushed(basket(few=[1]), seq=4), done=4)
     assert rows.baskets["worker-0"][0].get() == {}
 
@@ -76,7 +76,7 @@ def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
     ],
 )
 def test_nonsense_is_refused_when_it_comes(word: Word, why: str) -> None:
-    rows = estate()
+    rows = server_state()
     with pytest.raises(Nonsense, match=why):
         hear(rows, word)
     assert all(place.get() == {} for place in rows.baskets["worker-0"])

@@ -28,14 +28,14 @@ def travelled(messages: list[Message]) -> list[Message]:
 
 
 def unpacked(messages: list[Message]) -> tuple[tuple[str, int], BlockState]:
-    parcels = TensorMessages()
+    tensor_messages = TensorMessages()
     *first, last = travelled(messages)
     for head, payload in first:
-        assert parcels.add(head, payload) is None
-    key = parcels.add(*last)
+        assert tensor_messages.add(head, payload) is None
+    key = tensor_messages.add(*last)
     assert key is not None
-    assert not parcels._partial
-    return key, parcels.complete[key]
+    assert not tensor_messages._partial
+    return key, tensor_messages.complete[key]
 
 
 def assert_equal(mine: Any, theirs: Any) -> None:
@@ -117,15 +117,15 @@ def test_blocks_may_arrive_side_by_side() -> None:
         for n in (1, 2)
     }
     rows = [list(pack("block", n, m, role=role)) for (role, n), m in sent.items()]
-    parcels = TensorMessages()
+    tensor_messages = TensorMessages()
     done = [
-        parcels.add(*message)
+        tensor_messages.add(*message)
         for turn in zip(*rows, strict=True)
         for message in travelled(list(turn))
     ]
     assert [key for key in done if key is not None] == list(sent)
-    for key, material in sent.items():
-        assert parcels.complete[key].state == material.state
+    for key, block_state in sent.items():
+        assert tensor_messages.complete[key].state == block_state.state
 
 
 GOOD: dict[str, Any] = {
@@ -165,7 +165,7 @@ def test_nonsense_is_refused_before_memory_is_asked_for(
 
 
 def test_the_same_without_the_mistake_is_taken() -> None:
-    parcels = TensorMessages()
-    assert parcels.add(GOOD, memoryview(bytearray(8))) == ("own", 0)
-    assert torch.equal(parcels.complete["own", 0].params, torch.zeros(2))
-    assert parcels.add({**GOOD, "shape": [0, 3]}, memoryview(b"")) == ("own", 0)
+    tensor_messages = TensorMessages()
+    assert tensor_messages.add(GOOD, memoryview(bytearray(8))) == ("own", 0)
+    assert torch.equal(tensor_messages.complete["own", 0].params, torch.zeros(2))
+    assert tensor_messages.add({**GOOD, "shape": [0, 3]}, memoryview(b"")) == ("own", 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from estates import Village
+from server_states import Village
 
 from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.ledger import Decision
@@ -40,34 +40,36 @@ class Servers:
         self.stack = contextlib.ExitStack()
         village.settle()
         village.begin()
-        terms = PsMode(
+        mode = PsMode(
             make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all
         )
-        names = [estate.name for estate in village.estates]
+        names = [server_state.name for server_state in village.server_states]
         links = self._links(names, folder)
         self.far = {(a, b): links[b, a] for a, b in links}
         """Where `b` hears `a`."""
         self.updates: dict[str, UpdatePipeline] = {}
         self.applied: dict[str, list[Decision]] = {name: [] for name in names}
         self.links = links
-        for estate in village.estates:
-            placement = estate.keep.placement
+        for server_state in village.server_states:
+            placement = server_state.held.placement
             assert placement is not None
             peers = {
-                other.name: Peer(other.name, links[estate.name, other.name], _addresses(other))
-                for other in village.estates
-                if other is not estate
+                other.name: Peer(
+                    other.name, links[server_state.name, other.name], _addresses(other)
+                )
+                for other in village.server_states
+                if other is not server_state
             }
-            self.updates[estate.name] = UpdatePipeline(
-                estate,
-                terms,
+            self.updates[server_state.name] = UpdatePipeline(
+                server_state,
+                mode,
                 placement,
                 peers,
                 lead=names[0],
                 workers=village.workers,
-                applied=self.applied[estate.name].append,
+                applied=self.applied[server_state.name].append,
             )
-            for sums in estate.others.values():
+            for sums in server_state.others.values():
                 village.flats += sums.flats
 
     def _links(self, names: list[str], folder: Path) -> dict[tuple[str, str], Link]:
@@ -117,13 +119,13 @@ class Servers:
             if pair[0] == name:
                 link.close()
         del self.updates[name]
-        estate = next(e for e in self.village.estates if e.name == name)
-        self.village.estates.remove(estate)
-        return estate
+        server_state = next(e for e in self.village.server_states if e.name == name)
+        self.village.server_states.remove(server_state)
+        return server_state
 
 
-def _addresses(estate: ServerState) -> list[str]:
-    return [flat.segment.address for flat in estate.sums.flats if flat.segment is not None]
+def _addresses(server_state: ServerState) -> list[str]:
+    return [flat.segment.address for flat in server_state.sums.flats if flat.segment is not None]
 
 
 @pytest.fixture(params=[True, False], ids=["one host", "several hosts"])
@@ -173,8 +175,8 @@ def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
         assert {len(told) for told in servers.applied.values()} == {2 if shared else 0}
         servers.deliver(random.Random(0))
         assert {len(told) for told in servers.applied.values()} == {4}
-        for estate in village.estates:
-            assert set(estate.keep.versions.values()) == {4}
+        for server_state in village.server_states:
+            assert set(server_state.held.versions.values()) == {4}
 
 
 def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
@@ -196,10 +198,10 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
         assert factor == pytest.approx(0.5 / (norm + 1e-6))
         applied = torch.cat(
             [
-                run.of(estate.sums.of(1))
-                for estate in village.estates
-                if estate.keep.own is not None
-                for run in estate.keep.own.runs
+                run.of(server_state.sums.of(1))
+                for server_state in village.server_states
+                if server_state.held.own is not None
+                for run in server_state.held.own.runs
             ]
         )
         assert float(applied.double().norm()) == pytest.approx(0.5, rel=1e-5)
@@ -228,8 +230,8 @@ def test_sums_that_are_made_early_are_the_same(part: float, shared: bool, tmp_pa
             chance = random.Random(seed)
             decision = servers.village.decide(for_all=True)
             come(servers, decision, chance, part=part)
-            early = [updates for updates in servers.updates.values() if updates._made]
-            assert bool(early) != shared
+            partial_sums = [updates for updates in servers.updates.values() if updates._made]
+            assert bool(partial_sums) != shared
             servers.decide(decision)
             servers.deliver(chance)
             come(servers, decision, chance, part=part)  # sent again: it was decided on
@@ -266,7 +268,7 @@ def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
         decision = village.decide(for_all=True)
         come(servers, decision, chance, part=chance.choice([0.5, 1.0]))
         decided = chance.random() < 0.5
-        dead = chance.choice(village.estates).name
+        dead = chance.choice(village.server_states).name
         for name, updates in servers.updates.items():
             if decided and name != dead:
                 updates.carry_out(decision)
@@ -274,9 +276,9 @@ def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
         servers.deliver(chance)
         for updates in servers.updates.values():
             updates.freeze()
-        newest = max(int(e.status().ledger["version"]) for e in village.estates)
+        newest = max(int(e.status().ledger["version"]) for e in village.server_states)
         village.settle()
-        assert {estate.ledger.version for estate in village.estates} == {newest}
+        assert {server_state.ledger.version for server_state in village.server_states} == {newest}
         assert newest == before, "the dead one had not agreed"
 
 
@@ -289,7 +291,7 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
         village = servers.village
         servers.decide(village.decide())
         servers.deliver(chance)
-        lead, *others = [estate.name for estate in village.estates]
+        lead, *others = [server_state.name for server_state in village.server_states]
         dead = chance.choice([lead, *others])
         decision = village.decide()
         # The lead tells the others, one after the other, before it begins; if it dies, not all hear it.
@@ -302,9 +304,9 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
         servers.deliver(chance)
         for updates in servers.updates.values():
             updates.freeze()
-        newest = max(int(e.status().ledger["version"]) for e in village.estates)
+        newest = max(int(e.status().ledger["version"]) for e in village.server_states)
         village.settle()
-        assert {estate.ledger.version for estate in village.estates} == {newest}
+        assert {server_state.ledger.version for server_state in village.server_states} == {newest}
         if newest == 2:
             village.check()
 
@@ -315,13 +317,13 @@ def test_one_host_a_server_applies_what_it_has_told_though_the_lead_is_dead(
     """Else the replica at its keeper would be ahead of it."""
     with three(True, tmp_path) as servers:
         village = servers.village
-        lead, heard, other = village.estates
+        lead, heard, other = village.server_states
         assert village.keepers_of(heard) == [other]
         decision = village.decide()
         servers.kill(lead.name)  # after it has told one of them
         servers.updates[heard.name].carry_out(decision)
         servers.deliver(random.Random(0))
-        assert heard.ledger.version == other.keep.versions[heard.name] == 1
+        assert heard.ledger.version == other.held.versions[heard.name] == 1
         village.settle()
         village.check()
 
@@ -330,7 +332,7 @@ def test_several_hosts_a_commit_is_carried_out_though_who_said_it_is_dead(tmp_pa
     """It can't be told that its replica has taken the update, and that changes nothing."""
     with three(False, tmp_path) as servers:
         village = servers.village
-        lead, heard, other = village.estates
+        lead, heard, other = village.server_states
         servers.decide(village.decide())
         # The sums go to their keepers and the lead hears that all have: it commits.
         inward = [pair for pair in servers.far if pair != (lead.name, heard.name)]
@@ -345,7 +347,7 @@ def test_several_hosts_a_commit_is_carried_out_though_who_said_it_is_dead(tmp_pa
         while servers.hear(lead.name, heard.name):
             pass
         assert len(servers.applied[heard.name]) == 1
-        assert set(heard.keep.versions.values()) == {1}
+        assert set(heard.held.versions.values()) == {1}
         assert {heard.name, other.name} == servers.updates.keys()
         village.settle()
         village.check()

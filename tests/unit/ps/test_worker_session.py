@@ -35,11 +35,11 @@ class Hall:
         worker = self._stack.enter_context(connect(self._listener.address, timeout_s=LONG_S))
         return self._stack.enter_context(self._listener.accept(LONG_S)), worker
 
-    def guest(self, *, travels: bool = True) -> WorkerSession:
+    def session(self, *, travels: bool = True) -> WorkerSession:
         slots = [FlatTensors.private(LAYOUT) for _ in range(2)]
-        guest = WorkerSession("w0", self.link()[0], slots, travels=travels, runs=RUNS)
-        self._stack.callback(guest.close)
-        return guest
+        session = WorkerSession("w0", self.link()[0], slots, travels=travels, runs=RUNS)
+        self._stack.callback(session.close)
+        return session
 
 
 @pytest.fixture
@@ -52,58 +52,58 @@ def hall(tmp_path: Path) -> Iterator[Hall]:
 def test_a_push_is_here_once_its_head_and_all_its_runs_are(
     hall: Hall, order: tuple[str | int, ...]
 ) -> None:
-    guest = hall.guest()
+    session = hall.session()
     for what in order[:-1]:
         for _ in range(2):  # said again after a connection broke
-            assert arrive(guest, 1, what) is None
-    assert arrive(guest, 1, order[-1]) == HEAD
+            assert arrive(session, 1, what) is None
+    assert arrive(session, 1, order[-1]) == HEAD
 
 
-def arrive(guest: WorkerSession, seq: int, what: str | int) -> object:
+def arrive(session: WorkerSession, seq: int, what: str | int) -> object:
     if isinstance(what, str):
-        return guest.arrived(seq, 0, head=HEAD)
-    return guest.arrived(seq, 0, run=what)
+        return session.arrived(seq, 0, head=HEAD)
+    return session.arrived(seq, 0, run=what)
 
 
 def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall: Hall) -> None:
-    guest = hall.guest()
+    session = hall.session()
     words: list[tuple[int, str | int]] = [(s, w) for s in (1, 2) for w in ("head", 0, 1)]
     random.Random(1).shuffle(words)
-    whole = [seq for seq, what in words if arrive(guest, seq, what) is not None]
+    whole = [seq for seq, what in words if arrive(session, seq, what) is not None]
     assert sorted(whole) == [1, 2]
-    guest.done = 2
-    assert all(arrive(guest, seq, what) is None for seq, what in words)
+    session.done = 2
+    assert all(arrive(session, seq, what) is None for seq, what in words)
 
 
 def test_inside_a_host_the_head_is_all(hall: Hall) -> None:
-    guest = hall.guest(travels=False)
-    assert guest.arrived(1, 1, head=HEAD) == HEAD
+    session = hall.session(travels=False)
+    assert session.arrived(1, 1, head=HEAD) == HEAD
     with pytest.raises(LinkError):
-        guest.room(0, 0)
+        session.room(0, 0)
 
 
 def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
-    guest = hall.guest()
-    guest.room(1, 1)[:4] = b"\x00\x00\x80\x3f"
-    assert float(guest.slots[1].block(2)[0]) == 1.0
-    assert guest.room(0, 0).nbytes == RUNS[0].numel * 4
+    session = hall.session()
+    session.room(1, 1)[:4] = b"\x00\x00\x80\x3f"
+    assert float(session.slots[1].block(2)[0]) == 1.0
+    assert session.room(0, 0).nbytes == RUNS[0].numel * 4
     for slot, i in [(2, 0), (-1, 0), (0, 2), (0, -1)]:
         with pytest.raises(LinkError):
-            guest.room(slot, i)
+            session.room(slot, i)
 
 
 def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(hall: Hall) -> None:
-    guest, params = hall.guest(), FlatTensors.private(LAYOUT)
+    session, params = hall.session(), FlatTensors.private(LAYOUT)
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
-    guest.wants = [1, 0]
-    guest.send_runs(3, params)  # no lane yet: it is sent when they are
+    session.wants = [1, 0]
+    session.send_runs(3, params)  # no lane yet: it is sent when they are
     far = []
     for number in range(LANES):
         near, worker = hall.link()
         far.append(worker)
-        assert guest.add_lane(near) == (number == LANES - 1)
-    guest.send_runs(4, params)
+        assert session.add_lane(near) == (number == LANES - 1)
+    session.send_runs(4, params)
     heard = []
     for link in far:
         with contextlib.suppress(LinkError):
@@ -118,16 +118,16 @@ def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(
 
 
 def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: Hall) -> None:
-    guest = hall.guest()
+    session = hall.session()
     near, _ = hall.link()
-    guest.tell({"k": "new"})
-    sent = guest.bytes_sent
+    session.tell({"k": "new"})
+    sent = session.bytes_sent
     assert sent > 0
-    old = guest.link
-    guest.enter_again(near)
-    assert guest.bytes_sent - near.bytes_sent == sent
+    old = session.link
+    session.enter_again(near)
+    assert session.bytes_sent - near.bytes_sent == sent
     with pytest.raises(LinkClosed):
         old.send({})
-    assert guest.arrived(1, 0, run=0) is None
-    guest.close()
-    guest.tell({"k": "new"})  # into the void: it is gone, or comes back and asks
+    assert session.arrived(1, 0, run=0) is None
+    session.close()
+    session.tell({"k": "new"})  # into the void: it is gone, or comes back and asks

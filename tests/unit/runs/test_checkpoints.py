@@ -27,7 +27,7 @@ def save(run: Path, step: int, text: str = "weights") -> Path:
     (folder / ".metadata").write_text("meta")
     facts = {p.name: facts_of(p) for p in folder.iterdir()}
     return checkpoints.commit(
-        run, step, files=facts, course=COURSE, strategy="allreduce", workers=2
+        run, step, files=facts, training_plan=COURSE, strategy="allreduce", workers=2
     )
 
 
@@ -35,7 +35,7 @@ def test_what_was_committed_is_what_is_verified(tmp_path: Path) -> None:
     path = save(tmp_path, 12)
     assert path == final(tmp_path, 12) == tmp_path / "checkpoints" / "step-12"
     manifest = verify(path)
-    assert (manifest.step, manifest.name, manifest.course) == (12, "step-12", COURSE)
+    assert (manifest.step, manifest.name, manifest.training_plan) == (12, "step-12", COURSE)
     assert (manifest.strategy, manifest.workers) == ("allreduce", 2)
     assert not partial(tmp_path, 12).exists()
 
@@ -76,7 +76,10 @@ DAMAGES = [
     (lambda path: (path / MANIFEST).write_text("[]"), r"manifest\.json is not a manifest"),
     (lambda path: (path / MANIFEST).write_text("7"), r"manifest\.json is not a manifest"),
     (lambda path: rewrite(path, files=None), r"manifest\.json is not a manifest: KeyError: 'files"),
-    (lambda path: rewrite(path, course=None), r"manifest\.json is not a manifest: .*'course'"),
+    (
+        lambda path: rewrite(path, training_plan=None),
+        r"manifest\.json is not a manifest: .*'course'",
+    ),
     (lambda path: rewrite(path, files=[1]), r"manifest\.json is not a manifest"),
     (lambda path: rewrite(path, files={"a.distcp": {}}), r"manifest\.json is not a manifest"),
     (lambda path: rewrite(path, format=99), r"by a newer manyhands \(format 99, .* up to 2\)"),
@@ -181,7 +184,7 @@ def test_what_a_killed_run_left_half_done_is_cleared(tmp_path: Path) -> None:
 def test_nothing_to_commit_is_an_error_and_harms_nothing(tmp_path: Path) -> None:
     save(tmp_path, 4)
     with pytest.raises(CheckpointError, match="checkpoint of step 4 can't be finished"):
-        checkpoints.commit(tmp_path, 4, files={}, course={}, strategy="single", workers=1)
+        checkpoints.commit(tmp_path, 4, files={}, training_plan={}, strategy="single", workers=1)
     assert verify(final(tmp_path, 4))
 
 

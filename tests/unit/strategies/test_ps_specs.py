@@ -41,18 +41,18 @@ def test_terms(
 ) -> None:
     made = config(text)
     made.check(3)
-    terms = made.terms(None)
-    policy = terms.make_policy(["b", "a", "c"])
+    mode = made.mode(None)
+    policy = mode.make_policy(["b", "a", "c"])
     assert type(policy) is kind
     assert policy.workers == ("b", "a", "c"), "in rank order"
-    assert (terms.rounds, terms.slots) == (rounds, slots)
+    assert (mode.rounds, mode.slots) == (rounds, slots)
     for option, value in says.items():
         assert getattr(policy, option) == value
     assert config(spec_of(made)) == made
 
 
 def test_servers_clip_what_they_add_up_and_workers_what_is_an_update_of_its_own() -> None:
-    assert {name: config(name).terms(0.5).clip_norm for name in NAMES} == {
+    assert {name: config(name).mode(0.5).clip_norm for name in NAMES} == {
         "ps:sync": 0.5, "ps:backup": 0.5, "ps:async": None, "ps:ssp": None,
     }  # fmt: skip
 
@@ -60,8 +60,8 @@ def test_servers_clip_what_they_add_up_and_workers_what_is_an_update_of_its_own(
 def test_what_acts_on_staleness_reaches_the_servers() -> None:
     for name in ("ps:async", "ps:ssp"):
         for rule in RULES:
-            terms = config(f"{name}(lr_rule={rule}, compensate=0.04)").terms(None)
-            assert (terms.lr_rule, terms.compensate) == (rule, 0.04)
+            mode = config(f"{name}(lr_rule={rule}, compensate=0.04)").mode(None)
+            assert (mode.lr_rule, mode.compensate) == (rule, 0.04)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -146,7 +146,7 @@ def test_any_value_of_any_option_is_taken_or_refused(
     except SpecError:
         return
     assert config(spec_of(made)) == made
-    policy = made.terms(None).make_policy([f"w{i}" for i in range(workers)])
+    policy = made.mode(None).make_policy([f"w{i}" for i in range(workers)])
     assert len(policy.workers) == workers
 
 

@@ -15,27 +15,27 @@ from manyhands.testing.jobs import Sparse
 def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tensor]]:
     """The learning rate of a first step, and by how much it moved rows and parameters."""
     job = Sparse(optim="sgd", table_optim="sgd", clip_norm=None, anneal=False)
-    trainee = TrainState.of(job, device="cpu", num_steps=10)
-    assert trainee.tables is not None
+    train_state = TrainState.of(job, device="cpu", num_steps=10)
+    assert train_state.tables is not None
     learner = SingleLearner()
-    learner.trainee = trainee
+    learner.train_state = train_state
     share = Feed(job, job.data(), device="cpu").share(Portion(1, 0, 16, ((0, 16),)))
     ids = np.unique(share.batches[0][0][2].numpy())
-    stores = {name: trainee.tables.store(name) for name in trainee.tables.specs}
+    stores = {name: train_state.tables.store(name) for name in train_state.tables.specs}
 
     def rows() -> dict[str, np.ndarray]:
         return {name: store.read(ids).copy() for name, store in stores.items()}
 
     for store in stores.values():
         store.find(ids, create=True)
-    before, weights = rows(), [p.detach().clone() for p in trainee.model.parameters()]
-    trainee.lr_factor = factor
+    before, weights = rows(), [p.detach().clone() for p in train_state.model.parameters()]
+    train_state.lr_factor = factor
     report = learner.step(share)
     after = rows()
     return (
         report.lr,
         {name: after[name] - before[name] for name in stores},
-        [p.detach() - w for p, w in zip(trainee.model.parameters(), weights, strict=True)],
+        [p.detach() - w for p, w in zip(train_state.model.parameters(), weights, strict=True)],
     )
 
 

@@ -73,7 +73,7 @@ class RayLauncher(AgentLauncher):
         self._surplus = 0
         """How many slots are to be given back."""
         self._next_rank = 1 + max(slot.rank for slot in slots)
-        self._terms = {
+        self._mode = {
             "key": key,
             "placement": placement,
             "job": str(job),
@@ -95,7 +95,7 @@ class RayLauncher(AgentLauncher):
             "gather",
             slots=[dataclasses.astuple(slot) for slot in self._slots],
             together=self._num_together,
-            terms={**self._terms, **told},
+            mode={**self._mode, **told},
         )
 
     def room(self, workers: int, servers: int) -> bool:

@@ -76,7 +76,7 @@ class Broker:
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._berths: dict[int, ActorSlot] = {}
         self._groups: list[Any] = []
-        self._terms: dict[str, Any] = {}
+        self._mode: dict[str, Any] = {}
         self._actor: Any = None
         self._folder: Path | None = None
         self._freed = 0.0
@@ -126,7 +126,7 @@ class Broker:
         match said:
             case {"kind": "gather", "slots": list(slots), "together": int(together)}:
                 assert said is not None
-                self._terms = dict(said["terms"])
+                self._mode = dict(said["terms"])
                 self._gather([RaySlot(*slot) for slot in slots], together)
             case {"kind": "more", "slots": list(slots)}:
                 for slot in slots:
@@ -222,7 +222,7 @@ class Broker:
         from ray.util.placement_group import placement_group
 
         group = placement_group(
-            [slot.resources for slot in slots], strategy=self._terms["placement"].upper()
+            [slot.resources for slot in slots], strategy=self._mode["placement"].upper()
         )
         self._groups.append(group)
         for index, slot in enumerate(slots):
@@ -248,7 +248,7 @@ class Broker:
                     berth.group, placement_group_bundle_index=berth.index
                 ),
             ).remote()
-            told = {**self._terms, "rank": rank, "role": slot.role, "device": slot.device}
+            told = {**self._mode, "rank": rank, "role": slot.role, "device": slot.device}
             berth.result = berth.actor.serve.remote(told)
 
     def _look(self) -> None:

@@ -62,7 +62,7 @@ def schedule(optimizer: Optimizer) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def trainee(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> TrainState:
+def train_state(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(9, 11), nn.Linear(11, 7), nn.Linear(7, 3))
     optimizer = EVERY_KIND[name](list(model.parameters()))
@@ -119,13 +119,13 @@ class Village:
 
     def __init__(self, name: str, *, shared: bool, chance: random.Random, block_bytes: int) -> None:
         self.name, self.shared, self.chance = name, shared, chance
-        self.reference_trainee = trainee(name)
+        self.reference_trainee = train_state(name)
         self.layout = layout_for(self.reference_trainee, block_bytes=block_bytes)
         self.reference = everything(
             self.reference_trainee, filled(FlatTensors.private(self.layout), self.reference_trainee)
         )
         self.generator = torch.Generator().manual_seed(chance.randrange(2**31))
-        self.estates: list[ServerState] = []
+        self.server_states: list[ServerState] = []
         self.flats: list[FlatTensors] = []
         self.view = self.count = self.version = 0
         self.progress = Fraction()
@@ -137,16 +137,16 @@ class Village:
     # Members.
 
     def join(self) -> ServerState:
-        whom = trainee(self.name)
+        whom = train_state(self.name)
         if not self.shared:
             params = filled(FlatTensors.private(self.layout), whom)
-        elif self.estates:
-            segment = self.estates[0].params.segment
+        elif self.server_states:
+            segment = self.server_states[0].params.segment
             assert segment is not None
             params = FlatTensors.attached(self.layout, segment.address)
         else:
             params = filled(FlatTensors.shared(self.layout, label="test"), whom)
-        estate = ServerState(
+        server_state = ServerState(
             f"s{self.count}",
             "host" if self.shared else f"host{self.count}",
             whom,
@@ -156,26 +156,26 @@ class Village:
             replicas=1,
         )
         self.count += 1
-        self.flats += [params, *estate.sums.flats]
-        self.estates.append(estate)
-        return estate
+        self.flats += [params, *server_state.sums.flats]
+        self.server_states.append(server_state)
+        return server_state
 
     def begin(self) -> None:
         """The view that was settled begins, and the workers enter it."""
-        for estate in self.estates:
-            estate.begin()
+        for server_state in self.server_states:
+            server_state.begin()
             for worker in self.workers:
-                self.enter(estate, worker)
+                self.enter(server_state, worker)
 
-    def enter(self, estate: ServerState, worker: str) -> None:
+    def enter(self, server_state: ServerState, worker: str) -> None:
         """Inside a host all read the same memory; otherwise each has the runs that were sent to it."""
         if self.shared:
-            estate.gradients[worker] = self.slots[worker]
+            server_state.gradients[worker] = self.slots[worker]
         else:
-            estate.gradients[worker] = [_unknown(self.layout) for _ in range(2)]
+            server_state.gradients[worker] = [_unknown(self.layout) for _ in range(2)]
 
     def lose(self, number: int) -> None:
-        self.estates.pop(number)
+        self.server_states.pop(number)
 
     def close(self) -> None:
         for flat in self.flats:
@@ -185,31 +185,31 @@ class Village:
 
     def settle(self) -> RecoveryPlan:
         self.view += 1
-        statuses = [estate.status() for estate in self.estates]
+        statuses = [server_state.status() for server_state in self.server_states]
         plan = make_plan(statuses, self.layout, replicas=1)
         plan = RecoveryPlan.from_dict(plan.to_dict(), self.layout)
-        for estate in self.estates:
-            estate.catch_up(plan)
-            assert estate.ledger.version == plan.ledger.version
-        arriving = {estate.name: TensorMessages() for estate in self.estates}
-        by_name = {estate.name: estate for estate in self.estates}
+        for server_state in self.server_states:
+            server_state.catch_up(plan)
+            assert server_state.ledger.version == plan.ledger.version
+        arriving = {server_state.name: TensorMessages() for server_state in self.server_states}
+        by_name = {server_state.name: server_state for server_state in self.server_states}
         for move in plan.moves:
             for block in self.layout.blocks_in(move.shard):
-                material = by_name[move.source].material(block.number)
-                for head, payload in pack("block", block.number, material, role=move.role):
+                block_state = by_name[move.source].block_state(block.number)
+                for head, payload in pack("block", block.number, block_state, role=move.role):
                     copied = memoryview(bytearray(payload)) if payload is not None else None
                     arriving[move.target].add(head, copied)
-        for estate in self.estates:
-            complete = arriving[estate.name].complete
-            estate.prepare(self.view, plan.placement, complete, fresh=not plan.standing)
+        for server_state in self.server_states:
+            complete = arriving[server_state.name].complete
+            server_state.prepare(self.view, plan.placement, complete, fresh=not plan.standing)
         return plan
 
     def go(self) -> None:
         self.begin()
-        for estate in self.estates:
-            for owner in self.estates:
-                if owner.name in estate.keep.replicas:
-                    estate.others[owner.name] = self.sums_of(owner)
+        for server_state in self.server_states:
+            for owner in self.server_states:
+                if owner.name in server_state.held.replicas:
+                    server_state.others[owner.name] = self.sums_of(owner)
 
     def sums_of(self, owner: ServerState) -> GradientSums:
         if not self.shared:
@@ -238,10 +238,10 @@ class Village:
             gradient = noise(self.layout, self.generator)
             self.slots[worker][slot].copy_(gradient)
             if not self.shared:
-                for estate in self.estates:
-                    assert estate.keep.own is not None
-                    for run in estate.keep.own.runs:
-                        run.of(estate.gradients[worker][slot]).copy_(run.of(gradient))
+                for server_state in self.server_states:
+                    assert server_state.held.own is not None
+                    for run in server_state.held.own.runs:
+                        run.of(server_state.gradients[worker][slot]).copy_(run.of(gradient))
             sources.append(gradient)
             self.progress += Fraction(*share)
             given.append(
@@ -262,59 +262,59 @@ class Village:
         self.reference.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
         return decision
 
-    def sum_up(self, estate: ServerState, decision: Decision) -> None:
+    def sum_up(self, server_state: ServerState, decision: Decision) -> None:
         """Its sum is made."""
-        assert estate.keep.own is not None
-        sums = estate.sums.of(decision.version)
-        estate.add_up(replace(decision, factor=1.0), sums, estate.keep.own.runs)
-        _scale(sums, estate.keep.own.runs, decision.factor)
-        estate.sums.note(decision.version)
+        assert server_state.held.own is not None
+        sums = server_state.sums.of(decision.version)
+        server_state.add_up(replace(decision, factor=1.0), sums, server_state.held.own.runs)
+        _scale(sums, server_state.held.own.runs, decision.factor)
+        server_state.sums.note(decision.version)
 
     def hand_over(self, owner: ServerState, keeper: ServerState, decision: Decision) -> None:
         """A keeper has the sum of another server."""
         theirs, version = keeper.others[owner.name], decision.version
         if not self.shared:
-            for run in keeper.keep.replicas[owner.name].runs:
+            for run in keeper.held.replicas[owner.name].runs:
                 run.of(theirs.of(version)).copy_(run.of(owner.sums.of(version)))
         theirs.note(version)
 
     def keepers_of(self, owner: ServerState) -> list[ServerState]:
-        return [e for e in self.estates if owner.name in e.keep.replicas]
+        return [e for e in self.server_states if owner.name in e.held.replicas]
 
     def finish(self, decision: Decision) -> None:
         """Everybody does all of it."""
-        for estate in self.estates:
-            self.sum_up(estate, decision)
-            for keeper in self.keepers_of(estate):
-                self.hand_over(estate, keeper, decision)
-        for estate in self.estates:
-            estate.apply(decision)
-            for owner in estate.keep.replicas:
-                estate.apply_replica(owner, decision)
+        for server_state in self.server_states:
+            self.sum_up(server_state, decision)
+            for keeper in self.keepers_of(server_state):
+                self.hand_over(server_state, keeper, decision)
+        for server_state in self.server_states:
+            server_state.apply(decision)
+            for owner in server_state.held.replicas:
+                server_state.apply_replica(owner, decision)
 
     # What must hold.
 
     def check(self) -> None:
         """After `settle`: all that is ready for the next view is as it should be."""
-        for estate in self.estates:
-            assert estate.ledger.version == self.version
-            assert estate.ledger.progress == self.progress
-            coming = estate.coming
+        for server_state in self.server_states:
+            assert server_state.ledger.version == self.version
+            assert server_state.ledger.progress == self.progress
+            coming = server_state.coming
             assert coming is not None
             assert coming.own is not None
-            holdings = {"own": coming.own, **coming.replicas}
-            for whose, holding in holdings.items():
-                for number in holding.numbers:
-                    what = f"block {number} of {whose} at {estate.name}"
-                    assert_same(holding.take(number), self.reference.take(number), what)
-        held = [n for e in self.estates for n in _numbers(e)]
+            block_stores = {"own": coming.own, **coming.replicas}
+            for whose, block_store in block_stores.items():
+                for number in block_store.numbers:
+                    what = f"block {number} of {whose} at {server_state.name}"
+                    assert_same(block_store.take(number), self.reference.take(number), what)
+        held = [n for e in self.server_states for n in _numbers(e)]
         assert sorted(held) == [block.number for block in self.layout.blocks]
 
 
-def _numbers(estate: ServerState) -> list[int]:
-    assert estate.coming is not None
-    assert estate.coming.own is not None
-    return estate.coming.own.numbers
+def _numbers(server_state: ServerState) -> list[int]:
+    assert server_state.coming is not None
+    assert server_state.coming.own is not None
+    return server_state.coming.own.numbers
 
 
 def _unknown(layout: BlockLayout) -> FlatTensors:
