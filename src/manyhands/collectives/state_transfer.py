@@ -30,7 +30,7 @@ from manyhands.hosts.view import Me, View
 from manyhands.runs.flat import blanks, flatten, rebuild
 from manyhands.runs.saver import Stateful, put_state
 from manyhands.threads import start_thread
-from manyhands.transport import Address, Limits, Link, Listener, Message, connect
+from manyhands.transport import Limits, Link, Message
 
 logger = logging.getLogger("manyhands.strategies")
 
@@ -54,7 +54,7 @@ class StateSender:
         self._text, self._tensors = flatten(state)
         self._newcomers = newcomers
         self._served: set[str] = set()
-        self._listener = _listen(me, view)
+        self._listener = me.listen(f"state-{me.name}", view, limits=LIMITS, on_host=view.one_host)
         self._links: list[Link] = []
         self._closed = False
         me.board.post(_key(view), self._listener.address)
@@ -173,7 +173,7 @@ class StateReceiver:
         while True:
             try:
                 address = me.board.fetch(_key(self._view), timeout_s=RETRY_S)
-                self._link = _dial(me, address)
+                self._link = me.dial(address, timeout_s=RETRY_S, limits=LIMITS)
                 if not self._closed:
                     return self._link
             except LinkError:
@@ -209,21 +209,3 @@ def _moving(link: Link, room: memoryview | None = None) -> Message:
 
 def _key(view: View) -> str:
     return f"state/{view.number}"
-
-
-def _listen(me: Me, view: View) -> Listener:
-    if view.one_host:
-        return Listener(f"unix:{me.view_folder(view)}/state-{me.name}", limits=LIMITS)
-    address = str(Address(host=me.address))
-    if me.credentials is None or me.trust_network:
-        return Listener(address, secret=me.secret, limits=LIMITS)
-    return Listener(address, credentials=me.credentials, limits=LIMITS)
-
-
-def _dial(me: Me, address: str) -> Link:
-    how: dict[str, Any] = {"timeout_s": RETRY_S, "limits": LIMITS}
-    if address.startswith("unix:"):
-        return connect(address, **how)
-    if me.credentials is None or me.trust_network:
-        return connect(address, secret=me.secret, name=me.name, **how)
-    return connect(address, credentials=me.credentials, **how)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from manyhands.errors import LinkError, LinkTimeout, PeerLost, ViewChanging
 from manyhands.hosts.timeouts import Timeouts
-from manyhands.transport import Credentials
+from manyhands.transport import Address, Credentials, Limits, Link, Listener, connect
 
 WORKER = "worker"
 SERVER = "server"
@@ -126,6 +126,42 @@ class Me:
         for folder in self.scratch.glob("view-*"):
             if int(folder.name.removeprefix("view-")) < self.view.number:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def listen(self, name: str, view: View, *, limits: Limits, on_host: bool) -> Listener:
+        """Listen for members of the view; post the listener's address on the board for `dial`.
+
+        `on_host`: only members of this host connect, over a unix socket called `name`, which trusts
+        their user id. Otherwise over TCP: TLS with certificates of the run, or, where the run trusts the
+        network or its strategy asked for no certificates, the run's secret and no encryption.
+        """
+        if on_host:
+            return Listener(f"unix:{self.view_folder(view)}/{name}", limits=limits)
+        address = str(Address(host=self.address if self.spans_hosts else "127.0.0.1"))
+        if self.credentials is None or self.trust_network:
+            return Listener(address, secret=self.secret, limits=limits)
+        return Listener(address, credentials=self.credentials, limits=limits)
+
+    def dial(self, address: str, *, timeout_s: float, limits: Limits, peer: str = "") -> Link:
+        """Connect to a member that listens with `listen`. With TLS, its certificate must name `peer`,
+        where it is given."""
+        if address.startswith("unix:"):
+            return connect(address, timeout_s=timeout_s, peer=peer, limits=limits)
+        if self.credentials is None or self.trust_network:
+            return connect(
+                address,
+                secret=self.secret,
+                name=self.name,
+                timeout_s=timeout_s,
+                peer=peer,
+                limits=limits,
+            )
+        link = connect(
+            address, credentials=self.credentials, timeout_s=timeout_s, peer=peer, limits=limits
+        )
+        if peer and link.peer != peer:
+            link.close()
+            raise LinkError(f"{link.peer} answered where {peer} should.")
+        return link
 
     @property
     def view_changing(self) -> bool:

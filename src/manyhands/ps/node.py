@@ -28,7 +28,7 @@ from manyhands.ps.rows import RowServerState
 from manyhands.ps.server import Server
 from manyhands.ps.server_state import ScheduleClock, ServerState
 from manyhands.threads import fail_process
-from manyhands.transport import Address, Limits, Link, Listener, connect
+from manyhands.transport import Limits, Link
 
 logger = logging.getLogger("manyhands.ps")
 
@@ -139,7 +139,7 @@ class PsNode:
         self.server = Server(
             self._server_state,
             self.mode,
-            self._listen(view),
+            self.me.listen(f"ps-{self.me.name}", view, limits=self._limits, on_host=self.shared),
             view=view.number,
             servers=servers,
             workers=[seat.name for seat in view.workers],
@@ -214,7 +214,7 @@ class PsNode:
         began, asked = time.monotonic(), False
         while True:
             try:
-                return self._connect(address, server)
+                return self.me.dial(address, timeout_s=DIAL_S, limits=self._limits, peer=server)
             except LinkError:
                 self.check()
                 if self.me.view.number > view:
@@ -225,31 +225,6 @@ class PsNode:
                 if waited > APART_S and not asked:
                     asked = True
                     self._ask_for_a_view(server)
-
-    def _connect(self, address: str, server: str) -> Link:
-        me = self.me
-        if self.shared:
-            return connect(address, timeout_s=DIAL_S, peer=server, limits=self._limits)
-        if me.trust_network:
-            return connect(
-                address,
-                secret=me.secret,
-                name=me.name,
-                timeout_s=DIAL_S,
-                peer=server,
-                limits=self._limits,
-            )
-        link = connect(
-            address,
-            credentials=me.credentials,
-            timeout_s=DIAL_S,
-            peer=server,
-            limits=self._limits,
-        )
-        if link.peer != server:
-            link.close()
-            raise LinkError(f"{link.peer} answered where {server} should.")
-        return link
 
     def fetch(self, key: str) -> str:
         """From the board, as soon as it is there."""
@@ -291,16 +266,6 @@ class PsNode:
     def _post(self, key: str, value: str) -> None:
         assert self.me.board is not None
         self.me.board.post(key, value)
-
-    def _listen(self, view: View) -> Listener:
-        me = self.me
-        if self.shared:
-            path = f"unix:{me.view_folder(view)}/ps-{me.name}"
-            return Listener(path, limits=self._limits)
-        address = str(Address(host=me.address if me.spans_hosts else "127.0.0.1"))
-        if me.trust_network:
-            return Listener(address, secret=me.secret, limits=self._limits)
-        return Listener(address, credentials=me.credentials, limits=self._limits)
 
     def find_memory(self, view: View) -> None:
         """The parameters: once a host where memory is shared, once a process where not.
