@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types unit chaos long bench lock clean
+.PHONY: help setup demo test lint types unit chaos long bench docs lock clean
 
 help:  ## what can be made
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,10 +45,13 @@ long: setup  ## the long tests; says at the end how long they took
 bench: setup  ## the overhead over a hand-written DDP loop
 	@$(BIN)/python benchmarks/overhead.py
 
+docs: setup  ## the documentation as a site, in site/; a warning or a dead link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict && echo "site/index.html"
+
 lock: setup  ## write requirements.lock anew from what .venv holds
 	@{ sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable \
 		| grep -viE '^(pip|setuptools|wheel)==' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

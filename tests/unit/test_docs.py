@@ -1,0 +1,172 @@
+"""The documentation: the site builds without a warning, and the reference has every name and argument."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import manyhands
+import manyhands.testing
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site strictly: a warning or a dead link fails here. Takes about 3 s."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def test_the_site_builds_strictly(site: Path) -> None:
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert {"index.html", "design.html", "strategies/index.html", "contributing.html"} <= pages
+    assert (site / "examples" / "clicks.py").read_text().startswith('"""')
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        text = path.read_text()
+        assert not re.findall(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^>]*', text), path
+        assert not re.findall(r'<link[^>]+href="?(?:https?:)?//[^>]*', text), path
+
+
+def signature(page: str, name: str) -> str:
+    """Return the call of `name` as the page shows it."""
+    _, found, rest = page.partition(f'id="{name}"')
+    assert found, f"{name} is not in the reference"
+    return html.unescape(re.sub(r"<[^>]+>", "", rest.partition("</code></pre>")[0]))
+
+
+def check(page: str, thing: Any) -> None:
+    """Check that a function, or a class with its public methods, is on the page with all arguments."""
+    name = f"{thing.__module__}.{thing.__qualname__}"
+    parameters = () if is_error(thing) else inspect.signature(thing).parameters
+    shown = signature(page, name)
+    for argument in parameters:
+        if argument == "self":
+            continue
+        assert re.search(rf"\b{argument}\b", shown), f"{name} is shown without {argument}"
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            if member.startswith("_"):
+                continue
+            assert f'id="{name}.{member}"' in page, f"{name}.{member} is not in the reference"
+            if inspect.isfunction(value):
+                check(page, value)
+
+
+def is_error(thing: Any) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, BaseException)
+
+
+def things(module: ModuleType) -> Iterator[Any]:
+    """Yield the functions and classes of a package's `__all__`."""
+    for name in module.__all__:
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isroutine(thing):
+            yield thing
+        else:
+            assert name in ("__version__", "data", "words")
+
+
+@pytest.mark.parametrize(
+    ("package", "page"),
+    [("manyhands", "manyhands"), ("manyhands.data", "data"), ("manyhands.word2vec", "words")],
+)
+def test_the_reference_has_every_public_name(site: Path, package: str, page: str) -> None:
+    text = (site / "reference" / f"{page}.html").read_text()
+    for thing in things(importlib.import_module(package)):
+        check(text, thing)
+
+
+def test_the_reference_names_what_is_no_function_or_class() -> None:
+    page = (ROOT / "docs" / "reference" / "manyhands.md").read_text()
+    for name in manyhands.__all__:
+        thing = getattr(manyhands, name)
+        if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+            assert f"`mh.{name}`" in page
+
+
+@pytest.mark.parametrize(
+    "name", [found.name for found in pkgutil.iter_modules(manyhands.testing.__path__)]
+)
+def test_the_reference_has_every_public_name_of_testing(site: Path, name: str) -> None:
+    module = importlib.import_module(f"manyhands.testing.{name}")
+    text = (site / "reference" / "testing.html").read_text()
+    assert f'id="{module.__name__}"' in text
+    for thing in vars(module).values():
+        own = getattr(thing, "__module__", "") == module.__name__
+        if own and not thing.__qualname__.startswith("_"):
+            check(text, thing)
+
+
+def links(path: Path) -> Iterator[str]:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://", "#")):
+            yield target.partition("#")[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_work_in_the_plain_files_too(page: Path) -> None:
+    dead = [target for target in links(page) if not (page.parent / target).is_file()]
+    assert not dead
+
+
+INTERNALS = [
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("design", "words")),
+]
+SOURCE = ROOT / "src" / "manyhands"
+TO_BE_WRITTEN = {"src/manyhands/strategies/summed.py"}
+"""What a page tells its reader to write."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Paths in backticks that begin with one of our folders; in pages on the source, all modules."""
+    ours = {path.name: path.parent for folder in (ROOT, SOURCE) for path in folder.iterdir()}
+    missing = []
+    for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]*(?:\.py)?)`", page.read_text()):
+        first = name.partition("/")[0]
+        if name in TO_BE_WRITTEN:
+            continue
+        if first in ours and first != "runs" and not (ours[first] / name).exists():
+            missing.append(name)
+    if page in INTERNALS:
+        known = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py")]
+        for name in re.findall(r"`([a-z_0-9/]+\.py)`", page.read_text()):
+            if not any(f"/{path}".endswith(f"/{name}") for path in known):
+                missing.append(name)
+    assert not missing
+
+
+@pytest.mark.parametrize("page", INTERNALS, ids=lambda path: path.name)
+def test_classes_that_are_named_exist(page: Path) -> None:
+    words = {w for path in SOURCE.rglob("*.py") for w in re.findall(r"\w+", path.read_text())}
+    named = set(re.findall(r"`((?:[A-Z][a-z]+){2,})`", page.read_text()))
+    assert named <= words
