@@ -32,9 +32,10 @@ from manyhands.compute.feed import Feed, Portion, Share, is_map_style
 from manyhands.compute.gradients import StepReport
 from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
 from manyhands.compute.seeds import seed_compute
-from manyhands.compute.train_state import Loss, TrainState, find_tables, to_device
+from manyhands.compute.train_state import Loss, TrainState, to_device
 from manyhands.contract import Learner
 from manyhands.coordinator.leases import Leases
+from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.hosts.devices import device_id, pick_device
 from manyhands.hosts.discovery import alone, look
@@ -96,7 +97,7 @@ class Hands:
             device=self.device,
             scheduler=scheduler,
             clip_norm=clip_norm,
-            tables=find_tables(model, seed=self._seed),
+            tables=LocalTables.of(model, seed=self._seed),
         )
         self._learner.prepare(self._train_state, self._me)
         self._learner.on_view(self._me.view)

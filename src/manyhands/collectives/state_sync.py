@@ -60,7 +60,7 @@ def agree(
         state = _send(dense_state(train_state.model), train_state, source)
         if dist.get_rank() != source:
             load_dense_state(train_state.model, state)
-        if train_state.tables is not None and tables:
+        if tables and train_state.tables.specs:
             _agree_on_rows(train_state, train_state.tables, source)
     elif may_wait and all(each == best for each in ranks if each[0]):
         new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
@@ -69,7 +69,7 @@ def agree(
         state = {}
         if dist.get_rank() == source:
             state = gather_state(train_state, learner)
-            if train_state.tables is not None and tables:
+            if tables:
                 state["tables"] = train_state.tables.state_dict()
         state = _send(state, train_state, source)
         if dist.get_rank() != source:

@@ -26,7 +26,6 @@ from manyhands.hosts.view import View
 
 class TableSync:
     def __init__(self, train_state: TrainState, view: View, *, shared: bool) -> None:
-        assert train_state.tables is not None
         self._train_state = train_state
         self._tables = train_state.tables
         self._world = view.world

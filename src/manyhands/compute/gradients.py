@@ -95,10 +95,9 @@ def gradients(
     left out; `ahead` is told what will be returned, before the last backward.
     """
     train_state.measures.take()  # of a step that came to nothing
-    if train_state.tables is not None:
-        train_state.tables.now = share.step
-        if isinstance(train_state.model, RowModel):
-            return _touch(train_state, train_state.model, share)
+    train_state.tables.now = share.step
+    if isinstance(train_state.model, RowModel):
+        return _touch(train_state, train_state.model, share)
     weights: list[float | Tensor] = [float(samples) for _, samples in share.batches]
     whole: float | Tensor = float(share.total)
     if train_state.weight is not None:
@@ -114,8 +113,7 @@ def gradients(
         with local() if index < last else nullcontext(), train_state.activity.during(COMPUTING):
             loss = None
             if weight != 0:
-                if train_state.tables is not None:
-                    train_state.tables.batch = batch
+                train_state.tables.batch = batch
                 with train_state.measures.weighted(weight):
                     loss = train_state.loss(train_state.model, batch)
                 losses = losses + loss.detach() * weight
@@ -127,6 +125,7 @@ def gradients(
             factor = weight / whole
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
         train_state.activity.ticks += 1
+    train_state.tables.batch = None
     return sum(weights[1:], weights[0]), losses
 
 
@@ -137,13 +136,11 @@ def rehearse(train_state: TrainState, share: Share) -> None:
             loss = train_state.loss(train_state.model, share.batches[0][0])
         loss.backward()
     train_state.optimizer.zero_grad(set_to_none=True)
-    if train_state.tables is not None:
-        train_state.tables.forget()
+    train_state.tables.forget()
 
 
 def row_seed(train_state: TrainState, share: Share, index: int) -> int:
     """From which a RowModel draws in one micro-batch; known before its turn comes."""
-    assert train_state.tables is not None
     return derive(train_state.tables.seed, "rows", share.step, share.part, index)
 
 
@@ -151,7 +148,6 @@ def _touch(
     train_state: TrainState, model: RowModel, share: Share
 ) -> tuple[float | Tensor, float | Tensor]:
     """A model that changes rows itself: there are no gradients."""
-    assert train_state.tables is not None
     weight = losses = 0.0
     for index, (batch, samples) in enumerate(share.batches):
         if samples:

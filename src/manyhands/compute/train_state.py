@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,11 @@ from manyhands.compute.schedule import (
     twin_of,
 )
 from manyhands.compute.schedule_hints import schedule_hints, vanishing_hint
-from manyhands.embeddings.modules import ANCHOR, add_anchor, tables_of
+from manyhands.embeddings.local_tables import LocalTables
+from manyhands.embeddings.modules import ANCHOR, add_anchor
 from manyhands.errors import JobError
 from manyhands.hosts.activity import Activity
 from manyhands.job import Job
-
-if TYPE_CHECKING:
-    from manyhands.embeddings.local_tables import LocalTables
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -68,8 +66,8 @@ class TrainState:
     """Of the optimizer's groups, as the job has made them, before there was a schedule."""
     notes: list[str] = field(default_factory=list)
     """What a person should know of it."""
-    tables: LocalTables | None = None
-    """The sparse side of the model, if it has one."""
+    tables: LocalTables = field(default_factory=lambda: LocalTables({}, seed=0))
+    """The sparse tables of the model; without specs if it has none."""
     measures: Measures = field(default_factory=Measures)
     """What the job logs in the step that is computed."""
     lr_factor: float = 1.0
@@ -86,9 +84,9 @@ class TrainState:
         model = job.model()
         if not isinstance(model, nn.Module):
             raise wrong(job, "model", "a torch.nn.Module", model)
-        tables = find_tables(model, seed=job.seed)
+        tables = LocalTables.of(model, seed=job.seed)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            if tables is None:
+            if not tables.specs:
                 raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
             add_anchor(model)
         model = model.to(device)
@@ -241,15 +239,6 @@ def begin_with(checkpoint: str, train_state: TrainState, job: Job) -> None:
 
     name = type(job).__name__
     from_run.begin_with(checkpoint, train_state.model, train_state.tables, model_of=name)
-
-
-def find_tables(model: nn.Module, *, seed: int) -> LocalTables | None:
-    """The tables of a model, bound to it. What they need is loaded only if there are any."""
-    if not tables_of(model):
-        return None
-    from manyhands.embeddings.local_tables import LocalTables
-
-    return LocalTables.of(model, seed=seed)
 
 
 def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

@@ -11,12 +11,13 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.embeddings.modules import ANCHOR, tables_of
+from manyhands.embeddings.local_tables import LocalTables, OwnTables
+from manyhands.embeddings.modules import ANCHOR
 from manyhands.embeddings.spec import Table
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import Job, job_of_run, load_job
@@ -26,9 +27,6 @@ from manyhands.runs.files import file_digest
 from manyhands.runs.folder import RunFolder
 from manyhands.runs.saver import open_state, read_state
 from manyhands.runs.table_files import SavedTable
-
-if TYPE_CHECKING:
-    from manyhands.embeddings.local_tables import LocalTables
 
 
 def load(
@@ -54,11 +52,7 @@ def load(
         model = made.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"{type(made).__name__}.model() returned no model, but {model!r}.")
-    specs, tables = tables_of(model), None
-    if specs:
-        from manyhands.embeddings.local_tables import OwnTables
-
-        tables = OwnTables.of(model, seed=made.seed)
+    tables = OwnTables.of(model, seed=made.seed)
     put_weights(
         state, model, tables, source=str(checkpoint.path), model_of=type(made).__name__, anew=False
     )
@@ -87,7 +81,7 @@ def _load_job(folder: RunFolder, given: str | os.PathLike[str] | None) -> Job:
     return load_job(found.anywhere, config["settings"])
 
 
-def begin_with(folder: str, model: nn.Module, tables: LocalTables | None, *, model_of: str) -> None:
+def begin_with(folder: str, model: nn.Module, tables: LocalTables, *, model_of: str) -> None:
     """Let a training begin with the weights of a checkpoint; all else of it does not count."""
     try:
         put_weights(
@@ -100,7 +94,7 @@ def begin_with(folder: str, model: nn.Module, tables: LocalTables | None, *, mod
 def put_weights(
     state: Mapping[str, Any],
     model: nn.Module,
-    tables: LocalTables | None,
+    tables: LocalTables,
     *,
     source: str,
     model_of: str,
@@ -108,13 +102,12 @@ def put_weights(
 ) -> None:
     """The weights of a checkpoint into a model and its tables. `anew`: to train from them, from step 0 on."""
     saved_tables = state.get("tables", {})
-    specs = tables.specs if tables is not None else {}
     mine = dense_state(model)
     saved = {name: value for name, value in state["model"].items() if name != ANCHOR}
     saved |= {name: value for name, value in mine.items() if name == ANCHOR}
     problems = [
         *_differences("parameter", _shapes(mine), _shapes(saved)),
-        *_differences("table", _rows_in(specs), _rows_in(saved_tables)),
+        *_differences("table", _rows_in(tables.specs), _rows_in(saved_tables)),
     ]
     if problems:
         raise CheckpointError(
@@ -122,8 +115,7 @@ def put_weights(
             + "\n  ".join(problems)
         )
     load_dense_state(model, saved)
-    if tables is not None:
-        tables.load_rows(saved_tables, anew=anew)
+    tables.load_rows(saved_tables, anew=anew)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, str]:

@@ -92,13 +92,10 @@ class LocalTables:
         self._touched: dict[str, TouchedRows] = {}
 
     @classmethod
-    def of(cls, model: nn.Module, *, seed: int) -> LocalTables | None:
-        """Those of a model, which gets its rows from here from now on. What it has loaded or trained
-        before comes along. None if it has no table."""
-        specs = tables_of(model)
-        if not specs:
-            return None
-        tables = cls(specs, seed=seed)
+    def of(cls, model: nn.Module, *, seed: int) -> LocalTables:
+        """Collect the tables of a model and bind its modules to them, with the rows that it has loaded
+        or trained before. A model without tables gets an object without specs, which does nothing."""
+        tables = cls(tables_of(model), seed=seed)
         tables.in_place = isinstance(model, RowModel)
         tables._take_over(model)
         bind(model, tables)
@@ -225,7 +222,8 @@ class LocalTables:
 
     def step(self, lr: float, base_lr: float, now: int) -> None:
         """What was looked up is all there is: change its rows."""
-        self.apply([self.take()], [1.0], lr=lr, base_lr=base_lr, now=now)
+        if grads := self.take():
+            self.apply([grads], [1.0], lr=lr, base_lr=base_lr, now=now)
         self.evict_now_and_then(now)
 
     def apply(

@@ -199,7 +199,7 @@ class PsLearner(Learner):
         """Where an update is made of several workers' gradients, servers change the rows of tables too;
         otherwise each worker does."""
         tables, model = self.train_state.tables, self.train_state.model
-        if tables is None or self._baskets or isinstance(tables, RemoteTables):
+        if not tables.specs or self._baskets or isinstance(tables, RemoteTables):
             return
         if not self._node.shared:
             self.train_state.tables = RemoteTables(
@@ -222,8 +222,6 @@ class PsLearner(Learner):
     def _give_rows(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
         """The gradients of table rows: to the servers, or straight into the rows."""
         tables = self.train_state.tables
-        if tables is None:
-            return
         basket = tables.take()
         if isinstance(tables, RemoteTables):
             self._packed = tables.give(self.me.name, slot, basket)
@@ -399,7 +397,7 @@ class PsLearner(Learner):
             state = piece_state(layout, name, parameter.shape, states)
             if state:
                 train_state.optimizer.state[parameter] = state
-        if train_state.tables is not None and self._node.shared and not self._config.lockstep:
+        if self._node.shared and not self._config.lockstep:
             train_state.tables.evict(train_state.tables.now)  # all others are at rest
 
     def _joined(self) -> Client:

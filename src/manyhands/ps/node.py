@@ -62,7 +62,7 @@ class PsNode:
         self._tables = train_state.tables
         """Those of the model, or of its server where rows travel."""
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
-        if train_state.tables is not None:
+        if train_state.tables.specs:
             biggest = max(biggest, SPARSE_BYTES)
         self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
 
@@ -160,7 +160,6 @@ class PsNode:
     def _rows(self) -> RowServerState | None:
         if not self._serves_rows:
             return None
-        assert self._tables is not None
         self._tables.spread = not self.shared
         return RowServerState(
             self.me.name,
@@ -173,7 +172,7 @@ class PsNode:
     @property
     def _serves_rows(self) -> bool:
         """Rows are changed by servers where they travel, or where an update is made of several gradients."""
-        return self._tables is not None and (self.mode.rounds or not self.shared)
+        return bool(self._tables.specs) and (self.mode.rounds or not self.shared)
 
     def wait_until_begun(self) -> None:
         """Until the servers of this view have begun it, where this member is one."""
@@ -291,9 +290,7 @@ class PsNode:
     def find_tables(self, view: View) -> None:
         """The tables likewise: the lead shares them, others attach. Once: they outlive whoever made them."""
         tables = self.train_state.tables
-        if tables is None:
-            return
-        if not self.shared:
+        if not tables.specs or not self.shared:
             return
         key, leads = f"ps/{view.number}/tables", self.servers_in(view)[0] == self.me.name
         if not self._has_tables and not leads:

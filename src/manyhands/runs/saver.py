@@ -42,7 +42,7 @@ class Trained(Protocol):
     scheduler: Any
 
     @property
-    def tables(self) -> SavableTables | None: ...
+    def tables(self) -> SavableTables: ...
     @property
     def schedule_state(self) -> dict[str, Any]: ...
 
@@ -90,7 +90,7 @@ class Saver:
         state = gather_state(trained, learner, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
-        if trained.tables is not None and self._run.exists():
+        if trained.tables.specs and self._run.exists():
             folder = partial(self._run, step, self._writer)
             rows = table_files.begin(folder, self._run, trained.tables, self._chain)
         trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
@@ -331,7 +331,7 @@ def put_state(
     if trained.scheduler is not None and state["scheduler"]:
         trained.scheduler.load_state_dict(state["scheduler"])
     learner.load_state_dict(state.get("learner", {}))
-    if trained.tables is not None and tables:
+    if tables and trained.tables.specs:
         trained.tables.load_state_dict(state.get("tables", {}))
 
 

@@ -36,6 +36,10 @@ Rows = Mapping[str, Mapping[str, Tensor]]
 
 class SavableTables(Protocol):
     @property
+    def specs(self) -> Mapping[str, Any]:
+        """The tables by name; empty if the model has none."""
+
+    @property
     def incremental(self) -> bool:
         """Whether rows that were touched since a step can be told from others, and none goes."""
 

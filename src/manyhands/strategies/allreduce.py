@@ -117,7 +117,7 @@ class AllReduceLearner(Learner):
 
             use_tls(me.credentials)
         self._buffers = list(train_state.model.buffers())
-        if self._config.drop and train_state.tables is not None:
+        if self._config.drop and train_state.tables.specs:
             raise SpecError(
                 "allreduce(drop=...): rows of sparse tables can't be left out of a step. Leave drop away, or "
                 "use ps:backup, which leaves out whole pushes."
@@ -139,9 +139,8 @@ class AllReduceLearner(Learner):
 
     def _meet(self, view: View) -> None:
         shared = self._config.tables == "shared"
-        if self.train_state.tables is not None:
-            # Several see other ids each: rows are made when all know of them, so that replicas stay equal.
-            self.train_state.tables.makes_on_pull = shared or view.world == 1
+        # Several see other ids each: rows are made when all know of them, so that replicas stay equal.
+        self.train_state.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
             self._rejoin(self._version)
             return
@@ -155,7 +154,7 @@ class AllReduceLearner(Learner):
             version=self._version,
             agreed=self._agreed,
             tables=not shared,
-            may_wait=self.me.board is not None and self.train_state.tables is None,
+            may_wait=self.me.board is not None and not self.train_state.tables.specs,
         )
         self._rejoin(known.version)
         self._first = next(rank for rank in range(view.world) if rank not in known.new)
@@ -176,7 +175,7 @@ class AllReduceLearner(Learner):
                 factor, rank=rank, world=view.world, device=self.train_state.device
             )
         self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
-        if self.train_state.tables is not None:
+        if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import TableSync
 
             self._rows = TableSync(self.train_state, view, shared=shared)
@@ -239,8 +238,7 @@ class AllReduceLearner(Learner):
                 self._rescued = flying
         self._version = version
         self.train_state.optimizer.zero_grad(set_to_none=True)
-        if self.train_state.tables is not None:
-            self.train_state.tables.forget()
+        self.train_state.tables.forget()
 
     def rescued(self) -> StepReport | None:
         rescued, self._rescued = self._rescued, None
@@ -296,7 +294,7 @@ class AllReduceLearner(Learner):
                 sent = self._bytes_per_step
             if self._rows is not None:
                 sent += self._rows.step(lr, share.step)
-            elif self.train_state.tables is not None:
+            else:
                 self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
         summed = time.perf_counter()
         if self._catching is None:

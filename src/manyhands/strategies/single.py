@@ -46,8 +46,7 @@ class SingleLearner(Learner):
         started = time.perf_counter()
         lr = self.train_state.lr
         weight, loss = gradients(self.train_state, share)
-        if self.train_state.tables is not None:
-            self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
+        self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
         self.train_state.update()
         on_cpu = self.train_state.device == "cpu"
         compute_s = time.perf_counter() - started if on_cpu else None

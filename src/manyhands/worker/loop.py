@@ -133,9 +133,7 @@ class Worker:
             unit=self.job.unit(),
             optimizer=describe_optimizer(model, self.train_state.optimizer),
             notes=self.train_state.notes,
-            tables={name: t.describe() for name, t in self.train_state.tables.specs.items()}
-            if self.train_state.tables is not None
-            else {},
+            tables={name: t.describe() for name, t in self.train_state.tables.specs.items()},
         )
 
     def run(self) -> None:
@@ -352,8 +350,7 @@ class Worker:
             with self.activity.during(SAVING):
                 self.saver.finish()
             self.saver.outcome()
-            if self.train_state.tables is not None:
-                self.train_state.tables.now = step  # others may have come further than this worker
+            self.train_state.tables.now = step  # others may have come further than this worker
             self.learner.collect()
             with self.activity.during(SAVING):
                 self.saver.start(step, self.train_state, self.learner)

@@ -51,7 +51,6 @@ class Trained:
         self.run = RunFolder.create("small", path=folder / "run")
         job = load_job(f"{folder}/{reference}", {"width": str(width)})
         self.train_state = TrainState.of(job, device="cpu", num_steps=10)
-        assert self.train_state.tables is not None
         learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
         learner.train_state = self.train_state
         saver = Saver(self.run.path)

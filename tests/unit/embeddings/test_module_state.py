@@ -202,7 +202,6 @@ class Counting(RowModel):
 def test_a_model_that_changes_rows_itself_has_them_in_its_state() -> None:
     ours = nn.ModuleDict({"words": Counting()})
     tables = LocalTables.of(ours, seed=1)
-    assert tables is not None
     own = {name.removeprefix("words."): rows for name, rows in tables.rows().items()}
     ours["words"].touch(torch.tensor([5, 8, 5]), own, lr=0.1, seed=0)
     state = through_a_file(ours.state_dict())
@@ -220,7 +219,6 @@ def test_a_training_begins_with_what_was_loaded_or_trained_before() -> None:
     train(ours)
     expected = look(ours, IDS), look(ours[0], UNSEEN)
     tables = LocalTables.of(ours, seed=9)
-    assert tables is not None
     assert torch.equal(look(ours, IDS), expected[0])
     assert torch.equal(look(ours[0], UNSEEN), expected[1])
     state = tables.state_dict()["0"]["state"]

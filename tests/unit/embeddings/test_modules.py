@@ -17,7 +17,6 @@ IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
 def twin(module: TableModule, rows: int = 10) -> tuple[LocalTables, torch.Tensor]:
     """The module's tables, and its first rows as a dense matrix."""
     tables = LocalTables.of(module, seed=5)
-    assert tables is not None
     every = torch.arange(rows)
     return tables, tables.pull("table", every, every).clone()
 
@@ -75,7 +74,6 @@ def test_padding_gives_zeros_and_learns_nothing() -> None:
 def test_without_a_gradient_no_row_is_made() -> None:
     ours = SparseEmbedding(None, 4, init="normal(1)")
     tables = LocalTables.of(ours, seed=5)
-    assert tables is not None
     with torch.no_grad():
         before = ours(IDS)
     assert len(tables.store("table")) == 0
@@ -88,7 +86,6 @@ def test_modules_that_share_a_table_add_up_their_gradients() -> None:
     model = nn.ModuleDict({"a": SparseEmbedding(table=table), "b": SparseEmbedding(table=table)})
     assert list(tables_of(model)) == ["a"]
     tables = LocalTables.of(model, seed=0)
-    assert tables is not None
     one = torch.tensor([4])
     (model["a"](one).sum() + 2 * model["b"](one).sum()).backward()
     tables.step(1.0, 1.0, 0)

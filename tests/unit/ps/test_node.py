@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.compute.train_state import TrainState, find_tables
+from manyhands.compute.train_state import TrainState
+from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.view import Me, Seat, View
 from manyhands.ps.config import ParameterServer
@@ -30,7 +31,7 @@ def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, batch: model(batch).sum(),
-        tables=find_tables(model, seed=1),
+        tables=LocalTables.of(model, seed=1),
     )
     config = make_strategy(spec)
     assert isinstance(config, ParameterServer)
@@ -102,13 +103,12 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, batch: model(batch).sum(),
-        tables=find_tables(model, seed=1),
+        tables=LocalTables.of(model, seed=1),
     )
     lead = FlatTensors.shared(
         layout_of(train_state.model, train_state.optimizer), label="test-parameters"
     )
     assert lead.segment is not None
-    assert train_state.tables is not None
     told = {
         "params": gone if what == "params" else lead.segment.address,
         "tables": json.dumps(dict.fromkeys(train_state.tables.specs, gone)),
@@ -136,8 +136,7 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
 
 def test_tables_are_kept_until_those_of_another_are_here() -> None:
     """Else the rows would be nobody's, if that other dies before they could be attached."""
-    tables = find_tables(nn.ModuleDict({"users": mh.SparseEmbedding(100, 4)}), seed=1)
-    assert tables is not None
+    tables = LocalTables.of(nn.ModuleDict({"users": mh.SparseEmbedding(100, 4)}), seed=1)
     (name,) = tables.specs
     before = tables.store(name)
     with pytest.raises(LinkError, match="gone"):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import CheckpointError
 from manyhands.runs import saver
 from manyhands.runs.checkpoints import partial
@@ -43,7 +44,7 @@ class Trained:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any = None
-    tables: None = None
+    tables: LocalTables = field(default_factory=lambda: LocalTables({}, seed=0))
     schedule_state: dict[str, Any] = field(default_factory=dict)
 
     def train(self, first: int, last: int) -> None:

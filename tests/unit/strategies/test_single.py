@@ -16,7 +16,6 @@ def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tenso
     """The learning rate of a first step, and by how much it moved rows and parameters."""
     job = Sparse(optim="sgd", table_optim="sgd", clip_norm=None, anneal=False)
     train_state = TrainState.of(job, device="cpu", num_steps=10)
-    assert train_state.tables is not None
     learner = SingleLearner()
     learner.train_state = train_state
     share = Feed(job, job.data(), device="cpu").share(Portion(1, 0, 16, ((0, 16),)))
