@@ -77,7 +77,7 @@ DAMAGES = [
     (lambda path: (path / MANIFEST).write_text("7"), r"manifest\.json is not a manifest"),
     (lambda path: rewrite(path, files=None), r"manifest\.json is not a manifest: KeyError: 'files"),
     (
-        lambda path: rewrite(path, training_plan=None),
+        lambda path: rewrite(path, course=None),
         r"manifest\.json is not a manifest: .*'course'",
     ),
     (lambda path: rewrite(path, files=[1]), r"manifest\.json is not a manifest"),
@@ -200,7 +200,7 @@ run, kills, best = Path(sys.argv[1]), int(sys.argv[2]), 2
 def save(step):
     state = {"model": {f"w{i}": torch.full((40_000,), float(step)) for i in range(4)}}
     files = write_state(checkpoints.partial(run, step), state)
-    checkpoints.commit(run, step, files=files, course={}, strategy="single", workers=1)
+    checkpoints.commit(run, step, files=files, training_plan={}, strategy="single", workers=1)
 
 def forever(step, tell):
     while True:

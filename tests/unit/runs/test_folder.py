@@ -123,8 +123,8 @@ def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from manyhands.runs.folder import Run
-run = Run(Path(sys.argv[1]))
+from manyhands.runs.folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
 run.lock()
 print("held", flush=True)
 time.sleep(60)
