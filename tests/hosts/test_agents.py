@@ -70,7 +70,7 @@ class Scene:
 
     def start(self, name: str, **assignment: Any) -> Any:
         return self.coordinator.start(
-            name, entry="chatty", local_rank=0, threads=1, assignment=assignment
+            name, entry="scripted_member", local_rank=0, threads=1, assignment=assignment
         ).handle
 
     def listen(self, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from manyhands.contract import Strategy
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMUP, Scaling
 from manyhands.coordinator.fault_spec import EXAMPLE, FaultSpec, check, parse_chaos
-from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, closest
 from manyhands.hosts.environment import PREFIX, option
@@ -228,6 +228,7 @@ def resolve_options(
         job=job,
         strategy=spec,
         workers=count,
+        config=config,
         settings=settings,
         device=resolved.get("device", "auto"),
         threads=threads,
@@ -241,7 +242,6 @@ def resolve_options(
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         scaling=_scaling(resolved, config, count),
         trust_network=resolved.get("trust_network", False, _yes_or_no),
-        manner=manner_of(config, count),
         chaos=_chaos(resolved.get("chaos", None), config, count),
         debug=debug,
     )
@@ -307,19 +307,6 @@ def _chaos(text: str | None, config: Strategy, workers: int) -> FaultSpec | None
     servers = config.servers_for(workers)
     check(chaos, strategy=config.name, elastic=config.elastic, workers=workers, servers=servers)
     return chaos
-
-
-def manner_of(config: Strategy, workers: int) -> Manner:
-    """What the coordinator must know of a strategy."""
-    return Manner(
-        lockstep=config.lockstep,
-        parts=config.parts,
-        elastic=config.elastic,
-        can_shrink=config.can_shrink,
-        drops_samples=config.drops_samples,
-        servers=config.servers_for(workers),
-        needs_keys=config.needs_keys(workers),
-    )
 
 
 def number_or_range(text: str) -> int | str:

@@ -75,7 +75,7 @@ class RayCluster:
 
     def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         """Connect. Whoever gets this ends the launcher, which gives back what was taken."""
-        servers, least = options.manner.servers, options.min_workers if is_range else None
+        servers, least = options.servers, options.min_workers if is_range else None
         cpus = options.threads * (options.workers + servers)
         ship = str(self.ship.resolve()) if self.ship else None
         line = BrokerClient(self.address, cpus=cpus, ship=ship)

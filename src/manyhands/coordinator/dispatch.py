@@ -18,8 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from manyhands.contract import Strategy
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
-from manyhands.coordinator.options import Manner
 from manyhands.coordinator.plan import (
     Checkpoint,
     Evaluate,
@@ -45,19 +45,19 @@ Tell = Callable[[str, dict[str, Any]], None]
 """An order, for the member of that name."""
 
 
-def make_handout(
-    manner: Manner,
+def make_dispatcher(
+    config: Strategy,
     training_plan: TrainingPlan,
     checkpoint_tracker: CheckpointTracker,
     tell: Tell,
     *,
     equal: bool = False,
 ) -> Dispatcher:
-    if manner.lockstep:
+    if config.lockstep:
         return LockstepDispatcher(
-            training_plan, checkpoint_tracker, tell, equal=equal, drops_samples=manner.drops_samples
+            training_plan, checkpoint_tracker, tell, equal=equal, drops_samples=config.drops_samples
         )
-    return WorkQueueDispatcher(training_plan, checkpoint_tracker, tell, parts=manner.parts)
+    return WorkQueueDispatcher(training_plan, checkpoint_tracker, tell, parts=config.parts)
 
 
 class Dispatcher(ABC):

@@ -51,7 +51,7 @@ from manyhands.coordinator.coordinator import (
     exit_status,
     signal_name,
 )
-from manyhands.coordinator.dispatch import Dispatcher, make_handout
+from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failures import FirstFailure, Grade, MemberFailure
 from manyhands.coordinator.fault_injector import FaultInjector
 from manyhands.coordinator.job_checks import (
@@ -124,7 +124,7 @@ class Driver:
         self.stream = stream
         self.checkpoint_tracker = CheckpointTracker(run, stream, options, newest=checkpoint)
         self.run_stats: RunStats = RunStats(
-            lockstep=options.manner.lockstep, before=before.run_stats if before else None
+            lockstep=options.config.lockstep, before=before.run_stats if before else None
         )
         self.membership: Membership = Membership(
             coordinator,
@@ -243,8 +243,8 @@ class Driver:
         ):
             self._notice(note)
         self.training_plan = TrainingPlan(plan_config, saved)
-        self._dispatcher = make_handout(
-            *(options.manner, self.training_plan, self.checkpoint_tracker, self._tell),
+        self._dispatcher = make_dispatcher(
+            *(options.config, self.training_plan, self.checkpoint_tracker, self._tell),
             equal=options.equal_shares,
         )
         if options.may_do_without:
@@ -507,7 +507,7 @@ class Driver:
                     f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
                     f"rate, warm-up or clip_norm may help; training goes on{until}"
                 )
-            self.stream.emit(committed_event(step, lockstep=self.options.manner.lockstep))
+            self.stream.emit(committed_event(step, lockstep=self.options.config.lockstep))
         if self.bad_steps.too_many:
             self.training_plan.stop("diverged", save=False)
         self.checkpoint_tracker.settle(self.training_plan)
@@ -547,7 +547,7 @@ class Driver:
     @property
     def _goes_on(self) -> bool:
         """A death is not the end of the run."""
-        return self.options.manner.elastic and self.run_stats.trains and not self.options.rehearse
+        return self.options.config.elastic and self.run_stats.trains and not self.options.rehearse
 
     def _distrust(self, member: str, why: str) -> None:
         """A member has sent what makes no sense: it is not listened to any more, and ended."""

@@ -86,12 +86,12 @@ def check_same(first: Facts, other: Facts) -> None:
 
 def why_not(workers: Any, present: int, options: RunOptions, facts: Facts) -> str:
     """Why there can't be so many workers from now on, where so many are present; "" if there can."""
-    manner, samples = options.manner, facts["train_samples"]
+    config, samples = options.config, facts["train_samples"]
     if not isinstance(workers, int) or workers < 1:
         return "at least 1 is needed"
-    if not manner.elastic:
+    if not config.elastic:
         return f"{options.strategy} has as many workers as it began with"
-    if workers < present and not manner.can_shrink:
+    if workers < present and not config.can_shrink:
         return f"with {options.strategy} each has something that no other has"
     batch = options.scaling.batch(facts["fields"]["batch_size"], workers)
     if workers > batch:
@@ -146,7 +146,7 @@ def syllabus_of(facts: Facts, options: RunOptions, saved: Facts | None = None) -
         patience=fields["patience"],
         scaling=options.scaling,
         plateau=plateau_of(facts, saved),
-        drops_samples=options.manner.drops_samples,
+        drops_samples=options.config.drops_samples,
     )
 
 

@@ -137,15 +137,15 @@ class Membership:
     @property
     def has_room(self) -> bool:
         """The hosts have free slots for as many as are needed to begin with."""
-        options, servers = self._options, self._options.manner.servers
-        fewer = options.manner.elastic and not servers
+        options, servers = self._options, self._options.servers
+        fewer = options.config.elastic and not servers
         workers = options.min_workers if fewer else options.workers
         return self._coordinator.launcher.room(workers, servers)
 
     def start(self) -> None:
         launcher = self._coordinator.launcher
         self._assignment["spans_hosts"] = launcher.spans_hosts
-        wanted = {WORKER: self._options.workers, SERVER: self._options.manner.servers}
+        wanted = {WORKER: self._options.workers, SERVER: self._options.servers}
         for role, number in wanted.items():
             for place in range(number):
                 if launcher.slots(role):
@@ -452,7 +452,7 @@ class Membership:
 
     def _know(self, names: Collection[str]) -> bool:
         """Somebody of these has the weights, and is not new: a server, if there are any, or a worker."""
-        serve = bool(self._options.manner.servers)
+        serve = bool(self._options.servers)
         keepers = {name for name in names if self.is_worker(name) is not serve}
         return bool(keepers - self.listening - self._new)
 

@@ -1,36 +1,17 @@
-"""How a job is trained, apart from what the job says; of the strategy, what the coordinator must know."""
+"""The options of a run: everything that the coordinator is told apart from the job itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.contract import Strategy
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.fault_spec import FaultSpec
 from manyhands.coordinator.stuck import STUCK_AFTER_S
-
-
-@dataclass(frozen=True)
-class Manner:
-    """What the coordinator must know of a strategy, whose code it does not load."""
-
-    lockstep: bool = True
-    """Every worker does every step. Otherwise a step is cut into parts for whoever is free."""
-    parts: Callable[[int], int] = lambda workers: workers
-    """How many parts a step is cut into among so many workers, without lockstep."""
-    elastic: bool = False
-    """Training goes on in place when a member dies."""
-    can_shrink: bool = True
-    """A worker can be done without: nothing is at it alone."""
-    drops_samples: bool = False
-    """Samples of a step may be left out, and come back."""
-    servers: int = 0
-    """Members beside the workers that only serve."""
-    needs_keys: bool = False
-    """Members speak with each other over the network: each is given credentials."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +21,9 @@ class RunOptions:
     strategy: str
     """The spec."""
     workers: int
-    """How many at first."""
+    """Number of workers at the start."""
+    config: Strategy
+    """The config that the spec makes."""
     settings: Mapping[str, str] = field(default_factory=dict)
     device: str = "auto"
     threads: int = 1
@@ -66,8 +49,6 @@ class RunOptions:
     """How the batch and the learning rate follow the number of workers."""
     trust_network: bool = False
     """Authenticate, but don't encrypt bulk data."""
-    manner: Manner = field(default_factory=Manner)
-    """How the strategy wants to be driven."""
     chaos: FaultSpec | None = None
     """Faults to inject."""
     schedule: str = ""
@@ -97,8 +78,18 @@ class RunOptions:
         }
 
     @property
+    def servers(self) -> int:
+        """Number of members that only serve."""
+        return self.config.servers_for(self.workers)
+
+    @property
+    def needs_keys(self) -> bool:
+        """If true, each member gets credentials, also where the control link needs none."""
+        return self.config.needs_keys(self.workers) and not self.trust_network
+
+    @property
     def may_do_without(self) -> bool:
         """Whether slow workers may be left out where that is faster: nothing but speed changes by it."""
-        manner = self.manner
-        shrinks = manner.lockstep and manner.elastic and manner.can_shrink
+        config = self.config
+        shrinks = config.lockstep and config.elastic and config.can_shrink
         return shrinks and not self.equal_shares and not self.scaling.on

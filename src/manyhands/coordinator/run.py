@@ -74,7 +74,7 @@ def train(
                 logs=run.logs,
                 timeouts=timeouts,
                 control=control,
-                keys=options.manner.needs_keys and not options.trust_network,
+                keys=options.needs_keys,
                 authority=authority,
             ) as coordinator:
                 on_signals(coordinator)
@@ -220,7 +220,7 @@ def rehearse(
 ) -> Driver:
     """Everything but training: job, strategy and cluster, with real members. Raises what is wrong."""
     run = RunFolder.create("check", path=folder)
-    keys = options.manner.needs_keys and not options.trust_network
+    keys = options.needs_keys
     with Coordinator(
         launcher or LocalLauncher(),
         logs=run.logs,

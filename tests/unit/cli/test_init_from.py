@@ -11,6 +11,7 @@ from manyhands.coordinator.options import RunOptions
 from manyhands.errors import UsageError
 from manyhands.runs.checkpoints import commit, final, partial
 from manyhands.runs.folder import RunFolder
+from manyhands.strategies.single import Single
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_weights_of_another_run_are_for_one_that_has_none_of_its_own(run: RunFol
     weights = find_weights(str(run.path))
     config = {"init_from": note(weights)}
     assert noted({}) is None
-    options = RunOptions("job.py", "single", 1, init_from=noted(config))
+    options = RunOptions("job.py", "single", 1, Single(), init_from=noted(config))
     assert options.assignment(run.path, None)["init_from"] == str(weights.path)
     assert options.assignment(run.path, final(run.path, 3))["init_from"] is None
     (weights.path / "manifest.json").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from manyhands.cli.options import (
     Resolved,
     add_training_flags,
     fit_debug,
-    manner_of,
     resolve_options,
 )
 from manyhands.coordinator.batch_scaling import Scaling
@@ -48,21 +48,16 @@ def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[RunOptio
 
 @pytest.mark.parametrize(("spec", "elastic"), [("single", False), ("allreduce", True)])
 def test_in_step_without_servers(spec: str, elastic: bool) -> None:
-    manner = manner_of(make_strategy(spec), 1)
-    assert (manner.lockstep, manner.elastic, manner.servers, manner.needs_keys) == (
-        *(True, elastic),
-        *(0, False),
-    )
-    assert options("--strategy", spec, "--workers", "1")[0].manner.lockstep
+    found = options("--strategy", spec, "--workers", "1")[0]
+    assert found.config == make_strategy(spec)
+    assert (found.config.lockstep, found.config.elastic) == (True, elastic)
+    assert (found.servers, found.needs_keys) == (0, False)
 
 
-def test_the_manner_is_what_the_strategy_says() -> None:
-    manner = manner_of(Restless(), 3)
-    assert (manner.lockstep, manner.elastic, manner.servers, manner.needs_keys) == (
-        *(False, True),
-        *(4, True),
-    )
-    assert manner.parts(5) == 10
+def test_the_strategy_decides_on_servers_and_keys() -> None:
+    found = RunOptions("job.py", "restless", 3, Restless())
+    assert (found.servers, found.needs_keys) == (4, True)
+    assert not replace(found, trust_network=True).needs_keys
 
 
 def test_nothing_is_given_up_while_a_person_debugs() -> None:

@@ -49,7 +49,7 @@ def coordinating(tmp_path: Path, **options: Any) -> Iterator[Coordinator]:
 
 
 def start(coordinator: Coordinator, name: str, **assignment: Any) -> None:
-    coordinator.start(name, entry="chatty", local_rank=0, threads=1, assignment=assignment)
+    coordinator.start(name, entry="scripted_member", local_rank=0, threads=1, assignment=assignment)
 
 
 def await_said(coordinator: Coordinator, member: str, kind: str) -> Any:

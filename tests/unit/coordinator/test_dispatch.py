@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from troupe import Troupe, row
+from simulated_workers import SimulatedWorkers, row
+from traits import Lockstep, ManyParts, WorkQueue
 
+from manyhands.contract import Strategy
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
-from manyhands.coordinator.dispatch import Dispatcher, make_handout
-from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
+from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import PlanConfig, TrainingPlan
 from manyhands.coordinator.plateau import Plateau
 from manyhands.events.sinks import Stream
@@ -24,9 +26,9 @@ from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.runs import checkpoints
 from manyhands.runs.folder import RunFolder
 
-IN_STEP = Manner()
-IN_PARTS = Manner(lockstep=False, parts=lambda workers: workers)
-IN_MANY_PARTS = Manner(lockstep=False, parts=lambda workers: 2 * workers + 1)
+IN_STEP = Lockstep()
+IN_PARTS = WorkQueue()
+IN_MANY_PARTS = ManyParts()
 
 syllabi = st.builds(
     PlanConfig,
@@ -42,7 +44,7 @@ syllabi = st.builds(
 @settings(max_examples=120, deadline=None)
 @given(
     plan_config=syllabi,
-    manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
     workers=st.integers(1, 4),
     deaths=st.integers(0, 3),
     arrivals=st.integers(0, 2),
@@ -51,14 +53,14 @@ syllabi = st.builds(
 )
 def test_whoever_dies_or_comes_every_sample_counts_once(
     plan_config: PlanConfig,
-    manner: Manner,
+    config: Strategy,
     workers: int,
     deaths: int,
     arrivals: int,
     stop_at: int | None,
     seed: int,
 ) -> None:
-    play(plan_config, manner, workers, random.Random(seed), deaths, arrivals, stop_at)
+    play(plan_config, config, workers, random.Random(seed), deaths, arrivals, stop_at)
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,20 +77,20 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
             Plateau, patience=st.just(1), watch=st.just("train_loss"), every=st.integers(0, 4)
         ),
     ),
-    manner=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
     deaths=st.integers(0, 2),
     arrivals=st.integers(0, 2),
     seed=st.integers(0, 2**32),
 )
 def test_also_where_the_batch_follows_the_workers_and_the_rate_the_losses(
-    plan_config: PlanConfig, manner: Manner, deaths: int, arrivals: int, seed: int
+    plan_config: PlanConfig, config: Strategy, deaths: int, arrivals: int, seed: int
 ) -> None:
-    play(plan_config, manner, 3, random.Random(seed), deaths, arrivals, None)
+    play(plan_config, config, 3, random.Random(seed), deaths, arrivals, None)
 
 
 def play(
     plan_config: PlanConfig,
-    manner: Manner,
+    config: Strategy,
     workers: int,
     chance: random.Random,
     deaths: int,
@@ -96,49 +98,49 @@ def play(
     stop_at: int | None,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        troupe = Troupe(Path(folder), plan_config, manner, workers, chance)
-        troupe.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
-        training_plan = troupe.training_plan
-        steps = sorted(c.plan.step for c in troupe.committed)
+        simulation = SimulatedWorkers(Path(folder), plan_config, config, workers, chance)
+        simulation.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
+        training_plan = simulation.training_plan
+        steps = sorted(c.plan.step for c in simulation.committed)
         assert steps == list(range(1, len(steps) + 1)), "each step is committed once"
         assert training_plan.committed_step == len(steps)
-        used = troupe.used()
+        used = simulation.used()
         assert training_plan.samples_used == used.total()
         assert set(used.values()) <= {1}
         said = Counter(
             (c.plan.epoch, i)
-            for c in troupe.committed
+            for c in simulation.committed
             for ranges in c.shares.values()
             for low, high in ranges
             for i in range(low, high)
         )
         assert said == used, "the record is the truth"
-        if troupe.dispatcher.finishing == "finished":
+        if simulation.dispatcher.finishing == "finished":
             assert used.total() == plan_config.num_samples * plan_config.epochs
             every, last = plan_config.eval_every, plan_config.epochs - 1
             due = [e for e in range(plan_config.epochs) if (e + 1) % every == 0 or e == last]
-            assert troupe.evaluations == (due if plan_config.has_eval else [])
+            assert simulation.evaluations == (due if plan_config.has_eval else [])
         # Only the writer's last words are still on their way.
-        troupe.checkpoint_tracker.settle(training_plan)
-        if troupe._writing is not None:
-            troupe._written()
+        simulation.checkpoint_tracker.settle(training_plan)
+        if simulation._writing is not None:
+            simulation._written()
         if steps:
-            assert checkpoints.steps(troupe.run.path)[-1] == len(steps)
+            assert checkpoints.steps(simulation.run.path)[-1] == len(steps)
 
 
 class Stage:
     """A hand-out, and what it told whom."""
 
-    def __init__(self, tmp_path: Path, manner: Manner, workers: int, **plan_config: Any) -> None:
+    def __init__(self, tmp_path: Path, config: Strategy, workers: int, **plan_config: Any) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.training_plan = TrainingPlan(
             PlanConfig(**{"batch_size": 4, "epochs": 1, **plan_config})
         )
         run = RunFolder.create("stage", path=tmp_path / "run")
-        options = RunOptions("job.py", "any", workers, manner=manner)
+        options = RunOptions("job.py", "any", workers, config)
         self.checkpoint_tracker = CheckpointTracker(run, Stream(), options, newest=None)
-        self.dispatcher: Dispatcher = make_handout(
-            manner,
+        self.dispatcher: Dispatcher = make_dispatcher(
+            config,
             self.training_plan,
             self.checkpoint_tracker,
             lambda name, order: self.told.append((name, order)),
@@ -254,11 +256,11 @@ def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path
     assert stage.more() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
 
 
-@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+@pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
 def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
-    tmp_path: Path, manner: Manner
+    tmp_path: Path, config: Strategy
 ) -> None:
-    stage = Stage(tmp_path, manner, 2, num_samples=4)
+    stage = Stage(tmp_path, config, 2, num_samples=4)
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
@@ -268,13 +270,13 @@ def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
     assert ("worker-1", "evaluate") in stage.more()
 
 
-@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+@pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
 def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
-    tmp_path: Path, manner: Manner, started: bool, victim: str
+    tmp_path: Path, config: Strategy, started: bool, victim: str
 ) -> None:
-    stage = Stage(tmp_path, manner, 2, num_samples=8, checkpoint_every=1)
+    stage = Stage(tmp_path, config, 2, num_samples=8, checkpoint_every=1)
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
@@ -285,7 +287,7 @@ def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
     left = "worker-1" if victim == "worker-0" else "worker-0"
     stage.seat(left)
     again = (left, "checkpoint") in stage.more()
-    if manner is IN_PARTS and started:
+    if config is IN_PARTS and started:
         # The steps behind it are under way already: the next one is at their end.
         assert not again
         saved = victim != "worker-0"
@@ -299,12 +301,12 @@ def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
         assert again == (not started or victim == "worker-0")
 
 
-@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+@pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
 def test_the_last_checkpoint_is_owed_though_the_stop_was_ordered(
-    tmp_path: Path, manner: Manner
+    tmp_path: Path, config: Strategy
 ) -> None:
     """Whoever was writing it died when all had been told to stop."""
-    stage = Stage(tmp_path, manner, 2, num_samples=4, has_eval=False)
+    stage = Stage(tmp_path, config, 2, num_samples=4, has_eval=False)
     stage.more()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
@@ -338,8 +340,8 @@ def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
 
 
 def test_nothing_new_is_given_while_somebody_new_is_waited_for(tmp_path: Path) -> None:
-    for manner in (IN_STEP, IN_PARTS):
-        stage = Stage(tmp_path / str(manner.lockstep), manner, 1, num_samples=40)
+    for config in (IN_STEP, IN_PARTS):
+        stage = Stage(tmp_path / str(config.lockstep), config, 1, num_samples=40)
         stage.more()
         assert not stage.dispatcher.quiet
         steps = [step.plan.step for step in stage.dispatcher.progress.steps]
@@ -399,12 +401,12 @@ def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path:
     assert second["portions"] == [[1, 0, 8, [(4, 8)], 1, 2.0, 2]]
 
 
-@pytest.mark.parametrize("manner", [IN_STEP, IN_PARTS])
+@pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
 def test_where_losses_decide_nothing_is_given_before_they_are_known(
-    tmp_path: Path, manner: Manner
+    tmp_path: Path, config: Strategy
 ) -> None:
     rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=1)
-    stage = Stage(tmp_path, manner, 2, num_samples=40, plateau=rule)
+    stage = Stage(tmp_path, config, 2, num_samples=40, plateau=rule)
     for step, factor in enumerate([None, None, 0.5, 0.25], start=1):
         stage.more()
         given = [(name, order["portions"]) for name, order in stage.told if "portions" in order]

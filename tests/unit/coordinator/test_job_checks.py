@@ -12,8 +12,9 @@ from manyhands.coordinator.job_checks import check_job, monitor_note, syllabus_o
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plateau import Plateau
 from manyhands.errors import JobError, UsageError
+from manyhands.strategies.allreduce import AllReduce
 
-OPTIONS = RunOptions("job.py", "allreduce", 2)
+OPTIONS = RunOptions("job.py", "allreduce", 2, AllReduce())
 
 
 def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> dict[str, Any]:

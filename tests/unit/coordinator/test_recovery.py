@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traits import Lockstep, WorkQueue
 
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.driver import Driver
-from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.coordinator.options import RunOptions
 from manyhands.errors import MemberError, WeightsLost
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
@@ -45,8 +46,8 @@ class Plain(Regression):
     def schedule(self, optimizer, num_steps):
         return None
 """
-PARTS = Manner(lockstep=False, elastic=True)
-STEPS = Manner(lockstep=True, elastic=True)
+PARTS = WorkQueue()
+STEPS = Lockstep()
 
 
 @dataclass
@@ -85,7 +86,7 @@ def members_find_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def conduct(
     tmp_path: Path,
-    manner: Manner,
+    config: Lockstep,
     watcher: Watcher,
     *,
     workers: int = 3,
@@ -100,12 +101,12 @@ def conduct(
     job.write_text(JOB.format(epochs=epochs))
     options = RunOptions(
         job=str(job),
-        strategy="ledger-sync" if manner.lockstep else "ledger",
+        strategy="ledger-sync" if config.lockstep else "ledger",
         workers=workers,
         settings={"pause_s": str(pause_s)},
         device="cpu",
         max_restarts=max_restarts,
-        manner=manner,
+        config=config,
     )
     run = RunFolder.create("run", path=tmp_path / "run")
     run.write_config({})
@@ -165,12 +166,12 @@ def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "manner", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
+    "config", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
 )
-def test_the_others_go_on_without_the_dead(tmp_path: Path, manner: Manner) -> None:
+def test_the_others_go_on_without_the_dead(tmp_path: Path, config: Lockstep) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("worker-0")))
-    driver = conduct(tmp_path, manner, watcher)
+    driver = conduct(tmp_path, config, watcher)
     assert_whole(driver, watcher)
     assert len(watcher.of(ev.Evaluated)) == EPOCHS
     (lost,) = watcher.of(ev.MemberLost)
@@ -201,16 +202,16 @@ def test_in_lockstep_a_death_changes_no_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "manner", [PARTS, pytest.param(STEPS, marks=pytest.mark.long)], ids=["parts", "steps"]
+    "config", [PARTS, pytest.param(STEPS, marks=pytest.mark.long)], ids=["parts", "steps"]
 )
-def test_the_dead_are_replaced_under_new_names(tmp_path: Path, manner: Manner) -> None:
+def test_the_dead_are_replaced_under_new_names(tmp_path: Path, config: Lockstep) -> None:
     watcher = Watcher()
     watcher.acts += [
         (at_step(9), lambda: watcher.kill("worker-0")),
         (lambda e: isinstance(e, ev.StepCommitted) and "worker-2" in e.shares, watcher.stop),
     ]
     driver = conduct(
-        tmp_path, manner, watcher, workers=2, max_restarts=1, epochs=900, outcome="interrupted"
+        tmp_path, config, watcher, workers=2, max_restarts=1, epochs=900, outcome="interrupted"
     )
     assert_whole(driver, watcher)
     views = [view.members for view in watcher.of(ev.ViewChanged)]
@@ -295,8 +296,8 @@ def test_when_nobody_is_left_all_may_begin_again(tmp_path: Path) -> None:
 def test_servers_stand_beside_the_workers_and_may_die(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("server-0")))
-    manner = dataclasses.replace(PARTS, servers=2)
-    driver = conduct(tmp_path, manner, watcher, workers=2)
+    config = dataclasses.replace(PARTS, servers=2)
+    driver = conduct(tmp_path, config, watcher, workers=2)
     assert_whole(driver, watcher)
     first, second = watcher.of(ev.ViewChanged)
     assert first.members == ("worker-0", "worker-1", "server-0", "server-1")

@@ -1,4 +1,4 @@
-"""Plays the workers of a training by chance, against the real hand-out, course and shelf.
+"""Simulates the workers of a run at random, against the real dispatcher, plan and checkpoint tracker.
 
 The weights are the list of parts that were put into them. In lockstep a step is in them once every
 worker of the view has computed its share; otherwise each part by itself, some left out. Deaths lose
@@ -12,10 +12,11 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
+from manyhands.contract import Strategy
 from manyhands.control.messages import Saved, StepRow
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
-from manyhands.coordinator.dispatch import make_handout
-from manyhands.coordinator.options import Manner, RunOptions
+from manyhands.coordinator.dispatch import make_dispatcher
+from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import PlanConfig, StepPlan, TrainingPlan
 from manyhands.coordinator.progress import Committed, PartKey
 from manyhands.events.sinks import Stream
@@ -29,24 +30,24 @@ Portion = list[Any]
 """step, epoch, samples, ranges, part; what is unusual"""
 
 
-class Troupe:
+class SimulatedWorkers:
     def __init__(
         self,
         folder: Path,
         plan_config: PlanConfig,
-        manner: Manner,
+        config: Strategy,
         workers: int,
         chance: random.Random,
     ) -> None:
         self.chance = chance
-        self.manner = manner
+        self.config = config
         self.training_plan = TrainingPlan(plan_config)
         run = RunFolder.create("played", path=folder / "run")
-        options = RunOptions("job.py", "played", workers, manner=manner)
+        options = RunOptions("job.py", "played", workers, config)
         self.checkpoint_tracker = CheckpointTracker(run, Stream(), options, newest=None)
         self.run = run
-        self.dispatcher = make_handout(
-            manner, self.training_plan, self.checkpoint_tracker, self._hear
+        self.dispatcher = make_dispatcher(
+            config, self.training_plan, self.checkpoint_tracker, self._hear
         )
         self.weights: list[tuple[PartKey, list[Sample]]] = []
         self.committed: list[Committed] = []
@@ -153,7 +154,7 @@ class Troupe:
     def _compute(self, name: str, portion: Portion) -> bool:
         """Whether the worker is through with it; in lockstep it waits for all the others."""
         step, part = portion[0], portion[4]
-        if not self.manner.lockstep:
+        if not self.config.lockstep:
             dropped = self.chance.random() < 0.15
             if not dropped:
                 self._apply(portion)
