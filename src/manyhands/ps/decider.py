@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from manyhands.ps.ledger import Decision, Given, Ledger, lr_factor, progress_after
+from manyhands.ps.ledger import Contribution, Decision, Ledger, lr_factor, progress_after
 from manyhands.ps.policies import Policy, PolicyUpdate, Verdict
 from manyhands.ps.staleness import Rule, lr_scale
 
@@ -53,15 +53,14 @@ class Decider:
         self._lr_rule = lr_rule
         self._by_part = by_part
         self._had: dict[tuple[str, int], set[str]] = {}
-        self._complete: dict[str, dict[int, tuple[Given, int]]] = {}
+        self._complete: dict[str, dict[int, tuple[Contribution, int]]] = {}
         self._last: dict[str, int] = {}
-        self._waiting: dict[tuple[str, int], Given] = {}
-        self._late: list[Given] = []
+        self._late: list[Contribution] = []
         self.resting: set[str] = set()
         self._stragglers: set[str] = set()
         self._ending: set[str] = set()
 
-    def had(self, server: str, push: Given, *, began: int, after: int) -> None:
+    def had(self, server: str, push: Contribution, *, began: int, after: int) -> None:
         """A server has all of a push, which its worker made after the one numbered `after`.
 
         It counts when every server has it, and in its worker's order: two may overtake each other
@@ -84,63 +83,54 @@ class Decider:
             self.count(push, began=began)
             self._last[push.worker] = last = push.seq
 
-    def count(self, push: Given, *, began: int) -> bool:
+    def count(self, push: Contribution, *, began: int) -> bool:
         """A push is complete; False if it was resolved before or is too late."""
         due = self.policy.resume_at(push.worker)
         if push.seq > due and push.worker in self.policy.workers:
             raise ValueError(f"{push.worker} pushed step {push.seq} where step {due} is due")
         self._ending.discard(push.worker)
         self.policy.started(push.worker, push.seq, version=began)
-        verdict = self.policy.push(push.worker, push.seq)
+        verdict = self.policy.push(push)
         if verdict is Verdict.ACCEPTED:
-            self._waiting[push.worker, push.seq] = push
             until = self.policy.furthest(push.worker)
             if not self._by_part and until is not None and push.seq < until:
                 self._stragglers.add(push.worker)
             return True
         if verdict is Verdict.LATE:
-            self._waiting[push.worker, push.seq] = push
-            self._gather_late()
+            self._late += self.policy.dropped()
         return False
 
     def decisions(self) -> list[Decision]:
         made = []
         while (update := self._take()) is not None:
-            given = tuple(
-                replace(
-                    (push := self._waiting.pop((c.worker, c.seq))),
-                    staleness=c.staleness,
-                    scale=push.scale * c.scale,
-                )
-                for c in update.contributions
-            )
-            self._progress = progress_after(self._progress, given)
-            rate = lr_factor(given)
+            contributions = update.contributions
+            self._progress = progress_after(self._progress, contributions)
+            rate = lr_factor(contributions)
             if self._by_part:
                 # The mean over the part, moving the weights by that part of a step: optimizers that look at
                 # the size of a gradient see that of a batch.
-                (only,) = given
+                (only,) = contributions
                 part, whole = only.share
                 rate *= part / whole * lr_scale(self._lr_rule, only.staleness)
-                given = (replace(only, scale=only.scale * whole / part if part else 0.0),)
+                contributions = (replace(only, scale=only.scale * whole / part if part else 0.0),)
             made.append(
                 Decision(
                     update.version,
-                    given,
+                    contributions,
                     lr_scale=rate,
                     progress=(self._progress.numerator, self._progress.denominator),
                 )
             )
-        self._gather_late()
+        self._late += self.policy.dropped()
         return made
 
     def _take(self) -> PolicyUpdate | None:
         update = self.policy.take()
-        if update is None and self._waiting and self._ending.issuperset(self.policy.workers):
+        if update is None and self._ending.issuperset(self.policy.workers):
             return self.policy.flush()
         return update
 
-    def late(self) -> list[Given]:
+    def late(self) -> list[Contribution]:
         """Pushes that were left out of the weights, each told once."""
         late, self._late = self._late, []
         return late
@@ -172,7 +162,3 @@ class Decider:
 
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
         return self.policy.waiting_for(worker, seq)
-
-    def _gather_late(self) -> None:
-        for push in self.policy.dropped():
-            self._late.append(self._waiting.pop(push))

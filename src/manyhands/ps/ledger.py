@@ -26,40 +26,46 @@ KEEP_PARTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """One push in a decision."""
+class Contribution:
+    """A worker's gradient in an update: one push."""
 
     worker: str
     seq: int
-    slot: int
-    """Which of the worker's gradient buffers it lies in."""
-    step: int
-    part: int
-    samples: float
-    """What it counts (samples, or the job's own weights)."""
-    total: float
-    """What its gradient was divided by already."""
-    share: tuple[int, int]
+    slot: int = 0
+    """Which of the worker's gradient buffers holds it."""
+    step: int = 0
+    part: int = 0
+    samples: float = 1.0
+    """Its weight: the number of samples, or the job's own weights."""
+    total: float = 1.0
+    """What the gradient was divided by already."""
+    share: tuple[int, int] = (1, 1)
     """The part of a batch that it is, as a fraction."""
     staleness: int = 0
+    """Updates applied since the worker got the weights of this step."""
     scale: float = 1.0
-    """What its policy, or its own clipping, wants it multiplied by."""
+    """Factor set by the policy, and by clipping on the worker."""
     lr_factor: float = 1.0
-    """What the learning rate of its step is multiplied by."""
+    """Factor on the learning rate of its step."""
     ticks: int = 1
-    """How many steps of the schedule its whole batch is."""
+    """Schedule steps that its whole batch counts as."""
     loss: float = 0.0
-    """The sum of its losses, each times its weight: who pushed it may die before it reports it."""
+    """Sum of its losses, each times its weight: the worker may die before it reports them."""
+
+    @property
+    def push(self) -> tuple[str, int]:
+        """(worker, seq): what identifies it."""
+        return self.worker, self.seq
 
 
-_GIVEN = tuple(each.name for each in fields(Given))
+_FIELDS = tuple(each.name for each in fields(Contribution))
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     version: int
     """The version that it makes."""
-    given: tuple[Given, ...]
+    contributions: tuple[Contribution, ...]
     """In rank order: the order in which they are added."""
     lr_scale: float = 1.0
     progress: tuple[int, int] = (0, 1)
@@ -81,20 +87,20 @@ class Decision:
         """
         counts: dict[int, int] = defaultdict(int)
         weights: dict[int, float] = defaultdict(float)
-        for g in self.given:
+        for g in self.contributions:
             counts[g.step] += g.share[0]
             weights[g.step] += g.samples
         return [
             g.scale * (g.total * counts[g.step]) / (g.share[1] * weights[g.step])
             if weights[g.step]
             else 0.0
-            for g in self.given
+            for g in self.contributions
         ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "v": self.version,
-            "given": [[getattr(g, name) for name in _GIVEN] for g in self.given],
+            "contributions": [[getattr(g, name) for name in _FIELDS] for g in self.contributions],
             "lr": self.lr_scale,
             "progress": self.progress,
             "factor": self.factor,
@@ -102,15 +108,15 @@ class Decision:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Decision:
-        given = tuple(
-            Given(str(w), int(q), int(slot), int(step), int(part), float(n), float(t), _pair(share),
+        contributions = tuple(
+            Contribution(str(w), int(q), int(slot), int(step), int(part), float(n), float(t), _pair(share),
                   int(stale), float(scale), float(factor), int(ticks), float(loss))
             for w, q, slot, step, part, n, t, share, stale, scale, factor, ticks, loss
-            in record["given"]
+            in record["contributions"]
         )  # fmt: skip
         return cls(
             int(record["v"]),
-            given,
+            contributions,
             float(record["lr"]),
             _pair(record["progress"]),
             float(record["factor"]),
@@ -142,13 +148,13 @@ class Ledger:
         self.version = decision.version
         self.progress = Fraction(*decision.progress)
         self.decisions.append(decision)
-        for given in decision.given:
-            self.counts[given.worker] += 1
-            self.parts.append((given.step, given.part, given.samples, given.loss))
-        self._kept += len(decision.given)
+        for each in decision.contributions:
+            self.counts[each.worker] += 1
+            self.parts.append((each.step, each.part, each.samples, each.loss))
+        self._kept += len(decision.contributions)
         most = KEEP_PUSHES + 4 * len(self.counts)
-        while self._kept - len(self.decisions[0].given) >= most:
-            self._kept -= len(self.decisions.popleft().given)
+        while self._kept - len(self.decisions[0].contributions) >= most:
+            self._kept -= len(self.decisions.popleft().contributions)
 
     def after(self, version: int) -> list[Decision]:
         """What was applied after `version`, oldest first."""
@@ -177,7 +183,7 @@ class Ledger:
             Counter({str(k): int(n) for k, n in record["counts"].items()}),
         )
         ledger.decisions.extend(Decision.from_dict(d) for d in record["decisions"])
-        ledger._kept = sum(len(d.given) for d in ledger.decisions)
+        ledger._kept = sum(len(d.contributions) for d in ledger.decisions)
         ledger.parts.extend(
             (int(step), int(part), float(weight), float(loss))
             for step, part, weight, loss in record["parts"]
@@ -185,17 +191,17 @@ class Ledger:
         return ledger
 
 
-def progress_after(before: Fraction, given: Iterable[Given]) -> Fraction:
-    return before + sum((Fraction(*g.share) * g.ticks for g in given), Fraction())
+def progress_after(before: Fraction, contributions: Iterable[Contribution]) -> Fraction:
+    return before + sum((Fraction(*g.share) * g.ticks for g in contributions), Fraction())
 
 
-def lr_factor(given: Sequence[Given]) -> float:
+def lr_factor(contributions: Sequence[Contribution]) -> float:
     """Of an update that is made of these: what all say, or their mean where they are of several steps."""
-    first = given[0].lr_factor
-    if all(g.lr_factor == first for g in given):
+    first = contributions[0].lr_factor
+    if all(g.lr_factor == first for g in contributions):
         return first
-    whole = sum(g.samples for g in given)
-    return sum(g.lr_factor * g.samples for g in given) / whole if whole else first
+    whole = sum(g.samples for g in contributions)
+    return sum(g.lr_factor * g.samples for g in contributions) / whole if whole else first
 
 
 def _pair(value: Any) -> tuple[int, int]:

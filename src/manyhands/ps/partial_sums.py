@@ -58,11 +58,11 @@ class PartialSums:
     def decided(self, decision: Decision) -> int | None:
         """The round that it is, if the sum of the gradients as they are is what was decided on. What has
         come of it, or before it, is forgotten."""
-        seqs = {given.seq for given in decision.given}
+        seqs = {given.seq for given in decision.contributions}
         (seq,) = seqs if len(seqs) == 1 else (None,)
         plain = all(factor == 1.0 for factor in decision.coefficients())
-        same = plain and [one.worker for one in decision.given] == self._workers
-        slots = {one.worker: one.slot for one in decision.given}
+        same = plain and [one.worker for one in decision.contributions] == self._workers
+        slots = {one.worker: one.slot for one in decision.contributions}
         same = same and seq in self._rounds and self._rounds[seq].slots == slots
         self._over = max(self._over, *seqs)
         self._rounds = {n: r for n, r in self._rounds.items() if n > self._over}

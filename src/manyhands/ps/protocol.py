@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from manyhands.errors import LinkError, ManyhandsError
-from manyhands.ps.ledger import Given
+from manyhands.ps.ledger import Contribution
 
 PEER, ENTER, LANE = "peer", "enter", "lane"
 REFUSED = "refused"
@@ -130,7 +130,7 @@ def _anything(value: Any) -> bool:
 
 Check = Callable[[Any], bool]
 
-_GIVEN: Mapping[str, Check] = {
+_CONTRIBUTION: Mapping[str, Check] = {
     "worker": _name,
     "seq": _counted,
     "slot": _whole,
@@ -145,14 +145,14 @@ _GIVEN: Mapping[str, Check] = {
     "ticks": _ticks,
     "loss": _number,
 }
-"""A push is a list of these: a Given, in the order of its fields."""
+"""A push is a list of these: a Contribution, in the order of its fields."""
 
 
 def _push(value: Any) -> bool:
     return (
         isinstance(value, list)
-        and len(value) == len(_GIVEN)
-        and all(check(each) for check, each in zip(_GIVEN.values(), value, strict=True))
+        and len(value) == len(_CONTRIBUTION)
+        and all(check(each) for check, each in zip(_CONTRIBUTION.values(), value, strict=True))
     )
 
 
@@ -226,7 +226,7 @@ def check_said(line: str, who: str, head: Mapping[str, Any], *, payload: bool) -
     if payload != (kind in _CARRIES):
         raise Nonsense(f"{kind!r} with{'' if payload else 'out'} a payload")
     if kind == "push":
-        given = given_of(head["push"])
+        given = contribution_of(head["push"])
         if given.worker != who or given.seq != head["seq"] or head["after"] >= head["seq"]:
             raise Nonsense(f"push {head['seq']} of {who} is {reprlib.repr(head)}")
     return kind
@@ -245,11 +245,11 @@ def made_of(what: str, make: Callable[[], Made]) -> Made:
         raise Nonsense(f"{what} that is none: {error!r}") from error
 
 
-def given_of(record: Any) -> Given:
+def contribution_of(record: Any) -> Contribution:
     """A push as its worker says it."""
     worker, seq, slot, step, part, samples, total, share, *others = record
     staleness, scale, factor, ticks, loss = others
-    return Given(
+    return Contribution(
         *(worker, seq, slot, step, part, float(samples), float(total), (share[0], share[1])),
         *(staleness, float(scale), float(factor), ticks, float(loss)),
     )

@@ -29,7 +29,7 @@ from typing import Any
 
 from manyhands.errors import LinkTimeout
 from manyhands.ps.block_store import scale, squared_norm
-from manyhands.ps.ledger import Decision, Given, lr_factor, progress_after
+from manyhands.ps.ledger import Contribution, Decision, lr_factor, progress_after
 from manyhands.ps.placement import Placement
 from manyhands.ps.rows import step_of
 from manyhands.ps.server_state import ServerState
@@ -259,7 +259,7 @@ class RoundServer:
     def _decision(self, number: int) -> Decision:
         table = self._table
         given = tuple(
-            Given(
+            Contribution(
                 worker=worker,
                 seq=number,
                 slot=0,

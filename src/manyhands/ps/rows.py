@@ -243,7 +243,7 @@ class RowServerState:
     def _apply(
         self, decision: Decision, servers: Sequence[str], server: str, undo: UndoLog | None
     ) -> None:
-        baskets = [self.baskets[g.worker][g.slot].get() for g in decision.given]
+        baskets = [self.baskets[g.worker][g.slot].get() for g in decision.contributions]
         if self._adds:
             for basket in baskets:
                 self._add(basket, step_of(decision))
@@ -279,7 +279,7 @@ class RowServerState:
 
 def step_of(decision: Decision) -> int:
     """The clock of tables: the last step that a decision is of, which goes on when a run is resumed."""
-    return max(given.step for given in decision.given)
+    return max(given.step for given in decision.contributions)
 
 
 class ColocatedRows:

@@ -36,10 +36,10 @@ from manyhands.ps.acceptor import Acceptor, InboxItem
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.channels import SendGate
 from manyhands.ps.decider import MAX_UNDER_WAY, Decider
-from manyhands.ps.ledger import Decision, Given
+from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.memory import FlatTensors
 from manyhands.ps.mode import PsMode
-from manyhands.ps.protocol import REFUSED, Forgotten, Nonsense, given_of
+from manyhands.ps.protocol import REFUSED, Forgotten, Nonsense, contribution_of
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
 from manyhands.ps.rows import ColocatedRows
 from manyhands.ps.server_state import ServerState
@@ -376,7 +376,9 @@ class Server:
                 "ticks": ledger.ticks,
                 "done": session.done,
                 "late": session.late,
-                "last": [[g.step, g.part] for d in list(ledger.decisions)[-1:] for g in d.given],
+                "last": [
+                    [g.step, g.part] for d in list(ledger.decisions)[-1:] for g in d.contributions
+                ],
                 "travels": session.travels,
                 "placement": plan.placement.to_dict(),
                 "homes": plan.homes.to_dict() if plan.homes else None,
@@ -412,7 +414,7 @@ class Server:
         if self._frozen:
             return
         assert self._decider is not None
-        push = given_of(head["push"])
+        push = contribution_of(head["push"])
         try:
             self._decider.had(server, push, began=int(head["began"]), after=int(head["after"]))
         except ValueError as error:
@@ -477,7 +479,7 @@ class Server:
 
     def _tell_news(self, decision: Decision) -> None:
         own: dict[str, list[list[float]]] = defaultdict(list)
-        for given in decision.given:
+        for given in decision.contributions:
             own[given.worker].append([given.seq, given.staleness, self._rate(decision, given)])
             if (session := self._sessions.get(given.worker)) is not None:
                 session.done = max(session.done, given.seq)
@@ -497,7 +499,7 @@ class Server:
             session.tell(head)
             self._send_runs(session)
 
-    def _rate(self, decision: Decision, given: Given) -> float:
+    def _rate(self, decision: Decision, given: Contribution) -> float:
         """The learning rate that a push was applied with, as that of a whole step."""
         rate, (part, whole) = self.server_state.lr * decision.lr_scale, given.share
         return rate if self._mode.rounds or not part else rate * whole / part

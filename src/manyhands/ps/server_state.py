@@ -234,7 +234,7 @@ class ServerState:
         return self.held.own
 
     def add_up(self, decision: Decision, sums: FlatTensors, runs: Sequence[Span]) -> None:
-        sources = [self.gradients[g.worker][g.slot] for g in decision.given]
+        sources = [self.gradients[g.worker][g.slot] for g in decision.contributions]
         add_up(sums, runs, sources, decision.coefficients())
 
     def apply(self, decision: Decision) -> None:

@@ -161,14 +161,19 @@ class UpdatePipeline:
         decision = made_of("a decision", lambda: Decision.from_dict(head["decision"]))
         if decision.version != next_is:
             raise Nonsense(f"a decision on version {decision.version}, where {next_is} is next")
-        for given in decision.given:
+        for given in decision.contributions:
             slots = self._server_state.gradients.get(given.worker, ())
             if not 0 <= given.slot < len(slots) or given.share[1] <= 0:
                 raise Nonsense(f"a decision on a gradient that there is not: {given}"[:200])
         ticks = decision.ticks if decision.progress[1] > 0 else math.inf
-        most = sum(given.ticks for given in decision.given) * MOST_BEHIND
-        if not decision.given or ticks > self._server_state.ledger.ticks + most + MOST_BEHIND:
-            raise Nonsense(f"a decision on {len(decision.given)} gradients and {ticks} ticks")
+        most = sum(given.ticks for given in decision.contributions) * MOST_BEHIND
+        if (
+            not decision.contributions
+            or ticks > self._server_state.ledger.ticks + most + MOST_BEHIND
+        ):
+            raise Nonsense(
+                f"a decision on {len(decision.contributions)} gradients and {ticks} ticks"
+            )
         return decision
 
     def _check_version(self, kind: str, version: int, last: int) -> None:
@@ -252,7 +257,7 @@ class UpdatePipeline:
         rest = [run for i, run in enumerate(self.runs) if i not in made]
         self._server_state.add_up(decision, sums, rest if made else self.own.runs)
         if self.compensation is not None:
-            self.compensation.correct(decision.given[0].worker, sums, self.own)
+            self.compensation.correct(decision.contributions[0].worker, sums, self.own)
         if self._mode.clip_norm is None:
             self._summed()
             return

@@ -91,7 +91,7 @@ class House:
             buffer.fill_(1.0)
         for i in range(len(client.travelling().get(SERVER, ()))):
             client.push_run(SERVER, i, seq=seq, slot=slot, priority=i)
-        given = dict(zip(GIVEN, push_of(name, seq, slot), strict=True)) | wrong
+        given = dict(zip(CONTRIBUTION, push_of(name, seq, slot), strict=True)) | wrong
         client.push(seq, slot, list(given.values()), began=client.version)
         return seq
 
@@ -193,7 +193,7 @@ def house(
         server.freeze()
 
 
-GIVEN = [
+CONTRIBUTION = [
     *("worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"),
     *("lr_factor", "ticks", "loss"),
 ]
@@ -244,7 +244,7 @@ def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
     yield push[:-1]
     yield [*push, 0]
-    for position, name in enumerate(GIVEN):
+    for position, name in enumerate(CONTRIBUTION):
         is_amount = name in ("samples", "total", "scale", "lr_factor", "loss")
         for wrong in NEVER if is_amount else NEVER_A_COUNT:
             yield [*push[:position], wrong, *push[position + 1 :]]

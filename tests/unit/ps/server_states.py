@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from manyhands.compute.train_state import TrainState
 from manyhands.ps.block_store import BlockState, BlockStore, Span, add_up
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.ledger import Decision, Given
+from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
 from manyhands.ps.server_state import GradientSums, ScheduleClock, ServerState
@@ -245,7 +245,7 @@ class Village:
             sources.append(gradient)
             self.progress += Fraction(*share)
             given.append(
-                Given(
+                Contribution(
                     worker, self.version, slot, self.version, 0, float(samples), float(whole), share
                 )
             )

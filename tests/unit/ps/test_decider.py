@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.ps.decider import Decider
-from manyhands.ps.ledger import Decision, Given, Ledger
+from manyhands.ps.ledger import Contribution, Decision, Ledger
 from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy
 from manyhands.ps.staleness import RULES, lr_scale
 
@@ -21,9 +21,11 @@ SERVERS = ["s0", "s1", "s2"]
 WORKERS = ["w0", "w1", "w2", "w3"]
 
 
-def push(worker: str, seq: int, *, share: tuple[int, int] = (1, 2), scale: float = 1.0) -> Given:
+def push(
+    worker: str, seq: int, *, share: tuple[int, int] = (1, 2), scale: float = 1.0
+) -> Contribution:
     samples, total = float(share[0]), float(share[1])
-    return Given(worker, seq, seq % 2, 1, 0, samples, total, share, scale=scale)
+    return Contribution(worker, seq, seq % 2, 1, 0, samples, total, share, scale=scale)
 
 
 # One after the other ----------------------------------------------------------------------------
@@ -36,7 +38,7 @@ def test_a_push_counts_once_every_server_has_it() -> None:
         assert lead.decisions() == []
     lead.had("s1", push("w0", 1), began=0, after=0)
     (decision,) = lead.decisions()
-    assert [g.seq for g in decision.given] == [1]
+    assert [g.seq for g in decision.contributions] == [1]
     assert decision.progress == (1, 2)
 
 
@@ -45,14 +47,14 @@ def test_two_pushes_of_a_worker_that_overtake_each_other_count_in_its_order() ->
     lead.had("s0", push("w0", 2), began=0, after=1)
     assert lead.decisions() == []
     lead.had("s0", push("w0", 1), began=0, after=0)
-    assert [d.given[0].seq for d in lead.decisions()] == [1, 2]
+    assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
 
 
 def test_what_is_said_again_changes_nothing_and_leaves_nothing() -> None:
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     for seq in (1, 2, 1, 2, 1):
         lead.had("s0", push("w0", seq), began=0, after=seq - 1)
-    assert [d.given[0].seq for d in lead.decisions()] == [1, 2]
+    assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
     assert not lead._had
     assert not lead._complete["w0"]
 
@@ -63,7 +65,7 @@ def test_numbers_go_on_behind_what_is_in_the_ledger() -> None:
     lead.had("s0", push("w0", 1), began=7, after=0)
     (decision,) = lead.decisions()
     assert (decision.version, decision.progress, decision.ticks) == (8, (3, 1), 3)
-    assert decision.given[0].staleness == 0
+    assert decision.contributions[0].staleness == 0
 
 
 def test_the_learning_rate_of_a_part_is_its_share_and_falls_with_staleness() -> None:
@@ -93,14 +95,14 @@ def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
     lead.rest("w0")
     for worker in ("w2", "w1"):
         lead.had("s0", push(worker, 1), began=0, after=0)
-    assert [[g.worker for g in d.given] for d in lead.decisions()] == [["w1", "w2"]]
+    assert [[g.worker for g in d.contributions] for d in lead.decisions()] == [["w1", "w2"]]
     lead.wake("w0")
     lead.wake("w0")
     assert (lead.word("w0").at, lead.word("w0").until) == (2, 2)
     for worker in ("w2", "w1", "w0"):
         lead.had("s0", push(worker, 2), began=1, after=0 if worker == "w0" else 1)
     (decision,) = lead.decisions()
-    assert [g.worker for g in decision.given] == ["w0", "w1", "w2"], "added in rank order"
+    assert [g.worker for g in decision.contributions] == ["w0", "w1", "w2"], "added in rank order"
 
 
 def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
@@ -126,7 +128,7 @@ def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
     for worker in ("w0", "w1"):
         lead.had("s0", push(worker, 2), began=1, after=1)
     (decision,) = lead.decisions()
-    assert [(g.worker, g.seq, g.scale) for g in decision.given] == [
+    assert [(g.worker, g.seq, g.scale) for g in decision.contributions] == [
         ("w0", 2, 1.0), ("w1", 2, 1.0), ("w2", 1, 0.25),
     ]  # fmt: skip
 
@@ -142,7 +144,7 @@ def test_at_the_end_of_the_data_what_waits_is_applied() -> None:
     assert lead.decisions() == [], "w2 may still give something to the open round"
     lead.ends("w2")
     (decision,) = lead.decisions()
-    assert [(g.worker, g.seq) for g in decision.given] == [("w2", 1)]
+    assert [(g.worker, g.seq) for g in decision.contributions] == [("w2", 1)]
 
 
 # In any order -----------------------------------------------------------------------------------
@@ -169,12 +171,12 @@ class Sea:
         self.num_parts = parts
         self.last = dict.fromkeys(self.workers, 0)  # the number of its last push
         self.resumed = dict.fromkeys(self.workers, 0)  # where it goes on after a rest
-        self.under_way: dict[str, dict[int, Given]] = {w: {} for w in self.workers}
+        self.under_way: dict[str, dict[int, Contribution]] = {w: {} for w in self.workers}
         self.counted: set[tuple[str, int]] = set()
         self.released: set[str] = set()
         self.resting: set[str] = set()
-        self.at_sea: list[tuple[str, Given, int, int]] = []
-        self.said: list[tuple[str, Given, int, int]] = []
+        self.at_sea: list[tuple[str, Contribution, int, int]] = []
+        self.said: list[tuple[str, Contribution, int, int]] = []
         self.missing: dict[tuple[str, int], set[str]] = {}
         self.fate: dict[tuple[str, int], str] = {}
         self.began: dict[tuple[str, int], int] = {}
@@ -260,10 +262,10 @@ class Sea:
         for decision in self.lead.decisions():
             self.decided.append(decision)
             assert decision.version == len(self.decided), "versions have no gaps"
-            assert decision.given
-            order = [(g.worker, g.seq) for g in decision.given]
+            assert decision.contributions
+            order = [(g.worker, g.seq) for g in decision.contributions]
             assert order == sorted(order), "in rank order"
-            for each in decision.given:
+            for each in decision.contributions:
                 self.resolve(each, "decided")
                 assert each.staleness == decision.version - 1 - self.began[each.worker, each.seq]
             self.check_rate(decision)
@@ -272,7 +274,7 @@ class Sea:
             self.parts.insert(0, (each.step, each.part))
         self.released |= set(self.lead.stragglers())
 
-    def resolve(self, given: Given, fate: str) -> None:
+    def resolve(self, given: Contribution, fate: str) -> None:
         key = given.worker, given.seq
         assert key not in self.fate, "each once"
         self.fate[key] = fate
@@ -284,12 +286,12 @@ class Sea:
 
     def check_rate(self, decision: Decision) -> None:
         if self.by_part:
-            (only,) = decision.given
+            (only,) = decision.contributions
             share = only.share[0] / only.share[1]
             assert decision.lr_scale == share * lr_scale(self.rule, only.staleness)
         else:
             assert decision.lr_scale == 1.0
-        done = sum((Fraction(*g.share) for d in self.decided for g in d.given), Fraction())
+        done = sum((Fraction(*g.share) for d in self.decided for g in d.contributions), Fraction())
         assert Fraction(*decision.progress) == done
 
     def finish(self) -> None:
@@ -313,7 +315,7 @@ class Sea:
         assert not any(self.under_way.values()), "a push was forgotten"
         assert Fraction(*self.decided[-1].progress) == self.batches
         assert self.decided[-1].ticks == self.batches
-        assert not self.lead._waiting
+        assert not self.lead.policy._waiting
         assert not self.lead._had
 
 

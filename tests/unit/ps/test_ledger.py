@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from manyhands.ps.ledger import (
     KEEP_PARTS,
     KEEP_PUSHES,
+    Contribution,
     Decision,
-    Given,
     Ledger,
     lr_factor,
     progress_after,
@@ -24,7 +24,7 @@ names = st.sampled_from(["worker-0", "worker-1", "a name with a space"])
 fractions = st.tuples(st.integers(0, 50), st.integers(1, 50))
 numbers = st.floats(0, 1e9)
 pushes = st.builds(
-    Given, names, st.integers(1, 99), st.integers(0, 1), st.integers(1, 99), st.integers(0, 7),
+    Contribution, names, st.integers(1, 99), st.integers(0, 1), st.integers(1, 99), st.integers(0, 7),
     samples=numbers, total=numbers, share=fractions, staleness=st.integers(0, 9),
     scale=st.floats(0, 1), lr_factor=st.floats(0.1, 9), ticks=st.integers(0, 3),
 )  # fmt: skip
@@ -32,9 +32,9 @@ pushes = st.builds(
 
 def pushed(
     worker: str, *, samples: float = 4, total: float = 4, step: int = 1, **more: float
-) -> Given:
+) -> Contribution:
     share = (round(samples), round(total) or 1)
-    return Given(worker, 1, 0, step, 0, float(samples), float(total), share, **more)  # type: ignore[arg-type]
+    return Contribution(worker, 1, 0, step, 0, float(samples), float(total), share, **more)  # type: ignore[arg-type]
 
 
 def on_the_wire(record: dict[str, object]) -> dict[str, object]:
@@ -53,7 +53,9 @@ def test_a_decision_survives_the_wire(decision: Decision) -> None:
 
 
 @given(st.lists(st.lists(pushes, min_size=1, max_size=3), max_size=KEEP_PUSHES + 9))
-def test_a_ledger_survives_the_wire_and_counts_every_push(updates: list[list[Given]]) -> None:
+def test_a_ledger_survives_the_wire_and_counts_every_push(
+    updates: list[list[Contribution]],
+) -> None:
     ledger = Ledger()
     for made in updates:
         after = progress_after(ledger.progress, made)

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from manyhands.ps.ledger import Contribution
 from manyhands.ps.policies import (
     AsyncPolicy,
     BackupPolicy,
     Policy,
     PolicyUpdate,
-    Push,
     SspPolicy,
     SyncPolicy,
     Verdict,
-    restore,
 )
 
 NAMES = [f"worker{i}" for i in range(5)]
 COUNT = st.sampled_from([0, 1, 2, 3, 4, 5, 3, 4, 5])
+Push = tuple[str, int]
 PICK = st.integers(0, 59)  # of any number of workers up to five, each as often
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Members of one policy do what they may, die and return; a twin made from JSON follows along.
+    """Members of one policy do what they may, die and return; a copy of it follows along.
 
     The model knows nothing of clocks: only who did what, and what became of each push.
     """
 
     def start(self, policy: Policy, live: list[str], *, eager: bool) -> None:
-        self.policy, self.twin = policy, restore(json.loads(json.dumps(policy.state())))
+        self.policy, self.twin = policy, copy.deepcopy(policy)
         self.eager = eager  # whether updates are taken at once, or some time
         self.live = list(live)
         self.first = dict.fromkeys(live, policy.version + 1)
@@ -82,7 +82,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         seq, self.began_at[worker, seq] = self.begun.pop(worker)
         assert (worker, seq) not in self.fate, "a number repeats"
-        verdict = self.both("push", worker, seq)
+        verdict = self.both("push", Contribution(worker, seq))
         assert verdict in (Verdict.ACCEPTED, Verdict.LATE)
         self.fate[worker, seq] = "late" if verdict is Verdict.LATE else "waiting"
         self.done[worker] = seq
@@ -92,14 +92,14 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def resend(self, data: st.DataObject) -> None:
         worker, seq = data.draw(st.sampled_from(sorted(self.fate)))
-        before = self.policy.state()
+        before = copy.deepcopy(vars(self.policy))
         wanted = Verdict.DUPLICATE if worker in self.live else Verdict.UNKNOWN
-        assert self.both("push", worker, seq) is wanted
-        assert self.policy.state() == before
+        assert self.both("push", Contribution(worker, seq)) is wanted
+        assert vars(self.policy) == before
 
     @rule(worker=st.sampled_from(NAMES))
     def die(self, worker: str) -> None:
-        lost = self.both("leave", worker)
+        lost = [each.push for each in self.both("leave", worker)]
         waited = [p for p, fate in self.fate.items() if fate == "waiting" and p[0] == worker]
         assert sorted(lost) == sorted(waited)
         for push in lost:
@@ -123,7 +123,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def copy(self) -> None:
-        self.twin = restore(json.loads(json.dumps(self.policy.state())))
+        self.twin = copy.deepcopy(self.policy)
         assert type(self.twin) is type(self.policy)
 
     @rule()
@@ -161,7 +161,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.policy.version == update.version
 
     def count_dropped(self) -> None:
-        for push in self.both("dropped"):
+        for push in [each.push for each in self.both("dropped")]:
             assert self.fate[push] in ("late", "waiting")
             self.fate[push] = "dropped"
         assert "late" not in self.fate.values(), "what was late is told"

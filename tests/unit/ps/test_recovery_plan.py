@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import ManyhandsError
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.ledger import Decision, Given, Ledger
+from manyhands.ps.ledger import Contribution, Decision, Ledger
 from manyhands.ps.placement import Placement
 from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, make_plan
 
@@ -22,7 +22,7 @@ from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, ma
 def ledger_at(version: int) -> Ledger:
     ledger = Ledger()
     for number in range(1, version + 1):
-        ledger.note(Decision(number, (Given("w", number, 0, number, 0, 1.0, 1.0, (1, 1)),)))
+        ledger.note(Decision(number, (Contribution("w", number, 0, number, 0, 1.0, 1.0, (1, 1)),)))
     return ledger
 
 

@@ -170,7 +170,7 @@ def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
         servers.decide(decision)
         assert {len(told) for told in servers.applied.values()} == {1 if shared else 0}
         for version in (2, 3, 4):
-            again = Decision(version, decision.given, decision.lr_scale, decision.progress)
+            again = Decision(version, decision.contributions, decision.lr_scale, decision.progress)
             servers.decide(again)
         assert {len(told) for told in servers.applied.values()} == {2 if shared else 0}
         servers.deliver(random.Random(0))
@@ -185,7 +185,7 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
     with three(shared, tmp_path, clip_norm=0.5) as servers:
         village = servers.village
         decision = village.decide()
-        gradients = [village.slots[g.worker][g.slot] for g in decision.given]
+        gradients = [village.slots[g.worker][g.slot] for g in decision.contributions]
         whole = sum(
             c * torch.cat(flat.buffers)
             for c, flat in zip(decision.coefficients(), gradients, strict=True)
@@ -212,7 +212,7 @@ def come(servers: Servers, decision: Decision, chance: random.Random, *, part: f
     arrivals = [
         (name, given, run)
         for name, updates in servers.updates.items()
-        for given in decision.given
+        for given in decision.contributions
         for run in range(len(updates.runs))
         if chance.random() <= part
     ]
@@ -247,8 +247,8 @@ def test_sums_that_were_made_of_something_else_are_made_anew(tmp_path: Path) -> 
         village, chance = servers.village, random.Random(0)
         for version in (1, 2):
             decision = village.decide(for_all=True)
-            others = [replace(given, slot=1 - given.slot) for given in decision.given]
-            come(servers, replace(decision, given=tuple(others)), chance, part=1.0)
+            others = [replace(given, slot=1 - given.slot) for given in decision.contributions]
+            come(servers, replace(decision, contributions=tuple(others)), chance, part=1.0)
             assert all(updates._made for updates in servers.updates.values() if updates.runs)
             servers.decide(decision)
             servers.deliver(chance)
