@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from manyhands import __version__
 from manyhands.cli import entry
-from manyhands.cli.habits import check_set, fields_meant
-from manyhands.errors import ManyhandsError, closest
+from manyhands.cli.habits import check_set
+from manyhands.cli.parser import Parser
+from manyhands.errors import ManyhandsError
 
 VERBS = {
     "train": "train",
@@ -47,37 +46,6 @@ Ctrl-C/SIGTERM, otherwise that of the first member that failed.
 """
 
 
-class Parser(argparse.ArgumentParser):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.set_defaults(parser=self)  # the innermost one knows which flags there are
-
-    def refuse(self, left_over: Sequence[str], words: Sequence[str]) -> NoReturn:
-        """These were left over, of these words."""
-        flags = [word.partition("=")[0] for word in left_over if word.startswith("-")]
-        if not flags:
-            self.error(f"{' '.join(left_over)!r} is one too many.")
-        known = [name for action in self._actions for name in action.option_strings]
-        settings = fields_meant(flags, words) if "--set" in known else {}
-        if flags[0] in settings:
-            typed = " ".join(f"--set {pair}" for pair in settings.values())
-            name = settings[flags[0]].partition("=")[0]
-            self.error(f"there is no flag {flags[0]}: {name} is a field of the job. Type  {typed}")
-        self.error(f"there is no flag {flags[0]}{closest(flags[0], known)}")
-
-    def error(self, message: str) -> NoReturn:
-        """argparse says what is wrong; we add the closest verb and where help is."""
-        wrong = re.fullmatch(
-            r"argument ([A-Z]+): invalid choice: '(.*)' \(choose from (.*)\)", message
-        )
-        if wrong:
-            noun, given, allowed = wrong.groups()
-            hint = closest(given, re.findall(r"[\w-]+", allowed))
-            message = f"there is no {noun.lower()} {given!r}{hint}"
-        print(f"error: {message}\nSee: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="manyhands",
@@ -87,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"manyhands {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
     for name in VERBS.keys() & words[:1] or VERBS:
         verb = importlib.import_module(f"manyhands.cli.{VERBS[name]}")
         sub = verbs.add_parser(
@@ -98,11 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.add_arguments(sub)
-        sub.set_defaults(run=verb.run)
+        sub.set_defaults(run=verb.run, explain=None)
     try:
         check_set(words)
-        arguments, left_over = parser.parse_known_args(argv)
+        own, passed = _split(words)
+        arguments, left_over = parser.parse_known_args(own)
+        arguments.passed = passed
         if left_over:
+            if arguments.explain:
+                arguments.explain(arguments.parser, words)
             arguments.parser.refuse(left_over, words)
         if signal.getsignal(signal.SIGINT) == entry.stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -115,6 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `manyhands list | head`
         return 0
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Split off what follows --, for a command that passes it on."""
+    if words[:1] != ["launch"] or "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 if __name__ == "__main__":

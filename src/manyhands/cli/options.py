@@ -15,6 +15,7 @@ from manyhands.coordinator.fault_spec import EXAMPLE, FaultSpec, check, parse_ch
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, closest
+from manyhands.hosts.devices import check_device
 from manyhands.hosts.environment import PREFIX, option
 from manyhands.hosts.launchers import cores
 from manyhands.hosts.spec import ClusterSpec
@@ -224,13 +225,15 @@ def resolve_options(
     ):
         if value < least:
             raise UsageError(f"--{flag} {value}: it must be at least {least}.")
+    device = resolved.get("device", "auto")
+    check_device(device)
     return RunOptions(
         job=job,
         strategy=spec,
         workers=count,
         config=config,
         settings=settings,
-        device=resolved.get("device", "auto"),
+        device=device,
         threads=threads,
         shared_cores=_shared_cores(resolved, local=cluster is None and not elsewhere),
         checkpoint_every=every,

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 from manyhands.errors import UsageError
 
 
+def check_device(wish: str) -> None:
+    """Refuse what is not a device, before any process looks for it."""
+    for part in wish.split(","):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", part.strip()):
+            raise UsageError(
+                f"--device {wish}: allowed are auto, cpu, cuda and cuda:N, or several of them, one per "
+                "worker: cuda,cpu"
+            )
+
+
 def pick_device(wish: str, local_rank: int) -> str:
     """`auto`, `cpu`, `cuda` or `cuda:N` as the device of the member with this rank on its host; of several
     with commas between, each member has one, in turn."""
+    check_device(wish)
     import torch
 
     wishes = [part.strip() for part in wish.split(",")]
@@ -24,12 +36,7 @@ def pick_device(wish: str, local_rank: int) -> str:
         wish = "cuda" if gpus else "cpu"
     if wish == "cpu":
         return "cpu"
-    kind, _, number = wish.partition(":")
-    if kind != "cuda" or (number and not number.isdecimal()):
-        raise UsageError(
-            f"--device {wish}: allowed are auto, cpu, cuda and cuda:N, or several of them, one a worker: "
-            "cuda,cpu"
-        )
+    number = wish.partition(":")[2]
     if gpus == 0:
         raise UsageError(f"--device {wish}: torch sees no GPU here. Use --device cpu or auto.")
     if number and int(number) >= gpus:

@@ -1,17 +1,17 @@
-"""A script for `sbatch`: one `manyhands train JOB --on env` a task, started again when it was preempted.
+"""A script for `sbatch`: one `manyhands train JOB --on env` per task, requeued after a preemption.
 
-Slurm warns the script some time before the job's end (SIGUSR1); the script hands that on to srun, which
-hands it to the tasks; the coordinator saves a checkpoint and ends with 75; the script asks Slurm to queue
-the job again; the same script then finds the run's folder and goes on by `manyhands resume`.
+Some time before the job ends, Slurm sends SIGUSR1 to the script, which forwards it to srun, and srun to the
+tasks. The coordinator saves a checkpoint and exits with 75; the script then requeues the job. The next
+start of the same script finds the run folder and calls `manyhands resume`.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from manyhands.launch.shell import Flags, at_least, matching, one_line, quoted
+from manyhands.events.units import plural
+from manyhands.launch.template import at_least, fill, matching, one_line, shell_lines
 
 NAME = r"[A-Za-z0-9][\w.+-]*"
 TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
@@ -24,27 +24,28 @@ class SlurmJob:
     job: str
     """The job file, as `manyhands train` takes it."""
     name: str
-    flags: Flags = ()
+    flags: tuple[str, ...] = ()
+    """Passed on to `manyhands train`."""
     nodes: int = 2
     tasks_per_node: int = 1
     cpus_per_task: int | None = None
     gpus_per_node: str | None = None
     """`4`, or `a100:4`."""
     memory: str | None = None
-    """Of a node."""
+    """Per node."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None
     options: tuple[str, ...] = ()
-    """Further ones of sbatch: `constraint=a100`."""
+    """Other options of sbatch: `constraint=a100`."""
     warn_s: int = 120
-    """How long before its end the job is told."""
+    """How long before its end the job is warned."""
     requeues: int = 100
-    """How often it is queued again, at most."""
+    """The maximum number of times the job is requeued."""
     run: str | None = None
     key_file: str | None = None
-    setup: tuple[str, ...] = field(default=())
-    """Lines of shell before anything is started."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell to run before the tasks."""
 
     def __post_init__(self) -> None:
         one_line("JOB", self.job)
@@ -77,131 +78,34 @@ class SlurmJob:
         return self.nodes * self.tasks_per_node
 
     def script(self) -> str:
-        return "\n".join(
-            [
-                *self._head(),
-                *self._environment(),
-                *self._key(),
-                *self._command(),
-                *self._start(),
-                "",
-            ]
-        )
-
-    def _head(self) -> Iterator[str]:
-        tasks = f"{self.tasks_per_node} task{'s' * (self.tasks_per_node > 1)}"
-        yield "#!/bin/bash"
-        yield f"# {self.job} on {self.nodes} node{'s' * (self.nodes > 1)}, {tasks} on each."
-        yield "# Written by  manyhands launch slurm; it is yours to edit. Submit it with  sbatch FILE."
-        yield f"#SBATCH --job-name={self.name}"
-        yield f"#SBATCH --nodes={self.nodes}"
-        yield f"#SBATCH --ntasks-per-node={self.tasks_per_node}"
-        for option, value in (
-            ("cpus-per-task", self.cpus_per_task),
-            ("gpus-per-node", self.gpus_per_node),
-            ("mem", self.memory),
-            ("time", self.time),
-            ("partition", self.partition),
-            ("account", self.account),
-        ):
-            if value is not None:
-                yield f"#SBATCH --{option}={value}"
-        for option in self.options:
-            yield f"#SBATCH --{option}"
-        yield f"#SBATCH --output={self.name}-%j.log"
-        yield "# A job that is queued again goes on in the same log."
-        yield "#SBATCH --open-mode=append"
-        yield "#SBATCH --requeue"
-        yield f"# {self.warn_s} s before the job's end this script gets SIGUSR1: time to save a checkpoint."
-        yield f"#SBATCH --signal=B:USR1@{self.warn_s}"
-
-    def _environment(self) -> Iterator[str]:
-        if self.setup:
-            yield "\n# The environment that all tasks get."
-            yield from self.setup
-
-    def _key(self) -> Iterator[str]:
-        where = '"$HOME/.manyhands/key"' if self.key_file is None else shlex.quote(self.key_file)
-        yield f"""
-set -u  # not before: what sets up an environment is rarely made for it
-
-# The run's key: whoever has it can take part in the run. It is read from a file that only you can read and
-# handed on in the environment, never on a command line, which everybody on a host can see.
-KEY_FILE={where}
-if [ ! -s "$KEY_FILE" ]; then
-    echo "error: there is no key in $KEY_FILE. Make one:" >&2
-    echo "  mkdir -p \\"$(dirname "$KEY_FILE")\\" && (umask 077; manyhands key > \\"$KEY_FILE\\")" >&2
-    exit 2
-fi
-case "$(stat -L -c %a "$KEY_FILE")" in
-    600 | 400) ;;
-    *)
-        echo "error: others may read or change $KEY_FILE. Type:  chmod 600 \\"$KEY_FILE\\"" >&2
-        exit 2
-        ;;
-esac
-MANYHANDS_KEY=$(<"$KEY_FILE")
-export MANYHANDS_KEY"""
-
-    def _command(self) -> Iterator[str]:
-        run = f"runs/{self.name}-$SLURM_JOB_ID" if self.run is None else shlex.quote(self.run)
-        flags = "".join(f"\n        {words}" for words in quoted(self.flags))
-        yield f"""
-# The run's folder, on a disk that all nodes see. If it is there, this is a second start, and the run goes
-# on from its last checkpoint with the flags that it had.
-RUN={run}
-if [ -e "$RUN/config.json" ]; then
-    command=(manyhands resume "$RUN" --on env)
-else
-    command=(
-        manyhands train {shlex.quote(self.job)} --on env --run-dir "$RUN"{flags}
-    )
-fi"""
-
-    def _start(self) -> Iterator[str]:
+        resources = {
+            "cpus-per-task": self.cpus_per_task,
+            "gpus-per-node": self.gpus_per_node,
+            "mem": self.memory,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+        }
+        options = [f"{name}={value}" for name, value in resources.items() if value is not None]
         cpus = "" if self.cpus_per_task is None else f" --cpus-per-task={self.cpus_per_task}"
-        yield f"""
-# One process for each task: the first coordinates, the others serve it. One that dies does not end the
-# others: the run goes on without it.
-step='' warned='' again=''
-on_warning() {{
-    again=1
-    if [ -n "$step" ] && [ -z "$warned" ]; then
-        warned=1
-        kill -USR1 "$step"
-    fi
-}}
-trap on_warning USR1
-mkdir -p "$(dirname "$RUN")" && touch "$RUN.started"
-srun --export=ALL --kill-on-bad-exit=0{cpus} "${{command[@]}}" &
-step=$!
-[ -z "$again" ] || on_warning
-
-# A signal ends `wait` early: then it waits again, and a second look at what has ended says 127.
-code=127 again=1
-while [ -n "$again" ]; do
-    again=''
-    wait "$step"
-    got=$?
-    [ "$got" -eq 127 ] || code=$got
-done"""
-        yield """
-# srun ends with the highest code of all tasks. What counts is how the run ended, also if a host was lost.
-if [ "$RUN/summary.json" -nt "$RUN.started" ]; then
-    case "$(sed -n 's/.*"outcome": "\\([a-z-]*\\)".*/\\1/p' "$RUN/summary.json")" in
-        preempted) code=75 ;;
-        diverged) code=65 ;;
-        finished | early-stopped) code=0 ;;
-    esac
-fi
-rm -f "$RUN.started"
-"""
-        yield f"""# 75: preempted, and saved. The same job is queued again, and goes on from there.
-if [ "$code" -eq 75 ]; then
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {self.requeues} ]; then
-        scontrol requeue "$SLURM_JOB_ID"
-    else
-        echo "It was queued again $SLURM_RESTART_COUNT times. Go on with:  manyhands resume $RUN" >&2
-    fi
-fi
-exit "$code\""""
+        key_file = '"$HOME/.manyhands/key"' if self.key_file is None else shlex.quote(self.key_file)
+        run = f"runs/{self.name}-$SLURM_JOB_ID" if self.run is None else shlex.quote(self.run)
+        setup = ["", "# The environment of all tasks.", *self.setup] if self.setup else []
+        values = {
+            "job": self.job,
+            "quoted_job": shlex.quote(self.job),
+            "flags": "\n".join(shell_lines(self.flags)),
+            "name": self.name,
+            "nodes": self.nodes,
+            "nodes_text": plural(self.nodes, "node"),
+            "tasks_per_node": self.tasks_per_node,
+            "tasks_text": plural(self.tasks_per_node, "task"),
+            "options": "\n".join(f"#SBATCH --{option}" for option in [*options, *self.options]),
+            "srun_cpus": cpus,
+            "warn_s": self.warn_s,
+            "requeues": self.requeues,
+            "setup": "\n".join(setup),
+            "key_file": key_file,
+            "run": run,
+        }
+        return fill("slurm.sh", values)

@@ -36,6 +36,7 @@ def test_a_field_as_a_flag(
     with pytest.raises(SystemExit) as caught:
         main([*verb, *words])
     assert caught.value.code == 2
+    typed = f"-- {typed}" if verb[0] == "launch" else typed
     assert capsys.readouterr().err.splitlines()[0].endswith(f"is a field of the job. Type  {typed}")
 
 

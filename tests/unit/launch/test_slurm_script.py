@@ -39,7 +39,7 @@ def all_waiting(slurm: Slurm, process: subprocess.Popen[str], start: int, count:
 
 
 def test_every_task_runs_the_same_command_and_knows_who_it_is(slurm: Slurm) -> None:
-    text = script(slurm, tasks_per_node=2, flags=[["--workers", "4"], AWKWARD, ["--quiet"]])
+    text = script(slurm, tasks_per_node=2, flags=("--workers", "4", *AWKWARD, "--quiet"))
     with slurm.submitted(text, {"codes": [0] * 4, "waits": False}) as process:
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -201,11 +201,11 @@ def test_what_is_asked_of_slurm_stands_before_any_command(slurm: Slurm) -> None:
         ({"account": "x\n#SBATCH --uid=0"}, "--account"),
         ({"options": ("a b",)}, "--sbatch 'a b'"),
         ({"options": ("comment=x\nrm -rf /",)}, "--sbatch"),
-        ({"job": "job.py\nid"}, "line breaks and control characters can't be passed on"),
+        ({"job": "job.py\nid"}, "line breaks and control characters are not allowed"),
         ({"job": " "}, "JOB is empty"),
         ({"setup": ("a\nb",)}, "--setup"),
         ({"run": ""}, "--run-dir is empty"),
-        ({"flags": [["--set", "text=a\nb"]]}, "--set 'text=a\\nb': line breaks"),
+        ({"flags": ("--set", "text=a\nb")}, "The value 'text=a\\nb': line breaks"),
     ],
 )
 def test_nonsense_is_refused(slurm: Slurm, change: dict[str, Any], wanted: str) -> None:
