@@ -70,7 +70,7 @@ def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Pa
     (resumed,) = done.of("Resumed")
     assert (resumed["step"], resumed["checkpoint"]) == (0, None)
     assert "all begin again, from the beginning: nothing was saved" in done.out
-    assert "1 lost, 0 replaced, all begun again once" in done.out
+    assert "1 lost, 0 replaced, all restarted once" in done.out
     assert_once_an_epoch(done)
 
 
@@ -88,7 +88,7 @@ def test_a_job_that_is_broken_by_then_ends_it_and_nothing_is_lost(tmp_path: Path
         done = running.wait()
     assert done.code == 2
     assert "line 1: invalid syntax" in done.err
-    assert f"go on with:  manyhands resume {run}" in done.out
+    assert f"continue with:  manyhands resume {run}" in done.out
     job.write_text(MINE)
     resumed = harness.resume(run)
     assert resumed.code == 0, resumed.err
@@ -210,7 +210,7 @@ def test_an_exception_in_a_job_is_shown_with_its_log(tmp_path: Path) -> None:
     assert "ValueError: the loss exploded" in done.err
     first, *_ = done.err.partition("Traceback (most recent call last):\n")[2].splitlines()
     assert first.endswith('job.py", line 6, in loss'), "it begins at the user's line"
-    assert f"{failed['log']} (with the whole traceback)" in done.err
+    assert f"{failed['log']} (full traceback)" in done.err
     log = Path(failed["log"]).read_text()
     assert "the loss exploded" in log
     assert "manyhands/train/loop.py" in log

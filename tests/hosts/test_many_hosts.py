@@ -249,7 +249,7 @@ def test_preempted_everywhere_it_saves_and_goes_on_elsewhere(tmp_path: Path) -> 
             one.signal(signal.SIGTERM)
             time.sleep(0.1)
         assert [one.wait(LONG_S) for one in started] == [75, 75], started[0].out
-        assert started[0].out.endswith(f"go on with:  manyhands resume {run} --on env\n")
+        assert started[0].out.endswith(f"continue with:  manyhands resume {run} --on env\n")
         port = reserve_port()
         given = manyhands("resume", str(run), "--on", "env", "--device", "cpu")
         started = [hosts.start(given, environ=place(rank, 2, port)) for rank in range(2)]

@@ -28,7 +28,9 @@ class Parser(argparse.ArgumentParser):
         if flags[0] in settings:
             typed = " ".join(f"--set {pair}" for pair in settings.values())
             name = settings[flags[0]].partition("=")[0]
-            self.error(f"there is no flag {flags[0]}: {name} is a field of the job. Type  {dashes}{typed}")
+            self.error(
+                f"there is no flag {flags[0]}: {name} is a field of the job. Type  {dashes}{typed}"
+            )
         self.error(f"there is no flag {flags[0]}{closest(flags[0], known)}")
 
     def num_values(self, word: str) -> int | None:

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     for label, value in rows:
         print(clean(f"  {label:<{cells}}{value}").rstrip())
     if known.resume_command:
-        print(f"\ngo on with:  {clean(known.resume_command)}")
+        print(f"\ncontinue with:  {clean(known.resume_command)}")
     return 0
 
 

@@ -133,7 +133,7 @@ class Console(Sink):
         if event.advice:
             self.line(text.clean(event.advice))
         if event.resume_command is not None:
-            self.line("go on with:  ", (text.clean(event.resume_command), STRONG))
+            self.line("continue with:  ", (text.clean(event.resume_command), STRONG))
 
     @property
     def starting(self) -> bool:

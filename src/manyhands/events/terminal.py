@@ -47,7 +47,7 @@ class RichConsole(Console):
     def rows(self, rows: text.Rows) -> None:
         for label, value in rows:
             head = (f"  {label:<{LABEL_CELLS}}", LABEL)
-            self.line(head, (value, STRONG if label == "look" else ""))
+            self.line(head, (value, STRONG if label == "view" else ""))
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunFinished):

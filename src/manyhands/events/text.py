@@ -136,7 +136,7 @@ def title(event: RunStarted) -> str:
 def start_rows(event: RunStarted) -> Rows:
     strategy = f"{event.strategy}, {plural(event.workers, 'worker')}"
     rows = [("job", clean(event.job)), ("strategy", clean(strategy)), ("run", clean(event.run))]
-    return rows + ([("begins with", clean(event.init_from))] if event.init_from else [])
+    return rows + ([("starts from", clean(event.init_from))] if event.init_from else [])
 
 
 def starting_line(picture: Picture, elapsed_s: float) -> str:
@@ -153,9 +153,9 @@ def ready_rows(picture: Picture) -> Rows:
     plan, view = picture.plan, picture.view
     rows: Rows = []
     if plan is not None:
-        data = f"{plural(plan.train_samples, 'sample')} to train on"
+        data = f"{plural(plan.train_samples, 'sample')} for training"
         if plan.eval_samples:
-            data += f", {count(plan.eval_samples)} to evaluate on"
+            data += f", {count(plan.eval_samples)} for evaluation"
         steps = f"{plural(plan.steps, 'step')} of {plural(plan.batch_size, 'sample')}"
         rows.append(("model", f"{short(plan.parameters)} parameters"))
         for name, words in plan.tables.items():
@@ -196,7 +196,7 @@ def view_line(event: ViewChanged) -> str:
     who = plural(len(event.members) - event.servers, "worker")
     if event.servers:
         who += f" and {plural(event.servers, 'server')}"
-    return clean(f"going on with {who}: {names}{transport}")
+    return clean(f"continuing with {who}: {names}{transport}")
 
 
 def injected_line(event: Injected) -> str:
@@ -207,14 +207,14 @@ def injected_line(event: Injected) -> str:
 
 def lost_line(event: MemberLost) -> str:
     if not event.workers:
-        return clean(f"{event.member} was lost ({event.reason}); nobody can go on without it")
-    left = f"{plural(event.workers, 'worker')} {'goes' if event.workers == 1 else 'go'} on"
-    return clean(f"{event.member} was lost ({event.reason}); {left}")
+        return clean(f"{event.member} was lost ({event.reason}); the run can't continue without it")
+    left = plural(event.workers, "worker")
+    return clean(f"{event.member} was lost ({event.reason}); continuing with {left}")
 
 
 def recovered_line(event: Recovered) -> str:
-    again = f", {plural(event.redone_steps, 'step')} again" if event.redone_steps else ""
-    return f"went on after {event.seconds:.2f} s{again}"
+    redo = f", {plural(event.redone_steps, 'step')} to redo" if event.redone_steps else ""
+    return f"recovered in {event.seconds:.2f} s{redo}"
 
 
 def resumed(event: Resumed) -> str:
@@ -302,10 +302,10 @@ def failure(event: MemberFailed) -> FailureLine:
     if len(lines) > sum(TRACEBACK_LINES):
         # It begins at the user's own line and ends with what is wrong: the middle is in the log.
         first, last = TRACEBACK_LINES
-        left_out = f"  ... {plural(len(lines) - first - last, 'line')} more, in the log"
+        left_out = f"  ... {plural(len(lines) - first - last, 'more line')}, in the log"
         lines = [*lines[:first], left_out, *lines[-last:]]
     head = f"{event.member} failed: {event.reason}"
-    log = f"{event.log} (with the whole traceback)" if lines and event.log else event.log
+    log = f"{event.log} (full traceback)" if lines and event.log else event.log
     return FailureLine(clean(head), tuple(lines), clean(log))
 
 
@@ -344,7 +344,7 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
         members = f"{count(known['lost'])} lost, {count(known.get('replaced', 0))} replaced"
         again = known.get("begun_again", 0)
         if again:
-            members += f", all begun again {'once' if again == 1 else f'{again} times'}"
+            members += f", all restarted {'once' if again == 1 else f'{again} times'}"
         rows.append(("members", members))
     if known.get("chaos"):
         rows.append(("chaos", _chaos(known.get("injected", 0), known["chaos"])))
@@ -364,7 +364,7 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
     if run:
         rows.append(("run", clean(run)))
         folder = shlex.quote(os.path.join(run, "tb"))
-        rows.append(("look", clean(f"tensorboard --logdir {folder}")))
+        rows.append(("view", clean(f"tensorboard --logdir {folder}")))
     return rows
 
 
@@ -380,7 +380,7 @@ def summary_tail(event: RunFinished, run: str | None) -> str:
     if event.advice:
         parts.append(clean(event.advice).rstrip("."))
     if event.resume_command is not None:
-        parts.append(f"go on with:  {clean(event.resume_command)}")
+        parts.append(f"continue with:  {clean(event.resume_command)}")
     return "; ".join(parts)
 
 
@@ -404,7 +404,7 @@ def _chaos(num_faults: int, told: Mapping[str, Any]) -> str:
 
 def _staleness(told: Mapping[str, Any]) -> str:
     mean = round(told["mean"], 1)
-    return f"mean {mean:g}, 95 % at most {count(told['p95'])}, largest {count(told['max'])}"
+    return f"mean {mean:g}, p95 {count(told['p95'])}, max {count(told['max'])}"
 
 
 def _figures(metrics: Mapping[str, Any]) -> str:

@@ -125,7 +125,7 @@ def test_show_a_run_that_was_killed(
     assert "cut off, after 16 s: step 8 of 12 (67%)\n" in shown
     assert "(step 8, highest accuracy)\n" in shown
     assert "speed          32 samples/s\n" in shown
-    assert shown.endswith(f"go on with:  manyhands resume {run.path}\n")
+    assert shown.endswith(f"continue with:  manyhands resume {run.path}\n")
     run.lock()
     try:
         shown = output(capsys, "show", str(run.path))

@@ -60,7 +60,7 @@ def test_plain_tells_a_whole_run(
         "manyhands 0.1.0 (python 3.11.9, torch 2.11.0)",
         "allreduce, 2 workers",
         "1.2 M parameters",
-        "320 samples to train on, 64 to evaluate on",
+        "320 samples for training, 64 for evaluation",
         "2 epochs, 20 steps of 32 samples",
         "2 x cuda (NVIDIA H200), gloo on lo",
         "epoch 1/2  step 1/20  5%  loss 0.7654  1,600 samples/s",
@@ -135,10 +135,10 @@ def test_a_failure_names_the_first_member_its_traceback_and_its_log(
         "    Traceback (most recent call last):\n"
         '      File "job.py", line 3\n'
         "    ValueError: no\n"
-        "  log: runs/a b/logs/worker-1.log (with the whole traceback)\n"
+        "  log: runs/a b/logs/worker-1.log (full traceback)\n"
     )
     assert "failed after 1 m 12 s\n" in written(plain.out)
-    assert written(plain.out).endswith(f"go on with:  {RESUME}\n")
+    assert written(plain.out).endswith(f"continue with:  {RESUME}\n")
 
 
 def test_a_failure_without_a_member_says_the_error(plain: PlainConsole) -> None:
@@ -175,7 +175,7 @@ def test_quiet_says_only_the_failure_and_one_line(
     assert "worker-1 failed" in err.getvalue()
     assert out.getvalue() == (
         "failed after 1 m 12 s; 20 steps; loss 0.1234  accuracy 0.9753; runs/a b; "
-        f"go on with:  {RESUME}\n"
+        f"continue with:  {RESUME}\n"
     )
 
 
@@ -289,7 +289,7 @@ def test_a_terminal_has_one_live_line_below_the_lines_that_stay(
     assert not [line for line in lines if "━" in line or "starting" in line]
     assert "error: worker-1 failed: ValueError: the loss is [red]not[/red] finite" in lines
     assert '      File "job.py", line 3' in lines
-    assert lines[-2:] == [f"go on with:  {RESUME}", ""]
+    assert lines[-2:] == [f"continue with:  {RESUME}", ""]
     assert "\x1b[1;31m" in seen
 
 
@@ -375,8 +375,8 @@ def test_a_death_is_two_lines_and_a_replacement_one(
         plain.handle(event)
     assert written(plain.out)[before:].splitlines() == [
         "chaos: kill worker-1",
-        "worker-1 was lost (killed by SIGKILL); 1 worker goes on",
-        "went on after 0.25 s",
-        "going on with 2 workers: worker-0, worker-2; gloo on lo",
+        "worker-1 was lost (killed by SIGKILL); continuing with 1 worker",
+        "recovered in 0.25 s",
+        "continuing with 2 workers: worker-0, worker-2; gloo on lo",
         "  weights     on both",
     ]

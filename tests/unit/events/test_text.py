@@ -103,9 +103,9 @@ def test_a_long_traceback_keeps_its_begin_and_its_end() -> None:
     failed = ev.MemberFailed(member="w", reason="r", traceback=traceback, log="l")
     shown = text.failure(failed)
     assert shown.traceback[:12] == tuple(f"line {number}" for number in range(12))
-    assert shown.traceback[12] == "  ... 70 lines more, in the log"
+    assert shown.traceback[12] == "  ... 70 more lines, in the log"
     assert shown.traceback[13:] == tuple(f"line {number}" for number in range(82, 100))
-    assert shown.log == "l (with the whole traceback)"
+    assert shown.log == "l (full traceback)"
 
 
 def test_a_summary_of_nothing_is_short() -> None:
@@ -124,17 +124,21 @@ def test_the_checkpoint_can_be_typed_from_here(given_as: str) -> None:
 
 def test_a_loss_and_the_going_on() -> None:
     lost = ev.MemberLost(member="worker-1", reason="killed by SIGKILL", view=1, workers=3)
-    assert text.lost_line(lost) == "worker-1 was lost (killed by SIGKILL); 3 workers go on"
+    assert (
+        text.lost_line(lost) == "worker-1 was lost (killed by SIGKILL); continuing with 3 workers"
+    )
     last = ev.MemberLost(member="worker-0", reason="killed by SIGKILL", view=1, workers=0)
     assert text.lost_line(last) == (
-        "worker-0 was lost (killed by SIGKILL); nobody can go on without it"
+        "worker-0 was lost (killed by SIGKILL); the run can't continue without it"
     )
     alone = ev.MemberLost(member="server-0", reason="killed by SIGKILL", view=1, workers=1)
-    assert text.lost_line(alone) == "server-0 was lost (killed by SIGKILL); 1 worker goes on"
+    assert (
+        text.lost_line(alone) == "server-0 was lost (killed by SIGKILL); continuing with 1 worker"
+    )
     went = ev.Recovered(view=2, seconds=0.314, redone_steps=0)
-    assert text.recovered_line(went) == "went on after 0.31 s"
+    assert text.recovered_line(went) == "recovered in 0.31 s"
     again = ev.Recovered(view=2, seconds=0.314, redone_steps=2)
-    assert text.recovered_line(again) == "went on after 0.31 s, 2 steps again"
+    assert text.recovered_line(again) == "recovered in 0.31 s, 2 steps to redo"
 
 
 def test_faults_on_purpose() -> None:
@@ -156,7 +160,7 @@ def test_faults_on_purpose() -> None:
 def test_servers_are_no_workers() -> None:
     members = ("worker-0", "worker-2", "server-0")
     view = ev.ViewChanged(view=3, members=members, transport="tcp", servers=1)
-    said = "going on with 2 workers and 1 server: worker-0, worker-2, server-0; tcp"
+    said = "continuing with 2 workers and 1 server: worker-0, worker-2, server-0; tcp"
     assert text.view_line(view) == said
 
 
@@ -171,7 +175,7 @@ def test_the_end_tells_of_losses_and_staleness() -> None:
     event = ev.RunFinished(outcome="finished", summary=summary, resume_command=None)
     rows = dict(text.summary_rows(event, None))
     assert rows["members"] == "2 lost, 1 replaced"
-    assert rows["staleness"] == "mean 1.2, 95 % at most 3, largest 7"
+    assert rows["staleness"] == "mean 1.2, p95 3, max 7"
     nothing = {"lost": 0, "replaced": 0, "staleness": None}
     quiet = ev.RunFinished(outcome="finished", summary=nothing, resume_command=None)
     assert text.summary_rows(quiet, None) == []
