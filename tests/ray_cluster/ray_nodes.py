@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from manyhands.testing.ports import reserve_port
-
 STORE_BYTES = 80 << 20
 QUICK = {
     "health_check_period_ms": 500,
@@ -53,11 +51,11 @@ class Nodes:
                 env=environ | PATIENT,
             )
         try:
-            self.address, self.client = self._answer().split()
+            self.address = self._answer()
         except BaseException:
             self.close()
             raise
-        """Of the head, and for clients."""
+        """Of the head."""
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -115,14 +113,13 @@ def main(folder: str, *cpus: str) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    port = reserve_port()
     common = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
-    head = {"num_cpus": int(cpus[0]), "temp_dir": folder, "ray_client_server_port": port, **common}
+    head = {"num_cpus": int(cpus[0]), "temp_dir": folder, **common}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})
     nodes = [cluster.add_node(num_cpus=int(number), **common) for number in cpus[1:]]
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     helpers: list[int] = []
-    print(f"> {cluster.address} {port}", flush=True)
+    print(f"> {cluster.address}", flush=True)
     for line in sys.stdin:
         answer = "done"
         match line.split():

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     fit_debug(arguments)
     cluster = find_cluster(Resolved(arguments))
-    if cluster is not None and not cluster.leads:
+    if isinstance(cluster, ResolvedCluster) and not cluster.leads:
         return cluster.serve()
     folder = RunFolder.open(arguments.run_folder)
     folder.lock()  # before anything is touched: somebody may be training in it

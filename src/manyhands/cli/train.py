@@ -17,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.where import find_cluster, leading
+from manyhands.cli.where import ResolvedCluster, find_cluster, leading
 from manyhands.coordinator.fault_spec import GRAMMAR
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.run import rehearse, train
@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     fit_debug(arguments)
     resolved = Resolved(arguments)
-    cluster = find_cluster(resolved, job=arguments.job)
-    if cluster is not None and not cluster.leads:
+    cluster = find_cluster(resolved)
+    if isinstance(cluster, ResolvedCluster) and not cluster.leads:
         return cluster.serve()
     job = find_job(arguments.job)
     settings = parse_set(arguments.set)

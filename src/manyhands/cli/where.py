@@ -62,7 +62,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
         "several of this command: then say which is meant); env: torchrun, srun, Kubernetes or a person "
         "has started this command on every host; the first process coordinates, the others serve it; ray: "
         "a Ray cluster, that of this machine or of RAY_ADDRESS, or ray=HOST:PORT, or ray=local for one "
-        "that is started for the run; ray://HOST:10001: the same, from outside of the cluster",
+        "that is started for the run; from outside of the cluster:  ray job submit",
     )
     group.add_argument(
         "--cluster",
@@ -136,9 +136,7 @@ class ResolvedCluster:
         return LaunchPlan(control, launcher, self.authority, self.timeouts)
 
 
-def find_cluster(
-    resolved: Resolved, *, job: str | None = None
-) -> ResolvedCluster | RayCluster | None:
+def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
     """The cluster that this process was started in; None: members are processes of this machine."""
     file = resolved.get("cluster", None, Path)
     name = resolved.get("as", None)
@@ -166,7 +164,7 @@ def find_cluster(
             _refuse_several()
         return None
     if address is not None:
-        return find_ray(resolved, address, job=job)
+        return find_ray(resolved, address)
     spec = with_slots(detect(cluster=file, name=name), slots)
     control = resolved.get("control", None)
     authority = trust(spec, control, key_file)

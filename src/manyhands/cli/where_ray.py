@@ -1,9 +1,8 @@
-"""`--on ray`: members on a Ray cluster, led from this machine or, with `ray://`, from the cluster itself."""
+"""`--on ray`: members on a Ray cluster that this machine is a node of."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +13,7 @@ from manyhands.errors import UsageError, closest
 from manyhands.hosts.key import fresh_key
 from manyhands.hosts.launchers.ray import RayLauncher
 from manyhands.hosts.ray.broker_client import BrokerClient, check_installed
-from manyhands.hosts.ray.far import command_there, run_there
 from manyhands.hosts.ray.resources import (
-    CLIENT,
     LOCAL,
     PLACEMENTS,
     check_possible,
@@ -57,21 +54,8 @@ class RayCluster:
     ship: Path | None
     control: str | None
     wait_s: float | None
-    job: str | None
-    """As it was given; None: that of a run that goes on."""
-    run_dir: Path | None
     spec: None = None
-    """It is not described: it is asked."""
-
-    @property
-    def leads(self) -> bool:
-        """This process coordinates, as it is on a node that others reach."""
-        return not self.address.startswith(CLIENT)
-
-    def serve(self) -> int:
-        """Have the same command run on the cluster; its exit code."""
-        command = command_there(sys.argv[1:], job=self.job, ship=self.ship, run_dir=self.run_dir)
-        return run_there(self.address, command, ship=self.ship)
+    """There is no description of it: Ray is asked."""
 
     def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         """Connect. Whoever gets this ends the launcher, which gives back what was taken."""
@@ -125,7 +109,7 @@ class RayCluster:
             ) from None
 
 
-def find_ray(resolved: Resolved, address: str, *, job: str | None) -> RayCluster:
+def find_ray(resolved: Resolved, address: str) -> RayCluster:
     check_installed()
     placement = resolved.get("ray_placement", "spread")
     if placement not in PLACEMENTS:
@@ -140,12 +124,4 @@ def find_ray(resolved: Resolved, address: str, *, job: str | None) -> RayCluster
         raise UsageError(
             f"--control {control}: with --on ray it is tcp://HOST:PORT, which nodes can reach."
         )
-    return RayCluster(
-        address,
-        placement,
-        ship,
-        control,
-        wait_s=resolved.get("wait", None, float),
-        job=job,
-        run_dir=resolved.get("run_dir", None, Path),
-    )
+    return RayCluster(address, placement, ship, control, resolved.get("wait", None, float))

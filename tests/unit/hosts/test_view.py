@@ -18,7 +18,7 @@ LONG_S = 30.0
 
 
 def members(scratch: Path, *, keys: bool, trust_network: bool = False) -> list[Me]:
-    authority = Authority()
+    authority = Authority.create("run")
     return [
         Me(
             seat.name,

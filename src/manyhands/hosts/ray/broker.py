@@ -22,6 +22,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.errors import UsageError
-from manyhands.hosts.ray.resources import CLIENT, LOCAL, RaySlot
+from manyhands.hosts.ray.resources import CLIENT, LOCAL, RaySlot, no_clients
 from manyhands.threads import describe, start_thread
 
 DIAL_S = 5.0
@@ -126,7 +127,7 @@ class Broker:
         match said:
             case {"kind": "gather", "slots": list(slots), "together": int(together)}:
                 assert said is not None
-                self._mode = dict(said["terms"])
+                self._mode = dict(said["mode"])
                 self._gather([RaySlot(*slot) for slot in slots], together)
             case {"kind": "more", "slots": list(slots)}:
                 for slot in slots:
@@ -161,9 +162,7 @@ class Broker:
 
         address = asked["address"] or os.environ.get("RAY_ADDRESS", "") or "auto"
         if address.startswith(CLIENT):
-            raise UsageError(
-                f"RAY_ADDRESS is {address}, which is for clients. Say it as  --on {address}."
-            )
+            raise UsageError(f"RAY_ADDRESS: {no_clients(address)}")
         if address not in ("auto", LOCAL):
             dial(address)
         common: dict[str, Any] = {
@@ -173,6 +172,8 @@ class Broker:
         }
         if asked["ship"]:
             common["runtime_env"] = {"working_dir": asked["ship"]}
+            # A submitted job (ray job submit) may have a folder of its own already.
+            os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         try:
             if address == LOCAL:
                 self._start_here(asked, common)
@@ -184,6 +185,9 @@ class Broker:
             self._start_here(asked, common)
         except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(trouble(address, error)) from None
+        # `ray job stop` sends it to every process of a job; the coordinator says when this one ends. After
+        # ray.init, which has a handler of its own.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._tell(
             "connected",
             started=self._folder is not None,
@@ -327,7 +331,7 @@ class Broker:
 
 def dial(address: str) -> None:
     """Whether anybody listens there, which Ray itself asks for minutes."""
-    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=DIAL_S).close()
     except (OSError, ValueError) as error:
@@ -344,7 +348,8 @@ def trouble(address: str, error: BaseException) -> str:
     if "resolve node to connect to" in text:
         return (
             f"The Ray cluster{where} is there, and this machine is no node of it. Make it one:  "
-            f"ray start --address={address}  or train from outside with  --on ray://HEAD:10001."
+            f"ray start --address={address}  or submit a job from outside:  ray job submit "
+            "--address http://HEAD:8265 --working-dir . -- manyhands train ... --on ray"
         )
     if "AuthenticationError" in text or "UNAUTHENTICATED" in text:
         return (

@@ -21,24 +21,33 @@ CLIENT = "ray://"
 
 
 def parse_place(text: str) -> str | None:
-    """The address in `ray`, `ray=ADDRESS` or `ray://HOST:PORT`, empty where none is given; None: not Ray."""
+    """Return the address in `ray` or `ray=ADDRESS`, empty if it has none; None if this is not about Ray."""
     if text == "ray":
         return ""
-    if text.startswith(CLIENT):
-        return _checked(text, text)
-    if text.startswith("ray="):
-        return _checked(text.removeprefix("ray="), text)
-    return None
+    address = text.removeprefix("ray=")
+    if address.startswith(CLIENT):
+        raise UsageError(f"--on {text}: {no_clients(address)}")
+    return None if address == text else _checked(address, text)
+
+
+def no_clients(address: str) -> str:
+    """Explain that an address is one of Ray's client server, and what to type instead."""
+    host = address.removeprefix(CLIENT).rpartition(":")[0] or "HEAD"
+    return (
+        f"{address} is an address for Ray clients, and training runs inside the cluster. Submit a job:\n"
+        f"    ray job submit --address http://{host}:8265 --working-dir . -- "
+        "manyhands train ... --on ray\n"
+        "or log in to a node of the cluster and type  manyhands train ... --on ray."
+    )
 
 
 def _checked(address: str, given: str) -> str:
-    where = address.removeprefix(CLIENT)
-    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", where)
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", address)
     if address not in (LOCAL, "auto") and not (match and 0 < int(match[1]) < 65536):
         raise UsageError(
-            f"--on {given}: write  ray  for the cluster that is here, ray=HOST:PORT for one by its "
-            "address (as  ray status  knows it, port 6379 by default), ray=local for one that is "
-            "started for this run, or ray://HOST:10001 to train on a cluster from outside of it."
+            f"--on {given}: write  ray  for the cluster of this machine, ray=HOST:PORT for one by its "
+            "address (as  ray status  knows it, port 6379 by default), or ray=local for one that is "
+            "started for this run."
         )
     return address
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from manyhands.errors import UsageError
 from manyhands.hosts.ray.broker_client import check_installed
-from manyhands.hosts.ray.far import command_there
 from manyhands.hosts.ray.resources import (
     RayNode,
     RaySlot,
@@ -47,8 +46,6 @@ def slots(
         ("ray=auto", "auto"),
         ("ray=head:6379", "head:6379"),
         ("ray=[fd00::1]:6379", "[fd00::1]:6379"),
-        ("ray://head:10001", "ray://head:10001"),
-        ("ray=ray://head:10001", "ray://head:10001"),
         ("local", None),
         ("rayy", None),
     ],
@@ -59,10 +56,19 @@ def test_where(given: str, wanted: str | None) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["ray=", "ray=head", "ray=head:0", "ray=head:65536", "ray=a b:1", "ray://head", "ray://"],
+    ["ray=", "ray=head", "ray=head:0", "ray=head:65536", "ray=a b:1"],
 )
 def test_where_not(given: str) -> None:
     with pytest.raises(UsageError, match="ray=HOST:PORT"):
+        parse_place(given)
+
+
+@pytest.mark.parametrize("given", ["ray://head:10001", "ray=ray://head:10001"])
+def test_addresses_for_clients_are_refused_with_what_to_type(given: str) -> None:
+    line = (
+        "ray job submit --address http://head:8265 --working-dir . -- manyhands train ... --on ray"
+    )
+    with pytest.raises(UsageError, match=re.escape(line)):
         parse_place(given)
 
 
@@ -145,34 +151,6 @@ def test_words() -> None:
     )
     told = "waits for 2 of 4 slots: the cluster has 3 free CPUs, 1 free GPU"
     assert waits(2, 4, {"CPU": 3.0, "GPU": 1.0}) == told
-
-
-# From outside -------------------------------------------------------------------------------------
-
-
-def test_the_command_there() -> None:
-    argv = ["train", "jobs/a.py:Job", "--on", "ray://head:10001", "--workers", "2"]
-    assert command_there(argv, job="jobs/a.py:Job", ship=None, run_dir=None) == [
-        *argv,
-        "--on",
-        "ray",
-    ]
-
-
-def test_the_command_there_with_a_folder_that_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "a.py").touch()
-    monkeypatch.chdir(tmp_path)
-    argv = ["train", "jobs/a.py:Job", "--ray-ship", "jobs"]
-    words = command_there(argv, job="jobs/a.py:Job", ship=Path("jobs"), run_dir=None)
-    assert words[:2] == ["train", "a.py:Job"]
-    assert words[4:8] == ["--on", "ray", "--ray-ship", "."]
-    assert words[8] == "--run-dir"
-    assert words[9].startswith("~/runs/Job-"), "not in a folder that Ray removes"
-    given = command_there(argv, job="jobs/a.py:Job", ship=Path("jobs"), run_dir="/runs/1")
-    assert "--run-dir" not in given
 
 
 def test_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
