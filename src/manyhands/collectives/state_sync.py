@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyhands.compute.train_state import TrainState
 from manyhands.runs.dense import dense_state, load_dense_state
-from manyhands.runs.flat import blanks, flatten, rebuild
+from manyhands.runs.encoding import empty_tensors, flatten, unflatten
 from manyhands.runs.saver import Stateful, gather_state, put_state
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ def _send(state: Any, train_state: TrainState, source: int) -> Any:
         _send_all(tensors, train_state, source)
         return state
     text = bytes(_send_bytes(None, train_state, source).numpy()).decode()
-    tensors = blanks(text)
+    tensors = empty_tensors(text)
     _send_all(tensors, train_state, source)
-    return rebuild(text, tensors)
+    return unflatten(text, tensors)
 
 
 def _send_bytes(given: Tensor | None, train_state: TrainState, source: int) -> Tensor:

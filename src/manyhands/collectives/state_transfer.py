@@ -27,7 +27,7 @@ from manyhands.collectives.state_sync import batches, pour
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.view import Me, View
-from manyhands.runs.flat import blanks, flatten, rebuild
+from manyhands.runs.encoding import empty_tensors, flatten, unflatten
 from manyhands.runs.saver import Stateful, put_state
 from manyhands.threads import start_thread
 from manyhands.transport import Limits, Link, Message
@@ -150,14 +150,14 @@ class StateReceiver:
     def _receive(self) -> Any:
         with self._find() as link:
             text = str(_moving(link).head["text"])
-            tensors = blanks(text, most_bytes=self._most_bytes)
+            tensors = empty_tensors(text, max_bytes=self._most_bytes)
             for batch in batches(tensors):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
                 flat = torch.empty(size, dtype=torch.uint8)
                 room = flat.numpy().data
                 _moving(link, room)
                 pour(flat, batch)
-        return rebuild(text, tensors)
+        return unflatten(text, tensors)
 
     @property
     def _most_bytes(self) -> int:

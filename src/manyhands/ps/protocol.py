@@ -116,10 +116,6 @@ def _record(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
 def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -193,7 +189,7 @@ _TELLS: Mapping[str, Mapping[str, Check]] = {
         _anything,
     ),
     "plan": {"plan": _record},
-    "block": {"n": _whole, "role": _name, "name": _name, "last": _flag},
+    "block": {"n": _whole, "role": _name},
     "moved": {},
     "go": {},
     "had": _SAYS[ENTER]["push"],
@@ -207,7 +203,7 @@ _TELLS: Mapping[str, Mapping[str, Check]] = {
 }
 """Between servers."""
 _MAY_TELL: Mapping[str, Mapping[str, Check]] = {
-    "block": {"value": _anything, "dtype": _name, "shape": _list},
+    "block": {"state": _name},
     "replica": {"i": _whole, "decision": _record, "anew": _flag},
 }
 """Fields that are not in every message of a kind."""

@@ -1,48 +1,71 @@
-"""Blocks on their way: parameters and what an optimizer remembers of them, as messages. No pickle.
+"""Blocks as messages: parameters, and the state of the optimizer for them. No pickle.
 
-One frame for each tensor, with its name, type and shape in the head; numbers and None in the head alone.
+The first message of a block has the encoded state (runs/encoding.py); each of its tensors follows as a
+message with a payload, in order. Empty tensors are not sent.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands.errors import LinkError
+from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import BlockState
 from manyhands.ps.memory import bytes_of
+from manyhands.ps.protocol import MALFORMED
+from manyhands.runs.encoding import TensorSpec, flatten, tensor_specs, unflatten
 
 PARAMS = "="
 """Stands for the parameters themselves: no name that an optimizer could use."""
-TYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-        torch.complex64, torch.complex128,
-    )
-}  # fmt: skip
 
 
 def pack(
     kind: str, number: int, block_state: BlockState, *, role: str = "own", params: bool = True
 ) -> Iterator[tuple[dict[str, Any], memoryview | None]]:
-    """The messages that carry a block, the last one marked."""
-    values: dict[str, Any] = {PARAMS: block_state.params if params else None, **block_state.state}
-    for i, (name, value) in enumerate(values.items()):
-        head = {"k": kind, "n": number, "role": role, "name": name, "last": i == len(values) - 1}
-        if not isinstance(value, Tensor):
-            yield {**head, "value": value}, None
-            continue
-        tensor = value.detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        # A scalar has no bytes of its own to look at: as a vector of one it has.
-        payload = bytes_of(tensor.reshape(-1)) if tensor.numel() else None
-        yield {**head, "dtype": dtype, "shape": list(tensor.shape)}, payload
+    """Yield the messages of a block."""
+    text, tensors = flatten({PARAMS: block_state.params if params else None, **block_state.state})
+    head = {"k": kind, "n": number, "role": role}
+    yield {**head, "state": text}, None
+    for tensor in tensors:
+        if tensor.numel():
+            yield head, bytes_of(tensor.cpu().contiguous())
+
+
+class _PartialBlock:
+    """A block whose first message has arrived."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._specs = tensor_specs(text)
+        self._tensors: list[Tensor] = []
+        self._skip_empty()
+
+    def add(self, payload: memoryview) -> None:
+        if self.complete:
+            raise ProtocolError(f"a tensor of {payload.nbytes} bytes too many")
+        self._tensors.append(self._next.tensor(payload))
+        self._skip_empty()
+
+    @property
+    def complete(self) -> bool:
+        return len(self._tensors) == len(self._specs)
+
+    def values(self) -> dict[str, Any]:
+        values = unflatten(self._text, self._tensors)
+        if not isinstance(values, dict) or PARAMS not in values:
+            raise ProtocolError("a block without parameters")
+        return values
+
+    @property
+    def _next(self) -> TensorSpec:
+        return self._specs[len(self._tensors)]
+
+    def _skip_empty(self) -> None:
+        while not self.complete and not self._next.num_bytes:
+            self._tensors.append(torch.empty(self._next.shape, dtype=self._next.dtype))
 
 
 class TensorMessages:
@@ -50,31 +73,29 @@ class TensorMessages:
 
     def __init__(self) -> None:
         self.complete: dict[tuple[str, int], BlockState] = {}
-        self._partial: dict[tuple[str, int], dict[str, Any]] = {}
+        self._partial: dict[tuple[str, int], _PartialBlock] = {}
 
     def add(self, head: Mapping[str, Any], payload: memoryview | None) -> tuple[str, int] | None:
-        """Take in one message; the block that is complete with it, if one is."""
+        """Take in one message. Returns the key of the block that it completes, if any."""
         key = (str(head["role"]), int(head["n"]))
-        values = self._partial.setdefault(key, {})
-        values[str(head["name"])] = _value(head, payload)
-        if not head["last"]:
+        try:
+            return self._add(key, head.get("state"), payload)
+        except (ProtocolError, RecursionError, *MALFORMED) as error:
+            raise LinkError(f"block {key}: {error}") from error
+
+    def _add(
+        self, key: tuple[str, int], text: Any, payload: memoryview | None
+    ) -> tuple[str, int] | None:
+        if text is not None:
+            # A server whose connection broke sends the whole block again.
+            self._partial[key] = _PartialBlock(str(text))
+        if (text is None) == (payload is None) or key not in self._partial:
+            raise ProtocolError("a message out of order")
+        if payload is not None:
+            self._partial[key].add(payload)
+        if not self._partial[key].complete:
             return None
-        del self._partial[key]
+        values = self._partial.pop(key).values()
         params = values.pop(PARAMS)
         self.complete[key] = BlockState(torch.empty(0) if params is None else params, values)
         return key
-
-
-def _value(head: Mapping[str, Any], payload: memoryview | None) -> Any:
-    if "dtype" not in head:
-        return head["value"]
-    dtype, shape = TYPES.get(str(head["dtype"])), head["shape"]
-    if dtype is None:
-        raise LinkError(f"a tensor of type {head['dtype']!r} can't travel")
-    num_bytes = 0 if payload is None else payload.nbytes
-    whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    if not whole or math.prod(shape) * dtype.itemsize != num_bytes:
-        raise LinkError(f"a tensor of shape {shape!r} and {num_bytes} bytes of {head['dtype']}")
-    if not payload:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(payload, dtype=dtype).reshape(shape)

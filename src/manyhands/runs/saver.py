@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from manyhands.errors import CheckpointError
 from manyhands.runs import safe_reader, table_files
 from manyhands.runs.checkpoints import facts_of, partial
 from manyhands.runs.dense import dense_state, load_dense_state
+from manyhands.runs.encoding import from_pairs, to_pairs
 from manyhands.runs.table_files import INDEX, Chain, SavableTables, TableFilePart
 from manyhands.threads import start_thread
 
@@ -229,7 +229,7 @@ def write_state(
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < needed:
         raise OSError(f"no space left on the disk: {needed:,} bytes are needed and {free:,} free")
-    packed = pack(state)
+    packed = to_pairs(state)
     for value in tree_leaves(packed, is_leaf=lambda node: type(node) not in (dict, list, tuple)):
         safe_reader.check_value(value)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
@@ -268,37 +268,7 @@ def open_state(folder: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         raise CheckpointError(f"{folder} does not read: {_reason(error)}") from error
-    return unpack(state) | ({"tables": tables} if tables else {})
-
-
-PAIRS, KIND = "~pairs", "~kind"
-
-
-def pack(value: Any) -> Any:
-    """The value with no mapping that torch.distributed.checkpoint would change.
-
-    It forgets empty ones, and takes whole numbers as keys (the milestones of MultiStepLR) for places
-    in a list; as pairs they come back as they were.
-    """
-    if isinstance(value, Mapping):
-        if value and all(isinstance(key, str) for key in value):
-            return {key: pack(item) for key, item in value.items()}
-        kind = "Counter" if isinstance(value, Counter) else "dict"
-        return {KIND: kind, PAIRS: [[key, pack(item)] for key, item in value.items()]}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(pack(item) for item in value)
-    return value
-
-
-def unpack(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if PAIRS in value:
-            pairs = {key: unpack(item) for key, item in value[PAIRS]}
-            return Counter(pairs) if value[KIND] == "Counter" else pairs
-        return {key: unpack(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(unpack(item) for item in value)
-    return value
+    return from_pairs(state) | ({"tables": tables} if tables else {})
 
 
 def _reason(error: BaseException) -> str:

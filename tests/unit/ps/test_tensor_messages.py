@@ -1,4 +1,4 @@
-"""Parcels: whatever an optimizer remembers arrives as it was, and nonsense is refused."""
+"""Any state of an optimizer arrives as it was, and malformed messages are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from manyhands.errors import LinkError
 from manyhands.ps.block_store import BlockState
-from manyhands.ps.tensor_messages import PARAMS, TYPES, TensorMessages, pack
+from manyhands.ps.tensor_messages import PARAMS, TensorMessages, pack
+from manyhands.runs.encoding import DTYPES
 
 Message = tuple[dict[str, Any], memoryview | None]
 
@@ -47,12 +48,12 @@ def assert_equal(mine: Any, theirs: Any) -> None:
         assert mine == theirs
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", DTYPES)
 def test_every_type_arrives_bit_by_bit(name: str) -> None:
     numbers = torch.tensor([0.0, 1.0, -2.5, 3.0, 7.0, 100.0])
-    if not TYPES[name].is_signed:
+    if not DTYPES[name].is_signed:
         numbers = numbers.abs()
-    tensor = numbers.to(TYPES[name]).reshape(2, 3)
+    tensor = numbers.to(DTYPES[name]).reshape(2, 3)
     if tensor.is_complex():
         tensor = tensor * (1 + 2j)
     _, got = unpacked(
@@ -78,7 +79,8 @@ def test_tensors_of_any_shape_scalars_and_nothing_arrive(
     number: int, role: str, params: Tensor, state: dict[str, Any]
 ) -> None:
     messages = list(pack("block", number, BlockState(params, state), role=role))
-    assert [head["last"] for head, _ in messages] == [False] * len(state) + [True]
+    sent = [value for value in (params, *state.values()) if isinstance(value, Tensor)]
+    assert len(messages) == 1 + sum(bool(tensor.numel()) for tensor in sent)
     key, got = unpacked(messages)
     assert key == (role, number)
     assert_equal(got.params, params)
@@ -104,7 +106,7 @@ def test_parameters_may_stay_at_home() -> None:
 
 def test_what_can_be_sent_as_it_lies_is_not_copied() -> None:
     tensor = torch.zeros(4)
-    ((_, payload),) = pack("block", 0, BlockState(tensor, {}))
+    _, (_, payload) = pack("block", 0, BlockState(tensor, {}))
     assert payload is not None
     payload[:4] = b"\x00\x00\x80\x3f"
     assert tensor[0] == 1.0
@@ -128,10 +130,18 @@ def test_blocks_may_arrive_side_by_side() -> None:
         assert tensor_messages.complete[key].state == block_state.state
 
 
-GOOD: dict[str, Any] = {
-    "k": "block", "n": 0, "role": "own", "name": PARAMS, "last": True,
-    "dtype": "float32", "shape": [2],
-}  # fmt: skip
+HEAD: dict[str, Any] = {"k": "block", "n": 0, "role": "own"}
+GOOD = {"~tensor": 0, "dtype": "float32", "shape": [2]}
+
+
+def first(params: Any) -> dict[str, Any]:
+    return {**HEAD, "state": json.dumps({PARAMS: params})}
+
+
+def add_all(head: dict[str, Any], payload: bytes) -> None:
+    messages = TensorMessages()
+    messages.add(head, None)
+    messages.add(HEAD, memoryview(bytearray(payload)))
 
 
 @pytest.mark.parametrize(
@@ -150,22 +160,50 @@ GOOD: dict[str, Any] = {
         ({"shape": 2}, b"12345678"),
         ({}, b"1234567"),
         ({}, b""),
-        ({}, None),
-        ({"shape": [1 << 50]}, None),
-        ({"shape": [0]}, b"12345678"),
+        ({"shape": [1 << 50]}, b""),
+        ({"~tensor": 1}, b"12345678"),
+        ({"~tensor": -1}, b"12345678"),
     ],
     ids=str,
 )
-def test_nonsense_is_refused_before_memory_is_asked_for(
-    wrong: dict[str, Any], payload: bytes | None
+def test_a_wrong_tensor_is_refused_before_memory_is_allocated(
+    wrong: dict[str, Any], payload: bytes
 ) -> None:
-    view = None if payload is None else memoryview(bytearray(payload))
-    with pytest.raises(LinkError, match=r"a tensor of (type|shape) "):
-        TensorMessages().add({**GOOD, **wrong}, view)
+    with pytest.raises(LinkError, match=r"(a tensor of (type|shape)|tensors with the indices) "):
+        add_all(first({**GOOD, **wrong}), payload)
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["", "{", "[]", "{}", "[" * 100_000, '{"=": {"~pairs": 3}}', '{"=": {"~pairs": []}}'],
+    ids=lambda state: state[:12],
+)
+def test_a_wrong_state_is_refused(state: str) -> None:
+    with pytest.raises(LinkError, match="block"):
+        TensorMessages().add({**HEAD, "state": state}, None)
+
+
+def test_messages_out_of_order_are_refused() -> None:
+    payload = memoryview(bytearray(8))
+    for head, carried in [(HEAD, payload), (HEAD, None), (first(GOOD), payload)]:
+        with pytest.raises(LinkError, match="out of order"):
+            TensorMessages().add(head, carried)
 
 
 def test_the_same_without_the_mistake_is_taken() -> None:
-    tensor_messages = TensorMessages()
-    assert tensor_messages.add(GOOD, memoryview(bytearray(8))) == ("own", 0)
-    assert torch.equal(tensor_messages.complete["own", 0].params, torch.zeros(2))
-    assert tensor_messages.add({**GOOD, "shape": [0, 3]}, memoryview(b"")) == ("own", 0)
+    messages = TensorMessages()
+    assert messages.add(first(GOOD), None) is None
+    assert messages.add(HEAD, memoryview(bytearray(8))) == ("own", 0)
+    assert torch.equal(messages.complete["own", 0].params, torch.zeros(2))
+    assert messages.add(first({**GOOD, "shape": [0, 3]}), None) == ("own", 0)
+
+
+def test_a_block_may_begin_again() -> None:
+    """The connection broke in the middle of it, and it is sent by the next one."""
+    messages = TensorMessages()
+    state = BlockState(torch.ones(2), {"momentum": torch.full((2,), 3.0)})
+    whole = travelled(list(pack("block", 0, state)))
+    for head, payload in [*whole[:2], *whole]:
+        done = messages.add(head, payload)
+    assert done == ("own", 0)
+    assert_equal(messages.complete["own", 0].state["momentum"], state.state["momentum"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.errors import JobError
-from manyhands.runs.flat import blanks, flatten, rebuild
+from manyhands.runs.encoding import empty_tensors, flatten, unflatten
 from manyhands.runs.saver import optimizer_state
 from manyhands.testing.conformance import assert_same_bits
 
@@ -31,18 +31,18 @@ states = st.recursive(
 def test_any_state_comes_back(state: Any) -> None:
     text, tensors = flatten(state)
     assert not tensors
-    assert rebuild(text, []) == state
+    assert unflatten(text, []) == state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_tensors_come_back_beside_it(dtype: torch.dtype) -> None:
     state = {"a": torch.ones(2, 3).to(dtype), "b": [torch.zeros(()).to(dtype), (1, None)], 3: "x"}
     text, tensors = flatten(state)
-    empty = blanks(text)
+    empty = empty_tensors(text)
     assert [(t.dtype, t.shape) for t in empty] == [(t.dtype, t.shape) for t in tensors]
     for target, source in zip(empty, tensors, strict=True):
         target.copy_(source)
-    assert_same_bits(rebuild(text, empty), state)
+    assert_same_bits(unflatten(text, empty), state)
 
 
 def test_the_state_of_a_training_comes_back() -> None:
@@ -54,7 +54,7 @@ def test_the_state_of_a_training_comes_back() -> None:
     scheduler.step()
     state = {"o": optimizer_state(model, optimizer), "s": scheduler.state_dict()}
     text, tensors = flatten(state)
-    again = rebuild(text, tensors)
+    again = unflatten(text, tensors)
     assert_same_bits(again, state)
     assert isinstance(again["s"]["milestones"], Counter)
 
