@@ -6,11 +6,9 @@ runs, without and with it, alternating. What one worker of four that does a tent
 
     python benchmarks/stragglers.py [--repeats 3] [--slow-by 10]
     python benchmarks/stragglers.py --shares     two workers, one half as fast, by the size of its share
-    python benchmarks/stragglers.py --drop       three, equal shares, one slower; with and without a deadline
 
 With `--shares` the time goes by samples, so that a smaller share helps: equal shares keep 50 % of the
-throughput at best, shares by speed 75 %. Measured over the second half of a run. With `--drop`, a worker
-whose share is cut off at 1.5 times the usual time costs at most that.
+throughput at best, shares by speed 75 %. Measured over the second half of a run.
 """
 
 from __future__ import annotations
@@ -83,17 +81,6 @@ def show_shares(asked: argparse.Namespace) -> None:
         print(f"{strategy:22}{equal:30}{by_speed}", flush=True)
 
 
-def show_drop(asked: argparse.Namespace) -> None:
-    print(f"3 workers, 2 ms a sample, one {asked.slow_by:g} times slower, equal shares\n")
-    print(f"{'':22}share of the throughput kept")
-    for strategy in ("allreduce", "allreduce(drop=1.5)"):
-        kept = []
-        for _ in range(asked.repeats):
-            alone = with_shares(strategy, 1.0, equal=True, workers=3)
-            kept.append(with_shares(strategy, asked.slow_by, equal=True, workers=3) / alone)
-        print(f"{strategy:22}{spread(kept, percent=True)}", flush=True)
-
-
 def spread(values: list[float], *, percent: bool = False) -> str:
     unit, form = (100, "{:.1f} %") if percent else (1, "{:.0f}")
     middle, least, most = (
@@ -108,11 +95,7 @@ def main() -> None:
     parser.add_argument("--slow-by", type=float, default=10.0)
     parser.add_argument("--strategies", nargs="+", default=list(STEPS))
     parser.add_argument("--shares", action="store_true", help="two synchronous workers instead")
-    parser.add_argument("--drop", action="store_true", help="a deadline for synchronous steps")
     asked = parser.parse_args()
-    if asked.drop:
-        show_drop(asked)
-        return
     if asked.shares:
         show_shares(asked)
         return

@@ -72,11 +72,6 @@ class Strategy(ABC):
         return False
 
     @property
-    def drops_samples(self) -> bool:
-        """A step may be made without a part of its samples, which come back."""
-        return False
-
-    @property
     def can_shrink(self) -> bool:
         """A worker can be done without: nothing is at it alone."""
         return True
@@ -132,11 +127,6 @@ class Learner(ABC):
     def looks_ahead(self) -> bool:
         """Whether it makes use of the data of the step after the next."""
         return False
-
-    @property
-    def pieces(self) -> int:
-        """Into how many micro-batches a share is cut, at least."""
-        return 1
 
     def ahead(self, share: Share) -> None:
         """This share will be trained on after the next one."""

@@ -10,7 +10,6 @@ from class_limits import over_limits, repeated_names
 PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
-    "Learner": "to be split",
     "Coordinator": "to be split",
     "Driver": "to be split",
     "Membership": "to be split",
@@ -26,7 +25,6 @@ EXCEPTIONS: dict[str, str] = {
     "Server": "to be split",
     "ServerState": "to be split",
     "UpdatePipeline": "to be split",
-    "AllReduceLearner": "to be split",
     "Link": "to be split",
     "Listener": "to be split",
     "Worker": "to be split",

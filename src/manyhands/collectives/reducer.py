@@ -3,7 +3,7 @@
     reducer.begin()
     with reducer.alone(): ...       backwards of all micro-batches but the last
     ...                             the last one: buckets leave as they are complete
-    reducer.note(weight, loss)      what is added up beside the gradients; before the last backward, or after
+    reducer.note(weight, loss)      what is added up beside the gradients; before the last backward
     reducer.finish()                every gradient is the sum over all workers
 
 Gradients lie in flat buckets, in the order in which a backward makes them: the last parameters first. A
@@ -17,6 +17,7 @@ microseconds of Python a parameter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,9 +61,12 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
+    @functools.cached_property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker sends in a step."""
+        num_bytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
+        world = dist.get_world_size()
+        return 2 * (world - 1) * num_bytes // world
 
     def begin(self) -> None:
         """Nothing of the step is there yet."""
@@ -95,11 +99,6 @@ class Reducer:
             counts = self._used.tolist()
             for number in unused:
                 self._parameters[number].grad = self._views[number] if counts[number] else None
-
-    def scale(self, factor: float) -> None:
-        """Every gradient times this."""
-        for bucket in self.buckets:
-            bucket.flat.mul_(factor)
 
     def _arrived(self, number: int, parameter: Tensor) -> None:
         view, grad = self._views[number], parameter.grad

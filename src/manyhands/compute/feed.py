@@ -69,12 +69,9 @@ class Feed:
         dataset: Any,
         *,
         device: str,
-        pieces: int | None = None,
         loaders: Loaders | None = None,
     ) -> None:
-        """`pieces`: into so many micro-batches a portion is cut; else as many as the job says."""
         self._job = job
-        self._pieces = pieces or job.accumulate
         self._dataset = dataset
         self._device = device
         self._loaders = loaders
@@ -126,7 +123,7 @@ class Feed:
         if portion.samples == 0:
             # Nothing for this worker in a last, small batch: it takes part with a sample that counts 0.
             return [([(0, 1)], 0)]
-        number = min(self._pieces, portion.samples)
+        number = min(self._job.accumulate, portion.samples)
         counts = shares(portion.samples, [1.0] * number)
         return list(zip(split(portion.ranges, counts), counts, strict=True))
 

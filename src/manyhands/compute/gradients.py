@@ -61,8 +61,6 @@ class StepReport:
     """Steps of others between reading the weights and changing them."""
     dropped: bool = False
     """Left out of the weights: the part is to be computed again."""
-    left_out: tuple[int, ...] = ()
-    """In lockstep: how many samples at the end of its share each worker left out, by rank; empty: none."""
     logged: Logged = field(default_factory=list)
     """What the job has logged."""
     resolved: bool = True
@@ -85,14 +83,12 @@ def gradients(
     *,
     total: Sum | None = None,
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
-    enough: Callable[[int], bool] = lambda index: False,
     ahead: Callable[[float | Tensor, float | Tensor], None] = lambda weight, loss: None,
 ) -> tuple[float | Tensor, float | Tensor]:
     """Put this share's gradients in place; its weight, and the weighted sum of its losses.
 
     `total` adds a weight up over workers where the job gives its own; `local` opens a context in which
-    a backward is not yet shared; `enough` says, before each micro-batch but the first, that the rest is
-    left out; `ahead` is told what will be returned, before the last backward.
+    a backward is not yet shared; `ahead` is told what will be returned, before the last backward.
     """
     train_state.measures.take()  # of a step that came to nothing
     train_state.tables.now = share.step
@@ -107,9 +103,6 @@ def gradients(
     losses: float | Tensor = 0.0
     last = len(share.batches) - 1
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
-        if index and enough(index):
-            weights = weights[:index]
-            break
         with local() if index < last else nullcontext(), train_state.activity.during(COMPUTING):
             loss = None
             if weight != 0:

@@ -6,7 +6,7 @@ are missing or of another type. Whether it makes sense at this point of the run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +98,6 @@ class StepRow:
     staleness: Count = 0
     dropped: bool = False
     """Left out of the weights."""
-    left_out: Sequence[Count] = ()
-    """Of every part of the step, the samples at its end that are not in the weights; empty: all are."""
     measures: Mapping[str, tuple[float, Weight]] = field(default_factory=dict)
     """What the job has logged: name to [sum of value times weight, weight]."""
 

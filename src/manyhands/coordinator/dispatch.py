@@ -54,9 +54,7 @@ def make_dispatcher(
     equal: bool = False,
 ) -> Dispatcher:
     if config.lockstep:
-        return LockstepDispatcher(
-            training_plan, checkpoint_tracker, tell, equal=equal, drops_samples=config.drops_samples
-        )
+        return LockstepDispatcher(training_plan, checkpoint_tracker, tell, equal=equal)
     return WorkQueueDispatcher(training_plan, checkpoint_tracker, tell, parts=config.parts)
 
 
@@ -105,7 +103,7 @@ class Dispatcher(ABC):
     def committed(self) -> Iterator[Committed]:
         """The steps that are complete now."""
         for step in self.progress.committed():
-            self.training_plan.commit(step.plan.step, step.left_out, loss=step.loss)
+            self.training_plan.commit(step.plan.step, loss=step.loss)
             self.meter.note(step.plan.samples)
             yield step
         self.meter.busy(len(self.progress) > 0)
@@ -133,8 +131,7 @@ class Dispatcher(ABC):
     def _time(self, member: str, row: StepRow) -> None:
         samples = self.progress.samples((row.step, row.part))
         if row.compute_s is not None and samples:
-            left_out = row.left_out[row.part] if row.left_out else 0
-            self.throughput.note(member, samples - left_out, row.compute_s)
+            self.throughput.note(member, samples, row.compute_s)
 
     def _seat(self, view: View) -> None:
         self.members = view.names
@@ -181,12 +178,10 @@ class LockstepDispatcher(Dispatcher):
         tell: Tell,
         *,
         equal: bool = False,
-        drops_samples: bool = False,
     ) -> None:
-        """If `equal`, shares ignore the workers' speed. If `drops_samples`, samples of a step may return."""
+        """If `equal`, shares ignore the workers' speed."""
         super().__init__(training_plan, checkpoint_tracker, tell)
         self._equal = equal
-        self._leaves_out = drops_samples
         self._step_s = 0.0
 
     def more(self, *, hold: bool = False, brief: bool = False) -> None:
@@ -197,8 +192,6 @@ class LockstepDispatcher(Dispatcher):
             ahead = len(self.progress)
             if ahead >= 2 and ahead * self._step_s >= ahead_s:
                 return
-            if self._leaves_out and ahead and not self.training_plan.trains_next:
-                return  # what comes back has to be done before
             room = int(ahead_s / self._step_s) if self._step_s else 1
             order = self.training_plan.next(max(1, min(room, MAX_LEASE)))
             if order is None or isinstance(order, Wait):
@@ -221,7 +214,6 @@ class LockstepDispatcher(Dispatcher):
     def add(self, member: str, row: StepRow) -> None:
         if row.dropped:
             raise ProtocolError(f"it left out its share of step {row.step}, in lockstep")
-        self.progress.check(row)
         self._time(member, row)
         self.progress.add(member, row)
 
@@ -307,7 +299,6 @@ class WorkQueueDispatcher(Dispatcher):
         return not self._queue.in_hand and not self._given
 
     def add(self, member: str, row: StepRow) -> None:
-        self.progress.check(row)
         # Only what is in this member's hand: a part that was given to another counts when that one
         # reports it.
         if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):

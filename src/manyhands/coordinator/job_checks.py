@@ -146,7 +146,6 @@ def syllabus_of(facts: Facts, options: RunOptions, saved: Facts | None = None) -
         patience=fields["patience"],
         scaling=options.scaling,
         plateau=plateau_of(facts, saved),
-        drops_samples=options.config.drops_samples,
     )
 
 
@@ -179,7 +178,6 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
         compute_s=step.compute_s,
         wait_s=step.wait_s,
         bytes_sent=step.bytes_sent,
-        left_out=sum(stop - start for start, stop in step.left_out),
         staleness=None if lockstep else step.mean_staleness,
         measures=step.measures,
     )

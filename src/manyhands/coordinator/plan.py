@@ -48,13 +48,11 @@ class PlanConfig:
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
     plateau: Plateau | None = None
-    drops_samples: bool = False
-    """Samples of a step may be left out, and come back."""
 
     @property
     def by_samples(self) -> bool:
         """The job's schedule goes by samples, for steps are not all of its batch."""
-        return self.scaling.on or self.drops_samples
+        return self.scaling.on
 
     @property
     def steps_per_epoch(self) -> int:
@@ -81,12 +79,6 @@ class StepPlan:
     @property
     def samples(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
-
-    def without(self, left_out: Ranges) -> StepPlan:
-        rest = Ranges(self.ranges)
-        for piece in left_out.to_list():
-            rest.remove(piece)
-        return dataclasses.replace(self, ranges=tuple(rest.to_list()))
 
     def share_out(self, weights: Sequence[float], *, least: int = 0) -> list[list[Range]]:
         """The ranges of each worker, in rank order, in proportion to the weights; `least` samples for each
@@ -209,16 +201,11 @@ class TrainingPlan:
         """There are so many workers from now on."""
         self._rates.seat(world, step=self.step)
 
-    def commit(
-        self, step: int, left_out: Sequence[Range] = (), *, loss: float = math.nan
-    ) -> StepPlan:
-        """An open step is in the weights, but for what was left out, which is given out again."""
+    def commit(self, step: int, *, loss: float = math.nan) -> StepPlan:
+        """Record that an open step is in the weights."""
         assert step in self._open, f"step {step} is committed and not open"
         plan = self._open.pop(step)
-        assert not left_out or plan.epoch == self.epoch, "its epoch is over"
         if plan.epoch == self.epoch:
-            self._leases.give_back(left_out)
-            plan = plan.without(Ranges(left_out)) if left_out else plan
             self._leases.commit(plan.ranges)
         self._rates.committed(loss, plan.samples)
         return plan
@@ -350,12 +337,6 @@ class TrainingPlan:
             "last_metrics": self.last_metrics,
             **({"rates": rates} if rates else {}),
         }
-
-    @property
-    def trains_next(self) -> bool:
-        """The next order is steps, as far as is known now."""
-        stands = self._awaiting or self._owed or self._mean_due or self._stop is not None
-        return not (stands or self._leases.exhausted or self._checkpoint_due)
 
     @property
     def _checkpoint_due(self) -> bool:

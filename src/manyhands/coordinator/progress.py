@@ -10,7 +10,6 @@ workers' parts.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,8 +18,7 @@ from manyhands.compute.measures import means
 from manyhands.contract import WHOLE
 from manyhands.control.messages import StepRow
 from manyhands.coordinator.plan import StepPlan
-from manyhands.errors import ProtocolError
-from manyhands.ranges import Range, Ranges, split
+from manyhands.ranges import Range, Ranges
 
 PartKey = tuple[int, int]
 """(step, part)"""
@@ -67,7 +65,6 @@ class OpenStep:
 @dataclass(frozen=True)
 class Committed:
     plan: StepPlan
-    """Without what was left out."""
     shares: Mapping[str, tuple[Range, ...]]
     loss: float
     lr: float
@@ -78,8 +75,6 @@ class Committed:
     num_parts: int = 0
     weight: float = 1.0
     """What its samples count together. A step that weighs nothing has no loss."""
-    left_out: tuple[Range, ...] = ()
-    """Samples of the plan that are not in the weights."""
     staleness: tuple[int, ...] = ()
     """Of each part that was reported."""
     measures: Mapping[str, float] = field(default_factory=dict)
@@ -143,19 +138,6 @@ class StepProgress:
         self._count_down(row.step)
         return True
 
-    def check(self, row: StepRow) -> None:
-        """Refuse what can't be of an open step."""
-        step = self._open.get(row.step)
-        if step is None or not row.left_out:
-            return
-        parts = step.parts
-        sizes = [self.samples((row.step, number)) for number in sorted(parts)]
-        fits = len(row.left_out) == len(sizes) and all(map(operator.le, row.left_out, sizes))
-        if not fits or row.part not in parts:
-            raise ProtocolError(
-                f"of step {row.step}, in parts of {sizes}, it leaves out {list(row.left_out)[:80]}"
-            )
-
     def samples(self, key: PartKey) -> int:
         """How many an open part has; 0 if it is not open."""
         part = self._part(key)
@@ -206,17 +188,11 @@ class StepProgress:
         # equal.
         parts = [step.parts[n] for n in sorted(step.parts)]
         rows = [part.row for part in parts if part.row is not None]
-        # What one worker knows of a step all do: it may be told by others than who left something out.
-        counts = next((row.left_out for row in rows if row.left_out), [0] * len(parts))
         held: dict[str, Ranges] = {}
-        left_out = Ranges()
-        for part, count in zip(parts, counts, strict=True):
-            used, rest = _cut_off(part.ranges, count)
-            for piece in rest:
-                left_out.add(piece)
+        for part in parts:
             if part.holder is not None:
                 ranges = held.setdefault(part.holder, Ranges())
-                for piece in used:
+                for piece in part.ranges:
                     ranges.add(piece)
         last = self._last
         known = [(p.row.weight, p.row.loss_sum) if p.row is not None else p.sums for p in parts]
@@ -229,7 +205,7 @@ class StepProgress:
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # of its parts nothing is known but that they count
         return Committed(
-            plan=step.plan.without(left_out) if len(left_out) else step.plan,
+            plan=step.plan,
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
             loss=loss,
             lr=_mean_lr(rows) if rows else last.lr if last else math.nan,
@@ -239,7 +215,6 @@ class StepProgress:
             bytes_sent=sum(row.bytes_sent for row in spent),
             num_parts=len(parts),
             weight=weight,
-            left_out=tuple(left_out.to_list()),
             staleness=tuple(row.staleness for row in rows),
             measures=means([row.measures for row in rows]),
         )
@@ -261,12 +236,6 @@ def _mean_lr(rows: Sequence[StepRow]) -> float:
     if not whole or all(row.lr == first for row in rows):
         return first
     return sum(row.lr * row.weight for row in rows) / whole
-
-
-def _cut_off(ranges: Sequence[Range], count: int) -> list[list[Range]]:
-    """The ranges without the last `count` samples, and those."""
-    total = sum(stop - start for start, stop in ranges)
-    return split(ranges, [total - count, count])
 
 
 class Evaluation(Protocol):

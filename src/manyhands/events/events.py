@@ -128,8 +128,6 @@ class StepCommitted(Event):
     """Mean over members of the time waited for others; None likewise."""
     bytes_sent: int
     """By all members."""
-    left_out: int = 0
-    """Samples that were to be in the step, and come again in a later one."""
     staleness: float | None = None
     """Mean over its parts of the updates between reading the weights and changing them; None in lockstep."""
     measures: Mapping[str, float] = field(default_factory=dict)

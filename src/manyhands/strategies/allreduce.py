@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from manyhands.collectives.deadline import Deadline
     from manyhands.collectives.group import Group
     from manyhands.collectives.reducer import Reducer
     from manyhands.collectives.state_transfer import StateReceiver, StateSender
@@ -57,27 +56,14 @@ class AllReduce(Strategy):
     """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
     `shared`, once in the memory of the host, where each worker changes them without waiting."""
 
-    drop: float = 0.0
-    """A worker that has computed for so many times the median's usual time leaves out the rest of its share:
-    the mean is over what was computed, and the rest comes again in a later step. 0: all wait for it."""
-
     tls: bool = False
     """Gradients between workers are encrypted, where torch's gloo was built with TLS."""
-
-    @property
-    def drops_samples(self) -> bool:
-        return self.drop > 0
 
     def needs_keys(self, workers: int) -> bool:
         return self.tls
 
     def check(self, workers: int) -> None:
         super().check(workers)
-        if self.drop != 0 and not self.drop > 1:
-            raise SpecError(
-                f"allreduce(drop={self.drop}): drop is a number above 1, in times the usual time of a "
-                "step, or 0 for no deadline. Write allreduce(drop=1.5)."
-            )
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
 
@@ -95,14 +81,12 @@ class AllReduceLearner(Learner):
         self._group: Group | None = None
         self._reducer: Reducer | None = None
         self._rows: TableSync | None = None
-        self._deadline: Deadline | None = None
         self._catching: StateReceiver | None = None
         """This worker is new, and its weights are not those of the others yet."""
         self._lender: StateSender | None = None
         self._soon: Soon | None = None
         self._version = 0
         """The last step that is in the weights."""
-        self._first = 0
         self._agreed = False
         """The weights are those of a view, and not just this worker's own beginning."""
         self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
@@ -116,18 +100,7 @@ class AllReduceLearner(Learner):
             from manyhands.collectives.gloo_tls import use_tls
 
             use_tls(me.credentials)
-        self._buffers = list(train_state.model.buffers())
-        if self._config.drop and train_state.tables.specs:
-            raise SpecError(
-                "allreduce(drop=...): rows of sparse tables can't be left out of a step. Leave drop away, or "
-                "use ps:backup, which leaves out whole pushes."
-            )
-
-    @property
-    def pieces(self) -> int:
-        from manyhands.collectives.deadline import PIECES
-
-        return PIECES if self._config.drop else 1
+        self._buffers = Buffers(train_state.model)
 
     # Views --------------------------------------------------------------------------------------
 
@@ -157,7 +130,7 @@ class AllReduceLearner(Learner):
             may_wait=self.me.board is not None and not self.train_state.tables.specs,
         )
         self._rejoin(known.version)
-        self._first = next(rank for rank in range(view.world) if rank not in known.new)
+        self._buffers.source = next(rank for rank in range(view.world) if rank not in known.new)
         if known.new:
             self._help(known.new, known.source, view)
         self._parameters = [p for p in self.train_state.model.parameters() if p.requires_grad]
@@ -167,14 +140,6 @@ class AllReduceLearner(Learner):
             bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
         self._hurry(not view.one_host)
         self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
-        if self._config.drop:
-            from manyhands.collectives.deadline import Deadline
-
-            factor, rank = self._config.drop, self.me.rank
-            self._deadline = Deadline(
-                factor, rank=rank, world=view.world, device=self.train_state.device
-            )
-        self._bytes_per_step = 2 * (view.world - 1) * self._reducer.num_bytes // view.world
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import TableSync
 
@@ -257,7 +222,7 @@ class AllReduceLearner(Learner):
             group.cut()
 
     def close(self) -> None:
-        self._rows = self._deadline = None
+        self._rows = None
         if self._lender is not None:
             self._lender.close()
             self._lender = None
@@ -289,9 +254,9 @@ class AllReduceLearner(Learner):
                 report.weight, report.loss = gradients(self.train_state, share)
                 computed = _now(report)
             else:
-                self._share_buffers()
+                self._buffers.broadcast()
                 computed = self._share_gradients(share, report, reducer)
-                sent = self._bytes_per_step
+                sent = reducer.bytes_sent
             if self._rows is not None:
                 sent += self._rows.step(lr, share.step)
             else:
@@ -313,46 +278,25 @@ class AllReduceLearner(Learner):
         return report
 
     def _share_gradients(self, share: Share, report: StepReport, reducer: Reducer) -> float:
-        """Every gradient is the sum over all workers; when this one was done with its own."""
+        """Add every gradient up over all workers; return when this worker had computed its own."""
         from manyhands.compute.gradients import gradients
 
-        deadline, whole = self._deadline, float(share.total)
-
-        def total(mine: float | Tensor) -> Tensor:
-            nonlocal whole
-            added = self.add_up(mine)
-            whole = float(added) if deadline is not None else whole
-            return added
-
-        options: dict[str, Any] = {"ahead": reducer.note}
         reducer.begin()
-        if deadline is not None:
-            deadline.begin()
-            options["enough"] = deadline.passed
         if self._catching is None:
             report.weight, report.loss = gradients(
-                self.train_state, share, total=total, local=reducer.alone, **options
+                self.train_state, share, total=self.add_up, local=reducer.alone, ahead=reducer.note
             )
         elif self.train_state.weight is not None:  # it only listens; others add their weights up
-            total(0.0)
-        if deadline is not None:
-            deadline.end(share)
-            if deadline.stopped:  # before the last backward, which would have
-                reducer.note(report.weight, report.loss)
+            self.add_up(0.0)
         computed = _now(report)
         reducer.finish()
-        if deadline is not None:
-            left_out, arrived = deadline.exchange(report.weight)
-            if any(left_out):
-                report.left_out = tuple(left_out)
-                reducer.scale(whole / arrived)
         return computed
 
     def eval_model(self) -> nn.Module:
         """The model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
         if self._reducer is not None:
             with self._heeding_views():
-                self._share_buffers()
+                self._buffers.broadcast()
         return self.train_state.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
@@ -370,20 +314,6 @@ class AllReduceLearner(Learner):
 
         return describe_transport() if self._group is not None else "none"
 
-    def _share_buffers(self) -> None:
-        """All compute with what the first worker's model remembers besides its parameters; the first that
-        is not new."""
-        import torch
-        import torch.distributed as dist
-
-        for dtype in dict.fromkeys(buffer.dtype for buffer in self._buffers):
-            alike = [buffer for buffer in self._buffers if buffer.dtype == dtype]
-            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-            dist.broadcast(flat, src=self._first)
-            if self.me.rank != self._first:
-                for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
-                    buffer.copy_(part.view(buffer.shape))
-
     @contextmanager
     def _heeding_views(self) -> Iterator[None]:
         """A broken collective means that another died: the next view is on its way. If none comes, only the
@@ -399,6 +329,28 @@ class AllReduceLearner(Learner):
                 raise self.me.lost_a_peer(error) from error
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a collective broke: {error}") from error
+
+
+class Buffers:
+    """What a model remembers besides its parameters, such as BatchNorm's statistics: those of one worker
+    count, so that all compute with the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self.source = 0
+        """The rank whose buffers count: the first worker that is not new."""
+
+    def broadcast(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        for dtype in dict.fromkeys(buffer.dtype for buffer in self._buffers):
+            alike = [buffer for buffer in self._buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+            dist.broadcast(flat, src=self.source)
+            if dist.get_rank() != self.source:
+                for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
+                    buffer.copy_(part.view(buffer.shape))
 
 
 def read_rows(rows: Sequence[Tensor]) -> list[list[float]]:

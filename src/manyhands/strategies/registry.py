@@ -40,6 +40,14 @@ OTHER_NAMES = {
 }
 """What other frameworks call it."""
 
+REMOVED_OPTIONS = {
+    (
+        "allreduce",
+        "drop",
+    ): "Use  --strategy ps:backup, which makes a step without its slowest workers."
+}
+"""(Strategy, option) that existed once, and what to use instead."""
+
 _UNIONS = (types.UnionType, typing.Union)
 """`int | None` is the one, `int | Literal["auto"]` the other."""
 
@@ -106,6 +114,8 @@ def _options(cls: type[Strategy], part: SpecPart) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key, value in part.options.items():
+        if instead := REMOVED_OPTIONS.get((cls.name, key)):
+            raise SpecError(f"{part}: the option {key!r} was removed. {instead}")
         if key not in fields:
             has = f"Its options: {', '.join(sorted(fields))}." if fields else "It has none."
             raise SpecError(f"{part}: {cls.name} has no option {key!r}{closest(key, fields)} {has}")

@@ -83,8 +83,7 @@ class Worker:
             )
             member.on_stacks = loaders.write_stacks
         self.loaders = loaders
-        pieces = max(self.job.accumulate, learner.pieces)
-        self.feed = Feed(self.job, self.data, device=self.device, pieces=pieces, loaders=loaders)
+        self.feed = Feed(self.job, self.data, device=self.device, loaders=loaders)
         seat = Seat(member.name, member.host, device=self.device, device_id=device_id(self.device))
         self.me = member.me(seat)
         self.learner.prepare(train_state, self.me)
@@ -293,7 +292,7 @@ class Worker:
         rows = [
             [
                 *(r.step, weight, loss, r.lr, r.step_s, _seconds(r), r.wait_s, r.bytes_sent),
-                *(r.part, r.staleness, r.dropped, r.left_out),
+                *(r.part, r.staleness, r.dropped),
                 *([measures] if measures else []),
             ]
             for r, weight, loss, measures in zip(

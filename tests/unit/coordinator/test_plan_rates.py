@@ -181,20 +181,6 @@ def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
     ]
 
 
-def test_samples_that_come_back_do_not_move_the_schedule_twice() -> None:
-    scaling = Scaling("linear", reference=2)
-    training_plan = TrainingPlan(PlanConfig(num_samples=8, batch_size=4, epochs=1, scaling=scaling))
-    training_plan.seat(1)
-    ticks, left_out = [], iter([0, 1, 0, 0, 1])
-    while isinstance(order := training_plan.next(1), TrainSteps):
-        (plan,) = order.plans
-        ticks.append(plan.ticks)
-        _, stop = plan.ranges[-1]
-        training_plan.commit(plan.step, [(stop - 1, stop)] if next(left_out, 0) else [])
-    assert training_plan.samples_used == 8
-    assert ticks == [0, 1, 0, 0, 1, 0], "the fifth step has the last sample, and gives it back"
-
-
 # The plateau rule ---------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
 from manyhands.coordinator.progress import WHOLE, Committed, StepProgress, combine
-from manyhands.errors import ProtocolError
 from manyhands.ranges import Range
 from manyhands.transport.fields import read
 
@@ -269,12 +267,3 @@ def test_an_evaluation_of_nothing_has_no_number() -> None:
     samples, metrics = combine([part(2, {"loss": [0.0, 0.0]})])
     assert samples == 2
     assert math.isnan(metrics["loss"])
-
-
-@pytest.mark.parametrize("left_out", [[1], [0, 0, 0], [0, 10**9]])
-def test_what_a_step_does_not_have_cannot_be_left_out_of_it(left_out: list[int]) -> None:
-    progress = StepProgress()
-    expect(progress, 1, ["a", "b"])
-    with pytest.raises(ProtocolError, match="of step 1, in parts of"):
-        progress.check(dataclasses.replace(row(1, 1.0, 2.0), left_out=left_out))
-    progress.check(dataclasses.replace(row(7, 1.0, 2.0), left_out=left_out))  # not open: ignored
