@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import VERBS
+from manyhands.cli.main import COMMANDS
 from manyhands.testing import harness
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,7 +46,7 @@ def fails(
             ["train", str(EXAMPLES / "digits.py"), "--lr", "0.1", "--batch-size=8"],
             "there is no flag --lr: lr is a field of the job. Type  --set lr=0.1 --set batch_size=8",
         ),
-        (["train", str(EXAMPLES / "digits.py"), "--set", "lr", "0.1"], "as  --set lr=0.1"),
+        (["train", str(EXAMPLES / "digits.py"), "--set", "lr", "0.1"], "sign:  --set lr=0.1"),
         (
             ["train", str(EXAMPLES / "digits.py"), "--strategy", "ddp"],
             "it is called 'allreduce' here. Type  --strategy allreduce.",
@@ -207,9 +207,9 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_every_verb_has_help_with_examples() -> None:
-    for verb in ([], *([verb] for verb in VERBS)):
+    for command in ([], *([name] for name in COMMANDS)):
         done = subprocess.run(
-            [sys.executable, "-m", "manyhands.cli.main", *verb, "--help"],
+            [sys.executable, "-m", "manyhands.cli.main", *command, "--help"],
             capture_output=True,
             text=True,
             timeout=60,

@@ -1,6 +1,6 @@
-"""A run in figures, for `list` and `show`: from its config, its summary and its events.
+"""The facts of a run for `list` and `show`, from its config, its summary and its events.
 
-A run that trains now, or was killed, has no summary: its events say what there is to say.
+A run that is training, or was killed, has no summary; its events are read instead.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ DONE = ("finished", "early-stopped")
 class Digest:
     path: Path
     job: str
-    """As it was given."""
+    """As typed."""
     job_class: str
     changed: Mapping[str, str]
-    """The fields that were set by --set."""
+    """Fields set with --set."""
     strategy: str
     workers: Any
     started: str
     outcome: str
     error: str | None
     seconds: float
-    """Of all its lives."""
+    """Over all starts."""
     step: int
     epochs: float | None
     samples: int | None
     samples_per_s: float | None
     monitor: str
-    """As "max accuracy"."""
+    """Such as "max accuracy"."""
     best: Mapping[str, Any] | None
     """Metrics of the best evaluation."""
     best_step: int | None
@@ -51,13 +51,13 @@ class Digest:
 
     @property
     def best_value(self) -> float | None:
-        """Of the monitored metric."""
+        """The monitored metric of the best evaluation."""
         value = (self.best or {}).get(metric_name(self.monitor))
         return float(value) if isinstance(value, int | float) else None
 
     @property
     def rank(self) -> tuple[bool, str, float]:
-        """Sorts runs by how good they are: of each metric the best first, those without one last."""
+        """A sort key: by metric, the best first, runs without one last."""
         value = self.best_value
         if value is None or not math.isfinite(value):
             return (True, "", 0.0)
@@ -66,7 +66,7 @@ class Digest:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """If it is on the disk."""
+        """Its path, if it is on disk."""
         if self.best_step is None:
             return None
         path = checkpoints.final(self.path, self.best_step)
@@ -112,20 +112,20 @@ class Digest:
 
 
 def digest(run: RunFolder, *, with_steps: bool) -> Digest:
-    """What is known of a run. Raises RunFolderError, KeyError or TypeError if it is no longer readable."""
+    """Read a run. Raises RunFolderError, KeyError or TypeError if it is not readable."""
     config, trains = run.config, run.locked
-    summary = None if trains else run.summary  # that of a life before this one
+    summary = None if trains else run.summary  # else that of an earlier start
     history = read_history(run.path / EVENTS, with_steps=with_steps or summary is None)
-    told = summary or {}
+    known = summary or {}
     job, options = config["job"], config["options"]
     reference = str(job["reference"])
     _, _, name = reference.partition(":")
-    best = dict(told.get("best_metrics") or {})
+    best = dict(known.get("best_metrics") or {})
     best_step = best.pop("step", None)
     if not best and (found := history.best) is not None:
         best, best_step = dict(found["metrics"]), found["step"]
     last = history.evaluations[-1]["metrics"] if history.evaluations else None
-    speed = told.get("samples_per_s")
+    speed = known.get("samples_per_s")
     if speed is None and history.train_s > 0:
         speed = round(history.samples / history.train_s, 1)
     return Digest(
@@ -136,23 +136,23 @@ def digest(run: RunFolder, *, with_steps: bool) -> Digest:
         strategy=str(options["strategy"]["value"]),
         workers=options["workers"]["value"],
         started=str(config.get("created", "")),
-        outcome=str(told.get("outcome") or (TRAINS if trains else CUT_OFF)),
-        error=told.get("error") or history.failure,
-        seconds=history.seconds or told.get("wall_s") or 0.0,
-        step=told["steps"] if told.get("steps") is not None else history.step,
-        epochs=told.get("epochs"),
-        samples=told.get("samples") or history.samples or None,
+        outcome=str(known.get("outcome") or (TRAINS if trains else CUT_OFF)),
+        error=known.get("error") or history.failure,
+        seconds=history.seconds or known.get("wall_s") or 0.0,
+        step=known["steps"] if known.get("steps") is not None else history.step,
+        epochs=known.get("epochs"),
+        samples=known.get("samples") or history.samples or None,
         samples_per_s=speed,
-        monitor=_monitor(config, told),
+        monitor=_monitor(config, known),
         best=best or None,
         best_step=best_step,
-        final=told.get("final_metrics") or last,
+        final=known.get("final_metrics") or last,
         history=history,
     )
 
 
 def _monitor(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """With its direction; old runs had one by the name."""
+    """Return the metric with its direction; old runs implied it by the metric's name."""
     given = summary.get("monitor") or config.get("fields", {}).get("monitor", {}).get("value")
     text = str(given or "loss")
     if text.startswith(("min ", "max ")):
@@ -165,7 +165,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def dump(value: Any) -> str:
-    """As JSON, in which there is no NaN."""
+    """Return JSON, with null for NaN."""
     return json.dumps(_plain(value), indent=2, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""What people type out of habit from other trainers, and what to type here."""
+"""Flags that people know from other trainers, and what to type here instead."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ SYNONYMS = {
     "max_grad_norm": "clip_norm",
     "num_workers": "loader_processes",
 }
-"""Fields by the names that other trainers have for them."""
+"""Names in other trainers to fields of a job."""
 
 
 def check_set(words: Sequence[str]) -> None:
-    """Refuse `--set lr 0.1`, whose value would be taken for something else."""
+    """Refuse `--set lr 0.1`: the value would be read as another argument."""
     if not words or words[0] not in WITH_SET:
         return
     for flag, name, value in zip(words, words[1:], words[2:], strict=False):
         if flag == "--set" and name.isidentifier() and not value.startswith("--"):
             if ".py" in value or "/" in value:  # the job or the run
-                raise UsageError(f"--set {name}: write it as NAME=VALUE, as  --set {name}=0.1")
+                raise UsageError(f"--set {name}: write it as NAME=VALUE, such as  --set {name}=0.1")
             raise UsageError(
-                f"--set {name} {value}: write it with an equals sign, as  "
+                f"--set {name} {value}: write it with an equals sign:  "
                 f"--set {shlex.quote(f'{name}={value}')}"
             )
 
 
 def fields_meant(flags: Sequence[str], words: Sequence[str]) -> dict[str, str]:
-    """For each unknown flag that is a field of the job: the NAME=VALUE that was meant, for a shell."""
+    """Map each unknown flag that is a field of the job to the NAME=VALUE that was meant, shell-quoted."""
     known = {field.name for field in dataclasses.fields(Job)}
     for word in words[1:]:
         if not word.startswith("-"):
@@ -70,7 +70,7 @@ def _value(flag: str, words: Sequence[str]) -> str:
 
 
 def _own_fields(reference: str) -> set[str]:
-    """The annotated names in the classes of a job's file, which is read but not run."""
+    """Return the annotated names in the classes of a job file, which is parsed but not run."""
     with suppress(JobError, OSError, SyntaxError, ValueError):
         tree = ast.parse(find_job(reference).path.read_text())
         return {

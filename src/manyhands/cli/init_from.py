@@ -1,4 +1,4 @@
-"""`--init-from RUN`: begin with the weights of another run."""
+"""`--init-from RUN`: start with the weights of another run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAG = "--init-from"
 
 
 def find_weights(text: str) -> Manifest:
-    """The checkpoint of RUN, RUN:best, RUN:last or RUN:N."""
+    """Return the checkpoint of RUN, RUN:best, RUN:last or RUN:N."""
     path, _, step = text.rpartition(":")
     named = bool(path) and (step in ("best", "last") or step.isdecimal())
     if not named:
@@ -22,18 +22,20 @@ def find_weights(text: str) -> Manifest:
     try:
         return choose(RunFolder.open(Path(path)).path, step)
     except (CheckpointError, RunFolderError) as error:
-        allowed = "" if named else f" Give a run folder, or one and a step: {FLAG} {path}:last"
+        allowed = (
+            "" if named else f" Give a run folder, or a run folder and a step: {FLAG} {path}:last"
+        )
         raise UsageError(f"{FLAG} {text}: {error}{allowed}") from error
 
 
 def note(weights: Manifest) -> dict[str, Any]:
-    """For config.json. A name such as `best` may mean another step later."""
+    """Return the entry for config.json. It names the step, since `best` may mean another one later."""
     path = weights.path.resolve()
     return {"run": str(path.parents[1]), "step": weights.step, "checkpoint": str(path)}
 
 
 def noted(config: Mapping[str, Any]) -> Path | None:
-    """The checkpoint that a run began with, for one that begins anew."""
+    """Return the checkpoint that a run started with, for a run that has none of its own yet."""
     if "init_from" not in config:
         return None
     path = Path(config["init_from"]["checkpoint"])
@@ -41,6 +43,6 @@ def noted(config: Mapping[str, Any]) -> Path | None:
         return verify(path).path
     except CheckpointError as error:
         raise UsageError(
-            f"The run has no checkpoint yet, and the weights that it began with can't be read: {error} Put "
-            "them back there, or start a new run."
+            f"The run has no checkpoint yet, and the weights that it started with can't be read: {error} "
+            "Restore them, or start a new run."
         ) from error

@@ -1,4 +1,4 @@
-"""What a process needs to be the coordinator of members anywhere."""
+"""What a process needs to coordinate members, wherever they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.transport import Authority
 @dataclass(frozen=True)
 class LaunchPlan:
     control: str
-    """Where it listens."""
+    """The address that the coordinator listens on."""
     launcher: Launcher | None = None
     authority: Authority | None = None
     timeouts: Timeouts | None = None

@@ -1,7 +1,7 @@
-"""The runs in a folder: what was trained, what was changed, how good it got and how it ended.
+"""List the runs in a folder: job, changed fields, best metric, outcome.
 
-The oldest comes first, or as --sort says. `best` is the metric that the job monitors, at the best evaluation.
-`training now` and `cut off` (killed) have no summary: they are read from their events.
+The oldest run comes first unless --sort is given. `best` is the monitored metric of the best evaluation.
+`training now` and `cut off` (killed) are read from the run's events, since there is no summary yet.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from manyhands.runs.folder import CONFIG, runs_in
 HELP = "the runs here: job, changed fields, best, time, outcome"
 EXAMPLES = """\
 examples:
-  manyhands list                        those in runs/
-  manyhands list /scratch/runs          those in another folder
+  manyhands list                        in runs/
+  manyhands list /scratch/runs          in another folder
   manyhands list --sort best            the best first
   manyhands list --json | jq '.[] | select(.outcome == "failed") | .run'
   manyhands show RUN                    one of them, with its curves
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort",
         default="started",
         metavar="BY",
-        help="started (default: the oldest first), best (the best first, each metric by itself), time (the "
-        "longest first), steps, outcome, job or name",
+        help="started (default: the oldest first), best (the best first, per metric), time (the longest "
+        "first), steps, outcome, job or name",
     )
-    parser.add_argument("--json", action="store_true", help="all that is known, as a JSON list")
+    parser.add_argument("--json", action="store_true", help="everything, as a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if (arguments.folder / CONFIG).is_file():
         raise UsageError(
-            f"{arguments.folder} is a run itself. See it with:  manyhands show {arguments.folder}"
+            f"{arguments.folder} is a run, not a folder of runs. Type:  manyhands show {arguments.folder}"
         )
     known, unreadable = [], []
     for each in runs_in(arguments.folder):
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             known.append(digest(each, with_steps=False))
         except (ManyhandsError, KeyError, TypeError, AttributeError):
             unreadable.append(each.path)
-    if arguments.sort != "started":  # they come in that order
+    if arguments.sort != "started":  # runs_in() sorts by that
         known.sort(key=SORTS[arguments.sort])
     if arguments.json:
         lost = [{"run": str(path), "outcome": "unreadable"} for path in unreadable]
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _row(run: Digest) -> tuple[str, ...]:
     value = run.best_value
     best = "" if value is None else f"{metric_name(run.monitor)} {value:.4g}"
-    if value is None and run.final:  # never evaluated: the training's own loss
+    if value is None and run.final:  # never evaluated: the training loss
         loss = run.final.get("loss")
         best = f"(loss {loss:.4g})" if isinstance(loss, int | float) else ""
     row = (

@@ -1,4 +1,4 @@
-"""`manyhands`: one thin file a verb."""
+"""`manyhands`: one thin file per command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.cli.habits import check_set
 from manyhands.cli.parser import Parser
 from manyhands.errors import ManyhandsError
 
-VERBS = {
+COMMANDS = {
     "train": "train",
     "resume": "resume",
     "scale": "scale",
@@ -26,17 +26,17 @@ VERBS = {
     "doctor": "doctor",
     "lab": "lab",
 }
-"""And their files. Only the one that is wanted is loaded: it should start at once."""
+"""Command to module. Only the module of the command that was typed is imported, to start fast."""
 
 EXAMPLES = """\
 examples:
   manyhands train examples/digits.py                     two workers, all-reduce
   manyhands train job.py --strategy single               the reference: one worker
-  manyhands train job.py:Name --workers 4 --set lr=0.05  another job of the file, a hyperparameter
-  manyhands resume runs/digits-20260101-120000           go on where it stopped
+  manyhands train job.py:Name --workers 4 --set lr=0.05  another job in the file, a hyperparameter
+  manyhands resume runs/digits-20260101-120000           continue where it stopped
   manyhands list --sort best                             the runs here, the best first
-  manyhands show runs/digits-20260101-120000             one of them: curves, best checkpoint, who was lost
-  manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it goes on
+  manyhands show runs/digits-20260101-120000             one of them: curves, best checkpoint, lost members
+  manyhands scale runs/digits-20260101-120000 --workers 4  more workers, while it trains
   manyhands launch slurm job.py --nodes 4 --gpus 8       the file that starts it on a cluster
   manyhands doctor                                       what works on this machine
   manyhands lab run --hosts 3 -- python train.py         three hosts on this machine
@@ -49,24 +49,24 @@ Ctrl-C/SIGTERM, otherwise that of the first member that failed.
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="manyhands",
-        description="Many hands train one model: every way is one switch on the same job file.",
+        description="Distributed training: every strategy is one switch on the same job file.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"manyhands {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     words = list(sys.argv[1:] if argv is None else argv)
-    for name in VERBS.keys() & words[:1] or VERBS:
-        verb = importlib.import_module(f"manyhands.cli.{VERBS[name]}")
-        sub = verbs.add_parser(
+    for name in COMMANDS.keys() & words[:1] or COMMANDS:
+        command = importlib.import_module(f"manyhands.cli.{COMMANDS[name]}")
+        sub = subparsers.add_parser(
             name,
-            help=verb.HELP,
-            description=verb.__doc__,
-            epilog=verb.EXAMPLES,
+            help=command.HELP,
+            description=command.__doc__,
+            epilog=command.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_arguments(sub)
-        sub.set_defaults(run=verb.run, explain=None)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run, explain=None)
     try:
         check_set(words)
         own, passed = _split(words)

@@ -1,4 +1,4 @@
-"""Go on where a run stopped, in the same folder, on any number of workers."""
+"""Continue a run where it stopped, in the same folder, on any number of workers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
 from manyhands.runs.folder import RunFolder
 
-HELP = "go on where a run stopped, on any number of workers"
+HELP = "continue a run where it stopped, on any number of workers"
 EXAMPLES = """\
 examples:
   manyhands resume runs/digits-20260101-120000
   manyhands resume runs/digits-20260101-120000 --workers 4
   manyhands resume runs/digits-20260101-120000 --set epochs=20 --schedule stretch    train longer
-  manyhands resume runs/digits-20260101-120000 --set lr=0.01       go on with another learning rate
+  manyhands resume runs/digits-20260101-120000 --set lr=0.01       with another learning rate
   manyhands resume runs/digits-20260101-120000 --checkpoint step-276   from an older checkpoint
-  srun manyhands resume runs/digits-4711 --on env --key-file run.key   on many hosts, as it was trained
+  srun manyhands resume runs/digits-4711 --on env --key-file run.key   on many hosts
   manyhands resume runs/digits-20260101-120000 --debug             with breakpoint() in the job
 """
 
@@ -44,14 +44,16 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument(
-        "--checkpoint", metavar="step-N", help="go on from this one (default: the newest sound one)"
+        "--checkpoint",
+        metavar="step-N",
+        help="resume from this one (default: the newest valid one)",
     )
     parser.add_argument(
         "--schedule",
         metavar="HOW",
-        help="the schedule of the learning rate, where there are more steps than it was made for: stretch "
-        "(over all steps, going on at its position), restart (anew over the steps that are left) or keep "
-        "(as it was; then the rate stays where it ended)",
+        help="what the learning rate schedule does if there are more steps than it was made for: stretch "
+        "(over all steps, from its current position), restart (over the remaining steps) or keep (as it was; "
+        "then the rate stays where it ended)",
     )
     add_training_flags(parser)
 
@@ -62,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(cluster, ResolvedCluster) and not cluster.leads:
         return cluster.serve()
     folder = RunFolder.open(arguments.run_folder)
-    folder.lock()  # before anything is touched: somebody may be training in it
+    folder.lock()  # before anything changes: another process may be training in it
     try:
         return _resume(folder, arguments, cluster)
     finally:
@@ -74,8 +76,8 @@ def _resume(
 ) -> int:
     if _is_done(folder, arguments):
         print(
-            f"{folder.path} is finished already. To train longer, say for how many epochs in all: "
-            f"manyhands resume {folder.path} --set epochs=N  (with a schedule of the learning rate, also "
+            f"{folder.path} is already finished. To train longer, set the total number of epochs: "
+            f"manyhands resume {folder.path} --set epochs=N  (with a learning rate schedule, also "
             "--schedule stretch, restart or keep)"
         )
         return 0
@@ -86,16 +88,16 @@ def _resume(
     changed = parse_set(arguments.set)
     if "seed" in changed:
         raise UsageError(
-            "--set seed: a run keeps its seed, on which the order of its samples depends."
+            "--set seed: a run keeps its seed, since the order of its samples depends on it."
         )
     resolved = Resolved(arguments, config["options"])
     for flag in ("chaos", "on", *MEANT_FOR):
-        resolved.forget(flag)  # asked for anew each time
+        resolved.forget(flag)  # not kept from the last start
     before = config["options"].get("on", {}).get("value", "local")
     if (resolved.get("on", "local"), before) != ("local", "local"):
-        resolved.forget("control")  # an address of hosts that may be others now
+        resolved.forget("control")  # an address on hosts that may have changed
     if arguments.strategy is not None:
-        resolved.forget("workers")  # another strategy, another number
+        resolved.forget("workers")  # a new strategy has its own default
     options = resolve_options(
         resolved,
         job=job.anywhere,
@@ -112,7 +114,7 @@ def _resume(
         print(f"note: {note}")
 
     def on_ready() -> None:
-        # What a debugger was looked at with is not how the run goes on later.
+        # Options of a debugging session do not become those of the run.
         sources = {**config["options"], **({} if options.debug else resolved.sources)}
         folder.write_config({**config, "settings": dict(options.settings), "options": sources})
 
@@ -139,21 +141,21 @@ def _notes(
     checkpoint: Manifest | None,
     complaints: Sequence[str],
 ) -> Iterator[str]:
-    """What a person should know before it goes on."""
+    """Yield notes to print before training continues."""
     if file_digest(path) != config["job"]["sha256"]:
         yield f"{path} has changed since the run was started."
     for complaint in complaints:
-        yield f"{complaint} It was passed over."
+        yield f"{complaint} It was skipped."
     if checkpoint is None:
         first = config.get("init_from")
         source = f", from the weights of step {first['step']} of {first['run']}" if first else ""
-        yield f"There is no checkpoint yet: training begins anew{source}."
+        yield f"There is no checkpoint yet: training starts from the beginning{source}."
 
 
 def _schedule(given: str | None) -> str:
     if given is not None and given not in SCHEDULES:
         raise UsageError(
-            f"--schedule {given}: there is no such way{closest(given, SCHEDULES)} "
+            f"--schedule {given}: there is no such option{closest(given, SCHEDULES)} "
             f"There are: {', '.join(SCHEDULES)}."
         )
     return given or ""
@@ -167,7 +169,7 @@ def _is_done(folder: RunFolder, arguments: argparse.Namespace) -> bool:
 
 
 def _pick(folder: RunFolder, wanted: str | None) -> tuple[Manifest | None, list[str]]:
-    """The checkpoint to go on from, and what is wrong with newer ones."""
+    """Return the checkpoint to resume from, and what is wrong with newer ones."""
     if wanted is None:
         return checkpoints.last_sound(folder.path)
     name = wanted.removeprefix("checkpoints/")

@@ -1,4 +1,4 @@
-"""Give a live run more workers, or fewer. It goes on meanwhile: new ones come in between two steps."""
+"""Change the number of workers of a live run. It keeps training; new workers join between two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.errors import RunFolderError, UsageError
 from manyhands.events.units import plural
 from manyhands.runs.folder import EVENTS, RunFolder
 
-HELP = "give a live run more workers, or fewer"
+HELP = "change the number of workers of a live run"
 EXAMPLES = """\
 examples:
   manyhands scale runs/digits-20260101-120000 --workers 4
@@ -23,17 +23,19 @@ examples:
 """
 POLL_S = 0.1
 ASKED = re.compile(r"asked for (\d+) workers?(, and refused)?")
-"""How a run says that it has read what it was asked for."""
+"""The note by which a run acknowledges a request."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
-    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many from now")
+    parser.add_argument(
+        "--workers", type=int, required=True, metavar="N", help="how many from now on"
+    )
     parser.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="until they are there (default)",
+        help="wait until they have joined (default)",
     )
 
 
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = RunFolder.open(arguments.run_folder)
     if not folder.locked:
         raise RunFolderError(
-            f"Nobody is training in {folder.path}. Go on with so many workers:  "
+            f"{folder.path} is not training. Continue it with this many workers:  "
             f"manyhands resume {folder.path} --workers {wanted}"
         )
     news = _events(folder.path / EVENTS)
@@ -56,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
-    """Tell what happens until there are so many, or somebody wants another number. `news` begins with the
-    view that there is."""
-    taken = False  # what was asked for before is not ours
+    """Print what happens until there are that many workers, or until someone asks for another number. `news`
+    begins with the current view."""
+    acknowledged = False  # earlier requests are not ours
     workers: list[str] = []
     for event in news:
         match event:
@@ -69,29 +71,29 @@ def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None])
                 continue
             case {"event": "Noticed", "message": str(message)} if asked := ASKED.match(message):
                 if int(asked[1]) != wanted:
-                    if taken:
+                    if acknowledged:
                         raise UsageError(
-                            f"{wanted} workers are not wanted any more: {message} since."
+                            f"The request for {wanted} workers was replaced: {message}."
                         )
                     continue
                 if asked[2]:
                     raise UsageError(message)
-                taken = True
+                acknowledged = True
                 print(message)
                 if len(workers) != wanted:
                     continue
             case {"event": "Noticed", "message": str(message)} if "free slot" in message:
-                if taken:
+                if acknowledged:
                     print(message)
                 continue
             case {"event": "ViewChanged", "members": list(members), "servers": int(servers)}:
                 workers = members[: len(members) - servers]
             case {"event": "RunFinished"}:
-                print("the run has ended meanwhile", file=sys.stderr)
+                print("the run has ended", file=sys.stderr)
                 return 1
             case _:
                 continue
-        if taken:
+        if acknowledged:
             print(f"{plural(len(workers), 'worker')}: {', '.join(workers)}")
             if len(workers) == wanted:
                 return 0
@@ -99,8 +101,8 @@ def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None])
 
 
 def _events(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The last view so far, then events from now on, as they come; None when there is none at the moment."""
-    file = open(path)  # noqa: SIM115 - read as long as somebody listens
+    """Yield the current view, then events as they arrive; None when there is none at the moment."""
+    file = open(path)  # noqa: SIM115 - closed by the generator
     *whole, rest = file.read().split("\n")
     views = [line for line in whole if '"event":"ViewChanged"' in line]
     return _lines(file, views[-1:], rest)

@@ -1,7 +1,7 @@
-"""One run: what was trained and how, its best model and where that is, its curves, who was lost.
+"""Show one run: job, strategy, best checkpoint, curves, lost members.
 
 Works while it trains, after a kill, and for runs of older versions. A curve goes from the first to the last
-step; beside it stand its first and its last value.
+step, followed by its first and its last value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from manyhands.events.text import direction
 from manyhands.events.units import clean, count, duration, figure, plural
 from manyhands.runs.folder import RunFolder
 
-HELP = "one run: best checkpoint, curves, who was lost"
+HELP = "show one run: best checkpoint, curves, lost members"
 EXAMPLES = """\
 examples:
   manyhands show runs/digits-20260101-120000
   manyhands show runs/digits-20260101-120000 --json     all figures and curves, for programs
-  manyhands list                                        which runs there are
+  manyhands list                                        all runs
 """
 LABEL_CELLS = 12
 LOST_SHOWN = 10
@@ -96,7 +96,7 @@ def _rows(run: Digest, *, bars: str) -> Iterator[tuple[str, str]]:
     if run.best is not None:
         step = "" if run.best_step is None else f"step {count(run.best_step)}, "
         yield "best", f"{_figures(run.best)}  ({step}{direction(run.monitor)})"
-        yield "", str(run.best_checkpoint or "its checkpoint is not on the disk")
+        yield "", str(run.best_checkpoint or "its checkpoint is no longer on disk")
     if run.last_checkpoint is not None and run.last_checkpoint != run.best_checkpoint:
         yield "last", str(run.last_checkpoint)
     if history.losses:

@@ -1,6 +1,6 @@
-"""Look at word vectors: neighbours of a word, how good they are, a picture; and save them for others.
+"""Use word vectors: nearest words, evaluations, a picture, export to other formats.
 
-WHERE is a run of examples/word2vec.py, or a file of vectors in the text or binary format of word2vec.
+WHERE is a run of examples/word2vec.py, or a file in the text or binary format of word2vec.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from manyhands.errors import UsageError
 if TYPE_CHECKING:
     from manyhands.word2vec.vectors import Vectors
 
-HELP = "word vectors: neighbours, evaluations, a picture, other formats"
+HELP = "use word vectors: nearest words, evaluations, a picture, export"
 EXAMPLES = """\
 examples:
   manyhands words runs/word2vec-20260101-120000 --similar king
@@ -27,15 +27,24 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="WHERE", type=Path, help="a run, or a file of vectors")
     parser.add_argument(
-        "--similar", metavar="WORDS", help="the nearest words; several are added, -WORD subtracted"
+        "--similar",
+        metavar="WORDS",
+        help="print the nearest words; several are added, -WORD is subtracted",
     )
-    parser.add_argument("--count", type=int, default=10, help="how many of them (default: 10)")
-    parser.add_argument("--analogies", type=Path, metavar="FILE", help="as questions-words.txt")
+    parser.add_argument("--count", type=int, default=10, help="how many (default: 10)")
     parser.add_argument(
-        "--restrict", type=int, default=30_000, help="to the commonest words (default: 30000)"
+        "--analogies", type=Path, metavar="FILE", help="such as questions-words.txt"
     )
     parser.add_argument(
-        "--pairs", type=Path, metavar="FILE", action="append", default=[], help="as wordsim353.tsv"
+        "--restrict", type=int, default=30_000, help="to the most frequent words (default: 30000)"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="such as wordsim353.tsv",
     )
     parser.add_argument(
         "--picture", metavar="WORDS", help="draw these words and their neighbours (see --out)"
@@ -48,11 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     asked = (arguments.similar, arguments.analogies, arguments.picture, arguments.save)
     if not any(asked) and not arguments.pairs:
         raise UsageError(
-            "Say what to do with the vectors: --similar, --analogies, --pairs, --picture or --save. "
+            "Choose what to do with the vectors: --similar, --analogies, --pairs, --picture or --save. "
             "See  manyhands words --help."
         )
     vectors = _load(arguments.where)
-    print(f"{len(vectors.words):,} words of {vectors.matrix.shape[1]} dimensions")
+    print(f"{len(vectors.words):,} words, {vectors.matrix.shape[1]} dimensions")
     if arguments.similar:
         _similar(vectors, arguments.similar, arguments.count)
     if arguments.analogies:
@@ -96,9 +105,9 @@ def _analogies(vectors: Vectors, file: Path, restrict: int) -> None:
 
     score = analogies(vectors, file, restrict=restrict)
     print(
-        f"{file.name}: {score.accuracy:.1%} right (semantic {score.semantic.accuracy:.1%}, syntactic "
+        f"{file.name}: {score.accuracy:.1%} correct (semantic {score.semantic.accuracy:.1%}, syntactic "
         f"{score.syntactic.accuracy:.1%}; {score.total.asked:,} questions among the {restrict:,} "
-        "commonest words)"
+        "most frequent words)"
     )
 
 

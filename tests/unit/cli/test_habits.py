@@ -48,9 +48,9 @@ def test_other_flags_are_not_fields() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train", "job.py", "--set", "lr", "0.1"], "as  --set lr=0.1$"),
-        (["resume", "--set", "name", "a b", "runs/x"], "as  --set 'name=a b'$"),
-        (["train", "--set", "lr", "job.py"], "write it as NAME=VALUE, as  --set lr=0.1$"),
+        (["train", "job.py", "--set", "lr", "0.1"], "sign:  --set lr=0.1$"),
+        (["resume", "--set", "name", "a b", "runs/x"], "sign:  --set 'name=a b'$"),
+        (["train", "--set", "lr", "job.py"], "write it as NAME=VALUE, such as  --set lr=0.1$"),
     ],
 )
 def test_set_without_an_equals_sign(words: list[str], says: str) -> None:

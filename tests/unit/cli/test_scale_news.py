@@ -45,7 +45,7 @@ def test_it_tells_once_that_there_is_no_room(
 
 def test_somebody_else_who_asks_later_counts(run: RunFolder) -> None:
     news = [noticed("asked for 5 workers"), view("a", "b", "c"), noticed("asked for 1 worker")]
-    with pytest.raises(UsageError, match="5 workers are not wanted any more: asked for 1 worker"):
+    with pytest.raises(UsageError, match="request for 5 workers was replaced: asked for 1 worker"):
         _wait(run, 5, iter(news))
 
 
