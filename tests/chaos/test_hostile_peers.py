@@ -42,8 +42,8 @@ class Hostile(Regression):
             return [host.link for host in clients[-1]._hosts.values()]
         servers = [s for s in gc.get_objects() if isinstance(s, Server) and not s._frozen]
         if to == "servers":
-            return [peer.link for peer in servers[-1]._council.peers.values()]
-        return [guest.link for name, guest in servers[-1]._guests.items() if name != servers[-1].name]
+            return [peer.link for peer in servers[-1]._view_change.peers.values()]
+        return [session.link for name, session in servers[-1]._sessions.items() if name != servers[-1].name]
 """
 PUSH = [3, 0, 5, 1, 8.0, 16.0, [8, 16], 0, 1.0, 1.0, 1, 0.5]
 """Of a step that nobody has begun; what comes after its worker's name and number."""

@@ -213,7 +213,7 @@ def test_an_exception_in_a_job_is_shown_with_its_log(tmp_path: Path) -> None:
     assert f"{failed['log']} (full traceback)" in done.err
     log = Path(failed["log"]).read_text()
     assert "the loss exploded" in log
-    assert "manyhands/train/loop.py" in log
+    assert "manyhands/worker/loop.py" in log
 
 
 def test_a_jobs_own_exit_code_is_handed_on(tmp_path: Path) -> None:
