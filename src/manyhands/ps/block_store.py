@@ -1,23 +1,136 @@
-"""Blocks in somebody's keeping: their parameters, and the optimizer that works on them.
+"""Blocks of a model in memory, and the optimizer that updates them.
 
-A server has one holding of its own blocks and one for each server whose replica it keeps. Neighbouring
-blocks are handled as one *run* (one add, one optimizer tensor) where the optimizer is elementwise; a
-block can be taken out and put in somewhere else all the same, with what the optimizer remembers of it.
+    FlatTensors       a model's numbers as flat buffers, in private or shared memory
+    Span              neighbouring blocks: one tensor to add, send or optimize
+    BlockOptimizer    the job's own torch optimizer, over spans instead of parameters
+    BlockStore        some blocks with their optimizer: a server's own, or a replica of another's
+
+Parameters and gradients of a model become views into FlatTensors, so that a backward writes where a server
+reads, and a push inside a host copies nothing. There is one copy of the parameters per host, and one of the
+gradients per worker.
+
+An elementwise optimizer (SGD, Adam and the like) does the same to each element whatever tensor it is in, so
+cutting tensors into blocks changes nothing but speed: one fused pass over a few large spans instead of many
+small tensors. Other optimizers get whole tensors, in their own shape. The optimizer is built from the class
+and the hyperparameters of the job's; none is pickled. A block can be moved to another store with its
+optimizer state, though neighbouring blocks are handled as one span.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.compute.train_state import TrainState
+from manyhands.compute.schedule import position
+from manyhands.compute.train_state import TrainState, multiplied_lr
 from manyhands.ps.blocks import Block, BlockLayout
-from manyhands.ps.memory import FlatTensors
-from manyhands.ps.optimizer import BlockOptimizer
+from manyhands.transport.shm import Segment, aligned
+
+FUSED: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+)
+MARKS = 128
+"""Numbers beside shared memory: a version for each server, and behind them how many there are."""
+
+
+class FlatTensors:
+    """The buffers of a layout, with views of blocks and of pieces (parameters)."""
+
+    def __init__(
+        self, layout: BlockLayout, buffers: Sequence[Tensor], segment: Segment | None = None
+    ) -> None:
+        self.layout = layout
+        self.buffers = list(buffers)
+        self.segment = segment
+        marks = (
+            torch.zeros(MARKS, dtype=torch.int64)
+            if segment is None
+            else segment.tensor(torch.int64, offset_bytes=segment.nbytes - 8 * MARKS, numel=MARKS)
+        )
+        self.marks = marks.numpy()
+        """The version that each server's blocks have reached, and in the last place the number of servers.
+        Shared with the memory; written at every update, one number at a time."""
+
+    @classmethod
+    def private(cls, layout: BlockLayout, *, device: str = "cpu") -> FlatTensors:
+        """Memory of this process, all zero."""
+        return cls(
+            layout,
+            [torch.zeros(b.numel, dtype=_dtype(b.dtype), device=device) for b in layout.buffers],
+        )
+
+    @classmethod
+    def shared(cls, layout: BlockLayout, *, label: str) -> FlatTensors:
+        """Memory that other processes of this host can attach, all zero."""
+        return cls._in(layout, Segment.create(_offsets(layout)[-1] + 8 * MARKS, label=label))
+
+    @classmethod
+    def attached(cls, layout: BlockLayout, address: str) -> FlatTensors:
+        return cls._in(layout, Segment.attach(address))
+
+    @classmethod
+    def _in(cls, layout: BlockLayout, segment: Segment) -> FlatTensors:
+        buffers = [
+            segment.tensor(_dtype(buffer.dtype), offset_bytes=offset, numel=buffer.numel)
+            for buffer, offset in zip(layout.buffers, _offsets(layout), strict=False)
+        ]
+        return cls(layout, buffers, segment)
+
+    @property
+    def mark(self) -> int:
+        """The version that all blocks have reached at least."""
+        return int(self.marks[: int(self.marks[-1]) or 1].min())
+
+    def set_mark(self, version: int, *, server: int = 0, servers: int = 1) -> None:
+        """Set the version of one server's blocks."""
+        self.marks[server] = version
+        self.marks[-1] = servers
+
+    def block(self, number: int) -> Tensor:
+        block = self.layout.blocks[number]
+        return self.buffers[block.buffer][block.start : block.stop]
+
+    def piece(self, name: str) -> Tensor:
+        """One parameter's numbers, flat."""
+        slot = self.layout.slots[name]
+        return self.buffers[slot.buffer][slot.start : slot.stop]
+
+    def copy_(self, other: FlatTensors, *, non_blocking: bool = False) -> None:
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs, non_blocking=non_blocking)
+
+    def norm(self) -> float:
+        """The Euclidean norm of all numbers; padding is zero."""
+        # In float32 at least: the norm of many half-precision numbers is none itself.
+        norms = [
+            torch.linalg.vector_norm(b, dtype=torch.promote_types(b.dtype, torch.float32))
+            for b in self.buffers
+        ]
+        return float(torch.stack([norm.double() for norm in norms]).norm())
+
+    def zero_(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def close(self) -> None:
+        if self.segment is not None:
+            self.segment.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory itself."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -69,6 +182,65 @@ def runs_of(
     return [Span(run[0].buffer, run[0].start, run[-1].stop, tuple(run)) for run in runs]
 
 
+class BlockOptimizer:
+    """An optimizer like `template`, over the blocks that one server holds."""
+
+    def __init__(self, template: Optimizer, blocks: Mapping[int, tuple[int, Tensor]]) -> None:
+        """`blocks`: number of the block to (parameter group, its tensor, which is updated in place)."""
+        self._parameters = {
+            number: torch.nn.Parameter(tensor, requires_grad=True)
+            for number, (_, tensor) in blocks.items()
+        }
+        groups = [
+            {
+                **{
+                    key: value
+                    for key, value in group.items()
+                    if key not in ("params", "param_names", "initial_lr")
+                },
+                "params": [self._parameters[n] for n, (g, _) in blocks.items() if g == index],
+            }
+            for index, group in enumerate(template.param_groups)
+        ]
+        self.optimizer = _like(template, groups)
+
+    def step(self, gradients: Mapping[int, Tensor], *, lr_scale: float = 1.0) -> None:
+        """Update the blocks that have a gradient, and no others."""
+        for number, gradient in gradients.items():
+            self._parameters[number].grad = gradient
+        try:
+            if lr_scale == 1.0:
+                self.optimizer.step()
+            else:
+                with multiplied_lr(self.optimizer, lr_scale):
+                    self.optimizer.step()
+        finally:
+            for number in gradients:
+                self._parameters[number].grad = None
+
+    def state(self, number: int) -> dict[str, Any]:
+        """What the optimizer remembers of a block: tensors of its size, and scalars."""
+        return dict(self.optimizer.state.get(self._parameters[number], {}))
+
+    def load_state(self, number: int, state: Mapping[str, Any]) -> None:
+        copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        self.optimizer.state[self._parameters[number]] = copied
+
+
+class ScheduleClock:
+    """A learning rate schedule, and how many steps it has done since training began."""
+
+    def __init__(self, scheduler: LRScheduler | None, ticks: int | None = None) -> None:
+        self.ticks = position(scheduler) if ticks is None else ticks
+        self._scheduler = scheduler
+
+    def advance(self, ticks: int) -> None:
+        while self.ticks < ticks:
+            self.ticks += 1
+            if self._scheduler is not None:
+                self._scheduler.step()
+
+
 class BlockStore:
     """Some blocks of a model, and their optimizer. `flat` is where their parameters lie."""
 
@@ -85,7 +257,6 @@ class BlockStore:
         self.flat = flat
         self.numbers = sorted(materials)
         self.runs = runs_of(layout, materials)
-        self._ticks = ticks
         self._run_of = {block.number: i for i, run in enumerate(self.runs) for block in run.blocks}
         for number, block_state in materials.items():
             mine = flat.block(number)
@@ -99,7 +270,8 @@ class BlockStore:
         for i, run in enumerate(self.runs):
             if state := _join([materials[b.number].state for b in run.blocks], run):
                 self._optimizer.load_state(i, state)
-        self._scheduler = train_state.schedule_for(self._optimizer.optimizer)
+        scheduler = train_state.schedule_for(self._optimizer.optimizer)
+        self._schedule_clock = ScheduleClock(scheduler, ticks)
         # A holding of no blocks has nothing to step, and torch would wonder about its schedule.
         self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -116,10 +288,7 @@ class BlockStore:
         gradients = {i: self._like(run, run.of(sums)) for i, run in enumerate(self.runs)}
         if gradients:
             self._optimizer.step(gradients, lr_scale=lr_scale)
-        while self._ticks < ticks:
-            self._ticks += 1
-            if self._scheduler is not None:
-                self._scheduler.step()
+        self._schedule_clock.advance(ticks)
 
     def take(self, number: int) -> BlockState:
         """A block, as it is. The tensors are this holding's own."""
@@ -171,6 +340,11 @@ def scale(sums: FlatTensors, runs: Sequence[Span], factor: float) -> None:
             run.of(sums).mul_(factor)
 
 
+def clip_factor(norm: float, limit: float) -> float:
+    """What to multiply a gradient of this norm by, as `torch.nn.utils.clip_grad_norm_` does."""
+    return min(1.0, limit / (norm + 1e-6))
+
+
 def squared_norm(sums: FlatTensors, runs: Sequence[Span]) -> float:
     return sum(float(run.of(sums).double().pow(2).sum()) for run in runs)
 
@@ -198,3 +372,30 @@ def _join(states: Sequence[Mapping[str, Any]], run: Span) -> dict[str, Any]:
 
 def _of_elements(value: Any, numel: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
+
+
+def _like(template: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the template's class with these groups."""
+    cls = type(template)
+    known = inspect.signature(cls.__init__).parameters
+    arguments = {name: value for name, value in template.defaults.items() if name in known}
+    unset = arguments.get("foreach") is None and arguments.get("fused") is None
+    if cls in FUSED and unset and not arguments.get("differentiable"):
+        arguments["fused"] = True
+        for group in groups:
+            group["fused"] = True
+    return cls(groups, **arguments)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _offsets(layout: BlockLayout) -> list[int]:
+    """Where each buffer begins in a segment, in bytes, and behind the last the segment's size."""
+    offsets = [0]
+    for buffer in layout.buffers:
+        offsets.append(aligned(offsets[-1] + buffer.numel * buffer.itemsize))
+    return offsets

@@ -28,10 +28,9 @@ from manyhands.errors import (
     WeightsLost,
 )
 from manyhands.hosts.activity import WAITING, Activity
-from manyhands.ps.block_store import Span
+from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.channels import LANES, PriorityChannel, SendGate
-from manyhands.ps.memory import FlatTensors, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import MALFORMED
 from manyhands.ps.requests import ServerRequests

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from manyhands.ps.block_store import BlockStore
-from manyhands.ps.memory import FlatTensors
+from manyhands.ps.block_store import BlockStore, FlatTensors
 
 
 class Compensation:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.collectives.weights_first import weights_first
-from manyhands.ps.memory import FlatTensors
+from manyhands.ps.block_store import FlatTensors
 
 
 class GradientBuffer:

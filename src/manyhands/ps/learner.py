@@ -23,10 +23,12 @@ from manyhands.embeddings.modules import RowModel, bind
 from manyhands.embeddings.remote import RemoteTables
 from manyhands.embeddings.sparse_grads import SharedGrads
 from manyhands.errors import JobError, SpecError
+from manyhands.ps.block_store import FlatTensors, bytes_of, clip_factor
 from manyhands.ps.client import Client
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.gradient_buffer import GradientBuffer
-from manyhands.ps.memory import FlatTensors, bytes_of, piece_state
+from manyhands.ps.ledger import Contribution
+from manyhands.ps.model_layout import piece_state
 from manyhands.ps.node import PsNode
 from manyhands.ps.overlap import Overlap
 from manyhands.ps.rounds import RoundWorker
@@ -137,7 +139,7 @@ class PsLearner(Learner):
                 self.me.name,
                 table,
                 bell,
-                carry=node.server.carry if node.server is not None else None,
+                server=node.server.rounds if node.server is not None else None,
                 check=node.check,
                 timeout_s=self.me.timeouts.collective_s,
             )
@@ -302,20 +304,19 @@ class PsLearner(Learner):
         loss = loss if math.isfinite(loss) else 0.0  # it comes with the report
         if self._turns is not None:
             self._turns.push(
-                step=share.step,
-                part=share.part,
-                samples=samples,
-                total=total,
-                share=parts,
-                lr_factor=self.train_state.lr_factor,
-                ticks=self.train_state.ticks,
-                loss=loss,
+                Contribution(
+                    *(self.me.name, self._turns.seq + 1, 0, share.step, share.part, samples, total),
+                    share=parts,
+                    lr_factor=self.train_state.lr_factor,
+                    ticks=self.train_state.ticks,
+                    loss=loss,
+                )
             )
             return
         scale = 1.0
         if not self._rounds and self.train_state.clip_norm is not None and samples:
             norm = self._slots[slot].norm() * total / samples
-            scale = min(1.0, self.train_state.clip_norm / (norm + 1e-6))
+            scale = clip_factor(norm, self.train_state.clip_norm)
         if not self._rounds or not self._config.lockstep:
             report.resolved = False
             self._reports[seq] = report

@@ -18,15 +18,16 @@ from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
 from manyhands.hosts.view import SERVER, Me, View
+from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.channels import SendGate
 from manyhands.ps.config import ParameterServer
-from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
+from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
 from manyhands.ps.rounds import Doorbell, RoundTable
 from manyhands.ps.rows import RowServerState
 from manyhands.ps.server import Server
-from manyhands.ps.server_state import ScheduleClock, ServerState
+from manyhands.ps.server_state import ServerState
 from manyhands.threads import fail_process
 from manyhands.transport import Limits, Link
 
@@ -69,7 +70,7 @@ class PsNode:
     @cached_property
     def schedule_clock(self) -> ScheduleClock:
         """Not before the first view: a checkpoint is loaded after this was made."""
-        return ScheduleClock(self.train_state)
+        return ScheduleClock(self.train_state.scheduler)
 
     def check(self) -> None:
         """Raises when there is nothing to wait for any more."""

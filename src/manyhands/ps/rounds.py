@@ -1,105 +1,144 @@
-"""Rounds that wait for all, inside one host: agreed on in shared memory, almost without messages.
+"""Rounds that wait for all workers, inside one host: agreed on in shared memory, almost without messages.
 
-Where an update is everybody's gradients, nobody needs to decide what the next one is: each server sees in
-a shared Table that all workers have pushed, adds up its own blocks and applies them, and each worker sees
-there that all servers have. Who completes a count rings the others' bells; that is all that is sent. A
-worker that serves too does the server's part itself, in the time in which it would wait.
+If an update is everybody's gradients, no server needs to decide what the next one is: each server sees in
+a shared RoundTable that all workers have pushed, adds up its own blocks and applies them, and each worker
+sees there that all servers have. The member that completes a count wakes the others through their doorbells;
+nothing else is sent. A worker that is also a server does the server's part itself, instead of waiting.
 
-    push      table: my round, what I give              the last one rings the servers
-    add up    table: my part of the norm, if clipped    the last one rings the servers
-    apply     table: applied                            the last one rings the workers
-    follow    replicas of others, from their sums, when there is time; table: taken, their place is free
+    push      table: my round and my contribution       the last worker rings the servers
+    add up    table: my part of the norm, if clipped    the last server rings the servers
+    apply     table: applied                            the last server rings the workers
+    follow    replicas of other servers, from their sums, in a thread of its own; table: taken (the place
+              of the sum is free)
 
-Cost a step: two or three barriers of about as many datagrams as there are members, however many blocks.
-Numbers in the table are eight bytes at a multiple of eight: a processor writes and reads them at once.
+Cost per step: two or three barriers of about as many datagrams as there are members, however many blocks.
+
+Memory order. Counters are 8 bytes at multiples of 8, so x86-64 and arm64 load and store them whole. A
+counter is written with release semantics and read with acquire semantics: a process that sees a round's
+number also sees the gradients, sums and parameters written before it. To complete a count, a member stores
+its own counter and then loads the others'; these two must not be swapped, or two members could each miss the
+other and neither would ring. Python has no fences; `RoundTable._fence` makes a full one out of a lock.
 """
 
 from __future__ import annotations
 
-import math
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from manyhands.errors import LinkTimeout
-from manyhands.ps.block_store import scale, squared_norm
 from manyhands.ps.ledger import Contribution, Decision, lr_factor, progress_after
+from manyhands.ps.mode import PsMode
 from manyhands.ps.placement import Placement
-from manyhands.ps.rows import step_of
 from manyhands.ps.server_state import ServerState
+from manyhands.ps.updates import UpdateExchange, UpdatePipeline, apply_replica
+from manyhands.threads import OnError, start_thread
 from manyhands.transport.shm import Segment
 
 LOOK_S = 0.2
-"""How often a waiting member looks whether there is anything to wait for."""
+"""How often a waiting member checks whether there is still something to wait for."""
 SHORT_S = 0.001
-_WORKER = ("pushed", "step", "part", "share", "of", "advance")
-_WEIGHTS = ("samples", "total", "lr_factor", "loss")
-"""Of each worker, too: numbers that are not whole."""
-_SERVER = ("summed", "applied", "taken", "measured")
+_PUSH = struct.Struct("=5q4d")
+"""step, part, share (numerator and denominator), ticks, samples, total, lr_factor, loss."""
 
 
 class RoundTable:
-    """Where each member stands: numbers of rounds, and what workers give."""
+    """Where each member stands, as numbers of rounds, and what workers contribute to theirs."""
 
     def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:
         self.workers, self.servers = list(workers), list(servers)
         self._segment = segment
-        self._fence = threading.Lock()
-        counts = [len(workers)] * len(_WORKER) + [len(servers)] * len(_SERVER) + [1]
-        floats = [len(workers)] * len(_WEIGHTS) + [len(servers)]
+        self._lock = threading.Lock()
         memory: Any = segment.memory
-        offset = 0
-        columns: list[Any] = []
-        for count, kind in [(c, "q") for c in counts] + [(c, "d") for c in floats]:
-            columns.append(memory[offset : offset + 8 * count].cast(kind))
-            offset += 8 * count
-        self.pushed, self.step, self.part, self.share, self.of, self.advance = columns[:6]
-        self.summed, self.applied, self.taken, self.measured = columns[6:10]
-        self.ticks = columns[10]
-        self.samples, self.total, self.lr_factor, self.loss, self.norm = columns[11:]
+        ends = [0, *accumulate(8 * count for count in (len(workers), *[len(servers)] * 5, 1))]
+        columns = [memory[a:b] for a, b in pairwise(ends)]
+        self.pushed, self.measured, self.summed = (each.cast("q") for each in columns[:3])
+        self.applied, self.taken = (each.cast("q") for each in columns[3:5])
+        self.norm, self.ticks = columns[5].cast("d"), columns[6].cast("q")
+        self._pushes = memory[ends[-1] :]
 
     @property
     def address(self) -> str:
         return self._segment.address
 
     def close(self) -> None:
-        """Nobody comes any more. Whoever has it may still look."""
+        """Refuse new members. Those that have it may still read it."""
         self._segment.close()
 
     @classmethod
     def create(cls, workers: Sequence[str], servers: Sequence[str]) -> RoundTable:
-        return cls(
-            Segment.create(cls._size(workers, servers), label="manyhands-rounds"), workers, servers
-        )
+        nbytes = len(workers) * (8 + _PUSH.size) + len(servers) * 5 * 8 + 8
+        return cls(Segment.create(nbytes, label="manyhands-rounds"), workers, servers)
 
     @classmethod
     def attach(cls, address: str, workers: Sequence[str], servers: Sequence[str]) -> RoundTable:
         return cls(Segment.attach(address), workers, servers)
 
-    @staticmethod
-    def _size(workers: Sequence[str], servers: Sequence[str]) -> int:
-        a_worker, a_server = len(_WORKER) + len(_WEIGHTS), len(_SERVER) + 1
-        return 8 * (len(workers) * a_worker + len(servers) * a_server + 1)
+    def write_push(self, i: int, push: Contribution) -> None:
+        """What worker `i` contributes to the round that it announces next."""
+        numbers = (push.step, push.part, *push.share, push.ticks)
+        weights = (push.samples, push.total, push.lr_factor, push.loss)
+        _PUSH.pack_into(self._pushes, i * _PUSH.size, *numbers, *weights)
+
+    def read_push(self, i: int, number: int) -> Contribution:
+        """What worker `i` contributes to a round that it has announced."""
+        step, part, share, of, ticks, samples, total, factor, loss = _PUSH.unpack_from(
+            self._pushes, i * _PUSH.size
+        )
+        return Contribution(
+            *(self.workers[i], number, 0, step, part, samples, total, (share, of)),
+            lr_factor=factor,
+            ticks=ticks,
+            loss=loss,
+        )
+
+    def announce(self, column: memoryview, i: int, number: int) -> bool:
+        """Set a counter (release), then whether all in the column have reached the number."""
+        self.store(column, i, number)
+        self._fence()  # the own store before the loads of the others
+        return self.reached(column, number)
+
+    def store(self, column: memoryview, i: int, number: int) -> None:
+        """Set a counter, with release semantics."""
+        self._fence()
+        column[i] = number
+
+    def load(self, column: memoryview, i: int) -> int:
+        """Read a counter, with acquire semantics."""
+        number = int(column[i])
+        self._fence()
+        return number
 
     def reached(self, column: memoryview, number: int) -> bool:
-        """Everybody has, in this column. After a write of one's own: see `fence`."""
-        return min(column) >= number
+        """Whether all in the column have reached the number; if so, with acquire semantics."""
+        if min(column, default=number) < number:
+            return False
+        self._fence()
+        return True
 
-    def patience(self, number: int) -> float:
-        """How long to wait for a bell in a round. When all have pushed it is short: what a server may
-        wait for then, the place of a sum that a keeper still reads, is freed without a ring."""
+    def patience_s(self, number: int) -> float:
+        """How long to wait for the doorbell in a round. Short once all have pushed: a server may then wait
+        for the place of a sum that a replica still reads, which is freed without a ring."""
         return SHORT_S if self.reached(self.pushed, number) else LOOK_S
 
-    def fence(self) -> None:
-        """What was written is seen by others before anything is read: else two who complete a count
-        might each miss the other, and nobody would ring."""
-        with self._fence:
+    def _fence(self) -> None:
+        """A full memory fence: no load or store passes it in either direction.
+
+        On x86-64 taking a lock is a locked instruction, which is a full fence. On arm64 a lock is taken
+        with a load-acquire and let go with a store-release, and these two instructions are never swapped
+        with each other (they are RCsc). So what comes before the first unlock, and what comes after the
+        second lock, stay in order. Costs about 0.1 us; the lock is never contended for long.
+        """
+        with self._lock:
+            pass
+        with self._lock:
             pass
 
 
@@ -140,151 +179,157 @@ class Doorbell:
         return f"{self._folder}/bell-{name}"
 
 
-class RoundServer:
-    """The servers' half: one of them, for its own blocks and the replicas that it keeps."""
+class RoundServer(UpdateExchange):
+    """One server's half: updates its own blocks, and the replicas that it holds."""
 
     def __init__(
         self,
         table: RoundTable,
         bell: Doorbell,
         server_state: ServerState,
+        mode: PsMode,
         placement: Placement,
         *,
-        clip_norm: float | None,
+        lock: AbstractContextManager[Any],
     ) -> None:
-        self.done = 0
-        """The last round that is applied here."""
+        """`lock` is held by the thread that works on the server's blocks."""
         self._table = table
         self._bell = bell
         self._server_state = server_state
-        self._clip_norm = clip_norm
         self._base = server_state.ledger.version
+        """The version before round 1."""
         self._me = table.servers.index(server_state.name)
-        self._summed: Decision | None = None
-        """What is added up, and not applied yet."""
-        self._clipped: Decision | None = None
-        """The same once its sum is clipped, in place: never a second time."""
+        self.may_evict = self._me == 0
         mine = placement.blocks_of(server_state.name)
         keepers = {placement.replica_of(block) for block in mine} - {None}
         self._keepers = [table.servers.index(name) for name in keepers if name is not None]
         self._kept = {name: table.servers.index(name) for name in server_state.held.replicas}
+        self._pipeline = UpdatePipeline(server_state, mode, self)
+        self._lock = lock
+        self._stopped = False
+        self._has_news = threading.Event()
+        """Set when replicas may follow."""
+
+    @property
+    def done(self) -> int:
+        """The last round that is applied here."""
+        return self._server_state.ledger.version - self._base
+
+    def start(self, *, colocated: bool, on_error: OnError) -> None:
+        """Start the thread: in a process without a worker it does all rounds, in others it follows."""
+        name = f"{self._server_state.name}-rounds"
+        if not colocated:
+            start_thread(self._carry_all, name=name, on_error=on_error)
+        elif self._kept:
+            start_thread(self._follow_all, name=name, on_error=on_error)
 
     def carry(self, number: int) -> bool:
-        """As much of a round as is possible now; True when it is applied here."""
-        table, server_state = self._table, self._server_state
+        """As much of a round as possible now; True if it is applied here."""
         if number <= self.done:
             return True
-        if not table.reached(table.pushed, number):
-            return False
-        decision = self._whole_sum(number)
-        if decision is None:
-            return False
-        rows, alone = server_state.rows, False
-        if rows is not None and not self._me and rows.evicts(decision):
-            # While all others have done their part, and wait for this one.
-            alone = all(applied >= number for applied in table.applied[1:])
-            if not alone:
+        with self._lock:
+            if self._stopped or not self._table.reached(self._table.pushed, number):
                 return False
-        server_state.sums.note(decision.version)
-        table.summed[self._me] = number
-        server_state.apply(decision)
-        if rows is not None and alone:
-            rows.tables.evict(step_of(decision))
-        self._summed = self._clipped = None
-        self.done = number
-        if not self._me:
-            table.ticks[0] = decision.ticks
-        self._tell(table.applied, number, table.workers)
+            if self._pipeline.decided < self._base + number:
+                self._pipeline.enqueue(self._decision(number))
+            else:
+                self._pipeline.advance()
+            if number > self.done:
+                return False
+        self._has_news.set()
         return True
 
     def follow(self) -> None:
-        """Bring the replicas that are kept here up to what is applied here."""
-        table, server_state = self._table, self._server_state
-        if not self._kept:
-            return
-        versions = server_state.held.versions
-        for owner, index in self._kept.items():
-            last = min(self._base + self.done, self._base + table.summed[index])
-            for decision in server_state.ledger.between(versions[owner], last):
-                server_state.apply_replica(owner, decision)
-        table.taken[self._me] = min(versions[owner] for owner in self._kept) - self._base
+        """Bring the replicas here up to what is applied here."""
+        table, state = self._table, self._server_state
+        versions = state.held.versions
+        for owner, i in self._kept.items():
+            last = self._base + min(self.done, table.load(table.summed, i))
+            for decision in state.ledger.between(versions[owner], last):
+                apply_replica(state, owner, decision)
+        if self._kept:
+            taken = min(versions[owner] for owner in self._kept) - self._base
+            table.store(table.taken, self._me, taken)
+
+    def freeze(self) -> None:
+        """The view is over: wake the thread, to end."""
+        self._stopped = True
+        self._has_news.set()
+        self._bell.ring([self._bell.name])
 
     def stop(self) -> None:
-        """The view is over: note which sums of others are complete, for whoever takes over."""
+        """Note which sums of other servers are complete, for the server that takes over."""
         self.follow()
-        for owner, index in self._kept.items():
-            for number in (self._table.summed[index] - 1, self._table.summed[index]):
+        for owner, i in self._kept.items():
+            for number in (self._table.summed[i] - 1, self._table.summed[i]):
                 if number > 0:
                     self._server_state.others[owner].note(self._base + number)
 
-    def _whole_sum(self, number: int) -> Decision | None:
-        """Add up and clip, each once, however often a round is tried; None while others are waited for."""
-        table, server_state = self._table, self._server_state
-        if self._clipped is not None:
-            return self._clipped
-        if self._summed is None and not self._add_up(number):
-            return None
-        decision = self._summed
-        assert decision is not None
-        if self._clip_norm is not None:
-            if not table.reached(table.measured, number):
-                return None
-            # In one order: every server computes the same factor from the same numbers.
-            norm = math.sqrt(math.fsum(table.norm))
-            factor = min(1.0, self._clip_norm / (norm + 1e-6))
-            decision = replace(decision, factor=factor)
-            scale(server_state.sums.of(decision.version), server_state.own.runs, factor)
-        self._clipped = decision
-        return decision
+    def _carry_all(self) -> None:
+        number = 1
+        while not self._stopped:
+            if self.carry(number):
+                number += 1
+                with self._lock:
+                    self.follow()
+            else:
+                self._bell.wait(self._table.patience_s(number))
 
-    def _add_up(self, number: int) -> bool:
-        table, server_state = self._table, self._server_state
-        if any(table.taken[keeper] < number - 2 for keeper in self._keepers):
-            return False
-        decision = self._decision(number)
-        sums = server_state.sums.of(decision.version)
-        server_state.add_up(decision, sums, server_state.own.runs)
-        self._summed = decision
-        if self._clip_norm is not None:
-            table.norm[self._me] = squared_norm(sums, server_state.own.runs)
-            self._tell(table.measured, number, table.servers)
-        return True
-
-    def _tell(self, column: memoryview, number: int, whom: Sequence[str]) -> None:
-        column[self._me] = number
-        self._table.fence()
-        if self._table.reached(column, number):
-            self._bell.ring(name for name in whom if name != self._bell.name)
+    def _follow_all(self) -> None:
+        while not self._stopped:
+            self._has_news.wait()
+            self._has_news.clear()
+            with self._lock:
+                if not self._stopped:
+                    self.follow()
 
     def _decision(self, number: int) -> Decision:
         table = self._table
-        given = tuple(
-            Contribution(
-                worker=worker,
-                seq=number,
-                slot=0,
-                step=table.step[i],
-                part=table.part[i],
-                samples=table.samples[i],
-                total=table.total[i],
-                share=(table.share[i], table.of[i]),
-                lr_factor=table.lr_factor[i],
-                ticks=table.advance[i],
-                loss=table.loss[i],
-            )
-            for i, worker in enumerate(table.workers)
-        )
-        progress = progress_after(self._server_state.ledger.progress, given)
+        contributions = tuple(table.read_push(i, number) for i in range(len(table.workers)))
+        progress = progress_after(self._server_state.ledger.progress, contributions)
         return Decision(
             self._base + number,
-            given,
-            lr_scale=lr_factor(given),
+            contributions,
+            lr_scale=lr_factor(contributions),
             progress=(progress.numerator, progress.denominator),
         )
 
+    # Exchange -----------------------------------------------------------------------------------
+
+    def is_free(self, version: int) -> bool:
+        table, last = self._table, version - self._base - 2
+        return all(table.load(table.taken, i) >= last for i in self._keepers)
+
+    def share_norm(self, version: int, squared: float) -> None:
+        self._table.norm[self._me] = squared
+        self._announce(self._table.measured, version, self._table.servers)
+
+    def norms(self, version: int) -> Sequence[float] | None:
+        table = self._table
+        return list(table.norm) if table.reached(table.measured, version - self._base) else None
+
+    def replicate(self, decision: Decision) -> None:
+        self._table.store(self._table.summed, self._me, decision.version - self._base)
+
+    def is_final(self, decision: Decision) -> bool:
+        """At once; but the first server evicts rows while all others are done, and wait for it."""
+        rows = self._server_state.rows
+        if rows is None or not self.may_evict or not rows.evicts(decision):
+            return True
+        return self._table.reached(self._table.applied[1:], decision.version - self._base)
+
+    def applied(self, decision: Decision) -> None:
+        if not self._me:
+            self._table.ticks[0] = decision.ticks
+        self._announce(self._table.applied, decision.version, self._table.workers)
+
+    def _announce(self, column: memoryview, version: int, members: Sequence[str]) -> None:
+        if self._table.announce(column, self._me, version - self._base):
+            self._bell.ring(name for name in members if name != self._bell.name)
+
 
 class RoundWorker:
-    """A worker's half."""
+    """A worker's half: pushes, and waits until all servers have applied the round."""
 
     def __init__(
         self,
@@ -292,16 +337,16 @@ class RoundWorker:
         table: RoundTable,
         bell: Doorbell,
         *,
-        carry: Callable[[int], bool] | None,
+        server: RoundServer | None,
         check: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`carry` does the part of the server in this process, if there is one. `check` raises when
-        there is nothing to wait for any more."""
+        """`server` is the one in this process, if any. `check` raises if there is nothing left to wait
+        for."""
         self.seq = 0
         self._table = table
         self._bell = bell
-        self._carry = carry
+        self._server = server
         self._check = check
         self._timeout_s = timeout_s
         self._me = table.workers.index(worker)
@@ -310,44 +355,27 @@ class RoundWorker:
     def ticks(self) -> int:
         return int(self._table.ticks[0])
 
-    def push(
-        self,
-        *,
-        step: int,
-        part: int,
-        samples: float,
-        total: float,
-        share: tuple[int, int],
-        lr_factor: float = 1.0,
-        ticks: int = 1,
-        loss: float = 0.0,
-    ) -> None:
+    def push(self, push: Contribution) -> None:
         """The gradient of the next round is in its place."""
-        table, me = self._table, self._me
-        table.step[me], table.part[me] = step, part
-        table.share[me], table.of[me] = share
-        table.samples[me], table.total[me] = samples, total
-        table.lr_factor[me], table.advance[me] = lr_factor, ticks
-        table.loss[me] = loss
+        table = self._table
         self.seq += 1
-        table.pushed[me] = self.seq
-        table.fence()
-        if table.reached(table.pushed, self.seq):
+        table.write_push(self._me, push)
+        if table.announce(table.pushed, self._me, self.seq):
             self._bell.ring(name for name in table.servers if name != self._bell.name)
 
     def finish(self) -> None:
-        """Until the round is applied everywhere."""
+        """Wait until the round is applied everywhere, and do this process's part of it."""
         table, began = self._table, time.monotonic()
         while not table.reached(table.applied, self.seq):
-            done = self._carry is None or self._carry(self.seq)
+            done = self._server is None or self._server.carry(self.seq)
             if table.reached(table.applied, self.seq):
                 return
-            self._bell.wait(LOOK_S if done else table.patience(self.seq))
+            self._bell.wait(LOOK_S if done else table.patience_s(self.seq))
             self._check()
             if time.monotonic() - began > self._timeout_s:
-                raise LinkTimeout(self._late(time.monotonic() - began))
+                raise LinkTimeout(self._too_long(time.monotonic() - began))
 
-    def _late(self, waited_s: float) -> str:
+    def _too_long(self, waited_s: float) -> str:
         table = self._table
         missing = _behind(table.workers, table.pushed, self.seq) or _behind(
             table.servers, table.applied, self.seq

@@ -222,12 +222,10 @@ class RowServerState:
         """A decision's gradients of rows, as far as this server changes them."""
         self._rates = {**dict(list(self._rates.items())[-7:]), decision.version: (lr, base_lr)}
         self._apply(decision, servers, self.name, self.undo)
-        if not self.shared:
-            self.tables.evict_now_and_then(step_of(decision))
 
     def evicts(self, decision: Decision) -> bool:
-        """Inside a host: whether the first server is to evict after this, while all wait for it."""
-        return self.shared and step_of(decision) % EVICT_EVERY == 0 and bool(self.tables.evicting)
+        """Whether rows are to be evicted after this update."""
+        return step_of(decision) % EVICT_EVERY == 0 and bool(self.tables.evicting)
 
     def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
         """Inside a host: bring the rows that fell to dead servers to where the others are."""

@@ -33,19 +33,20 @@ from typing import Any
 from manyhands.errors import LinkError, ManyhandsError
 from manyhands.hosts.view import TORN_S
 from manyhands.ps.acceptor import Acceptor, InboxItem
+from manyhands.ps.block_store import FlatTensors, Span
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.channels import SendGate
 from manyhands.ps.decider import MAX_UNDER_WAY, Decider
 from manyhands.ps.ledger import Contribution, Decision
-from manyhands.ps.memory import FlatTensors
 from manyhands.ps.mode import PsMode
+from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import REFUSED, Forgotten, Nonsense, contribution_of
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
 from manyhands.ps.rows import ColocatedRows
-from manyhands.ps.server_state import ServerState
+from manyhands.ps.server_state import ServerState, travelling
 from manyhands.ps.tensor_messages import pack
 from manyhands.ps.updates import KINDS as UPDATE_KINDS
-from manyhands.ps.updates import UpdatePipeline
+from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline, read_decision
 from manyhands.ps.view_change import KINDS, ViewChange
 from manyhands.ps.worker_session import WorkerSession, find_slots
 from manyhands.threads import OnError, start_thread, start_timer
@@ -53,8 +54,6 @@ from manyhands.transport import Link, Listener
 
 logger = logging.getLogger("manyhands.ps")
 
-FOLLOW = "follow"
-"""Of this process itself: replicas may be brought up to date."""
 MAX_AHEAD = 2 * MAX_UNDER_WAY
 """Steps that a push may be ahead of the one that is due."""
 MAX_EARLY = 4096
@@ -104,9 +103,15 @@ class Server:
         """Says what is applied next: at the lead, or at every server, where all come to the same."""
         self._lead: Decider | None = None
         self._order: list[int] = []
+        self._runs: list[Span] = []
+        """This server's blocks as they travel."""
+        self._keepers: list[str | None] = []
+        """For each of them, the server that has its replica."""
+        self._exchange: MessageExchange | None = None
         self._updates: UpdatePipeline | None = None
         self._meeting = rounds
-        self._rounds: RoundServer | None = None
+        self.rounds: RoundServer | None = None
+        """Rounds in shared memory, where the view has them; begun with the view."""
         self._turn = threading.RLock()
         """Held by whoever works on the blocks: this server's thread, or a worker who serves."""
         self._told_sent = 0
@@ -142,8 +147,10 @@ class Server:
     def freeze(self, alive: Sequence[str] = ()) -> None:
         """The view is over. What the dead have sent is heard to its end; then all links close."""
         self._frozen = True
-        if self._updates is not None:
-            self._updates.freeze()
+        if self._exchange is not None:
+            self._exchange.close()
+        if self.rounds is not None:
+            self.rounds.freeze()
         self._acceptor.close()
         for name, peer in list(self._view_change.peers.items()):
             if name not in alive:
@@ -152,24 +159,14 @@ class Server:
         self._acceptor.inbox.put(None)
         for session in list(self._sessions.values()):
             session.close()  # else the thread might wait for one that does not read
-        if self._meeting is not None:
-            self._meeting[1].ring([self.name])
         self._thread.join(timeout=30.0)
         if self._thread.is_alive():
             raise ManyhandsError(f"{self.name} did not come to rest within 30 s.")
         with self._turn:
-            if self._rounds is not None:
-                self._rounds.stop()
-            self._rounds = self._updates = self._meeting = None
+            if self.rounds is not None:
+                self.rounds.stop()
+            self.rounds = self._updates = self._exchange = self._meeting = None
             self._sessions.clear()  # with these, memory of others is let go
-
-    def carry(self, number: int) -> bool:
-        """As much of a round as is possible now, in the caller's thread; True when it is applied here."""
-        with self._turn:
-            if self._rounds is None or self._frozen or not self._rounds.carry(number):
-                return False
-        self._acceptor.inbox.put(InboxItem(FOLLOW, self.name, {}))
-        return True
 
     @property
     def near(self) -> ColocatedRows | None:
@@ -193,16 +190,6 @@ class Server:
         for session in list(self._sessions.values()):
             session.close()
         self._on_error(error)
-
-    def _carry_all(self) -> None:
-        """Round after round, in a server that is nothing else."""
-        assert self._meeting is not None
-        (table, bell), number = self._meeting, 1
-        while not self._frozen:
-            if self.carry(number):
-                number += 1
-            else:
-                bell.wait(table.patience(number))
 
     def _hear(self, happened: InboxItem) -> None:
         try:
@@ -234,16 +221,22 @@ class Server:
                 raise Nonsense(f"{MAX_EARLY} messages before the view has begun")
             self._partial_sums.append(happened)
         elif kind in UPDATE_KINDS:
+            if self._exchange is not None and self._updates is not None:
+                self._exchange.handle(kind, who, head)
+                self._updates.advance()
+        elif kind == "decide":
+            if who != self._servers[0] or self._mode.for_all:
+                raise Nonsense("a decision from a server that does not decide")
             if self._updates is not None:
-                self._updates.handle(kind, who, head)
+                next_is = self._updates.decided + 1
+                decision = read_decision(self.server_state, head["decision"], next_is=next_is)
+                self._updates.enqueue(decision)
         elif kind == "had":
             if self._lead is None or self._mode.for_all:
                 raise Nonsense("'had', which is for a lead that decides")
             if head["push"][0] not in self._workers:
                 raise Nonsense(f"a push of {head['push'][0][:80]!r}, who is no worker here")
             self._on_had(who, head)
-        elif kind == FOLLOW and self._rounds is not None:
-            self._rounds.follow()
 
     def _on_torn(self, who: str) -> None:
         """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
@@ -280,7 +273,7 @@ class Server:
         if session is None:
             raise Nonsense(f"{happened.kind!r} of {who}, who has not entered")
         match happened.kind:
-            case "push" | "run" if self._rounds is not None:
+            case "push" | "run" if self.rounds is not None:
                 raise Nonsense("a push by word, where rounds are agreed on in memory")
             case "push":
                 self._on_push(session, head, head["push"][2], run=None)
@@ -306,24 +299,20 @@ class Server:
         server_state, plan = self.server_state, self._view_change.plan
         assert plan is not None
         placement, layout = plan.placement, server_state.layout
+        server_state.attach_sums({n: p.sums or () for n, p in self._view_change.peers.items()})
+        self._exchange = self._make_exchange(placement)
         self._updates = UpdatePipeline(
-            *(server_state, self._mode, placement, self._view_change.peers),
-            lead=self._servers[0],
-            workers=self._workers,
-            applied=self._tell_news,
-            followed=lambda: self.followed(),
-            send_gate=self._send_gate,
+            server_state, self._mode, self._exchange, applied=self._tell_news
         )
-        runs = self._updates.runs
+        self._runs, self._keepers = travelling(placement, self.name)
+        runs = self._runs
         first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
         self._order = sorted(range(len(runs)), key=lambda i: first_need[runs[i].blocks[0].number])
         if self._meeting is not None:
-            table, bell = self._meeting
-            clip = self._mode.clip_norm
-            self._rounds = RoundServer(table, bell, server_state, placement, clip_norm=clip)
-            if self.name not in self._workers:
-                name = f"{self.name}-rounds"
-                start_thread(self._carry_all, name=name, on_error=self._fail)
+            self.rounds = RoundServer(
+                *self._meeting, server_state, self._mode, placement, lock=self._turn
+            )
+            self.rounds.start(colocated=self.name in self._workers, on_error=self._fail)
         if server_state.rows is not None:
             server_state.rows.meet(
                 {n: p.undo[0] for n, p in self._view_change.peers.items() if p.undo}
@@ -344,6 +333,17 @@ class Server:
         for happened in partial_sums:
             self._hear(happened)
 
+    def _make_exchange(self, placement: Placement) -> MessageExchange:
+        state, mode, peers = self.server_state, self._mode, self._view_change.peers
+        if state.shared or not state.replicas or not peers:
+            return MessageExchange(state, mode, placement, peers)
+        return NetworkExchange(
+            *(state, mode, placement, peers),
+            workers=self._workers,
+            followed=lambda: self.followed(),
+            send_gate=self._send_gate,
+        )
+
     def _on_enter(self, who: str, link: Link, head: Mapping[str, Any]) -> None:
         addresses: Sequence[str] = head["slots"]
         updates, plan, ledger = self._updates, self._view_change.plan, self.server_state.ledger
@@ -359,8 +359,8 @@ class Server:
                 shared=self.server_state.shared,
             )
             travels = who not in self._local and not addresses
-            session = WorkerSession(who, link, slots, travels=travels, runs=updates.runs)
-            session.wants = [i for i in self._order if updates.keeper(i) != who]
+            session = WorkerSession(who, link, slots, travels=travels, runs=self._runs)
+            session.wants = [i for i in self._order if self._keepers[i] != who]
             self._sessions[who] = session
             self.server_state.gradients[who] = slots
             if (rows := self.server_state.rows) is not None:
@@ -368,7 +368,7 @@ class Server:
             elif head["baskets"]:
                 raise Nonsense("baskets without tables")
             if updates.compensation is not None:
-                updates.compensation.remember(who, updates.own)
+                updates.compensation.remember(who, self.server_state.own)
         session.tell(
             {
                 "k": "begin",
@@ -400,9 +400,9 @@ class Server:
             if head["seq"] > due + MAX_AHEAD:
                 raise Nonsense(f"a push of step {head['seq']}, where step {due} is due")
         whole = session.arrived(head["seq"], slot, run=run, head=head if run is None else None)
-        assert self._updates is not None
+        assert self._exchange is not None
         if run is not None or not session.travels:
-            self._updates.arrived(session.name, head["seq"], slot, run)
+            self._exchange.arrived(session.name, head["seq"], slot, run)
         if whole is None:
             return
         if self._decider is not None:
@@ -455,7 +455,7 @@ class Server:
                 for peer in self._view_change.peers.values():
                     with suppress(LinkError):  # it is gone, and the others must know all the same
                         peer.link.send(head)
-            self._updates.carry_out(decision)
+            self._updates.enqueue(decision)
         if (lead := self._lead) is None:
             return
         for push in lead.late():
@@ -477,10 +477,10 @@ class Server:
 
     # News --------------------------------------------------------------------------------------
 
-    def _tell_news(self, decision: Decision) -> None:
+    def _tell_news(self, decision: Decision, lr: float) -> None:
         own: dict[str, list[list[float]]] = defaultdict(list)
         for given in decision.contributions:
-            own[given.worker].append([given.seq, given.staleness, self._rate(decision, given)])
+            own[given.worker].append([given.seq, given.staleness, self._rate(decision, given, lr)])
             if (session := self._sessions.get(given.worker)) is not None:
                 session.done = max(session.done, given.seq)
         told = (
@@ -489,7 +489,7 @@ class Server:
         for name in told:
             session = self._sessions[name]
             if self._updates is not None and self._updates.compensation is not None:
-                self._updates.compensation.remember(name, self._updates.own)
+                self._updates.compensation.remember(name, self.server_state.own)
             head = {"k": "new", "v": decision.version, "ticks": decision.ticks, **self._word(name)}
             if name in own:
                 head["own"] = own[name]
@@ -499,9 +499,9 @@ class Server:
             session.tell(head)
             self._send_runs(session)
 
-    def _rate(self, decision: Decision, given: Contribution) -> float:
+    def _rate(self, decision: Decision, given: Contribution, lr: float) -> float:
         """The learning rate that a push was applied with, as that of a whole step."""
-        rate, (part, whole) = self.server_state.lr * decision.lr_scale, given.share
+        rate, (part, whole) = lr * decision.lr_scale, given.share
         return rate if self._mode.rounds or not part else rate * whole / part
 
     def _tell_now(self, session: WorkerSession) -> None:
@@ -527,9 +527,9 @@ class Server:
                     raise Nonsense("statistics, which only the first worker tells")
                 return memoryview(bytearray(8 * self._num_statistics))
             case {"k": "replica", "v": int(version), "i": int(i)}:
-                if self._updates is None:
+                if self._exchange is None:
                     raise Nonsense("a sum before the view has begun")
-                return self._updates.room(who, version, i)
+                return self._exchange.buffer_for(who, version, i)
         return None
 
     # What is asked -----------------------------------------------------------------------------

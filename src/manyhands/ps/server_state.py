@@ -12,34 +12,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from manyhands.compute.schedule import position
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.row_placement import RowPlacement
-from manyhands.ps.block_store import BlockState, BlockStore, Span, add_up, runs_of, scale
+from manyhands.ps.block_store import (
+    BlockState,
+    BlockStore,
+    FlatTensors,
+    ScheduleClock,
+    Span,
+    runs_of,
+)
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.ledger import Decision, Ledger
-from manyhands.ps.memory import FlatTensors, block_state, pieces_of
+from manyhands.ps.model_layout import block_state, pieces_of
 from manyhands.ps.placement import Placement
-from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus
+from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
 
 SPAN_BYTES = 4 << 20
 """Of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it was
 a fifth slower for the small one that the benchmark has."""
-
-
-class ScheduleClock:
-    """The trainee's schedule, and how many steps it has done since training began."""
-
-    def __init__(self, train_state: TrainState) -> None:
-        self._train_state = train_state
-        self.ticks = position(train_state.scheduler)
-
-    def advance(self, ticks: int) -> None:
-        while self.ticks < ticks:
-            self.ticks += 1
-            if self._train_state.scheduler is not None:
-                self._train_state.scheduler.step()
 
 
 @dataclass
@@ -107,8 +99,6 @@ class ServerState:
         """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
         self.gradients: dict[str, Sequence[FlatTensors]] = {}
         """Of each worker, in its slots: its own memory, or what it sent."""
-        self.lr = 0.0
-        """The schedule's learning rate at the last update."""
         self.rows = rows
         """Of tables; None where the model has none, or workers change rows themselves."""
 
@@ -137,31 +127,6 @@ class ServerState:
             replicas=reach,
             seen=self.params.mark,
         )
-
-    def catch_up(self, plan: RecoveryPlan) -> None:
-        """Finish what another server has finished, with everything that is held here."""
-        if self.coming is not None and self.coming.view == plan.standing:
-            self.held = self.coming
-            if self.rows is not None:
-                self.rows.take_over()
-        self.coming = None
-        self.schedule_clock.advance(plan.ledger.ticks)
-        if self.held.view != plan.standing:
-            self.held = HeldBlocks()  # what it held was given up in a view that it missed
-            self.ledger = plan.ledger
-            return
-        for keeper, owner in plan.stale:
-            if keeper == self.name:  # what is needed of it will be sent anew
-                self.held.replicas.pop(owner, None)
-                self.held.versions.pop(owner, None)
-        for owner, block_store in self.held.replicas.items():
-            for decision in plan.ledger.after(self.held.versions[owner]):
-                self._catch_up_replica(owner, block_store, decision)
-        for decision in plan.ledger.after(self.ledger.version):
-            if not self.sums.has(decision.version):
-                self.add_up(decision, self.sums.of(decision.version), self.own.runs)
-                scale(self.sums.of(decision.version), self.own.runs, decision.factor)
-            self.apply(decision)
 
     def block_state(self, number: int) -> BlockState:
         """A block that is held here, in whatever role."""
@@ -224,59 +189,22 @@ class ServerState:
         self.others, self.ahead, self.gradients = {}, {}, {}
         if self.rows is not None:
             self.rows.begin(self.ledger.version)
-        self._set_mark()
+        servers = self.held.placement.servers if self.held.placement is not None else (self.name,)
+        me, count = servers.index(self.name), len(servers)
+        self.params.set_mark(self.ledger.version, server=me, servers=count)
 
-    # Updates ------------------------------------------------------------------------------------
+    def attach_sums(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Find the sums of the servers whose replicas are here: in shared memory, or sent later."""
+        for owner in self.held.replicas:
+            flats = [FlatTensors.attached(self.layout, each) for each in addresses[owner]]
+            self.others[owner] = GradientSums(
+                flats or [FlatTensors.private(self.layout) for _ in range(2)]
+            )
 
     @property
     def own(self) -> BlockStore:
         assert self.held.own is not None
         return self.held.own
-
-    def add_up(self, decision: Decision, sums: FlatTensors, runs: Sequence[Span]) -> None:
-        sources = [self.gradients[g.worker][g.slot] for g in decision.contributions]
-        add_up(sums, runs, sources, decision.coefficients())
-
-    def apply(self, decision: Decision) -> None:
-        """The sums of a decision go into the own blocks."""
-        self._apply_rows(decision)
-        self.lr = self.own.lr
-        self.own.apply(
-            self.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks
-        )
-        self.ledger.note(decision)
-        self._set_mark()
-        self.ahead.pop(decision.version, None)
-
-    def _apply_rows(self, decision: Decision) -> None:
-        """Before the blocks, which move the learning rate on."""
-        if self.rows is not None:
-            assert self.held.placement is not None
-            servers, base_lr = self.held.placement.servers, self.train_state.base_lr
-            self.rows.apply(decision, servers, lr=self.own.lr, base_lr=base_lr)
-
-    def _set_mark(self) -> None:
-        placement = self.held.placement
-        if placement is not None:
-            me, count = placement.servers.index(self.name), len(placement.servers)
-            self.params.set_mark(self.ledger.version, server=me, servers=count)
-
-    def apply_replica(self, owner: str, decision: Decision) -> None:
-        block_store = self.held.replicas[owner]
-        sums = self.others[owner].of(decision.version)
-        block_store.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
-        self.held.versions[owner] = decision.version
-        if decision.version > self.ledger.version:
-            self.ahead[decision.version] = decision
-
-    def _catch_up_replica(self, owner: str, block_store: BlockStore, decision: Decision) -> None:
-        others = self.others.get(owner)
-        if others is None or not others.has(decision.version):
-            if others is None or self.shared:  # never into the memory of its owner
-                others = self.others[owner] = GradientSums([FlatTensors.private(self.layout)] * 2)
-            self.add_up(decision, others.of(decision.version), block_store.runs)
-            scale(others.of(decision.version), block_store.runs, decision.factor)
-        self.apply_replica(owner, decision)
 
     def _memory(self, label: str) -> FlatTensors:
         if self.shared and self.replicas:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import LinkError, ProtocolError
-from manyhands.ps.block_store import BlockState
-from manyhands.ps.memory import bytes_of
+from manyhands.ps.block_store import BlockState, bytes_of
 from manyhands.ps.protocol import MALFORMED
 from manyhands.runs.encoding import TensorSpec, flatten, tensor_specs, unflatten
 

@@ -1,56 +1,108 @@
 """From a decision to an update: add up, clip, replicate, apply. One decision at a time, in their order.
 
     add up      the gradients of the decision into one of two sums (a replica may still read the other)
-    clip        by the norm of the whole gradient, of which each server has a part (norm)
-    replicate   the sum is with the keepers of this server's replicas (replica, held or taken); between
-                hosts this may be begun before there is a decision (partial_sums.py)
-    apply       the optimizer's step
+    clip        by the norm of the whole gradient, of which each server has a part
+    replicate   the sum reaches the servers that hold this server's replicas
+    apply       the optimizer's step; rows of tables before it, eviction after it
 
-Inside a host a decision is final: all can read all gradients and sums, so any survivor can finish it,
-and keepers follow at leisure (taken: they have used a sum, its place is free). Between hosts it is final
-when the lead has heard that each sum is with its keepers (held), so no death of one member can leave an
-update half made. The lead then says `commit`, and keepers apply it too: the parameters of what they keep
-need not travel to them.
+`UpdatePipeline` does this once for all modes. How the servers of a view exchange norms and sums is an
+`UpdateExchange`, chosen when the view begins:
 
-Used by the server's thread alone.
+    RoundServer        (rounds.py) through a table in shared memory, without messages
+    MessageExchange    by messages; sums lie in shared memory, or have no replicas
+    NetworkExchange    by messages; sums travel to the replicas, with a two-phase commit
+
+Inside a host a decision is final at once: every server can read all gradients and sums, so any survivor
+can finish it, and replicas follow when there is time. Between hosts it is final when the lead knows that
+every sum is with its replica (`held`), so that the death of one member never leaves half an update. The
+lead then sends `commit`, and replicas apply the sum too: their parameters need not travel.
+
+Used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LinkError
-from manyhands.ps.block_store import BlockStore, Span, add_up, scale, squared_norm
+from manyhands.ps.block_store import (
+    BlockStore,
+    FlatTensors,
+    Span,
+    add_up,
+    bytes_of,
+    clip_factor,
+    scale,
+    squared_norm,
+)
 from manyhands.ps.channels import BackgroundChannel, SendGate
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.ledger import Decision
-from manyhands.ps.memory import FlatTensors, bytes_of
 from manyhands.ps.mode import PsMode
 from manyhands.ps.partial_sums import PartialSums
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import Nonsense, made_of
-from manyhands.ps.server_state import GradientSums, ServerState, spans, travelling
-from manyhands.ps.view_change import Peer
+from manyhands.ps.rows import step_of
+from manyhands.ps.server_state import GradientSums, HeldBlocks, ServerState, spans, travelling
 
-MOST_BEHIND = 1024
-"""More decisions than ever wait to be carried out."""
-KINDS = ("decide", "norm", "replica", "held", "taken", "commit")
+if TYPE_CHECKING:
+    from manyhands.ps.recovery_plan import RecoveryPlan
+    from manyhands.ps.view_change import Peer
+
+MAX_BEHIND = 1024
+"""Upper bound of decisions that wait to be applied, for checks."""
+KINDS = ("norm", "replica", "held", "taken", "commit")
+"""Messages for an exchange."""
+
+
+class UpdateExchange(ABC):
+    """What the servers of a view tell each other about an update."""
+
+    may_evict: bool = False
+    """If true, this server may evict rows of tables after an update."""
+
+    @abstractmethod
+    def is_free(self, version: int) -> bool:
+        """Whether the place for the sum of this version is free: no replica reads what was there."""
+
+    @abstractmethod
+    def share_norm(self, version: int, squared: float) -> None:
+        """Tell the other servers this server's part of the squared norm."""
+
+    @abstractmethod
+    def norms(self, version: int) -> Sequence[float] | None:
+        """All servers' parts, in an order that is the same on each; None while some are missing."""
+
+    @abstractmethod
+    def replicate(self, decision: Decision) -> None:
+        """The sum is complete: let the servers with replicas have it."""
+
+    def spans_to_add(self, decision: Decision, own: BlockStore) -> Sequence[Span]:
+        """The spans of the sum that are still to be added up."""
+        return own.runs
+
+    def is_final(self, decision: Decision) -> bool:
+        """Whether the update may be applied now."""
+        return True
+
+    def applied(self, decision: Decision) -> None:
+        """The update is applied here."""
+        return
 
 
 @dataclass
 class PendingUpdate:
-    """The decision that is being carried out."""
+    """The decision that is being carried out, and how far it is."""
 
     decision: Decision
-    made: Set[int]
-    """Runs of its sum that were made, and sent to their keepers, early."""
-    anew: bool = False
-    """What was sent early is void."""
-    summed: bool = False
+    clipped: bool = False
+    """If true, the sum is complete, and never scaled again however often the update is retried."""
+    replicated: bool = False
 
 
 class UpdatePipeline:
@@ -58,331 +110,455 @@ class UpdatePipeline:
         self,
         server_state: ServerState,
         mode: PsMode,
+        exchange: UpdateExchange,
+        *,
+        applied: Callable[[Decision, float], None] = lambda decision, lr: None,
+    ) -> None:
+        """`applied` is called after each update, with its decision and the schedule's learning rate."""
+        self.compensation = Compensation(mode.compensate) if mode.compensate else None
+        self.decided = server_state.ledger.version
+        """The last version that there is a decision on."""
+        self._server_state = server_state
+        self._clip_norm = mode.clip_norm
+        self._exchange = exchange
+        self._applied = applied
+        self._queue: deque[Decision] = deque()
+        self._pending: PendingUpdate | None = None
+
+    def enqueue(self, decision: Decision) -> None:
+        self.decided = decision.version
+        self._queue.append(decision)
+        self.advance()
+
+    def advance(self) -> None:
+        """Carry out decisions as far as possible now. Called whenever something may have changed."""
+        exchange = self._exchange
+        while (update := self._pending or self._begin()) is not None:
+            if not update.clipped and not self._clip(update):
+                return
+            if not update.replicated:
+                update.replicated = True
+                self._server_state.sums.note(update.decision.version)
+                exchange.replicate(update.decision)
+            if not exchange.is_final(update.decision):
+                return
+            self._apply(update.decision)
+
+    def _begin(self) -> PendingUpdate | None:
+        """Add up the next decision, once the place for its sum is free."""
+        if not self._queue or not self._exchange.is_free(self._queue[0].version):
+            return None
+        decision, state = self._queue.popleft(), self._server_state
+        sums = state.sums.of(decision.version)
+        _add_up(state, decision, sums, self._exchange.spans_to_add(decision, state.own))
+        if self.compensation is not None:
+            self.compensation.correct(decision.contributions[0].worker, sums, state.own)
+        if self._clip_norm is not None:
+            self._exchange.share_norm(decision.version, squared_norm(sums, state.own.runs))
+        self._pending = PendingUpdate(decision)
+        return self._pending
+
+    def _clip(self, update: PendingUpdate) -> bool:
+        """Clip as torch does, by the norm of the whole gradient; False while parts of it are missing."""
+        if self._clip_norm is not None:
+            norms = self._exchange.norms(update.decision.version)
+            if norms is None:
+                return False
+            # Every server computes the same factor: the same numbers in the same order.
+            factor = clip_factor(math.sqrt(math.fsum(norms)), self._clip_norm)
+            update.decision = replace(update.decision, factor=factor)
+            state = self._server_state
+            scale(state.sums.of(update.decision.version), state.own.runs, factor)
+        update.clipped = True
+        return True
+
+    def _apply(self, decision: Decision) -> None:
+        rows = self._server_state.rows
+        self._pending = None
+        lr = apply(self._server_state, decision)
+        if rows is not None and self._exchange.may_evict and rows.evicts(decision):
+            rows.tables.evict(step_of(decision))
+        self._exchange.applied(decision)
+        self._applied(decision, lr)
+
+
+# Of one server's state, also between views ------------------------------------------------------
+
+
+def _add_up(
+    state: ServerState, decision: Decision, sums: FlatTensors, runs: Sequence[Span]
+) -> None:
+    sources = [state.gradients[each.worker][each.slot] for each in decision.contributions]
+    add_up(sums, runs, sources, decision.coefficients())
+
+
+def make_sum(
+    state: ServerState, decision: Decision, sums: FlatTensors, runs: Sequence[Span]
+) -> None:
+    """The sum of a decision, clipped as it was decided."""
+    _add_up(state, decision, sums, runs)
+    scale(sums, runs, decision.factor)
+
+
+def apply(state: ServerState, decision: Decision) -> float:
+    """Apply the sum of a decision to the server's own blocks; returns the schedule's learning rate."""
+    placement, own, lr = state.held.placement, state.own, state.own.lr
+    if state.rows is not None:  # before the blocks, which advance the learning rate
+        assert placement is not None
+        state.rows.apply(decision, placement.servers, lr=lr, base_lr=state.train_state.base_lr)
+    own.apply(state.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks)
+    state.ledger.note(decision)
+    if placement is not None:
+        state.params.marks[placement.servers.index(state.name)] = decision.version
+    state.ahead.pop(decision.version, None)
+    return lr
+
+
+def apply_replica(state: ServerState, owner: str, decision: Decision) -> None:
+    """Apply another server's sum to the replica of its blocks."""
+    sums = state.others[owner].of(decision.version)
+    state.held.replicas[owner].apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
+    state.held.versions[owner] = decision.version
+    if decision.version > state.ledger.version:
+        state.ahead[decision.version] = decision
+
+
+def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
+    """Finish what another server has finished, with everything that is held here."""
+    if state.coming is not None and state.coming.view == plan.standing:
+        state.held = state.coming
+        if state.rows is not None:
+            state.rows.take_over()
+    state.coming = None
+    state.schedule_clock.advance(plan.ledger.ticks)
+    if state.held.view != plan.standing:
+        state.held = HeldBlocks()  # it missed a view in which its blocks were given to others
+        state.ledger = plan.ledger
+        return
+    for keeper, owner in plan.stale:
+        if keeper == state.name:  # what is needed of it will be sent again
+            state.held.replicas.pop(owner, None)
+            state.held.versions.pop(owner, None)
+    for owner, replica in state.held.replicas.items():
+        for decision in plan.ledger.after(state.held.versions[owner]):
+            others = state.others.get(owner)
+            if others is None or not others.has(decision.version):
+                if others is None or state.shared:  # never into the memory of its owner
+                    others = GradientSums([FlatTensors.private(state.layout)] * 2)
+                    state.others[owner] = others
+                make_sum(state, decision, others.of(decision.version), replica.runs)
+            apply_replica(state, owner, decision)
+    for decision in plan.ledger.after(state.ledger.version):
+        if not state.sums.has(decision.version):
+            make_sum(state, decision, state.sums.of(decision.version), state.own.runs)
+        apply(state, decision)
+
+
+def read_decision(state: ServerState, record: Any, *, next_is: int) -> Decision:
+    """A decision from another server's message."""
+    decision = made_of("a decision", lambda: Decision.from_dict(record))
+    if decision.version != next_is:
+        raise Nonsense(f"a decision on version {decision.version}, where {next_is} is next")
+    for each in decision.contributions:
+        slots = state.gradients.get(each.worker, ())
+        if not 0 <= each.slot < len(slots) or each.share[1] <= 0:
+            raise Nonsense(f"a decision on a gradient that does not exist: {each}"[:200])
+    ticks = decision.ticks if decision.progress[1] > 0 else math.inf
+    most = sum(each.ticks for each in decision.contributions) * MAX_BEHIND
+    if not decision.contributions or ticks > state.ledger.ticks + most + MAX_BEHIND:
+        raise Nonsense(f"a decision on {len(decision.contributions)} gradients and {ticks} ticks")
+    return decision
+
+
+# By messages ------------------------------------------------------------------------------------
+
+
+class MessageExchange(UpdateExchange):
+    """Servers exchange norms by message. A sum is in memory that its replica's server can read."""
+
+    def __init__(
+        self,
+        server_state: ServerState,
+        mode: PsMode,
         placement: Placement,
         peers: Mapping[str, Peer],
-        *,
-        lead: str,
-        workers: Sequence[str],
-        applied: Callable[[Decision], None],
-        followed: Callable[[], None] = lambda: None,
-        send_gate: SendGate | None = None,
     ) -> None:
-        """`applied` is told of each decision that is in the weights; `followed`, when a replica is newer.
-        `uplink`: what of this process goes before sums."""
-        self.frozen = False
-        self.compensation = Compensation(mode.compensate) if mode.compensate else None
+        self.may_evict = not server_state.shared
         self._server_state = server_state
-        self._mode = mode
-        self._name = server_state.name
-        self._lead = lead
+        self._clips = mode.clip_norm is not None
         self._peers = peers
-        self._applied = applied
-        self._followed = followed
-        self._two_phase = not server_state.shared and bool(server_state.replicas) and bool(peers)
-        self._queue: deque[Decision] = deque()
-        self._work: PendingUpdate | None = None
-        self._decided = server_state.ledger.version
-        """The last version that there is a decision on."""
+        self._closed = False
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
-        self._taken: dict[str, int] = {}
-        self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
-        self._to_hold = _to_hold(placement)
-        """(owner, keeper): what the lead must hear of before an update is final."""
-        self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
-        self._arrived: dict[tuple[str, int], int] = defaultdict(int)
-        whole_needed = mode.clip_norm is not None or server_state.train_state.weight is not None
-        may_be_early = self._two_phase and mode.for_all and not whole_needed
-        self._partial_sums = PartialSums(workers) if may_be_early else None
-        self._made: set[tuple[int, int]] = set()
-        """(round, run) that were added up, and sent, before a decision."""
-        self._trailers: dict[str, BackgroundChannel] = {}
-        """To keepers on other hosts, for sums: gradients go before."""
-        self.runs, keepers = travelling(placement, self._name)
-        """This server's blocks, as they travel."""
-        self._keepers = [(k, keepers[:i].count(k)) for i, k in enumerate(keepers)]
-        """Of each run: who keeps its replica, and the how manieth it is there."""
-        self._kept: dict[str, list[Span]] = {}
-        """Whose replicas are kept here, likewise."""
-        # Without rounds a worker pushes on and on: there would be no time for sums.
-        behind = send_gate if send_gate is not None and mode.for_all else SendGate()
-        layout = server_state.layout
-        for server, peer in peers.items():
-            if server in keepers:
-                self._taken[server] = server_state.ledger.version
-                if not server_state.shared:
-                    name = f"{self._name}-sums-{server}"
-                    self._trailers[server] = BackgroundChannel(peer.link, behind, name=name)
-            kept = [
-                b for b in placement.replicas_of(self._name) if placement.server_of(b) == server
-            ]
-            if kept:
-                self._kept[server] = spans(layout, [block.number for block in kept])
-                theirs = [FlatTensors.attached(layout, address) for address in peer.sums or ()]
-                server_state.others[server] = GradientSums(
-                    theirs or [FlatTensors.private(layout) for _ in range(2)]
-                )
+        keepers = {placement.replica_of(b) for b in placement.blocks_of(server_state.name)}
+        self._taken = {name: server_state.ledger.version for name in peers if name in keepers}
+        """The last sum that each server with a replica of these blocks has applied."""
 
     def handle(self, kind: str, who: str, head: Mapping[str, Any]) -> None:
-        """A message of another server. Nonsense where the update that is under way has no use for it."""
-        version = int(head["v"]) if "v" in head else 0
+        """A message of another server; raises Nonsense if no update under way can use it."""
+        version, last = int(head["v"]), self._server_state.ledger.version
         match kind:
-            case "decide":
-                if who != self._lead or self._mode.for_all:
-                    raise Nonsense("a decision, which is not its to make")
-                self.carry_out(self._decision_of(head, next_is=self._decided + 1))
             case "norm":
-                self._check_version(kind, version, self._server_state.ledger.version)
-                if self._mode.clip_norm is None or who in self._norms[version]:
-                    raise Nonsense(f"a norm for version {version} that nobody waits for")
+                self._check_version(kind, version, last)
+                if not self._clips or who in self._norms[version]:
+                    raise Nonsense(f"a norm for version {version} that no server waits for")
                 self._norms[version][who] = float(head["value"])
-                self._clip()
-            case "replica":
-                self._on_replica(who, head)
             case "taken":
                 if who not in self._taken:
-                    raise Nonsense("it has taken a sum, and keeps nothing of this server")
+                    raise Nonsense("'taken' from a server that has no replica of this one")
                 self._check_version(kind, version, self._taken[who])
                 self._taken[who] = version
-                self._advance()
-            case "held":
-                self._check_version(kind, version, self._server_state.ledger.version)
-                if self._name != self._lead or (head["owner"], who) not in self._to_hold:
-                    raise Nonsense("it holds a sum that is not for it, or tells who need not know")
-                self._on_held(str(head["owner"]), who, version)
-            case "commit":
-                work = self._work
-                if who != self._lead or work is None or not work.summed or not self._two_phase:
-                    raise Nonsense("a commit where nothing waits for one, or not its to say")
-                if version != work.decision.version:
-                    raise Nonsense(f"a commit of {version} instead of {work.decision.version}")
-                self._on_commit(version)
+            case "replica":
+                if who not in self._server_state.others:
+                    raise Nonsense("a sum whose replica is not here")
+                self._check_version(kind, version, self._server_state.held.versions[who])
+                self._on_replica(who, version, head)
+            case _:
+                raise Nonsense(f"{kind!r} where updates need no commit")
 
-    def _decision_of(self, head: Mapping[str, Any], *, next_is: int) -> Decision:
-        decision = made_of("a decision", lambda: Decision.from_dict(head["decision"]))
-        if decision.version != next_is:
-            raise Nonsense(f"a decision on version {decision.version}, where {next_is} is next")
-        for given in decision.contributions:
-            slots = self._server_state.gradients.get(given.worker, ())
-            if not 0 <= given.slot < len(slots) or given.share[1] <= 0:
-                raise Nonsense(f"a decision on a gradient that there is not: {given}"[:200])
-        ticks = decision.ticks if decision.progress[1] > 0 else math.inf
-        most = sum(given.ticks for given in decision.contributions) * MOST_BEHIND
-        if (
-            not decision.contributions
-            or ticks > self._server_state.ledger.ticks + most + MOST_BEHIND
-        ):
-            raise Nonsense(
-                f"a decision on {len(decision.contributions)} gradients and {ticks} ticks"
-            )
-        return decision
+    def buffer_for(self, owner: str, version: int, i: int) -> memoryview:
+        """Where span `i` of another server's sum goes."""
+        raise Nonsense(f"span {i} of a sum whose replica is not here")
+
+    def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
+        """A span of a gradient is here, or all of it."""
+        return
+
+    def flush(self) -> None:
+        """Wait until all sums have left."""
+        return
+
+    def close(self) -> None:
+        """The view is over: nothing more is committed, and no sums leave."""
+        self._closed = True
+
+    def is_free(self, version: int) -> bool:
+        return all(taken >= version - 2 for taken in self._taken.values())
+
+    def share_norm(self, version: int, squared: float) -> None:
+        self._norms[version][self._server_state.name] = squared
+        self._send_all({"k": "norm", "v": version, "value": squared})
+
+    def norms(self, version: int) -> Sequence[float] | None:
+        if len(self._norms[version]) <= len(self._peers):
+            return None
+        return [norm for _, norm in sorted(self._norms.pop(version).items())]
+
+    def replicate(self, decision: Decision) -> None:
+        for keeper in self._taken:
+            head = {"k": "replica", "v": decision.version, "decision": decision.to_dict()}
+            self._send(keeper, head)
+
+    def _on_replica(self, owner: str, version: int, head: Mapping[str, Any]) -> None:
+        if "decision" not in head or "i" in head:
+            raise Nonsense("a span of a sum that is in shared memory")
+        decision = read_decision(self._server_state, head["decision"], next_is=version)
+        self._server_state.others[owner].note(version)
+        self._follow(owner, decision)
+
+    def _follow(self, owner: str, decision: Decision) -> None:
+        apply_replica(self._server_state, owner, decision)
+        if not self._closed:
+            self._send(owner, {"k": "taken", "v": decision.version})
 
     def _check_version(self, kind: str, version: int, last: int) -> None:
         """Servers and replicas are at most two updates apart."""
         if not last < version <= max(last, self._server_state.ledger.version) + 2:
             raise Nonsense(f"{kind!r} of version {version}, where {last} is the last")
 
-    def freeze(self) -> None:
-        """The view is over."""
-        self.frozen = True
-        for trailer in self._trailers.values():
-            trailer.close()
+    def _send_all(self, head: Mapping[str, Any]) -> None:
+        for name in self._peers:
+            self._send(name, head)
+
+    def _send(self, who: str, head: Mapping[str, Any]) -> None:
+        try:
+            self._peers[who].link.send(head)
+        except LinkError:
+            # It is dead, and a view without it comes. Until then the others must not be left with half
+            # of an update: what was begun is finished here.
+            pass
+
+
+class NetworkExchange(MessageExchange):
+    """Sums travel to the servers that hold replicas, and an update is committed when all have arrived.
+
+    If an update is everybody's gradients, a span of it is added up and sent before there is a decision,
+    as soon as it has come from every worker (partial_sums.py).
+    """
+
+    def __init__(
+        self,
+        server_state: ServerState,
+        mode: PsMode,
+        placement: Placement,
+        peers: Mapping[str, Peer],
+        *,
+        workers: Sequence[str],
+        followed: Callable[[], None] = lambda: None,
+        send_gate: SendGate | None = None,
+    ) -> None:
+        """`followed` is called when a replica here is newer. `send_gate`: what leaves before sums."""
+        super().__init__(server_state, mode, placement, peers)
+        self._lead = placement.servers[0]
+        self._followed = followed
+        self._to_hold = _to_hold(placement)
+        """(owner, keeper) of all sums: what the lead waits for before it commits."""
+        self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
+        self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
+        self._arrived: dict[tuple[str, int], int] = defaultdict(int)
+        whole_needed = mode.clip_norm is not None or server_state.train_state.weight is not None
+        early = mode.for_all and not whole_needed
+        self._partial_sums = PartialSums(workers) if early else None
+        self._made: set[tuple[int, int]] = set()
+        """(round, span) that were added up, and sent, before a decision."""
+        self._anew = False
+        """If true, spans that were sent early are void."""
+        self._pending = self._committed = server_state.ledger.version
+        """The last version whose sum is complete here, and the last one that is committed."""
+        self._runs, keepers = travelling(placement, server_state.name)
+        self._keepers = [(k, keepers[:i].count(k)) for i, k in enumerate(keepers)]
+        """For each span: the server with its replica, and the span's index there."""
+        # Without rounds a worker pushes on and on: sums would never get a turn.
+        gate = send_gate if send_gate is not None and mode.for_all else SendGate()
+        self._channels = {
+            keeper: BackgroundChannel(
+                peers[keeper].link, gate, name=f"{server_state.name}-sums-{keeper}"
+            )
+            for keeper in self._taken
+        }
+        kept = [
+            (placement.server_of(b), b.number) for b in placement.replicas_of(server_state.name)
+        ]
+        self._kept = {
+            owner: spans(server_state.layout, [number for of, number in kept if of == owner])
+            for owner in server_state.others
+        }
+        """The spans of the replicas here, by their owner."""
+
+    def handle(self, kind: str, who: str, head: Mapping[str, Any]) -> None:
+        state, version = self._server_state, int(head["v"])
+        match kind:
+            case "held":
+                self._check_version(kind, version, state.ledger.version)
+                if state.name != self._lead or (head["owner"], who) not in self._to_hold:
+                    raise Nonsense("'held' for a sum that is not its to hold, or not to the lead")
+                self._on_held(str(head["owner"]), who, version)
+            case "commit":
+                if who != self._lead or self._pending == state.ledger.version:
+                    raise Nonsense("a commit that is not expected, or not from the lead")
+                if version != self._pending:
+                    raise Nonsense(f"a commit of {version} instead of {self._pending}")
+                self._on_commit(version)
+            case _:
+                super().handle(kind, who, head)
+
+    def buffer_for(self, owner: str, version: int, i: int) -> memoryview:
+        if not 0 <= i < len(self._kept.get(owner, ())):
+            raise Nonsense(f"span {i} of a sum whose replica is not here")
+        return bytes_of(self._kept[owner][i].of(self._server_state.others[owner].of(version)))
 
     def flush(self) -> None:
-        """Until all sums that are made have left."""
-        for trailer in self._trailers.values():
-            trailer.flush()
+        for channel in self._channels.values():
+            channel.flush()
 
-    def carry_out(self, decision: Decision) -> None:
-        self._decided = decision.version
-        self._queue.append(decision)
-        self._advance()
+    def close(self) -> None:
+        super().close()
+        for channel in self._channels.values():
+            channel.close()
 
-    def keeper(self, run: int) -> str | None:
-        return self._keepers[run][0]
-
-    def room(self, who: str, version: int, i: int) -> memoryview:
-        """Where a run of another server's sum goes."""
-        runs = self._kept.get(who, ())
-        if self._server_state.shared or not 0 <= i < len(runs):
-            raise Nonsense(f"run {i} of a sum that is not kept here")
-        return bytes_of(self._kept[who][i].of(self._server_state.others[who].of(version)))
-
-    @property
-    def own(self) -> BlockStore:
-        return self._server_state.own
-
-    # This server's own blocks ------------------------------------------------------------------
+    # Sums of this server's own blocks -----------------------------------------------------------
 
     def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
-        """A run of a gradient is here, or all of it."""
         if self._partial_sums is not None:
-            runs = range(len(self.runs)) if run is None else (run,)
+            runs = range(len(self._runs)) if run is None else (run,)
             for complete in self._partial_sums.arrived(worker, seq, slot, runs):
-                self._make_early(seq, complete)
+                self._make_early(self._partial_sums, seq, complete)
 
-    def _make_early(self, seq: int, i: int) -> None:
-        assert self._partial_sums is not None
-        server_state, version = self._server_state, self._server_state.ledger.version + 1
-        if self._work is not None or self._queue or self.frozen or not self._is_free(version):
-            return  # when it is decided on
-        sums, run = server_state.sums.of(version), self.runs[i]
-        server_state.sums.begin(version)
-        sources = [
-            server_state.gradients[worker][slot] for worker, slot in self._partial_sums.sources(seq)
-        ]
-        add_up(sums, [run], sources, [1.0] * len(sources))
+    def _make_early(self, partial_sums: PartialSums, seq: int, i: int) -> None:
+        state, version = self._server_state, self._server_state.ledger.version + 1
+        if self._closed or self._pending == version or not self.is_free(version):
+            return  # added up when there is a decision
+        sums = state.sums.of(version)
+        state.sums.begin(version)
+        sources = [state.gradients[worker][slot] for worker, slot in partial_sums.sources(seq)]
+        add_up(sums, [self._runs[i]], sources, [1.0] * len(sources))
         self._made.add((seq, i))
-        self._send_sum(i, sums, {"k": "replica", "v": version})
+        self._send_span(i, sums, {"k": "replica", "v": version})
 
-    def _send_sum(self, i: int, sums: FlatTensors, head: Mapping[str, Any]) -> None:
-        keeper, number = self._keepers[i]
-        if keeper is not None:
-            self._trailers[keeper].put({**head, "i": number}, bytes_of(self.runs[i].of(sums)))
-
-    def _is_free(self, version: int) -> bool:
-        """The place for a sum: keepers have used what was there."""
-        return all(taken >= version - 2 for taken in self._taken.values())
-
-    def _advance(self) -> None:
-        """Begin with the next decision, once the place for its sum is free."""
-        if self._work is not None or not self._queue or not self._is_free(self._queue[0].version):
-            return
-        decision = self._queue.popleft()
-        version = decision.version
+    def spans_to_add(self, decision: Decision, own: BlockStore) -> Sequence[Span]:
         seq = self._partial_sums.decided(decision) if self._partial_sums is not None else None
-        made = {i for of, i in self._made if of == seq}
-        self._work = PendingUpdate(decision, made, anew=len(made) < len(self._made))
-        self._made = set()
-        sums = self._server_state.sums.of(version)
-        rest = [run for i, run in enumerate(self.runs) if i not in made]
-        self._server_state.add_up(decision, sums, rest if made else self.own.runs)
-        if self.compensation is not None:
-            self.compensation.correct(decision.contributions[0].worker, sums, self.own)
-        if self._mode.clip_norm is None:
-            self._summed()
-            return
-        value = squared_norm(sums, self.own.runs)
-        self._norms[version][self._name] = value
-        self._tell_all({"k": "norm", "v": version, "value": value})
-        self._clip()
+        made = {(of, i) for of, i in self._made if of == seq}
+        self._anew = len(made) < len(self._made)
+        self._made = made
+        sent = {i for _, i in made}
+        return [run for i, run in enumerate(self._runs) if i not in sent] if made else own.runs
 
-    def _clip(self) -> None:
-        """As torch clips: by the norm of the whole gradient."""
-        work, limit = self._work, self._mode.clip_norm
-        if work is None or work.summed or limit is None:
-            return
-        version = work.decision.version
-        norms = self._norms[version]
-        if len(norms) <= len(self._peers):
-            return
-        del self._norms[version]
-        # In the order of names: every server computes the same factor from the same numbers.
-        norm = math.sqrt(math.fsum(norms[name] for name in sorted(norms)))
-        factor = min(1.0, limit / (norm + 1e-6))
-        work.decision = replace(work.decision, factor=factor)
-        scale(self._server_state.sums.of(version), self.own.runs, factor)
-        self._summed()
-
-    def _summed(self) -> None:
-        """The sum is made: let the keepers of replicas have it, then apply it."""
-        work = self._work
-        assert work is not None
-        work.summed = True
-        version = work.decision.version
-        sums = self._server_state.sums.of(version)
-        self._server_state.sums.note(version)
-        plain = {"k": "replica", "v": version}
-        first = {**plain, "decision": work.decision.to_dict(), "anew": work.anew}
-        heads = dict.fromkeys(self._taken, first)  # to each keeper once
-        if not self._server_state.shared:
-            for i, (keeper, _) in enumerate(self._keepers):
-                if i not in work.made:
-                    self._send_sum(i, sums, heads.pop(keeper, plain) if keeper else plain)
+    def replicate(self, decision: Decision) -> None:
+        version, sent, self._made = decision.version, {i for _, i in self._made}, set()
+        self._pending = version
+        sums, plain = self._server_state.sums.of(version), {"k": "replica", "v": version}
+        first = {**plain, "decision": decision.to_dict(), "anew": self._anew}
+        heads = dict.fromkeys(self._taken, first)  # to each server with a replica once
+        for i, (keeper, _) in enumerate(self._keepers):
+            if i not in sent:
+                self._send_span(i, sums, heads.pop(keeper, plain) if keeper else plain)
         for keeper, head in heads.items():
-            if keeper in self._trailers:
-                self._trailers[keeper].put(head)
-            else:
-                self._tell(keeper, head)
-        if not self._two_phase:
-            self._apply()
-        elif not self._taken:
-            self._say_held(self._name, version)
+            self._channels[keeper].put(head)
+        if not self._taken:
+            self._send_held(self._server_state.name, version)
 
-    def _say_held(self, owner: str, version: int) -> None:
-        if self._name == self._lead:
-            self._on_held(owner, self._name, version)
+    def is_final(self, decision: Decision) -> bool:
+        return decision.version <= self._committed
+
+    def _send_span(self, i: int, sums: FlatTensors, head: Mapping[str, Any]) -> None:
+        keeper, index = self._keepers[i]
+        if keeper is not None:
+            self._channels[keeper].put({**head, "i": index}, bytes_of(self._runs[i].of(sums)))
+
+    # Commit -------------------------------------------------------------------------------------
+
+    def _send_held(self, owner: str, version: int) -> None:
+        if self._server_state.name == self._lead:
+            self._on_held(owner, self._lead, version)
         else:
-            self._tell(self._lead, {"k": "held", "v": version, "owner": owner})
+            self._send(self._lead, {"k": "held", "v": version, "owner": owner})
 
     def _on_held(self, owner: str, keeper: str, version: int) -> None:
-        """At the lead: when all are, there is no way back."""
+        """On the lead: once every sum is held, the update is final."""
         self._held[version].add((owner, keeper))
-        if self._held[version] >= self._to_hold and not self.frozen:
+        if self._held[version] >= self._to_hold and not self._closed:
             del self._held[version]
-            self._tell_all({"k": "commit", "v": version})
+            self._send_all({"k": "commit", "v": version})
             self._on_commit(version)
 
     def _on_commit(self, version: int) -> None:
         for owner, decision in self._uncommitted.pop(version, {}).items():
             self._follow(owner, decision)
-        self._apply()
+        self._committed = version
 
-    def _apply(self) -> None:
-        work = self._work
-        assert work is not None
-        self._work = None
-        self._server_state.apply(work.decision)
-        self._applied(work.decision)
-        self._advance()
+    # Replicas of others' blocks -----------------------------------------------------------------
 
-    # Replicas of others' blocks ----------------------------------------------------------------
-
-    def _on_replica(self, owner: str, head: Mapping[str, Any]) -> None:
-        version, shared = int(head["v"]), self._server_state.shared
-        has = head.keys() & {"i", "decision"}
-        if owner not in self._kept or (has != {"decision"} if shared else not has):
-            raise Nonsense("a sum that is not kept here")
-        self._check_version("replica", version, self._server_state.held.versions[owner])
+    def _on_replica(self, owner: str, version: int, head: Mapping[str, Any]) -> None:
+        if not head.keys() & {"i", "decision"}:
+            raise Nonsense("neither a sum nor a decision")
         if "decision" in head:
-            self._uncommitted[version][owner] = self._decision_of(head, next_is=version)
+            decision = read_decision(self._server_state, head["decision"], next_is=version)
+            self._uncommitted[version][owner] = decision
             if head.get("anew"):
                 self._arrived[owner, version] = 0
-        if not self._server_state.shared:
-            self._arrived[owner, version] += "i" in head
-            complete = self._arrived[owner, version] == len(self._kept[owner])
-            if not complete or owner not in self._uncommitted.get(version, ()):
-                return
+        self._arrived[owner, version] += "i" in head
+        complete = self._arrived[owner, version] == len(self._kept[owner])
+        if complete and owner in self._uncommitted.get(version, ()):
             del self._arrived[owner, version]
-        self._server_state.others[owner].note(version)
-        if self._two_phase:
-            self._say_held(owner, version)
-            return
-        waiting = self._uncommitted[version]
-        self._follow(owner, waiting.pop(owner))
-        if not waiting:
-            del self._uncommitted[version]
+            self._server_state.others[owner].note(version)
+            self._send_held(owner, version)
 
     def _follow(self, owner: str, decision: Decision) -> None:
-        self._server_state.apply_replica(owner, decision)
+        super()._follow(owner, decision)
         self._followed()
-        if not self.frozen:
-            self._tell(owner, {"k": "taken", "v": decision.version})
-
-    def _tell_all(self, head: Mapping[str, Any]) -> None:
-        for name in self._peers:
-            self._tell(name, head)
-
-    def _tell(self, who: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
-        try:
-            self._peers[who].link.send(head, payload)
-        except LinkError:
-            # It is dead, and a view without it comes. Until then others must not be left with half of
-            # an update: what was begun is finished here.
-            pass
 
 
 def _to_hold(placement: Placement) -> set[tuple[str, str]]:
-    """Each server with those who keep its blocks; one that nobody keeps answers for itself."""
+    """(owner, keeper) of all replicas; a server without one answers for itself."""
     kept = {
         (placement.server_of(block), server)
         for server in placement.servers

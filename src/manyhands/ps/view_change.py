@@ -29,6 +29,7 @@ from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus, make_plan
 from manyhands.ps.rows import ROLE, RowServerState
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.tensor_messages import TensorMessages, pack
+from manyhands.ps.updates import catch_up
 from manyhands.transport import Link
 
 KINDS = ("peer", "status", "plan", "block", "moved", "go")
@@ -183,7 +184,7 @@ class ViewChange:
         self._waiting = None
         server_state, layout = self._server_state, self._server_state.layout
         self.plan = plan
-        server_state.catch_up(plan)
+        catch_up(server_state, plan)
         if self.leads and server_state.rows is not None and server_state.held.placement is not None:
             server_state.rows.finish(
                 plan.ledger, server_state.held.placement.servers, self._servers

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import LinkError
-from manyhands.ps.block_store import Span
+from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.channels import LANES, PriorityChannel
-from manyhands.ps.memory import FlatTensors, bytes_of
 from manyhands.ps.protocol import Nonsense
 from manyhands.transport import Link
 

@@ -18,14 +18,15 @@ from torch import nn
 
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.channels import LANES
 from manyhands.ps.client import Client
-from manyhands.ps.memory import FlatTensors, layout_of
 from manyhands.ps.mode import PsMode
+from manyhands.ps.model_layout import layout_of
 from manyhands.ps.policies import AsyncPolicy, SyncPolicy
 from manyhands.ps.server import Server
 from manyhands.ps.server_connection import PushOutcome
-from manyhands.ps.server_state import ScheduleClock, ServerState
+from manyhands.ps.server_state import ServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
 
@@ -153,7 +154,13 @@ def house(
         SyncPolicy if rounds else AsyncPolicy, rounds=rounds, slots=slots, lr_rule=lr_rule
     )
     server_state = ServerState(
-        SERVER, "here", train_state, params, ScheduleClock(train_state), shared=shared, replicas=0
+        SERVER,
+        "here",
+        train_state,
+        params,
+        ScheduleClock(train_state.scheduler),
+        shared=shared,
+        replicas=0,
     )
     authority = Authority.create("run") if kind == "tls" else None
     if authority is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -17,13 +16,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from manyhands.compute.train_state import TrainState
-from manyhands.ps.block_store import BlockState, BlockStore, Span, add_up
+from manyhands.ps.block_store import (
+    BlockState,
+    BlockStore,
+    FlatTensors,
+    ScheduleClock,
+    Span,
+    add_up,
+)
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.ledger import Contribution, Decision
-from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
+from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
-from manyhands.ps.server_state import GradientSums, ScheduleClock, ServerState
+from manyhands.ps.server_state import GradientSums, ServerState
 from manyhands.ps.tensor_messages import TensorMessages, pack
+from manyhands.ps.updates import apply, apply_replica, catch_up, make_sum
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -151,7 +158,7 @@ class Village:
             "host" if self.shared else f"host{self.count}",
             whom,
             params,
-            ScheduleClock(whom),
+            ScheduleClock(whom.scheduler),
             shared=self.shared,
             replicas=1,
         )
@@ -189,7 +196,7 @@ class Village:
         plan = make_plan(statuses, self.layout, replicas=1)
         plan = RecoveryPlan.from_dict(plan.to_dict(), self.layout)
         for server_state in self.server_states:
-            server_state.catch_up(plan)
+            catch_up(server_state, plan)
             assert server_state.ledger.version == plan.ledger.version
         arriving = {server_state.name: TensorMessages() for server_state in self.server_states}
         by_name = {server_state.name: server_state for server_state in self.server_states}
@@ -266,8 +273,7 @@ class Village:
         """Its sum is made."""
         assert server_state.held.own is not None
         sums = server_state.sums.of(decision.version)
-        server_state.add_up(replace(decision, factor=1.0), sums, server_state.held.own.runs)
-        _scale(sums, server_state.held.own.runs, decision.factor)
+        make_sum(server_state, decision, sums, server_state.held.own.runs)
         server_state.sums.note(decision.version)
 
     def hand_over(self, owner: ServerState, keeper: ServerState, decision: Decision) -> None:
@@ -288,9 +294,9 @@ class Village:
             for keeper in self.keepers_of(server_state):
                 self.hand_over(server_state, keeper, decision)
         for server_state in self.server_states:
-            server_state.apply(decision)
+            apply(server_state, decision)
             for owner in server_state.held.replicas:
-                server_state.apply_replica(owner, decision)
+                apply_replica(server_state, owner, decision)
 
     # What must hold.
 

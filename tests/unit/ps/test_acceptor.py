@@ -44,8 +44,9 @@ from torch import nn
 
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
 from manyhands.ps.acceptor import MAX_STRANGERS, MAX_UNHEARD, Acceptor
+from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.decider import MAX_UNDER_WAY
-from manyhands.ps.memory import FlatTensors, layout_of
+from manyhands.ps.model_layout import layout_of
 from manyhands.ps.server_connection import PushOutcome
 from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect

@@ -23,9 +23,16 @@ from server_states import (
 from torch import nn
 
 from manyhands.compute.train_state import TrainState
-from manyhands.ps.block_store import BlockState, BlockStore, add_up, runs_of, squared_norm
+from manyhands.ps.block_store import (
+    BlockState,
+    BlockStore,
+    FlatTensors,
+    add_up,
+    runs_of,
+    squared_norm,
+)
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.memory import FlatTensors, block_state, pieces_of
+from manyhands.ps.model_layout import block_state, pieces_of
 
 
 def dealt(count: int, among: int, seed: int) -> list[list[int]]:

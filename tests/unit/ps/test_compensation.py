@@ -7,9 +7,8 @@ import pytest
 import torch
 from server_states import everything, filled, layout_for, noise, train_state
 
-from manyhands.ps.block_store import BlockState, BlockStore
+from manyhands.ps.block_store import BlockState, BlockStore, FlatTensors
 from manyhands.ps.compensation import Compensation
-from manyhands.ps.memory import FlatTensors
 
 
 @pytest.fixture

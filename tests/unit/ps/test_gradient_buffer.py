@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.collectives.weights_first import LARGE, Soon, weights_first
+from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.gradient_buffer import GradientBuffer
-from manyhands.ps.memory import FlatTensors, layout_of, pieces_of
+from manyhands.ps.model_layout import layout_of, pieces_of
 
 WIDTH = 256
 assert WIDTH * WIDTH >= LARGE

@@ -18,8 +18,9 @@ from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.view import Me, Seat, View
+from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.config import ParameterServer
-from manyhands.ps.memory import FlatTensors, layout_of
+from manyhands.ps.model_layout import layout_of
 from manyhands.ps.node import PsNode
 from manyhands.strategies.registry import make_strategy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from server_states import Village, noise
 from manyhands.embeddings.local_tables import EVICT_EVERY, LocalTables
 from manyhands.embeddings.spec import Table as TableSpec
 from manyhands.ps.block_store import squared_norm
+from manyhands.ps.ledger import Contribution
+from manyhands.ps.mode import PsMode
+from manyhands.ps.policies import SyncPolicy
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable, RoundWorker
 from manyhands.ps.rows import ReceivedGrads, RowServerState
 
@@ -28,25 +32,24 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     rounds = RoundTable.create(village.workers, [first.name, second.name])
     bells = {name: Doorbell(tmp_path, name) for name in (*village.workers, *rounds.servers)}
     servings = {}
+    mode = PsMode(SyncPolicy, rounds=True, slots=1, for_all=True, clip_norm=CLIP_NORM)
     for server_state in (first, second):
         spec = TableSpec(2, evict_unused=5)
         server_state.rows = RowServerState(
             server_state.name, LocalTables({"t": spec}, seed=0), shared=True, adds=False
         )
         server_state.rows.baskets = {worker: [ReceivedGrads()] for worker in village.workers}
+        assert server_state.held.placement is not None
         servings[server_state.name] = RoundServer(
-            rounds,
-            bells[server_state.name],
-            server_state,
-            server_state.held.placement,  # type: ignore[arg-type]
-            clip_norm=CLIP_NORM,
+            *(rounds, bells[server_state.name], server_state, mode, server_state.held.placement),
+            lock=threading.RLock(),
         )
     for worker in village.workers:
         village.slots[worker][0].copy_(noise(village.layout, village.generator))
         turns = RoundWorker(
-            worker, rounds, bells[worker], carry=None, check=lambda: None, timeout_s=10.0
+            worker, rounds, bells[worker], server=None, check=lambda: None, timeout_s=10.0
         )
-        turns.push(step=EVICT_EVERY, part=0, samples=8.0, total=24.0, share=(8, 24))
+        turns.push(Contribution(worker, 1, 0, EVICT_EVERY, 0, 8.0, 24.0, (8, 24)))
     try:
         assert not servings[second.name].carry(1)  # its part of the norm is there
         for _ in range(tries):

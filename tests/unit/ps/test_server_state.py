@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_states import OPTIMIZERS, Village, layout_for, train_state
 
-from manyhands.ps.memory import FlatTensors
+from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.placement import place
-from manyhands.ps.server_state import SPAN_BYTES, ScheduleClock, ServerState, spans
+from manyhands.ps.server_state import SPAN_BYTES, ServerState, spans
+from manyhands.ps.updates import apply, apply_replica
 
 
 def make_village(name: str = "sgd", *, shared: bool, servers: int = 3, seed: int = 0) -> Village:
@@ -74,7 +75,7 @@ def test_one_host_a_server_several_decisions_behind_finishes_them_by_itself() ->
         decision = village.decide(factor=0.75)
         for server_state in (ahead, other):
             village.sum_up(server_state, decision)
-            server_state.apply(decision)
+            apply(server_state, decision)
     assert (ahead.ledger.version, behind.ledger.version) == (2, 0)
     plan = village.settle()
     village.check()
@@ -91,7 +92,7 @@ def test_one_host_replicas_of_a_dead_server_catch_up_from_the_gradients() -> Non
         decision = village.decide()
         for server_state in village.server_states:
             village.sum_up(server_state, decision)
-            server_state.apply(decision)
+            apply(server_state, decision)
     assert any(e.held.versions.get(dead.name) == 0 for e in village.server_states)
     village.lose(0)
     village.settle()
@@ -106,9 +107,9 @@ def test_one_host_a_replica_that_is_ahead_of_all_who_live_takes_them_along() -> 
     dead, keeper = village.server_states[0], village.keepers_of(village.server_states[0])[0]
     decision = village.decide()
     village.sum_up(dead, decision)
-    dead.apply(decision)
+    apply(dead, decision)
     village.hand_over(dead, keeper, decision)
-    keeper.apply_replica(dead.name, decision)
+    apply_replica(keeper, dead.name, decision)
     assert (keeper.ledger.version, keeper.status().ledger["version"]) == (1, 2)
     village.lose(0)
     village.settle()
@@ -125,9 +126,9 @@ def test_several_hosts_whoever_heard_commit_takes_the_others_along() -> None:
         for keeper in village.keepers_of(server_state):
             village.hand_over(server_state, keeper, decision)
     heard = village.server_states[1]
-    heard.apply(decision)
+    apply(heard, decision)
     for owner in heard.held.replicas:
-        heard.apply_replica(owner, decision)
+        apply_replica(heard, owner, decision)
     village.lose(0)
     village.settle()
     village.check()
@@ -170,16 +171,16 @@ def some_fall_behind(village: Village) -> None:
                 village.hand_over(server_state, keeper, decision)
     for server_state in village.server_states:
         if server_state is newest or chance.random() < 0.5:
-            server_state.apply(decision)
+            apply(server_state, decision)
             for owner in server_state.held.replicas:
                 if not village.shared:
-                    server_state.apply_replica(owner, decision)
+                    apply_replica(server_state, owner, decision)
     if village.shared:
         for owner in village.server_states:
             for keeper in village.keepers_of(owner):
                 if owner.ledger.version == decision.version and chance.random() < 0.5:
                     village.hand_over(owner, keeper, decision)
-                    keeper.apply_replica(owner.name, decision)
+                    apply_replica(keeper, owner.name, decision)
     # A server whose update was found by nobody else must not be the one that dies.
     village.server_states.remove(newest)
     village.server_states.append(newest)
@@ -222,19 +223,25 @@ def test_whatever_happens_all_end_equal_to_the_one_to_whom_nothing_did(
 
 def test_the_ticker_moves_the_schedule_once_for_each_batch() -> None:
     whom = train_state("sgd")
-    schedule_clock = ScheduleClock(whom)
+    schedule_clock = ScheduleClock(whom.scheduler)
     for ticks in (1, 1, 3, 2):
         schedule_clock.advance(ticks)
     assert schedule_clock.ticks == 3
     assert whom.lr == pytest.approx(0.1 / 4)
-    assert ScheduleClock(whom).ticks == 3, "it goes on where a checkpoint has stopped"
+    assert ScheduleClock(whom.scheduler).ticks == 3, "it goes on where a checkpoint has stopped"
 
 
 def test_a_block_that_is_held_by_nobody_here_is_not_made_up() -> None:
     whom = train_state("sgd")
     layout = layout_for(whom)
     server_state = ServerState(
-        "s0", "h", whom, FlatTensors.private(layout), ScheduleClock(whom), shared=False, replicas=1
+        "s0",
+        "h",
+        whom,
+        FlatTensors.private(layout),
+        ScheduleClock(whom.scheduler),
+        shared=False,
+        replicas=1,
     )
     with pytest.raises(AssertionError, match="s0 holds no block 0"):
         server_state.block_state(0)

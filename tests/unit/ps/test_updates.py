@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.ledger import Decision
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import SyncPolicy
-from manyhands.ps.server_state import ServerState
-from manyhands.ps.updates import UpdatePipeline
+from manyhands.ps.server_state import ServerState, travelling
+from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline
 from manyhands.ps.view_change import Peer
 from manyhands.transport import Link, Listener, connect
 
@@ -48,6 +48,7 @@ class Servers:
         self.far = {(a, b): links[b, a] for a, b in links}
         """Where `b` hears `a`."""
         self.updates: dict[str, UpdatePipeline] = {}
+        self.exchanges: dict[str, MessageExchange] = {}
         self.applied: dict[str, list[Decision]] = {name: [] for name in names}
         self.links = links
         for server_state in village.server_states:
@@ -60,17 +61,21 @@ class Servers:
                 for other in village.server_states
                 if other is not server_state
             }
+            server_state.attach_sums({name: peer.sums or () for name, peer in peers.items()})
+            exchange = (
+                MessageExchange(server_state, mode, placement, peers)
+                if village.shared
+                else NetworkExchange(server_state, mode, placement, peers, workers=village.workers)
+            )
+            self.exchanges[server_state.name] = exchange
             self.updates[server_state.name] = UpdatePipeline(
-                server_state,
-                mode,
-                placement,
-                peers,
-                lead=names[0],
-                workers=village.workers,
-                applied=self.applied[server_state.name].append,
+                server_state, mode, exchange, applied=self._note(server_state.name)
             )
             for sums in server_state.others.values():
                 village.flats += sums.flats
+
+    def _note(self, name: str) -> Callable[[Decision, float], None]:
+        return lambda decision, lr: self.applied[name].append(decision)
 
     def _links(self, names: list[str], folder: Path) -> dict[tuple[str, str], Link]:
         links: dict[tuple[str, str], Link] = {}
@@ -85,7 +90,7 @@ class Servers:
 
     def decide(self, decision: Decision) -> None:
         for updates in self.updates.values():
-            updates.carry_out(decision)
+            updates.enqueue(decision)
 
     def deliver(self, chance: random.Random) -> None:
         """All that is under way, and what follows from it: any link first, each in its order."""
@@ -99,26 +104,41 @@ class Servers:
 
     def hear(self, a: str, b: str) -> bool:
         """One message of `a` to `b`, if there is one."""
-        updates = self.updates[b]
+        exchange = self.exchanges[b]
         if a in self.updates:
-            self.updates[a].flush()
+            self.exchanges[a].flush()
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            return updates.room(a, int(head["v"]), int(head["i"]))
+            return exchange.buffer_for(a, int(head["v"]), int(head["i"]))
 
         try:
             message = self.far[a, b].recv(timeout_s=0.0, place=place)
         except (LinkTimeout, LinkError):
             return False
-        updates.handle(message.head["k"], a, message.head)
+        exchange.handle(message.head["k"], a, message.head)
+        self.updates[b].advance()
         return True
+
+    def num_spans(self, name: str) -> int:
+        (state,) = [each for each in self.village.server_states if each.name == name]
+        assert state.held.placement is not None
+        return len(travelling(state.held.placement, name)[0])
+
+    def made_early(self) -> list[bool]:
+        """Of each server that has blocks: whether spans were added up before a decision."""
+        return [
+            isinstance(exchange, NetworkExchange) and bool(exchange._made)
+            for name, exchange in self.exchanges.items()
+            if self.num_spans(name)
+        ]
 
     def kill(self, name: str) -> ServerState:
         """Its links break at once; what it has sent is heard to its end."""
         for pair, link in self.links.items():
             if pair[0] == name:
                 link.close()
-        del self.updates[name]
+        self.exchanges[name].close()
+        del self.updates[name], self.exchanges[name]
         server_state = next(e for e in self.village.server_states if e.name == name)
         self.village.server_states.remove(server_state)
         return server_state
@@ -143,8 +163,8 @@ def three(
     servers = Servers(village, folder, clip_norm=clip_norm, for_all=for_all)
     with servers.stack:
         yield servers
-    for updates in servers.updates.values():
-        updates.freeze()
+    for exchange in servers.exchanges.values():
+        exchange.close()
     village.close()
 
 
@@ -211,14 +231,14 @@ def come(servers: Servers, decision: Decision, chance: random.Random, *, part: f
     """Gradients arrive, run by run, in any order; of each server's only a part, if it is below 1."""
     arrivals = [
         (name, given, run)
-        for name, updates in servers.updates.items()
+        for name, exchange in servers.exchanges.items()
         for given in decision.contributions
-        for run in range(len(updates.runs))
+        for run in range(servers.num_spans(name))
         if chance.random() <= part
     ]
     chance.shuffle(arrivals)
     for name, given, run in arrivals:
-        servers.updates[name].arrived(given.worker, given.seq, given.slot, run)
+        servers.exchanges[name].arrived(given.worker, given.seq, given.slot, run)
         if chance.random() < 0.3:
             servers.hear(*chance.choice(list(servers.far)))
 
@@ -230,12 +250,11 @@ def test_sums_that_are_made_early_are_the_same(part: float, shared: bool, tmp_pa
             chance = random.Random(seed)
             decision = servers.village.decide(for_all=True)
             come(servers, decision, chance, part=part)
-            partial_sums = [updates for updates in servers.updates.values() if updates._made]
-            assert bool(partial_sums) != shared
+            assert any(servers.made_early()) != shared
             servers.decide(decision)
             servers.deliver(chance)
             come(servers, decision, chance, part=part)  # sent again: it was decided on
-            assert not any(updates._made for updates in servers.updates.values())
+            assert not any(servers.made_early())
         for told in servers.applied.values():
             assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
         servers.village.settle()
@@ -249,7 +268,7 @@ def test_sums_that_were_made_of_something_else_are_made_anew(tmp_path: Path) -> 
             decision = village.decide(for_all=True)
             others = [replace(given, slot=1 - given.slot) for given in decision.contributions]
             come(servers, replace(decision, contributions=tuple(others)), chance, part=1.0)
-            assert all(updates._made for updates in servers.updates.values() if updates.runs)
+            assert all(servers.made_early())
             servers.decide(decision)
             servers.deliver(chance)
             assert {len(told) for told in servers.applied.values()} == {version}
@@ -271,11 +290,11 @@ def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
         dead = chance.choice(village.server_states).name
         for name, updates in servers.updates.items():
             if decided and name != dead:
-                updates.carry_out(decision)
+                updates.enqueue(decision)
         servers.kill(dead)
         servers.deliver(chance)
-        for updates in servers.updates.values():
-            updates.freeze()
+        for exchange in servers.exchanges.values():
+            exchange.close()
         newest = max(int(e.status().ledger["version"]) for e in village.server_states)
         village.settle()
         assert {server_state.ledger.version for server_state in village.server_states} == {newest}
@@ -297,13 +316,13 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
         # The lead tells the others, one after the other, before it begins; if it dies, not all hear it.
         told = [*others, lead]
         for name in told if dead != lead else told[: chance.randrange(len(told))]:
-            servers.updates[name].carry_out(decision)
+            servers.updates[name].enqueue(decision)
         for _ in range(chance.randrange(12)):
             servers.hear(*chance.choice(list(servers.far)))
         servers.kill(dead)
         servers.deliver(chance)
-        for updates in servers.updates.values():
-            updates.freeze()
+        for exchange in servers.exchanges.values():
+            exchange.close()
         newest = max(int(e.status().ledger["version"]) for e in village.server_states)
         village.settle()
         assert {server_state.ledger.version for server_state in village.server_states} == {newest}
@@ -321,7 +340,7 @@ def test_one_host_a_server_applies_what_it_has_told_though_the_lead_is_dead(
         assert village.keepers_of(heard) == [other]
         decision = village.decide()
         servers.kill(lead.name)  # after it has told one of them
-        servers.updates[heard.name].carry_out(decision)
+        servers.updates[heard.name].enqueue(decision)
         servers.deliver(random.Random(0))
         assert heard.ledger.version == other.held.versions[heard.name] == 1
         village.settle()

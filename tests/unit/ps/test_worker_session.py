@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed, LinkError
-from manyhands.ps.block_store import runs_of
+from manyhands.ps.block_store import FlatTensors, runs_of
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.channels import LANES
-from manyhands.ps.memory import FlatTensors
 from manyhands.ps.worker_session import WorkerSession
 from manyhands.transport import Link, Listener, connect
 

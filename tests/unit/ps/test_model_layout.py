@@ -9,6 +9,7 @@ import torch
 from server_states import EVERY_KIND, filled, layout_for, noise, train_state
 from torch import nn
 
+from manyhands.ps.block_store import FlatTensors, bytes_of
 from manyhands.ps.blocks import (
     MIN_BLOCK_BYTES,
     MIN_BLOCKS,
@@ -16,14 +17,7 @@ from manyhands.ps.blocks import (
     FlatParameter,
     order_needed,
 )
-from manyhands.ps.memory import (
-    FlatTensors,
-    block_state,
-    bytes_of,
-    layout_of,
-    piece_state,
-    pieces_of,
-)
+from manyhands.ps.model_layout import block_state, layout_of, piece_state, pieces_of
 
 MIXED = BlockLayout.of(
     [
