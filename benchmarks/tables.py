@@ -25,7 +25,7 @@ import torch
 from manyhands.embeddings.memory import available_bytes
 from manyhands.embeddings.shards import hash_ids
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import TableStore
+from manyhands.embeddings.store import TableStore, merge
 
 BATCH = 4096
 BATCHES = 100
@@ -76,7 +76,7 @@ class Ours:
         times.append(clock())
         store.gather(slots, self._out, ids)
         times.append(clock())
-        fresh, sums = store.merge(ids, grads)
+        fresh, sums = merge(ids, grads)
         times.append(clock())
         slots = store.find(fresh, create=False)
         times.append(clock())

@@ -14,8 +14,6 @@ EXCEPTIONS: dict[str, str] = {
     "Driver": "to be split",
     "Membership": "to be split",
     "TrainingPlan": "to be split",
-    "LocalTables": "to be split",
-    "TableStore": "to be split",
     "AgentLauncher": "to be split",
     "Member": "to be split",
     "Acceptor": "to be split",

@@ -79,17 +79,17 @@ def agree(
 
 def _agree_on_rows(train_state: TrainState, tables: LocalTables, source: int) -> None:
     """Rows are loaded by all workers alike, in a run; a user's own loop may have loaded them in one."""
-    mine = torch.tensor([tables.fingerprint()], device=train_state.device)
+    mine = torch.tensor([tables.stores.fingerprint()], device=train_state.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
     if len({int(each) for each in told}) == 1:
         return
     state = {}
     if dist.get_rank() == source:
-        state = {"tables": tables.state_dict(), "salts": tables.salts}
+        state = {"tables": tables.state_dict(), "salts": tables.stores.salts}
     state = _send(state, train_state, source)
     if dist.get_rank() != source:
-        tables.salts = state["salts"]
+        tables.stores.salts = state["salts"]
         tables.load_state_dict(state["tables"])
 
 

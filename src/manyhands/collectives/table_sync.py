@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.compute.train_state import TrainState
-from manyhands.embeddings.local_tables import EVICT_EVERY
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
+from manyhands.embeddings.table_stores import EVICT_EVERY
 from manyhands.errors import SpecError
 from manyhands.hosts.view import View
 
@@ -52,8 +52,8 @@ class TableSync:
         basket = self._tables.take()
         base_lr = self._train_state.base_lr
         if self._shared:
-            self._tables.apply([basket], [1.0], lr=lr, base_lr=base_lr, now=now)
-            if self._tables.evicting and now % EVICT_EVERY == 0:
+            self._tables.stores.apply([basket], [1.0], lr=lr, base_lr=base_lr, now=now)
+            if self._tables.stores.evicting and now % EVICT_EVERY == 0:
                 self._evict(now)
             return 0
         mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
@@ -61,25 +61,25 @@ class TableSync:
         parts, sent = self._gather(mine)
         baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
         ones = [1.0] * self._world
-        self._tables.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
-        self._tables.evict_now_and_then(now)
+        self._tables.stores.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
+        self._tables.stores.evict_periodically(now)
         return sent
 
     def _evict(self, now: int) -> None:
         """The first does it, while all others wait."""
         dist.barrier()
         if dist.get_rank() == 0:
-            self._tables.evict(now)
+            self._tables.stores.evict(now)
         dist.barrier()
 
     def _meet(self) -> None:
         """The first worker shares its tables, and the others use them."""
         if dist.get_rank() == 0:
-            told = json.dumps(self._tables.share()).encode()
+            told = json.dumps(self._tables.stores.share()).encode()
             parts, _ = self._gather(torch.frombuffer(bytearray(told), dtype=torch.uint8))
         else:
             parts, _ = self._gather(torch.zeros(0, dtype=torch.uint8))
-            self._tables.attach(json.loads(bytes(parts[0].numpy())))
+            self._tables.stores.attach(json.loads(bytes(parts[0].numpy())))
         dist.barrier()  # the first must be alive while the others attach
 
     def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:

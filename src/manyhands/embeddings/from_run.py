@@ -115,7 +115,7 @@ def put_weights(
             + "\n  ".join(problems)
         )
     load_dense_state(model, saved)
-    tables.load_rows(saved_tables, anew=anew)
+    tables.stores.load_rows(saved_tables, anew=anew)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, str]:

@@ -22,8 +22,8 @@ from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.prefetch import Prefetcher
 from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.embeddings.sparse_grads import (
-    Basket,
     SparseGrads,
+    TableGrads,
     from_wire,
     num_bytes,
     pack_into,
@@ -69,7 +69,7 @@ class LocalRows(Protocol):
     name: str
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]: ...
-    def put(self, worker: str, slot: int, basket: Basket) -> None: ...
+    def put(self, worker: str, slot: int, basket: TableGrads) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class RemoteTables(LocalTables):
         """`adds`: for a RowModel, which pushes differences. `bits`: of a number on the wire. `age`: steps
         that a row may be used for before it is asked for again; None: it has to be of the last step."""
         super().__init__(tables.specs, seed=tables.seed)
-        self.salts = tables.salts
+        self.stores.salts = tables.stores.salts
         self.in_place = adds
         self._bits = bits
         self._wire = travelling(tables.specs, adds=adds)
@@ -108,7 +108,7 @@ class RemoteTables(LocalTables):
         self._ahead: dict[int, dict[str, RowRequest]] = {}
         self._coming: list[tuple[str, int, RowRequest]] = []
         """Rows that will be looked up, with their table and the step."""
-        self._changed: list[Basket] = []
+        self._changed: list[TableGrads] = []
 
     def connect(self, servers: Servers, near: LocalRows | None) -> None:
         self.servers, self._near = servers, near
@@ -208,7 +208,7 @@ class RemoteTables(LocalTables):
 
     def weights(self, name: str) -> RowWeights:
         state = {key: tensor.numpy() for key, tensor in self.state_dict()[name].items()}
-        return RowChunk(**state).without_optimizer(self.salt(name))
+        return RowChunk(**state).without_optimizer(self.stores.salt(name))
 
     def put_weights(self, name: str, weights: RowWeights) -> None:
         raise JobError(
@@ -244,10 +244,10 @@ class RemoteTables(LocalTables):
         for name in self.specs:
             parts = [basket[name] for basket in changed if name in basket]
             if parts:
-                found[name] = self._one(name, parts)
+                found[name] = self._merged(parts)
         return found
 
-    def _one(self, name: str, parts: Sequence[SparseGrads]) -> SparseGrads:
+    def _merged(self, parts: Sequence[SparseGrads]) -> SparseGrads:
         if len(parts) == 1:
             return parts[0]
         ids = np.concatenate([part.ids for part in parts])
@@ -256,7 +256,7 @@ class RemoteTables(LocalTables):
         starts = np.flatnonzero(np.diff(ids[order], prepend=ids[order][:1] - 1))
         return SparseGrads(ids[order][starts], np.add.reduceat(grads[order], starts, axis=0))
 
-    def give(self, worker: str, slot: int, basket: Basket) -> dict[str, memoryview]:
+    def give(self, worker: str, slot: int, basket: TableGrads) -> dict[str, memoryview]:
         """To each server what it holds of a basket: at once to the one that is near, to others as the
         bytes that are to travel with the push."""
         assert self.servers is not None

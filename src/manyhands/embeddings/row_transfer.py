@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from manyhands.embeddings import index as finding
 from manyhands.embeddings.chunk import Floats, Ids, RowChunk, RowWeights
@@ -59,7 +60,14 @@ def ids_of(store: TableStore, slots: Ids, *, ascending: bool = False) -> Ids:
     return np.sort(ids) if ascending else ids
 
 
-def export(store: TableStore, shards: Sequence[int] | None, of: int, since: int | None) -> RowChunk:
+def export(
+    store: TableStore,
+    *,
+    shards: Sequence[int] | None = None,
+    of: int = 1,
+    since: int | None = None,
+) -> RowChunk:
+    """Copy all rows, those of some shards (see `shard_of`), or only those touched after step `since`."""
     t, dim = store.arrays, store.spec.dim
     wanted = None if shards is None else np.zeros(of, dtype=np.bool_)
     if wanted is not None:
@@ -90,6 +98,7 @@ def export(store: TableStore, shards: Sequence[int] | None, of: int, since: int 
 
 
 def weights(store: TableStore) -> RowWeights:
+    """Copy all rows, without the state of the optimizer."""
     t, dim = store.arrays, store.spec.dim
     slots = live(store)
     ids = ids_of(store, slots)
@@ -104,6 +113,7 @@ def weights(store: TableStore) -> RowWeights:
 
 
 def load(store: TableStore, chunk: RowChunk) -> None:
+    """Write the rows of a chunk, over rows with the same ids."""
     t, dim = store.arrays, store.spec.dim
     state = _state(store, np.empty(0, dtype=np.int64)).shape[1]
     if chunk.rows.shape[1:] != (dim,) or chunk.state.shape[1:] != (state,):
@@ -131,7 +141,9 @@ def load(store: TableStore, chunk: RowChunk) -> None:
         t.head[FULL] = 1
 
 
-def drop(store: TableStore, ids: Ids) -> int:
+def drop(store: TableStore, ids: ArrayLike) -> int:
+    """Delete rows while nobody else uses the table. Returns how many there were."""
+    ids = np.asarray(ids, dtype=np.int64)
     gone = store.look_up(np.unique(ids), finding.LOOK)
     gone = gone[gone > 0] if store.layout.hashed else gone[gone >= 0]
     all_live = live(store)
@@ -144,6 +156,10 @@ def drop(store: TableStore, ids: Ids) -> int:
 
 
 def evict(store: TableStore, now: int) -> int:
+    """Delete rows as the spec says, and the counts of ids without a row. Returns how many rows went.
+
+    Nobody else may use the table meanwhile. While the index is rebuilt, there are two.
+    """
     t, spec = store.arrays, store.spec
     slots = live(store)
     ids = ids_of(store, slots)

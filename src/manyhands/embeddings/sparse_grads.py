@@ -7,7 +7,7 @@ space that is larger than any batch needs, and takes only the memory that was wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +38,7 @@ class SparseGrads:
         return SparseGrads(self.ids[chosen], self.grads[chosen])
 
 
-Basket = Mapping[str, SparseGrads]
+TableGrads = Mapping[str, SparseGrads]
 """By table; one that is not touched may be missing."""
 Merge = Callable[
     [NDArray[np.int64], NDArray[np.float32]], tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -76,7 +76,7 @@ def from_wire(payload: memoryview | NDArray[np.uint8], dim: int, bits: int) -> N
     return np.frombuffer(payload, np.float32).reshape(-1, dim)
 
 
-def num_bytes(basket: Basket, tables: Mapping[str, Table], *, bits: int = 32) -> int:
+def num_bytes(basket: TableGrads, tables: Mapping[str, Table], *, bits: int = 32) -> int:
     return sum(
         8 + _padded(len(basket[name].ids), table.dim, bits) if name in basket else 8
         for name, table in tables.items()
@@ -84,7 +84,7 @@ def num_bytes(basket: Basket, tables: Mapping[str, Table], *, bits: int = 32) ->
 
 
 def pack_into(
-    memory: memoryview, basket: Basket, tables: Mapping[str, Table], *, bits: int = 32
+    memory: memoryview, basket: TableGrads, tables: Mapping[str, Table], *, bits: int = 32
 ) -> int:
     """Write a basket; the number of bytes. `bits`: of a number."""
     raw = np.frombuffer(memory, np.uint8)
@@ -145,7 +145,7 @@ class SharedGrads:
     def address(self) -> str:
         return self._segment.address
 
-    def put(self, basket: Basket) -> None:
+    def put(self, basket: TableGrads) -> None:
         needed = num_bytes(basket, self._tables)
         if needed > self._segment.nbytes:
             raise JobError(
@@ -154,16 +154,16 @@ class SharedGrads:
             )
         pack_into(self._segment.memory, basket, self._tables)
 
-    def get(self) -> Basket:
+    def get(self) -> TableGrads:
         return unpack(self._segment.memory, self._tables)
 
 
-def together(
-    baskets: Sequence[Basket], coefficients: Sequence[float], merges: Mapping[str, Merge]
+def weighted_sum(
+    baskets: Sequence[TableGrads], coefficients: Sequence[float], names: Iterable[str], merge: Merge
 ) -> dict[str, SparseGrads]:
-    """Baskets added up, each times its coefficient, in their order: the same bits, whoever adds."""
+    """Add gradients, each times its coefficient, in their order: the same bits on every process."""
     summed = {}
-    for name, merge in merges.items():
+    for name in names:
         parts = [
             (basket[name], np.float32(coefficient))
             for basket, coefficient in zip(baskets, coefficients, strict=True)

@@ -3,7 +3,7 @@
     store = Store.create("users", Table(64), seed=7)        # elsewhere: Store.attach("users", spec, address)
     slots = store.find(ids, create=True, now=step)          # makes the rows that are missing
     store.gather(slots, out, ids)
-    ids, grads = store.merge(ids, grads)                    # each id once
+    ids, grads = merge(ids, grads)                          # each id once
     store.update(store.find(ids, create=False), grads, lr=0.1, now=step)
 
 A row never moves while it lives, so a slot stays right until `evict` or `drop`. Rows are read and
@@ -16,7 +16,6 @@ Costs: see layout for memory; find, gather and update each touch a row's cache l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from manyhands.embeddings import index as finding
 from manyhands.embeddings import kernels, row_transfer
-from manyhands.embeddings.chunk import Floats, Ids, RowChunk, RowWeights
+from manyhands.embeddings.chunk import Floats, Ids
 from manyhands.embeddings.index import IndexArrays
 from manyhands.embeddings.kernels import RowInit
 from manyhands.embeddings.layout import (
@@ -167,8 +166,6 @@ class TableStore:
         """Nobody can attach by way of this process any more, and here the table can't grow."""
         self.memory.close()
 
-    # Reading and training: any number of processes and threads at once.
-
     def find(self, ids: ArrayLike, *, create: bool, now: int = 0) -> Ids:
         """The slot of each id, -1 for an id without a row. Ids may repeat.
 
@@ -220,13 +217,6 @@ class TableStore:
         kernels.gather(self.records, self._flat, slots, numbers, out, self.birth)
         return out
 
-    def initial(self, ids: ArrayLike) -> Floats:
-        """The initial rows of some ids."""
-        numbers = _ids(ids)
-        out = np.empty((numbers.size, self.spec.dim), dtype=np.float32)
-        kernels.make_rows(out, numbers, self.birth)
-        return out
-
     def update(self, slots: Ids, grads: Floats, *, lr: float, now: int) -> None:
         """One step of the optimizer on each row; -1 is skipped. One after the other where slots repeat."""
         assert grads.shape == (slots.size, self.spec.dim), "one gradient for each slot"
@@ -262,27 +252,6 @@ class TableStore:
         if self.spec.rows is not None:
             self._check_range(_ids(ids), self.spec.rows)
 
-    def unique(self, ids: ArrayLike) -> tuple[Ids, Ids]:
-        """Each id once, in the order of first sight, and for each given id its place among them."""
-        numbers = _ids(ids)
-        fresh = np.empty(numbers.size, dtype=np.int64)
-        inverse = np.empty(numbers.size, dtype=np.int64)
-        return fresh[: kernels.unique(numbers, fresh, inverse)], inverse
-
-    def merge(self, ids: ArrayLike, grads: Floats) -> tuple[Ids, Floats]:
-        """Each id once, in the order of first sight, with its gradients added in the order given."""
-        fresh, inverse = self.unique(ids)
-        sums = np.empty((fresh.size, grads.shape[1]), dtype=np.float32)
-        grads = np.ascontiguousarray(grads, dtype=np.float32)
-        kernels.add_rows(inverse, grads, sums, fresh.size)
-        return fresh, sums
-
-    def read(self, ids: ArrayLike) -> Floats:
-        """The row of each id, its initial row if it has none. Makes and counts nothing."""
-        numbers = _ids(ids)
-        out = np.empty((numbers.size, self.spec.dim), dtype=np.float32)
-        return self.gather(self.find(numbers, create=False), out, numbers)
-
     def __len__(self) -> int:
         """Ids that have a row of their own. Looks through the index."""
         return len(row_transfer.live(self))
@@ -300,33 +269,6 @@ class TableStore:
     def full(self) -> bool:
         """Whether an id has been refused a row of its own for want of room since the last evict."""
         return bool(self._head[FULL])
-
-    def export(
-        self, *, shards: Sequence[int] | None = None, of: int = 1, since: int | None = None
-    ) -> RowChunk:
-        """A copy of rows: of some shards (see `shard_of`), or only those touched after step `since`."""
-        return row_transfer.export(self, shards, of, since)
-
-    def weights(self) -> RowWeights:
-        """A copy of all rows, without what the optimizer remembers."""
-        return row_transfer.weights(self)
-
-    def load(self, chunk: RowChunk) -> None:
-        """Put the chunk's rows in, over rows of the same ids."""
-        row_transfer.load(self, chunk)
-
-    # Changing which rows there are: when nobody else touches the table.
-
-    def drop(self, ids: ArrayLike) -> int:
-        """Forget these rows; how many there were. When nobody else touches the table."""
-        return row_transfer.drop(self, _ids(ids))
-
-    def evict(self, now: int) -> int:
-        """Drop rows as the spec says, and the sights of ids without a row; how many rows went.
-
-        When nobody else touches the table. While the index is made anew, there are two.
-        """
-        return row_transfer.evict(self, now)
 
     # What the other modules of this package use.
 
@@ -407,6 +349,23 @@ class TableStore:
     @cached_property
     def _corrections(self) -> Any:
         return kernels.adam_corrections(self.spec.row_optimizer.betas)
+
+
+def unique(ids: ArrayLike) -> tuple[Ids, Ids]:
+    """Return each id once, in the order of first occurrence, and for each given id its index among them."""
+    numbers = _ids(ids)
+    fresh = np.empty(numbers.size, dtype=np.int64)
+    inverse = np.empty(numbers.size, dtype=np.int64)
+    return fresh[: kernels.unique(numbers, fresh, inverse)], inverse
+
+
+def merge(ids: ArrayLike, grads: Floats) -> tuple[Ids, Floats]:
+    """Return each id once, in the order of first occurrence, with its gradients added in the order given."""
+    fresh, inverse = unique(ids)
+    sums = np.empty((fresh.size, grads.shape[1]), dtype=np.float32)
+    grads = np.ascontiguousarray(grads, dtype=np.float32)
+    kernels.add_rows(inverse, grads, sums, fresh.size)
+    return fresh, sums
 
 
 def _ids(ids: ArrayLike) -> Ids:

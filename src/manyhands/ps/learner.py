@@ -233,7 +233,7 @@ class PsLearner(Learner):
             # The part is an update of its own: the mean over it, moving the rows by its part of a step.
             part = share.samples / share.total
             mean = 1 / part if self.train_state.weight is None else 1 / float(weight)
-            tables.apply(
+            tables.stores.apply(
                 [basket], [mean], lr=lr * part, base_lr=self.train_state.base_lr, now=share.step
             )
 
@@ -399,7 +399,7 @@ class PsLearner(Learner):
             if state:
                 train_state.optimizer.state[parameter] = state
         if self._node.shared and not self._config.lockstep:
-            train_state.tables.evict(train_state.tables.now)  # all others are at rest
+            train_state.tables.stores.evict(train_state.tables.now)  # all others are at rest
 
     def _joined(self) -> Client:
         assert self._client is not None, "a view comes before the first step"

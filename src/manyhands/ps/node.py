@@ -60,7 +60,7 @@ class PsNode:
         """Where rounds are agreed on without messages, inside a host."""
         self._server_state: ServerState | None = None
         self._has_tables = False
-        self._tables = train_state.tables
+        self._tables = train_state.tables.stores
         """Those of the model, or of its server where rows travel."""
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
         if train_state.tables.specs:
@@ -295,9 +295,9 @@ class PsNode:
             return
         key, leads = f"ps/{view.number}/tables", self.servers_in(view)[0] == self.me.name
         if not self._has_tables and not leads:
-            tables.attach(json.loads(self.fetch(key)))
+            tables.stores.attach(json.loads(self.fetch(key)))
         if leads:
-            where = tables.addresses() if self._has_tables else tables.share()
+            where = tables.stores.addresses() if self._has_tables else tables.stores.share()
             self._post(key, json.dumps(where))
         self._has_tables = True
         tables.writers = view.world

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from manyhands.embeddings.chunk import RowChunk
-from manyhands.embeddings.local_tables import EVICT_EVERY, LocalTables
 from manyhands.embeddings.remote import ROLE
 from manyhands.embeddings.row_placement import SHARDS, RowPlacement
 from manyhands.embeddings.shards import shard_of
-from manyhands.embeddings.sparse_grads import Basket, SharedGrads, to_wire, travelling, unpack
+from manyhands.embeddings.sparse_grads import SharedGrads, TableGrads, to_wire, travelling, unpack
+from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError, LinkError
 from manyhands.ps.block_store import BlockState
@@ -38,7 +38,7 @@ more than 16 bits can hold."""
 
 
 class GradLocation(Protocol):
-    def get(self) -> Basket: ...
+    def get(self) -> TableGrads: ...
 
 
 class WorkerMessage(Protocol):
@@ -56,15 +56,15 @@ class ReceivedGrads:
     """A basket that came over the network."""
 
     def __init__(self) -> None:
-        self.basket: Basket = {}
+        self.basket: TableGrads = {}
 
-    def get(self) -> Basket:
+    def get(self) -> TableGrads:
         return self.basket
 
 
 class RowServerState:
     def __init__(
-        self, name: str, tables: LocalTables, *, shared: bool, adds: bool, bits: int = 32
+        self, name: str, tables: TableStores, *, shared: bool, adds: bool, bits: int = 32
     ) -> None:
         """`adds`: what is pushed is not a gradient but what to add to the rows. `bits`: of each number on
         the wire."""
@@ -92,8 +92,10 @@ class RowServerState:
 
     def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, BlockState]]:
         """The rows of a shard, by role, to be given away; or only those touched after a step."""
+        from manyhands.embeddings.row_transfer import export  # and numba: not without tables
+
         for name in self.tables.specs:
-            chunk = self.tables.store(name).export(shards=[shard], of=SHARDS, since=since)
+            chunk = export(self.tables.store(name), shards=[shard], of=SHARDS, since=since)
             tensors = {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
             yield ROLE + name, BlockState(torch.empty(0), tensors)
 
@@ -116,6 +118,8 @@ class RowServerState:
         """What was prepared counts now."""
         if self._coming is None:
             return
+        from manyhands.embeddings.row_transfer import drop, load
+
         self.homes, self._coming = self._coming, None
         stays = np.zeros(SHARDS, bool)
         stays[self.homes.shards_of(self.name)] = True
@@ -124,10 +128,10 @@ class RowServerState:
         for name in self.tables.specs:
             store = self.tables.store(name)
             ids = store.ids()
-            store.drop(ids[~stays[shard_of(ids, SHARDS)]])
+            drop(store, ids[~stays[shard_of(ids, SHARDS)]])
             for table, _, chunk in arrived:
                 if table == name:
-                    store.load(chunk)
+                    load(store, chunk)
 
     def meet(self, undo_logs: Mapping[str, str]) -> None:
         """Where the other servers keep rows as they were."""
@@ -171,7 +175,7 @@ class RowServerState:
                 self._check(name, sparse.ids)
             self.put(worker, head["slot"], basket)
 
-    def put(self, worker: str, slot: int, basket: Basket) -> None:
+    def put(self, worker: str, slot: int, basket: TableGrads) -> None:
         """What the push that follows wants changed in rows."""
         places = self.baskets.get(worker, ())
         if not 0 <= slot < len(places):
@@ -253,12 +257,12 @@ class RowServerState:
             lr=lr * decision.lr_scale,
             base_lr=base_lr,
             now=step_of(decision),
-            mine=(servers.index(server), len(servers)) if self.shared else None,
+            part=(servers.index(server), len(servers)) if self.shared else None,
             undo=(undo, decision.version) if undo is not None else None,
             make=not self.shared,
         )
 
-    def _add(self, basket: Basket, now: int) -> None:
+    def _add(self, basket: TableGrads, now: int) -> None:
         """Differences that a worker has made. Whose row others have changed since it was read is moved by as
         much less: two who both took a row all the way would take it twice as far."""
         for name, sparse in basket.items():
@@ -293,7 +297,7 @@ class ColocatedRows:
         with self._turn:
             return self._rows.look_up(name, ids)
 
-    def put(self, worker: str, slot: int, basket: Basket) -> None:
+    def put(self, worker: str, slot: int, basket: TableGrads) -> None:
         with self._turn:
             self._rows.put(worker, slot, basket)
 

@@ -223,20 +223,18 @@ def test_a_training_begins_with_what_was_loaded_or_trained_before() -> None:
     assert torch.equal(look(ours[0], UNSEEN), expected[1])
     state = tables.state_dict()["0"]["state"]
     assert (state > 0).all()  # adagrad remembers
-    tables.share()
+    tables.stores.share()
     with pytest.raises(JobError, match=r"before  hands\.prepare"):
         ours.load_state_dict(ours.state_dict())
 
 
 def test_equal_rows_have_equal_fingerprints() -> None:
     first, second = (LocalTables.of(model(lr=0.1), seed=3) for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert first.fingerprint() == second.fingerprint()
+    assert first.stores.fingerprint() == second.stores.fingerprint()
     first.pull("0", torch.tensor([1]), torch.tensor([1]))
-    assert first.fingerprint() != second.fingerprint()
+    assert first.stores.fingerprint() != second.stores.fingerprint()
     second.pull("0", torch.tensor([1]), torch.tensor([1]))
-    assert first.fingerprint() == second.fingerprint()
+    assert first.stores.fingerprint() == second.stores.fingerprint()
 
 
 def test_a_checkpoint_has_rows_once() -> None:
@@ -253,10 +251,8 @@ def test_a_checkpoint_has_rows_once() -> None:
 
 def test_who_shares_a_table_of_another_reads_no_row_of_a_checkpoint(tmp_path: Path) -> None:
     first, second = (LocalTables.of(model(lr=0.1), seed=3) for _ in range(2))
-    assert first is not None
-    assert second is not None
     second.load_state_dict({"0": SavedTable((tmp_path / "gone.npz",))})
-    second.attach(first.share())
+    second.stores.attach(first.stores.share())
     assert second.look("0", torch.tensor([1])).shape == (1, 4)
     first.load_state_dict({"0": SavedTable((tmp_path / "gone.npz",))})
     with pytest.raises(CheckpointError, match=r"does not read: .*gone\.npz"):

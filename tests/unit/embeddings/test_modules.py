@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -76,9 +79,9 @@ def test_without_a_gradient_no_row_is_made() -> None:
     tables = LocalTables.of(ours, seed=5)
     with torch.no_grad():
         before = ours(IDS)
-    assert len(tables.store("table")) == 0
+    assert len(tables.stores.store("table")) == 0
     torch.testing.assert_close(ours(IDS), before)
-    assert sorted(tables.store("table").ids().tolist()) == [0, 1, 3, 7]
+    assert sorted(tables.stores.store("table").ids().tolist()) == [0, 1, 3, 7]
 
 
 def test_modules_that_share_a_table_add_up_their_gradients() -> None:
@@ -111,3 +114,21 @@ def test_a_module_on_its_own_works_as_any_module() -> None:
 def test_mistakes_are_named(make: object, words: str) -> None:
     with pytest.raises(JobError, match=words):
         make()  # type: ignore[operator]
+
+
+WITHOUT_TABLES = """
+import sys
+import manyhands.ps.learner, manyhands.worker.loop
+from manyhands.compute.train_state import TrainState
+from manyhands.testing.jobs import Regression
+
+tables = TrainState.of(Regression(), device="cpu", num_steps=3).tables
+tables.step(0.1, 0.1, 100)
+tables.stores.evict(100)
+assert not tables.specs and not tables.state_dict() and not tables.take()
+sys.exit("numba" in sys.modules)
+"""
+
+
+def test_a_run_without_tables_does_not_import_numba() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TABLES], check=True, timeout=120)

@@ -16,6 +16,7 @@ from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag, bi
 from manyhands.embeddings.prefetch import Prefetcher
 from manyhands.embeddings.remote import Arrived, RemoteTables
 from manyhands.embeddings.row_placement import RowPlacement
+from manyhands.embeddings.table_stores import TableStores
 from manyhands.ps.rows import RowServerState
 
 
@@ -95,7 +96,7 @@ class Servers:
         self.homes: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
         self.server_states = {
             name: RowServerState(
-                name, LocalTables(tables_of(model), seed=1), shared=False, adds=False
+                name, TableStores(tables_of(model), seed=1), shared=False, adds=False
             )
             for name in "ab"
         }

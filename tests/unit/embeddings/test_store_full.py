@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from row_reads import initial, read
 
+from manyhands.embeddings.row_transfer import drop, evict, export, load
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.store import TableStore
 from manyhands.errors import JobError
@@ -59,20 +61,20 @@ def test_new_ids_of_a_full_table_share_a_row_and_learn_in_it() -> None:
         assert store.full
         assert len(store) == ids.size
         store.update(store.find(new, create=False), np.ones((2, 16), np.float32), lr=1.0, now=2)
-        first, second = store.read(new)
+        first, second = read(store, new)
         assert (first == second).all()
         assert (first < -1.5).all()
-        assert (store.read(ids) == store.initial(ids)).all()
+        assert (read(store, ids) == initial(store, ids)).all()
         assert store.nbytes <= 200_000
-        chunk = store.export()
+        chunk = export(store)
         with table(small("share")) as other:
-            other.load(chunk)
-            assert (other.read(new) == store.read(new)).all()
+            load(other, chunk)
+            assert (read(other, new) == read(store, new)).all()
         # With more room, they get rows of their own.
         with table(Table(16, optimizer="sgd")) as larger:
-            larger.load(chunk)
+            load(larger, chunk)
             assert (larger.find(new, create=True, now=3) > 0).all()
-        store.drop(ids[:1])
+        drop(store, ids[:1])
         assert not store.full
         assert (store.find(new, create=True, now=3) > 0).tolist() == [True, False]
 
@@ -83,12 +85,12 @@ def test_a_full_table_that_evicts_drops_the_least_recently_used() -> None:
         store.find(ids[100:], create=True, now=5)
         new = np.arange(10**6, 10**6 + 50)
         assert (store.find(new, create=True, now=6) == 0).all()
-        gone = store.evict(6)
+        gone = evict(store, 6)
         assert gone == ids.size - int(ids.size * 7 / 8) >= 100
         assert not np.isin(ids[:100], store.ids()).any()
         assert store.ids().tolist() == ids[gone:].tolist()
         assert (store.find(new, create=True, now=7) > 0).all()
-        assert store.evict(7) == 0
+        assert evict(store, 7) == 0
 
 
 def test_a_full_table_that_should_say_so_says_what_to_do() -> None:
@@ -103,7 +105,7 @@ def test_more_rows_than_fit_are_not_loaded_in_silence() -> None:
     with table(Table(16, optimizer="sgd")) as large, table(small("share")) as store:
         large.find(range(5_000), create=True, now=1)
         with pytest.raises(JobError, match=r"of those to load don't fit"):
-            store.load(large.export())
+            load(store, export(large))
 
 
 def test_ids_that_wait_take_little_memory_and_no_row() -> None:
@@ -113,9 +115,9 @@ def test_ids_that_wait_take_little_memory_and_no_row() -> None:
         assert len(store) == 0
         assert store.nbytes - before < 50 * 50_000
         assert (store.find([7, 7, 8], create=True, now=2) > 0).all()
-        assert store.export().waiting_ids.size == 50_000 - 2
-        assert (store.read([9]) == store.initial([9])).all()
-        store.evict(3)
+        assert export(store).waiting_ids.size == 50_000 - 2
+        assert (read(store, [9]) == initial(store, [9])).all()
+        evict(store, 3)
         assert store.find([9], create=True, now=3).tolist() == [-1]
 
 
@@ -124,7 +126,7 @@ def test_a_waiting_room_has_bounds() -> None:
         for begin in range(0, 100_000, 10_000):
             store.find(np.arange(begin, begin + 10_000), create=True, now=1)
         assert store.nbytes <= 200_000
-        assert store.export().waiting_ids.size > 1_000
+        assert export(store).waiting_ids.size > 1_000
         # It is full of ids that came once; one that comes often gets its row all the same.
         assert (store.find([-5, -5, -5], create=True, now=2) > 0).tolist() == [False, False, True]
         assert store.ids().tolist() == [-5]

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_reads import initial, read
 
 from manyhands.embeddings.chunk import RowChunk
 from manyhands.embeddings.layout import NEXT, READY
+from manyhands.embeddings.row_transfer import drop, evict, export, load
 from manyhands.embeddings.shards import FIRST, SECOND, STEP, hash_ids, shard_of
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import TableStore
+from manyhands.embeddings.store import TableStore, merge, unique
 from manyhands.errors import JobError
 
 DIM = 3
@@ -47,7 +49,7 @@ class Model:
             if one not in self.rows:
                 self.waiting[one] = self.waiting.get(one, 0) + 1
                 if self.waiting[one] >= self.spec.admit_after:
-                    self.rows[one] = store.initial([one])[0]
+                    self.rows[one] = initial(store, [one])[0]
                     self.counts[one] = self.waiting.pop(one)
                     self.last[one] = now
             else:
@@ -86,10 +88,10 @@ class Model:
 def check(store: TableStore, model: Model, asked: Sequence[int]) -> None:
     assert store.ids().tolist() == sorted(model.rows)
     assert len(store) == len(model.rows)
-    got = store.read(asked)
-    wanted = [model.rows[one] if one in model.rows else store.initial([one])[0] for one in asked]
+    got = read(store, asked)
+    wanted = [model.rows[one] if one in model.rows else initial(store, [one])[0] for one in asked]
     np.testing.assert_allclose(got, np.array(wanted).reshape(-1, DIM), rtol=0, atol=1e-5)
-    check_chunk(store.export(), model)
+    check_chunk(export(store), model)
 
 
 def check_chunk(chunk: RowChunk, model: Model) -> None:
@@ -105,7 +107,7 @@ def moved(store: TableStore, of: int) -> TableStore:
     """The same rows in a new store, having travelled in shards."""
     new = TableStore.create("t", store.spec, seed=1, shared=False)
     for shard in range(of):
-        new.load(store.export(shards=[shard], of=of))
+        load(new, export(store, shards=[shard], of=of))
     store.close()
     return new
 
@@ -149,13 +151,13 @@ def test_a_table_is_a_dict_of_rows(spec: Table, actions: list[tuple[str, list[in
                 assert all(s in (-1, again[one]) for one, s in zip(ids, slots, strict=True))
             elif action == "update":
                 grads = chance.normal(size=(len(ids), DIM)).astype(np.float32)
-                fresh, sums = store.merge(ids, grads)
+                fresh, sums = merge(ids, grads)
                 store.update(store.find(fresh, create=False), sums, lr=LR, now=now)
                 model.update(ids, grads, now)
             elif action == "drop":
-                assert store.drop(ids) == model.drop(ids)
+                assert drop(store, ids) == model.drop(ids)
             elif action == "evict":
-                assert store.evict(now) == model.evict(now)
+                assert evict(store, now) == model.evict(now)
             elif action == "move":
                 store = moved(store, passed + 1)
             else:
@@ -175,14 +177,14 @@ def test_many_rows_over_many_levels_each_id_has_its_own() -> None:
             assert len(np.unique(slots)) == len(np.unique(part))
             store.rows[slots, 0] = part.astype(np.float32)
         assert len(store) == len(np.unique(ids))
-        assert (store.read(ids)[:, 0] == ids.astype(np.float32)).all()
+        assert (read(store, ids)[:, 0] == ids.astype(np.float32)).all()
         others = chance.integers(-(1 << 63), (1 << 63) - 1, 10_000)
         assert (store.find(others, create=False) == -1).all()
         gone = ids[::3]
-        assert store.drop(gone) == len(np.unique(gone))
+        assert drop(store, gone) == len(np.unique(gone))
         left = np.setdiff1d(ids, gone)
         assert (store.ids() == left).all()
-        assert (store.read(left)[:, 0] == left.astype(np.float32)).all()
+        assert (read(store, left)[:, 0] == left.astype(np.float32)).all()
         # New ids take the places that became free.
         before = int(store.arrays.head[NEXT])
         store.find(others, create=True, now=2)
@@ -220,7 +222,7 @@ def test_ids_whose_hashes_are_as_alike_as_can_be_have_rows_of_their_own(admit_af
         assert store.ids().tolist() == sorted(ids[::2].tolist())
         slots = store.find(ids[::2], create=True, now=9)
         assert len(np.unique(slots)) == len(slots)
-        assert (store.export().counts == admit_after + 1).all()
+        assert (export(store).counts == admit_after + 1).all()
 
 
 def test_a_slot_is_the_same_as_long_as_the_row_lives() -> None:
@@ -250,12 +252,12 @@ def test_chunks_of_any_number_of_shards_make_one_whole() -> None:
         for step in range(3):
             slots = store.find(ids, create=True, now=step)
             store.update(slots, np.full((500, DIM), 0.1 * step, np.float32), lr=0.1, now=step)
-        parts = [store.export(shards=[shard], of=7) for shard in range(7)]
+        parts = [export(store, shards=[shard], of=7) for shard in range(7)]
         assert sum(len(part) for part in parts) == 500
         for shard, part in enumerate(parts):
             assert (shard_of(part.ids, 7) == shard).all()
-            other.load(part)
-        whole, again = store.export(), other.export(shards=[0, 1, 2], of=3)
+            load(other, part)
+        whole, again = export(store), export(other, shards=[0, 1, 2], of=3)
         for name, value in vars(whole).items():
             assert (value == vars(again)[name]).all(), name
         assert whole.state.shape == (500, 2 * DIM + 1)
@@ -263,23 +265,23 @@ def test_chunks_of_any_number_of_shards_make_one_whole() -> None:
         for one in (store, other):
             slots = one.find(ids, create=True, now=9)
             one.update(slots, np.full((500, DIM), 0.3, np.float32), lr=0.1, now=9)
-        assert (store.read(ids) == other.read(ids)).all()
+        assert (read(store, ids) == read(other, ids)).all()
 
 
 def test_an_increment_has_only_what_was_touched_since() -> None:
     with table(Table(DIM, optimizer="adagrad")) as store, table(Table(DIM)) as other:
         store.find(range(100), create=True, now=1)
-        other.load(store.export())
+        load(other, export(store))
         slots = store.find(range(90, 110), create=True, now=5)
         store.update(slots, np.ones((20, DIM), np.float32), lr=0.1, now=5)
         store.update(store.find([3], create=False), np.ones((1, DIM), np.float32), lr=0.1, now=6)
-        fresh = store.export(since=1)
+        fresh = export(store, since=1)
         assert fresh.ids.tolist() == [3, *range(90, 110)]
-        assert store.export(since=5).ids.tolist() == [3]
-        other.load(fresh)
+        assert export(store, since=5).ids.tolist() == [3]
+        load(other, fresh)
         everything = range(120)
-        assert (other.read(everything) == store.read(everything)).all()
-        assert (other.export().last_used == store.export().last_used).all()
+        assert (read(other, everything) == read(store, everything)).all()
+        assert (export(other).last_used == export(store).last_used).all()
 
 
 def test_ids_outside_a_table_of_fixed_size_are_named() -> None:
@@ -296,23 +298,22 @@ def test_an_empty_batch_changes_nothing() -> None:
     for rows in (None, 5):
         with table(Table(DIM, rows=rows)) as store:
             assert store.find([], create=True, now=1).size == 0
-            assert store.read([]).shape == (0, DIM)
+            assert read(store, []).shape == (0, DIM)
             store.update(np.empty(0, np.int64), np.empty((0, DIM), np.float32), lr=1.0, now=1)
-            ids, sums = store.merge([], np.empty((0, DIM), np.float32))
-            assert ids.size == sums.size == len(store) == store.drop([]) == store.evict(3) == 0
+            ids, sums = merge([], np.empty((0, DIM), np.float32))
+            assert ids.size == sums.size == len(store) == drop(store, []) == evict(store, 3) == 0
 
 
 @given(st.lists(st.integers(-3, 3), max_size=40))
 def test_merging_keeps_the_order_of_first_sight(ids: list[int]) -> None:
     grads = np.random.default_rng(0).normal(size=(len(ids), DIM)).astype(np.float32)
-    with table(Table(DIM, rows=1)) as store:
-        fresh, sums = store.merge(ids, grads)
-        assert fresh.tolist() == list(dict.fromkeys(ids))
-        again, inverse = store.unique(ids)
-        assert again[inverse].tolist() == ids
-        for one, total in zip(fresh, sums, strict=True):
-            wanted = np.zeros(DIM, np.float32)
-            for number, (other, grad) in enumerate(zip(ids, grads, strict=True)):
-                if other == one:
-                    wanted = grad if number == ids.index(one) else wanted + grad
-            assert (total == wanted).all()
+    fresh, sums = merge(ids, grads)
+    assert fresh.tolist() == list(dict.fromkeys(ids))
+    again, inverse = unique(ids)
+    assert again[inverse].tolist() == ids
+    for one, total in zip(fresh, sums, strict=True):
+        wanted = np.zeros(DIM, np.float32)
+        for number, (other, grad) in enumerate(zip(ids, grads, strict=True)):
+            if other == one:
+                wanted = grad if number == ids.index(one) else wanted + grad
+        assert (total == wanted).all()

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from row_reads import initial, read
 
 from manyhands.embeddings import memory
 from manyhands.embeddings.kernels import changes
+from manyhands.embeddings.row_transfer import drop, export, load
 from manyhands.embeddings.spec import OPTIMIZERS, Table
 from manyhands.embeddings.store import TableStore
 from manyhands.errors import JobError, LinkError, UsageError
@@ -52,7 +54,7 @@ def test_rows_that_every_step_touches_learn_as_in_torch(
 ) -> None:
     ids = np.random.default_rng(2).permutation(40)
     with table(Table(dim, rows=rows, optimizer=optimizer, init="normal(0.5)")) as store:
-        dense = torch.nn.Parameter(torch.from_numpy(store.read(ids)))
+        dense = torch.nn.Parameter(torch.from_numpy(read(store, ids)))
         theirs = AS_TORCH[optimizer]([dense])
         chance = torch.Generator().manual_seed(0)
         for step in range(50):
@@ -61,12 +63,12 @@ def test_rows_that_every_step_touches_learn_as_in_torch(
                 store.find(ids, create=True, now=step), dense.grad.numpy(), lr=LR, now=step
             )
             theirs.step()
-        np.testing.assert_allclose(store.read(ids), dense.detach().numpy(), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(read(store, ids), dense.detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
 def test_adam_goes_on_beyond_the_corrections_that_are_kept() -> None:
     with table(Table(2, optimizer="adam")) as store:
-        dense = torch.nn.Parameter(torch.from_numpy(store.read([5])))
+        dense = torch.nn.Parameter(torch.from_numpy(read(store, [5])))
         theirs = torch.optim.Adam([dense], lr=1e-4)
         slot = store.find([5], create=True, now=0)
         chance = torch.Generator().manual_seed(0)
@@ -74,7 +76,7 @@ def test_adam_goes_on_beyond_the_corrections_that_are_kept() -> None:
             dense.grad = torch.randn(1, 2, generator=chance)
             store.update(slot, dense.grad.numpy(), lr=1e-4, now=step)
             theirs.step()
-        np.testing.assert_allclose(store.read([5]), dense.detach().numpy(), rtol=0, atol=2e-6)
+        np.testing.assert_allclose(read(store, [5]), dense.detach().numpy(), rtol=0, atol=2e-6)
 
 
 def test_bias_is_corrected_by_the_rows_own_number_of_updates() -> None:
@@ -85,14 +87,14 @@ def test_bias_is_corrected_by_the_rows_own_number_of_updates() -> None:
             store.update(store.find([1], create=True, now=step), grad, lr=LR, now=step)
         for step, grad in enumerate(grads):
             store.update(store.find([2], create=True, now=step), grad, lr=LR, now=20 + step)
-        assert (store.read([1]) == store.read([2])).all()
+        assert (read(store, [1]) == read(store, [2])).all()
 
 
 def test_rowwise_adagrad_keeps_one_number_a_row() -> None:
     spec = Table(8, optimizer="rowwise_adagrad(eps=1e-6,initial=0.5)")
     assert spec.bytes_per_row() == 8 * 4 + 4 + 16 + 24
     with table(spec) as store:
-        row = store.read([3])[0].astype(np.float64)
+        row = read(store, [3])[0].astype(np.float64)
         squares = 0.5
         for step in range(10):
             grad = np.random.default_rng(step).normal(size=8)
@@ -100,8 +102,8 @@ def test_rowwise_adagrad_keeps_one_number_a_row() -> None:
             row -= LR * grad / (squares**0.5 + 1e-6)
             slots = store.find([3], create=True, now=step)
             store.update(slots, grad[None].astype(np.float32), lr=LR, now=step)
-        np.testing.assert_allclose(store.read([3])[0], row, rtol=0, atol=1e-6)
-        assert store.export().state[0, -1] == pytest.approx(squares, rel=1e-6)
+        np.testing.assert_allclose(read(store, [3])[0], row, rtol=0, atol=1e-6)
+        assert export(store).state[0, -1] == pytest.approx(squares, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -109,10 +111,10 @@ def test_weight_decay_shrinks_the_rows_touched_and_no_others(name: str) -> None:
     spec = Table(8, optimizer=f"{name}(weight_decay=0.2)", init="normal(1)")
     with table(spec) as store:
         slots = store.find([1, 2], create=True, now=0)
-        before = store.read([1, 2])
+        before = read(store, [1, 2])
         store.update(slots[:1], np.zeros((1, 8), np.float32), lr=0.5, now=0)
-        np.testing.assert_allclose(store.read([1])[0], 0.9 * before[0], rtol=1e-6)
-        assert (store.read([2])[0] == before[1]).all()
+        np.testing.assert_allclose(read(store, [1])[0], 0.9 * before[0], rtol=1e-6)
+        assert (read(store, [2])[0] == before[1]).all()
 
 
 def test_gradients_of_ids_without_a_row_are_dropped() -> None:
@@ -121,9 +123,9 @@ def test_gradients_of_ids_without_a_row_are_dropped() -> None:
         assert (slots >= 0).tolist() == [False, False, True]
         ids = np.array([1, 2])
         store.update(store.find(ids, create=False), np.ones((2, 4), np.float32), lr=1.0, now=0)
-        initial = store.initial(ids)
-        assert (store.read([1]) == initial[:1]).all()
-        np.testing.assert_allclose(store.read([2]), initial[1:] - 1.0, atol=1e-6)
+        first = initial(store, ids)
+        assert (read(store, [1]) == first[:1]).all()
+        np.testing.assert_allclose(read(store, [2]), first[1:] - 1.0, atol=1e-6)
 
 
 def test_a_gradient_that_is_no_number_stays_in_its_row() -> None:
@@ -133,7 +135,7 @@ def test_a_gradient_that_is_no_number_stays_in_its_row() -> None:
             grads = np.ones((3, 5), np.float32)
             grads[1, 2] = np.nan
             store.update(slots, grads, lr=LR, now=0)
-            rows = store.read([1, 2, 3])
+            rows = read(store, [1, 2, 3])
             assert np.isnan(rows[1]).any(), name
             assert np.isfinite(rows[[0, 2]]).all(), name
 
@@ -145,9 +147,9 @@ def as_hex(rows: np.ndarray) -> list[list[str]]:
 def test_initial_rows_are_these_for_ever() -> None:
     """Checkpoints hold no row that nobody touched: a change here would change what they mean."""
     with table(Table(4), seed=7, name="users") as store:
-        assert as_hex(store.initial([0, -1])) == GOLDEN["uniform"]
+        assert as_hex(initial(store, [0, -1])) == GOLDEN["uniform"]
     with table(Table(4, init="normal(1)"), seed=7, name="users") as store:
-        assert as_hex(store.initial([0, -1])) == GOLDEN["normal"]
+        assert as_hex(initial(store, [0, -1])) == GOLDEN["normal"]
 
 
 GOLDEN = {
@@ -185,13 +187,13 @@ GOLDEN = {
 def test_initial_rows_are_spread_as_the_spec_says() -> None:
     ids = np.arange(-2_000, 2_000)
     with table(Table(32)) as store:
-        rows = store.initial(ids)
+        rows = initial(store, ids)
         assert np.abs(rows).max() <= 1 / 64
         assert rows.std() == pytest.approx(1 / 64 / 3**0.5, rel=0.01)
         assert abs(rows.mean()) < 1e-4
         assert len(np.unique(rows[:, 0])) > 3_990
     with table(Table(32, init="normal(0.3)")) as store:
-        rows = store.initial(ids)
+        rows = initial(store, ids)
         assert rows.std() == pytest.approx(0.3, rel=0.01)
         inside = (np.abs(rows) < 0.3).mean()
         assert inside == pytest.approx(0.6827, abs=0.01)
@@ -204,9 +206,9 @@ def test_another_seed_or_name_gives_other_rows() -> None:
     seen = []
     for seed, name in ((1, "a"), (2, "a"), (1, "b")):
         with table(Table(8), seed=seed, name=name) as store:
-            seen.append(store.initial([1, 2]))
+            seen.append(initial(store, [1, 2]))
             store.find([1, 2], create=True, now=0)
-            assert (store.read([1, 2]) == seen[-1]).all()
+            assert (read(store, [1, 2]) == seen[-1]).all()
     assert not any((a == b).any() for a, b in ((seen[0], seen[1]), (seen[0], seen[2])))
 
 
@@ -214,7 +216,7 @@ def test_views_for_kernels_are_the_rows_themselves() -> None:
     with table(Table(16, optimizer="adagrad(initial=3.0)")) as store:
         slots = store.find([5, 6], create=True, now=0)
         store.rows[slots[0]] = 2.0
-        assert (store.read([5]) == 2.0).all()
+        assert (read(store, [5]) == 2.0).all()
         assert (store.records[slots, 16:32] == 3.0).all()
         assert store.records.ctypes.data % 64 == 0
         assert (store.records.strides[0], store.records.flags.c_contiguous) == (128, True)
@@ -227,11 +229,11 @@ def test_what_another_attaches_is_the_same_table() -> None:
         slots = other.find([1, 2], create=True, now=4)
         assert (store.find([1, 2], create=False) == slots).all()
         store.update(slots, np.ones((2, 4), np.float32), lr=1.0, now=5)
-        assert (other.read([1, 2]) == store.read([1, 2])).all()
-        assert (other.initial([9]) == store.initial([9])).all()
+        assert (read(other, [1, 2]) == read(store, [1, 2])).all()
+        assert (initial(other, [9]) == initial(store, [9])).all()
         # Growth, and an index made anew, by one are seen by the other.
         store.find(range(30_000), create=True, now=6)
-        store.drop(range(100, 200))
+        drop(store, range(100, 200))
         assert (other.find(range(30_000), create=False) == -1).sum() == 100
         other.close()
         with pytest.raises(UsageError, match="must be given the same job"):
@@ -296,13 +298,13 @@ def test_a_part_of_a_large_table_takes_memory_for_that_part() -> None:
                 store.find(ids, create=True), np.ones((2_000, 16), np.float32), lr=LR, now=1
             )
         assert part.nbytes < whole.nbytes / 20
-        assert (part.read(ids) == whole.read(ids)).all()
+        assert (read(part, ids) == read(whole, ids)).all()
         with pytest.raises(JobError, match="no id 2000000"):
             part.find([5, 2_000_000], create=True)
         # What one has saved, the other can read.
-        other = part.export()
-        whole.load(other)
-        part.load(whole.export())
+        other = export(part)
+        load(whole, other)
+        load(part, export(whole))
         assert (part.ids() == ids).all()
         assert (whole.ids() == ids).all()
     finally:
@@ -318,16 +320,16 @@ def test_differences_are_added_less_where_others_were_quicker() -> None:
         turns = draw.integers(0, 8, 64).astype(np.float32)
         read_at = (turns[slots] - draw.integers(0, 4, 20)) % 8
         given = np.column_stack([draw.normal(size=(20, 5)), read_at]).astype(np.float32)
-        before, was = store.read(range(20)), turns.copy()
+        before, was = read(store, range(20)), turns.copy()
         store.move(slots, given, turns, modulo=8, now=7)
         behind = (was[slots] - read_at) % 8
         expected = before + given[:, :5] / (1 + behind)[:, None]
         expected[4] = before[4]
-        np.testing.assert_allclose(store.read(range(20)), expected, rtol=1e-6)
+        np.testing.assert_allclose(read(store, range(20)), expected, rtol=1e-6)
         made = slots[slots >= 0]
         assert (turns[made] == (was[made] + 1) % 8).all()
         assert np.delete(turns, made).tolist() == np.delete(was, made).tolist()
-        assert store.export(since=6).ids.tolist() == [n for n in range(20) if n != 4]
+        assert export(store, since=6).ids.tolist() == [n for n in range(20) if n != 4]
 
 
 @pytest.mark.parametrize("changed", [[], [0], [1, 5, 9], list(range(10))])

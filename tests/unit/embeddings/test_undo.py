@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.remote import RowCache
 from manyhands.embeddings.sparse_grads import (
     SharedGrads,
@@ -14,11 +13,13 @@ from manyhands.embeddings.sparse_grads import (
     narrow,
     num_bytes,
     pack_into,
-    together,
     unpack,
+    weighted_sum,
     widen,
 )
 from manyhands.embeddings.spec import Table
+from manyhands.embeddings.store import merge
+from manyhands.embeddings.table_stores import TableStores
 from manyhands.embeddings.undo import UndoLog
 
 SPECS = {
@@ -92,10 +93,8 @@ def test_what_is_no_basket_is_refused(cut: int) -> None:
 
 
 def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
-    tables = LocalTables(SPECS, seed=0)
-    merges = {name: tables.store(name).merge for name in SPECS}
     first, second = basket(1), basket(2)
-    summed = together([first, second], [1.0, 0.5], merges)
+    summed = weighted_sum([first, second], [1.0, 0.5], SPECS, merge)
     for name, sparse in summed.items():
         assert len(set(sparse.ids.tolist())) == len(sparse.ids)
         expected: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
@@ -108,7 +107,7 @@ def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
 
 
 def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
-    tables = LocalTables(SPECS, seed=0)
+    tables = TableStores(SPECS, seed=0)
     tables.share()
     ids = np.arange(-20, 20, dtype=np.int64)
     for name in SPECS:
@@ -121,7 +120,7 @@ def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
     assert (log.begun, log.done) == (6, 6)
     changed = tables.state_dict()
     assert not np.array_equal(changed["large"]["rows"], before["large"]["rows"])
-    other = LocalTables(SPECS, seed=0)
+    other = TableStores(SPECS, seed=0)
     other.attach(tables.addresses())
     other.restore(UndoLog.attach(log.address))
     assert (log.begun, log.done) == (5, 5)
@@ -131,7 +130,7 @@ def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
 
 
 def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
-    tables = LocalTables(SPECS, seed=0)
+    tables = TableStores(SPECS, seed=0)
     log = UndoLog.create()
     log.reset(1)
     stores = {name: tables.store(name) for name in SPECS}
@@ -148,10 +147,10 @@ def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
 def test_only_the_ids_that_fall_to_one_are_changed_by_it() -> None:
     ids = np.arange(100, dtype=np.int64)
     given = {"small": SparseGrads(ids, np.ones((100, 3), np.float32))}
-    whole, parts = LocalTables(SPECS, seed=0), LocalTables(SPECS, seed=0)
+    whole, parts = TableStores(SPECS, seed=0), TableStores(SPECS, seed=0)
     for tables in (whole, parts):
         tables.store("small").find(ids, create=True, now=0)
     whole.apply([given], [1.0], lr=0.1, base_lr=0.1, now=1)
     for number in range(3):
-        parts.apply([given], [1.0], lr=0.1, base_lr=0.1, now=1, mine=(number, 3))
+        parts.apply([given], [1.0], lr=0.1, base_lr=0.1, now=1, part=(number, 3))
     assert np.array_equal(whole.state_dict()["small"]["rows"], parts.state_dict()["small"]["rows"])

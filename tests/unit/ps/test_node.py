@@ -139,8 +139,8 @@ def test_tables_are_kept_until_those_of_another_are_here() -> None:
     """Else the rows would be nobody's, if that other dies before they could be attached."""
     tables = LocalTables.of(nn.ModuleDict({"users": mh.SparseEmbedding(100, 4)}), seed=1)
     (name,) = tables.specs
-    before = tables.store(name)
+    before = tables.stores.store(name)
     with pytest.raises(LinkError, match="gone"):
-        tables.attach({name: memory_of_the_dead()})
-    assert tables.store(name) is before
-    tables.close()
+        tables.stores.attach({name: memory_of_the_dead()})
+    assert tables.stores.store(name) is before
+    tables.stores.close()

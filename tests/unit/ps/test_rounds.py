@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from server_states import Village, noise
 
-from manyhands.embeddings.local_tables import EVICT_EVERY, LocalTables
 from manyhands.embeddings.spec import Table as TableSpec
+from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.ps.block_store import squared_norm
 from manyhands.ps.ledger import Contribution
 from manyhands.ps.mode import PsMode
@@ -36,7 +36,7 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     for server_state in (first, second):
         spec = TableSpec(2, evict_unused=5)
         server_state.rows = RowServerState(
-            server_state.name, LocalTables({"t": spec}, seed=0), shared=True, adds=False
+            server_state.name, TableStores({"t": spec}, seed=0), shared=True, adds=False
         )
         server_state.rows.baskets = {worker: [ReceivedGrads()] for worker in village.workers}
         assert server_state.held.placement is not None

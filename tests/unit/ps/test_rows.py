@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.embeddings.local_tables import LocalTables
-from manyhands.embeddings.sparse_grads import Basket, SparseGrads, num_bytes, pack_into
+from manyhands.embeddings.sparse_grads import SparseGrads, TableGrads, num_bytes, pack_into
 from manyhands.embeddings.spec import Table
+from manyhands.embeddings.table_stores import TableStores
 from manyhands.ps.protocol import Nonsense
 from manyhands.ps.rows import RowServerState
 
@@ -26,19 +26,19 @@ class Word:
 
 
 def server_state() -> RowServerState:
-    rows = RowServerState("server-0", LocalTables(SPECS, seed=1), shared=False, adds=False)
+    rows = RowServerState("server-0", TableStores(SPECS, seed=1), shared=False, adds=False)
     rows.enter("worker-0", [], slots=2)
     return rows
 
 
-def basket(**ids: list[int]) -> Basket:
+def basket(**ids: list[int]) -> TableGrads:
     return {
         name: SparseGrads(np.array(each), np.ones((len(each), SPECS[name].dim), np.float32))
         for name, each in ids.items()
     }
 
 
-def pushed(given: Basket, *, slot: int = 0, seq: int = 1) -> Word:
+def pushed(given: TableGrads, *, slot: int = 0, seq: int = 1) -> Word:
     payload = memoryview(bytearray(num_bytes(given, SPECS)))
     pack_into(payload, given, SPECS)
     return Word("basket", {"seq": seq, "slot": slot}, payload)

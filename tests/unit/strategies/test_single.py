@@ -20,20 +20,20 @@ def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tenso
     learner.train_state = train_state
     share = Feed(job, job.data(), device="cpu").share(Portion(1, 0, 16, ((0, 16),)))
     ids = np.unique(share.batches[0][0][2].numpy())
-    stores = {name: train_state.tables.store(name) for name in train_state.tables.specs}
+    tables = train_state.tables
 
     def rows() -> dict[str, np.ndarray]:
-        return {name: store.read(ids).copy() for name, store in stores.items()}
+        return {name: tables.look(name, torch.from_numpy(ids)).numpy() for name in tables.specs}
 
-    for store in stores.values():
-        store.find(ids, create=True)
+    for name in tables.specs:
+        tables.stores.store(name).find(ids, create=True)
     before, weights = rows(), [p.detach().clone() for p in train_state.model.parameters()]
     train_state.lr_factor = factor
     report = learner.step(share)
     after = rows()
     return (
         report.lr,
-        {name: after[name] - before[name] for name in stores},
+        {name: after[name] - before[name] for name in before},
         [p.detach() - w for p, w in zip(train_state.model.parameters(), weights, strict=True)],
     )
 

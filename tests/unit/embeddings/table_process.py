@@ -1,4 +1,7 @@
-"""A process that works on somebody's table: python crowd.py WHAT SPEC_JSON ADDRESS NUMBER ROUNDS."""
+"""A process that works on a shared table.
+
+python table_process.py WHAT SPEC_JSON ADDRESS NUMBER ROUNDS
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import threading
 import time
 
 import numpy as np
+from row_reads import read
 
+from manyhands.embeddings.row_transfer import evict
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.store import TableStore
 
@@ -75,14 +80,14 @@ def insert(store: TableStore, number: int, rounds: int) -> None:
 
 def tidy(store: TableStore, number: int, rounds: int) -> None:
     """Make the index anew again and again, until somebody ends this process."""
-    store.evict(0)  # a first time, for the kernels to be there
+    evict(store, 0)  # a first time, for the kernels to be there
     print("ready", flush=True)
     for step in range(rounds):
-        store.evict(step)
+        evict(store, step)
 
 
 def digest(store: TableStore, number: int, rounds: int) -> None:
-    print(hashlib.sha256(store.read(np.arange(-500, 500)).tobytes()).hexdigest())
+    print(hashlib.sha256(read(store, np.arange(-500, 500)).tobytes()).hexdigest())
 
 
 if __name__ == "__main__":

@@ -14,20 +14,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crowd import NAME, SAME, own
+from row_reads import initial, read
+from table_process import NAME, SAME, own
 
 from manyhands.embeddings.layout import NEXT
+from manyhands.embeddings.row_transfer import evict, export
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.store import TableStore
 
-CROWD = Path(__file__).with_name("crowd.py")
+PROCESS = Path(__file__).with_name("table_process.py")
 DEADLINE_S = 120
 
 
 def start(what: str, spec: Table, address: str, number: int, rounds: int) -> subprocess.Popen[str]:
     said = [what, json.dumps(spec.to_dict()), address, str(number), str(rounds)]
     return subprocess.Popen(
-        [sys.executable, str(CROWD), *said],
+        [sys.executable, str(PROCESS), *said],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -65,7 +67,7 @@ def one_row_each(store: TableStore) -> np.ndarray:
     slots = store.find(ids, create=False)
     assert len(np.unique(slots)) == len(slots)
     assert (slots >= 0).all()
-    assert (store.export().ids == ids).all()
+    assert (export(store).ids == ids).all()
     return ids
 
 
@@ -88,8 +90,8 @@ def test_many_processes_bring_the_same_ids(what: str, spec: Table) -> None:
         # Nobody's update of a row of their own is lost, and no sight of a common one either.
         learned = rounds - (spec.admit_after - 1)
         for number in parties:
-            assert (store.read(own(number)) == learned).all()
-        chunk = store.export()
+            assert (read(store, own(number)) == learned).all()
+        chunk = export(store)
         common = chunk.ids >= 0
         assert (chunk.counts[common] == len(parties)).all()
         # Whoever lost a race gave the slot back, or left it for the next evict.
@@ -108,12 +110,12 @@ def test_no_row_is_missing_from_an_export_while_others_make_rows() -> None:
         num_exports = 0
         try:
             while maker.is_alive() or not num_exports:
-                missing = np.setdiff1d(known, store.export().ids)
+                missing = np.setdiff1d(known, export(store).ids)
                 assert not missing.size, f"{missing.size} rows are missing"
                 num_exports += 1
         finally:
             maker.join()
-        assert store.export().ids.tolist() == [*range(600_000)]
+        assert export(store).ids.tolist() == [*range(600_000)]
 
 
 @pytest.mark.long
@@ -143,15 +145,15 @@ def test_processes_killed_in_the_middle_of_inserts() -> None:
                 assert one.returncode == -signal.SIGKILL
         ids = one_row_each(store)
         assert len(ids) > 1_000
-        rows = store.read(ids)
-        fresh = (rows == store.initial(ids)).all(axis=1)
+        rows = read(store, ids)
+        fresh = (rows == initial(store, ids)).all(axis=1)
         assert (fresh | (rows[:, 0] == ids.astype(np.float32))).all()
         # A lost slot is lost until the next evict, and there are few.
         lost = int(store.arrays.head[NEXT]) - 1 - len(ids)
         assert lost <= 2 * kills + 64
         before = int(store.arrays.head[NEXT])
-        assert store.evict(9) == 0
-        assert (store.read(ids) == rows).all()
+        assert evict(store, 9) == 0
+        assert (read(store, ids) == rows).all()
         if lost:
             store.find(np.arange(-lost, 0), create=True, now=9)
             assert int(store.arrays.head[NEXT]) == before
@@ -174,7 +176,7 @@ def test_a_process_killed_while_it_evicts_leaves_all_rows_where_they_were() -> N
             tidier.kill()
             tidier.communicate(timeout=DEADLINE_S)
             assert (store.find(ids, create=False) == slots).all()
-            assert (store.read(ids) == ids[:, None].astype(np.float32)).all()
+            assert (read(store, ids) == ids[:, None].astype(np.float32)).all()
             # Whatever the last one left half done, new ids find room.
             more = chance.integers(0, 1 << 62, 100)
             assert (store.find(more, create=True, now=2) > 0).all()
