@@ -1,27 +1,27 @@
-"""One exception tree; each exception carries the exit code of the command that it ends.
+"""The exception tree. Each exception carries the exit code of the command that it ends.
 
-ManyhandsError               1   anything that manyhands itself reports
-├── UsageError               2   something given can't be: says what, what is allowed, what to type
-│   ├── JobError             2   the job file: missing, without a Job, a method that returns the wrong thing
-│   ├── SpecError            2   a strategy spec that does not parse or does not fit
-│   ├── ClusterError         2   what says who takes part: absent, malformed, or contradicting itself
+ManyhandsError               1   any error that manyhands reports
+├── UsageError               2   wrong input: says what was given, what is allowed, what to type
+│   ├── JobError             2   the job file: missing, without a Job, or a method returns the wrong type
+│   ├── SpecError            2   a strategy spec that does not parse or is not possible
+│   ├── ClusterError         2   the cluster description: missing, malformed, or contradictory
 │   ├── RunFolderError       2   a run folder that can't be made, read or resumed
-│   └── DataError            2   a data set that is absent, truncated or not what it says
-├── RecordError              1   events.jsonl can't be written any more: the disk is full, or gone
-├── CheckpointError          1   a checkpoint that can't be written or does not read back
-├── Diverged                65   the loss or the weights are no finite numbers any more
+│   └── DataError            2   a data set that is missing, truncated or of another format
+├── RecordError              1   events.jsonl can't be written: the disk is full, or gone
+├── CheckpointError          1   a checkpoint that can't be written or read back
+├── Diverged                65   the loss or the weights are no longer finite
 ├── LinkError                1   a connection between members
-│   ├── LinkClosed           1   the other side is gone
-│   ├── LinkTimeout          1   the other side did not answer in time
-│   └── BadFrame             1   what arrived is not a message of ours
-├── ProtocolError            1   a message of a member that makes no sense
-├── LoaderLost               1   loader processes of a worker are killed again and again
-├── CoordinatorLost         70   an agent's coordinator has ended without a word
-├── LabError                 1   a lab of hosts that can't be made here, or is gone
-├── PeerLost                 1   a collective failed because another member went away
-├── ViewChanging             1   the membership changes: whatever was waited for is void
-├── WeightsLost              *   nobody is left who has the weights, or part of them: only a checkpoint helps
-├── MemberError             *   a member ended the run; the exit code is the member's own
+│   ├── LinkClosed           1   the peer closed the connection
+│   ├── LinkTimeout          1   the peer did not answer in time
+│   └── BadFrame             1   what arrived is not a valid frame
+├── ProtocolError            1   an invalid message from a member
+├── LoaderLost               1   a worker's loader processes keep being killed
+├── CoordinatorLost         70   an agent's coordinator ended without a final message
+├── LabError                 1   a lab that can't be created here, or no longer exists
+├── PeerLost                 1   a collective failed because a peer died
+├── ViewChanging             1   the view is changing: abandon the current wait
+├── WeightsLost              *   no member left has all of the weights: restart from a checkpoint
+├── MemberError             *   a member failed and ended the run; its own exit code
 └── Interrupted              *   stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM
 """
 
@@ -59,7 +59,7 @@ __all__ = [
 
 
 class ManyhandsError(Exception):
-    """Anything that manyhands itself reports: the message is for the person at the keyboard."""
+    """Base of all errors that manyhands reports. The message is written for the user."""
 
     exit_code = 1
 
@@ -137,7 +137,7 @@ class PeerLost(ManyhandsError):
 
 
 class ViewChanging(ManyhandsError):
-    """Raised out of any wait of a learner when the next view is on its way; never seen by a person."""
+    """Raised out of any wait of a learner when the next view is coming; never shown to the user."""
 
 
 class WeightsLost(ManyhandsError):
@@ -159,7 +159,7 @@ class Interrupted(ManyhandsError):
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
-    """How a sentence on a wrong name ends: with a question if an allowed name is near, else a full stop."""
+    """Return the end of a sentence about an unknown name: "; did you mean ...?" or a full stop."""
     by_lower = {known.lower(): known for known in allowed}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else "."

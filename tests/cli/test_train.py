@@ -177,7 +177,7 @@ def test_check_tries_everything_and_trains_nothing(tmp_path: Path) -> None:
     with harness.command(*arguments, run=tmp_path / "run") as running:
         checked = running.wait()
     assert checked.code == 0, checked.err
-    assert "All fine" in checked.out
+    assert "Check passed" in checked.out
     assert "7,000,000 steps" in checked.out
     assert "  best        lowest loss\n" in checked.out
     assert "  group 1     2 tensors, 26 numbers: lr 0.15, momentum 0.9, weight_dec" in checked.out

@@ -1,4 +1,4 @@
-"""Flags that verbs share, and the rule for every value: flag > environment > default, and from where."""
+"""Flags of `train` and `resume`, and the rule for every value: flag > environment > default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from manyhands.strategies.registry import make_strategy
 
 
 class Resolved:
-    """Values with where each came from: flag > environment > the run that goes on > default."""
+    """Option values and where each came from: flag > environment > the resumed run > default."""
 
     def __init__(
         self, arguments: argparse.Namespace, before: Mapping[str, Mapping[str, Any]] | None = None
@@ -42,7 +42,7 @@ class Resolved:
             try:
                 value = parse(text)
             except ValueError:
-                raise UsageError(f"{source}={text} does not fit: see {flag}.") from None
+                raise UsageError(f"{source}={text} is not valid: see {flag}.") from None
         elif before["from"] != "default":
             value, source = before["value"], before["from"]
         else:
@@ -54,7 +54,7 @@ class Resolved:
         return value
 
     def forget(self, name: str) -> None:
-        """What it was before does not count any more."""
+        """Ignore the value of the resumed run."""
         self._before = {key: value for key, value in self._before.items() if key != name}
 
 
@@ -63,42 +63,42 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--strategy",
         metavar="SPEC",
-        help="how the workers agree: allreduce (default), single, ps:sync, ps:async, ps:ssp, ps:backup; "
-        "options in brackets, as ps:ssp(staleness=4)",
+        help="how the workers agree on the weights: allreduce (default), single, ps:sync, ps:async, ps:ssp, "
+        "ps:backup; with options in brackets, such as ps:ssp(staleness=4)",
     )
     group.add_argument(
         "--workers",
         "--nproc-per-node",
         type=number_or_range,
         metavar="N",
-        help="how many workers (default: 2, or 1 for single); MIN:MAX begins with MAX, and ends with a "
-        "failure when fewer than MIN are left and none can take their place",
+        help="how many workers (default: 2, or 1 for single); MIN:MAX starts MAX, and fails when fewer than "
+        "MIN are left and they can't be replaced",
     )
     group.add_argument(
         "--device",
         metavar="D",
-        help="auto (default), cpu, cuda or cuda:N; or several, one a worker in turn, as cuda,cpu",
+        help="auto (default), cpu, cuda or cuda:N; or a list that workers take in turn, such as cuda,cpu",
     )
     group.add_argument(
         "--threads",
         type=int,
         metavar="N",
-        help="compute threads of each worker (default: the cores, shared out); with --on ray, the CPUs that "
-        "it asks Ray for (default: 1)",
+        help="compute threads per worker (default: the cores, divided among them); with --on ray, the CPUs "
+        "that a worker requests from Ray (default: 1)",
     )
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="set a field of the job, a hyperparameter; may be repeated",
+        help="set a field of the job (a hyperparameter); may be repeated",
     )
     group.add_argument(
         "--max-restarts",
         type=int,
         metavar="N",
-        help="how many members that die are replaced (default: 3); 0: go on with fewer. Where nobody is left "
-        "who has the weights, all begin again from the last checkpoint, as many times at most",
+        help="how many dead members are replaced (default: 3); 0: continue with fewer. If the weights are "
+        "lost, all members restart from the last checkpoint, also up to N times",
     )
     group.add_argument(
         "--max-bad-steps",
@@ -111,72 +111,74 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--stuck-after",
         type=float,
         metavar="SECONDS",
-        help="name a worker that hangs in the job's code for so long, with the stacks of its threads in its "
-        f"log (default: {STUCK_AFTER_S:.0f}), and give it up after ten times as long; 0: never",
+        help="report a worker that hangs in the job's code for this long, with the stacks of its threads in "
+        f"its log (default: {STUCK_AFTER_S:.0f}), and kill it after ten times as long; 0: never",
     )
     group.add_argument(
         "--equal-shares",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="every worker has as much of a batch, also where one computes faster than another",
+        help="give all workers the same share of a batch, even if some are faster",
     )
     group.add_argument(
         "--scale-batch",
         metavar="RULE",
-        help="let the global batch follow the number of workers, and the learning rate with it: linear, "
-        "sqrt (by the square root), or none (default: the batch is as it is, and so is the "
-        "mathematics). batch_size and learning rate are for as many workers as the run is started with",
+        help="scale the global batch with the number of workers, and the learning rate with it: linear, sqrt "
+        "(by the square root), or none (default: the batch and the mathematics stay the same). batch_size "
+        "and learning rate are meant for the number of workers at the start",
     )
     group.add_argument(
         "--scale-reference",
         type=int,
         metavar="N",
-        help="with --scale-batch: batch_size and learning rate are for N workers instead; 1: for each",
+        help="with --scale-batch: batch_size and learning rate are for N workers instead; 1: per worker",
     )
     group.add_argument(
         "--scale-warmup",
         type=int,
         metavar="STEPS",
-        help="with --scale-batch: a learning rate that grows does so over so many steps "
-        f"(default: {WARMUP}); one that falls does so at once",
+        help="with --scale-batch: the learning rate grows over this many steps "
+        f"(default: {WARMUP}); it falls at once",
     )
     group.add_argument(
         "--chaos",
         metavar="FAULTS",
-        help=f'break things while it trains, as "{EXAMPLE}"; see the end of  manyhands train --help',
+        help=f'inject faults while it trains, such as "{EXAMPLE}"; see the end of  manyhands train --help',
     )
     group.add_argument(
         "--debug",
         action="store_true",
-        help="give the worker the terminal, so that breakpoint() works in the job: strategy single, samples "
-        "loaded in the worker, no timeouts; Ctrl-C and the debugger's quit end the run at once",
+        help="give the terminal to the worker, so that breakpoint() works in the job: strategy single, no "
+        "loader processes, no timeouts; Ctrl-C and the debugger's quit end the run at once",
     )
     add_place_flags(parser)
-    group = parser.add_argument_group("saving and seeing")
+    group = parser.add_argument_group("saving and output")
     group.add_argument(
         "--checkpoint-every",
         type=int,
         metavar="STEPS",
-        help="save after every so many steps too, not only after each epoch",
+        help="save every STEPS steps, in addition to after each epoch",
     )
     group.add_argument(
         "--keep",
         type=int,
         metavar="N",
-        help="newest checkpoints to keep besides the best (default: 3)",
+        help="how many of the newest checkpoints to keep, besides the best (default: 3)",
     )
-    group.add_argument("--quiet", action="store_true", help="only failures and one line at the end")
+    group.add_argument(
+        "--quiet", action="store_true", help="print only failures and one line at the end"
+    )
     group.add_argument(
         "--control",
         metavar="HOW",
-        help="how members talk to the coordinator: unix (default), tcp, or tcp://HOST:PORT; "
-        "tcp is TLS 1.3 with mutual certificates; with --on env, where the coordinator is to be found",
+        help="how members connect to the coordinator: unix (default), tcp, or tcp://HOST:PORT; tcp is TLS "
+        "1.3 with mutual certificates; with --on env, the coordinator's address",
     )
     group.add_argument(
         "--trust-network",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="authenticate, but do not encrypt bulk data: for private networks",
+        help="authenticate bulk data without encrypting it: for private networks",
     )
 
 
@@ -189,8 +191,12 @@ def resolve_options(
     elsewhere: bool = False,
     debug: bool = False,
 ) -> RunOptions:
-    """All options, checked. `cluster`: where members run, if somebody has described it. `elsewhere`: not all
-    of them on this machine."""
+    """Resolve and check all options.
+
+    Args:
+        cluster: Where members run, if the environment or a file describes it.
+        elsewhere: If true, not all members run on this machine.
+    """
     spec = resolved.get("strategy", "ps:async" if cluster and cluster.servers else "allreduce")
     if cluster is not None:
         spec = fit_strategy(spec, cluster)
@@ -207,7 +213,7 @@ def resolve_options(
             f"--workers {count}: this machine has {cores()} cores; more than {max(64, 8 * cores())} "
             "workers would only wait for each other."
         )
-    # On many hosts each has its own number of cores: 0 leaves it to them; whom we ask for cores, we tell.
+    # Hosts differ in their number of cores: 0 lets each host decide. Ray has to be asked for a number.
     share = 0 if cluster is not None else 1 if elsewhere else max(1, cores() // count)
     threads = resolved.get("threads", share, int)
     every = resolved.get("checkpoint_every", 0, int)
@@ -241,7 +247,7 @@ def resolve_options(
         min_workers=fewest,
         max_restarts=restarts,
         max_bad_steps=bad_steps,
-        stuck_after_s=0.0 if debug else stuck_after,  # a person looks at it
+        stuck_after_s=0.0 if debug else stuck_after,  # someone is debugging
         equal_shares=resolved.get("equal_shares", False, _yes_or_no),
         scaling=_scaling(resolved, config, count),
         trust_network=resolved.get("trust_network", False, _yes_or_no),
@@ -251,7 +257,7 @@ def resolve_options(
 
 
 def fit_debug(arguments: argparse.Namespace) -> None:
-    """With --debug there is one worker, on this machine."""
+    """Set one worker on this machine for --debug, and refuse flags that contradict it."""
     if not arguments.debug:
         return
     for flag, value, allowed in (
@@ -262,13 +268,13 @@ def fit_debug(arguments: argparse.Namespace) -> None:
         if value is not None and value not in allowed:
             raise UsageError(
                 f"{flag} {value} with --debug: only one worker, on this machine, can have the terminal. "
-                f"Leave {flag} out: the strategy is single then."
+                f"Leave {flag} out: --debug uses the strategy single."
             )
     arguments.strategy, arguments.workers, arguments.on = "single", 1, "local"
 
 
 def _shared_cores(resolved: Resolved, *, local: bool) -> int:
-    """Those of this machine, if its workers have as many threads as there are cores for them."""
+    """Return the cores that workers of this machine share, if --threads is at its default; else 0."""
     return cores() if local and resolved.sources["threads"]["from"] == "default" else 0
 
 
@@ -276,7 +282,7 @@ def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
     rule = resolved.get("scale_batch", NONE)
     reference = resolved.get("scale_reference", workers, int)
     warmup = resolved.get("scale_warmup", WARMUP, int)
-    told = resolved.sources
+    sources = resolved.sources
     if rule not in RULES:
         raise UsageError(
             f"--scale-batch {rule}: there is no such rule{closest(rule, RULES)} "
@@ -285,21 +291,21 @@ def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
     for name, value, least in (("scale-reference", reference, 1), ("scale-warmup", warmup, 0)):
         if value < least:
             raise UsageError(f"--{name} {value}: it must be at least {least}.")
-        if rule == NONE and told[name.replace("-", "_")]["from"] == f"--{name}":
+        if rule == NONE and sources[name.replace("-", "_")]["from"] == f"--{name}":
             raise UsageError(
                 f"--{name} {value}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
                 f"--scale-batch {SQRT}."
             )
     if rule != NONE and not config.updates_whole_batches:
         raise UsageError(
-            f"--scale-batch {rule}: with {config.name} each push is one worker's batch, and an update of "
-            "its own, already: more workers make more updates, not larger ones. Set what a worker pushes "
-            "by  --set batch_size=...  (all workers' pushes together) and the learning rate with it, or "
-            f"use a synchronous strategy:  --strategy ps:sync --scale-batch {rule}"
+            f"--scale-batch {rule}: with {config.name} each worker's push is already an update of its own: "
+            "more workers make more updates, not larger ones. Set the size of a push with  --set "
+            "batch_size=...  (of all workers together), and the learning rate with it, or use a synchronous "
+            f"strategy:  --strategy ps:sync --scale-batch {rule}"
         )
-    if told["scale_reference"]["from"] == "default":
-        # A resumed run may have others: what batch_size is for stays as it was at first.
-        told["scale_reference"]["from"] = "the first start"
+    if sources["scale_reference"]["from"] == "default":
+        # A resumed run may have another number of workers: the reference stays that of the first start.
+        sources["scale_reference"]["from"] = "the first start"
     return Scaling(rule, reference, warmup)
 
 
@@ -313,7 +319,7 @@ def _chaos(text: str | None, config: Strategy, workers: int) -> FaultSpec | None
 
 
 def number_or_range(text: str) -> int | str:
-    """What was given for --workers; whether it makes sense is for `parse_workers` to say."""
+    """Parse --workers only so far that `parse_workers` can check it later."""
     try:
         return int(text)
     except ValueError:
@@ -321,19 +327,23 @@ def number_or_range(text: str) -> int | str:
 
 
 def parse_workers(given: int | str) -> tuple[int, int]:
-    """N, or MIN:MAX: (least, at first)."""
+    """Parse N or MIN:MAX into (minimum, number at the start)."""
     first, colon, last = str(given).partition(":")
     try:
         least, count = (int(first), int(last)) if colon else (1, int(first))
     except ValueError:
-        raise UsageError(f"--workers {given}: write a number, as 4, or MIN:MAX, as 2:4.") from None
+        raise UsageError(
+            f"--workers {given}: write a number, such as 4, or MIN:MAX, such as 2:4."
+        ) from None
     if colon and not 1 <= least <= count:
-        raise UsageError(f"--workers {given}: MIN is at least 1, and MAX at least MIN, as 2:4.")
+        raise UsageError(
+            f"--workers {given}: MIN must be at least 1, and MAX at least MIN, such as 2:4."
+        )
     return least, count
 
 
 def _yes_or_no(text: str) -> bool:
-    """As in an environment variable."""
+    """Parse a boolean environment variable."""
     if text.lower() not in ("1", "true", "yes", "0", "false", "no"):
         raise ValueError(text)
     return text.lower() in ("1", "true", "yes")

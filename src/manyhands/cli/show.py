@@ -74,7 +74,9 @@ def _rows(run: Digest, *, bars: str) -> Iterator[tuple[str, str]]:
         plural(run.workers, "worker") if isinstance(run.workers, int) else f"{run.workers} workers"
     )
     yield "strategy", f"{run.strategy}, {workers}"
-    resumed = f", resumed {plural(history.lives - 1, 'time')}" if history.lives > 1 else ""
+    resumed = (
+        f", resumed {plural(history.num_starts - 1, 'time')}" if history.num_starts > 1 else ""
+    )
     yield "started", run.started.replace("T", " ") + resumed
     yield "outcome", _outcome(run)
     if run.error and run.outcome not in DONE:

@@ -1,4 +1,4 @@
-"""Train a job: a Python file with a manyhands Job in it. See docs/writing-a-job.md."""
+"""Train a job: a Python file with a subclass of mh.Job. See docs/writing-a-job.md."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ EXAMPLES = """\
 examples:
   manyhands train examples/digits.py
   manyhands train examples/mnist.py:MnistConv --workers 2 --set lr=0.05 --set epochs=5
-  manyhands train mypackage.jobs.digits:Digits    a module, as python -m finds it
+  manyhands train mypackage.jobs.digits:Digits    a module, found as by python -m
   manyhands train job.py --strategy single --run-dir runs/reference
-  manyhands train job.py --debug        with breakpoint() in the job: the debugger has the terminal
-  manyhands train job.py --init-from runs/first:best    the weights of another run to begin with
-  manyhands train job.py --check        job, strategy and cluster, without training
+  manyhands train job.py --debug        breakpoint() in the job gets the terminal
+  manyhands train job.py --init-from runs/first:best    start with the weights of another run
+  manyhands train job.py --check        test job, strategy and cluster without training
   manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
-                                        four times the batch and the learning rate of one worker
+                                        four times the batch and learning rate of one worker
   manyhands train job.py --set plateau="factor=0.5; patience=3"
-                                        halve the learning rate when the evaluation gets no better
+                                        halve the learning rate when the evaluation stops improving
   torchrun --nnodes 2 ... --no-python manyhands train job.py --on env   see docs/guides/many-machines.md
   manyhands train job.py --on ray --workers 4           see docs/guides/ray.md
   manyhands train job.py --workers 3 --chaos "kill worker every 10s; pause worker 2s"
@@ -66,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init-from",
         metavar="RUN",
-        help="begin with the weights of another run, rows of tables included; its best ones, or those of "
-        "RUN:last or RUN:N (a step). Optimizer, schedule and step begin anew",
+        help="start with the weights of another run, including rows of tables: its best ones, or those of "
+        "RUN:last or RUN:N (a step). Optimizer, schedule and step count start fresh",
     )
     parser.add_argument(
-        "--check", action="store_true", help="try everything but training, and stop"
+        "--check", action="store_true", help="test everything except training, then stop"
     )
 
 
@@ -136,13 +136,13 @@ def _train(
             authority=lead.authority,
             timeouts=lead.timeouts,
         )
-    except (UsageError, KeyboardInterrupt):  # later than at the very start, Ctrl-C is no exception
-        folder_run.discard()  # nothing was trained: no folder to wonder about
+    except (UsageError, KeyboardInterrupt):  # after the start, Ctrl-C is handled as a signal
+        folder_run.discard()  # nothing was trained: leave no folder behind
         raise
 
 
 class _Failures(Sink):
-    """Shows where a member failed. Its log is gone when that is read."""
+    """Shows where a member failed, without its log, which is deleted with the scratch folder."""
 
     def __init__(self) -> None:
         self._console = make_console(quiet=True)
@@ -178,7 +178,7 @@ def _check(options: RunOptions, lead: LaunchPlan) -> int:
     facts = driver.membership.facts
     assert driver.training_plan is not None
     print(
-        f"All fine, in {time.monotonic() - started:.1f} s, nothing trained: {facts['job']} with "
+        f"Check passed in {time.monotonic() - started:.1f} s, nothing trained: {facts['job']} with "
         f"{facts['parameters']:,} parameters, {facts['train_samples']:,} samples, "
         f"{driver.training_plan.plan_config.num_steps:,} steps, by {options.strategy} on "
         f"{options.workers} x {facts['device']}."

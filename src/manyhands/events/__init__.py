@@ -1,4 +1,4 @@
-"""Seeing a run: one stream of typed events, and the sinks that make something of it."""
+"""One stream of typed events per run, and the sinks that record or show them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The run as a person sees it. All goes to stdout, only a failure goes to stderr.
+"""What the user sees of a run: on stdout, and failures on stderr.
 
-`Console` decides what is said and when; its two children only draw. `PlainConsole` writes lines: to
-a pipe, a file, a dumb terminal. `RichConsole` (terminal.py) writes the same lines in colour, above
+`Console` decides what is printed and when; its two subclasses only draw. `PlainConsole` writes lines to
+a pipe, a file or a dumb terminal. `RichConsole` (terminal.py) writes the same lines in colour, above
 one live line. Neither has a thread: they draw on events and on `tick()`, which the coordinator's
-loop calls a few times a second. Not for use behind `Queued`: `tick` and `handle` belong to one
-thread.
+loop calls a few times a second. Don't put them behind `Queued`: `tick` and `handle` must be called by
+the same thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from manyhands.events.sinks import Sink
 
 Clock = Callable[[], float]
 Part = str | tuple[str, str]
-"""Words, or words and their style."""
+"""Text, or text and its style."""
 
 PLAIN_EVERY_S = 5.0
 LABEL_CELLS = 12
@@ -57,7 +57,7 @@ OUTCOME_STYLES = {
 
 
 class Console(Sink):
-    """What is said at each event. The drawing is left to the children."""
+    """Decides what to print for each event. Subclasses draw."""
 
     def __init__(self, *, quiet: bool = False, clock: Clock = time.monotonic) -> None:
         self.picture = text.Picture()
@@ -83,7 +83,7 @@ class Console(Sink):
                 self.rows(text.ready_rows(self.picture))
                 self.line()
             case ViewChanged():
-                if self.picture.lost is None:  # else it was said who goes on
+                if self.picture.lost is None:  # else the line about the loss has said it
                     self.line((text.view_line(event), WARN))
                 self.rows(text.placement_rows(event))
             case Injected():
@@ -109,7 +109,7 @@ class Console(Sink):
                 self.progress()
 
     def tick(self) -> None:
-        """Called a few times a second, so that time passes on the screen while nothing happens."""
+        """Update the elapsed time on the screen. Called a few times a second."""
         if not self.quiet:
             self.progress()
 
@@ -145,23 +145,23 @@ class Console(Sink):
 
     @abstractmethod
     def line(self, *parts: Part) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
 
     @abstractmethod
     def rows(self, rows: text.Rows) -> None:
-        """Labels and values that stay, one pair a line."""
+        """Print permanent lines of label and value."""
 
     @abstractmethod
     def progress(self) -> None:
-        """How far the run is; called often, shown when it is time."""
+        """Show the progress. Called often; decides itself when to draw."""
 
     @abstractmethod
     def failure(self, failure: text.FailureLine) -> None:
-        """What went wrong, on stderr."""
+        """Print a failure on stderr."""
 
 
 class PlainConsole(Console):
-    """Lines without any control codes: for pipes, files and dumb terminals."""
+    """Prints lines without control codes: for pipes, files and dumb terminals."""
 
     def __init__(
         self,
@@ -176,12 +176,12 @@ class PlainConsole(Console):
         self.out = out
         self.err = err
         self.every_s = every_s
-        self._said: tuple[float, int] | None = None
-        """When a progress line was last written, and at which step."""
+        self._printed: tuple[float, int] | None = None
+        """Time and step of the last progress line."""
 
     def line(self, *parts: Part) -> None:
-        words = "".join(part if isinstance(part, str) else part[0] for part in parts)
-        print(words, file=self.out, flush=True)
+        line = "".join(part if isinstance(part, str) else part[0] for part in parts)
+        print(line, file=self.out, flush=True)
 
     def rows(self, rows: text.Rows) -> None:
         for label, value in rows:
@@ -192,14 +192,15 @@ class PlainConsole(Console):
         if math.isinf(self.every_s):
             return
         if self.starting:
-            # The banner has just been written; only a slow start needs words.
-            said_at = self._said[0] if self._said else self.started_at
-            if now - said_at >= self.every_s:
-                self._say(text.starting_line(self.picture, self.elapsed_s))
+            # The banner is new; only a slow start needs a line.
+            printed_at = self._printed[0] if self._printed else self.started_at
+            if now - printed_at >= self.every_s:
+                self._print(text.starting_line(self.picture, self.elapsed_s))
         elif self.picture.loss is not None and (
-            self._said is None or (now - self._said[0] >= self.every_s and step != self._said[1])
+            self._printed is None
+            or (now - self._printed[0] >= self.every_s and step != self._printed[1])
         ):
-            self._say(text.progress_line(self.picture))
+            self._print(text.progress_line(self.picture))
 
     def failure(self, failure: text.FailureLine) -> None:
         print(f"error: {failure.head}", file=self.err)
@@ -209,9 +210,9 @@ class PlainConsole(Console):
             print(f"  log: {failure.log}", file=self.err)
         self.err.flush()
 
-    def _say(self, words: str) -> None:
-        self._said = (self.clock(), self.picture.step)
-        self.line(words)
+    def _print(self, line: str) -> None:
+        self._printed = (self.clock(), self.picture.step)
+        self.line(line)
 
 
 def make_console(
@@ -221,19 +222,21 @@ def make_console(
     quiet: bool = False,
     shared: bool = False,
 ) -> Console:
-    """The console that fits where `out` (stdout) and `err` (stderr) lead to. `shared`: somebody else writes
-    there too, so nothing is drawn and there are no lines about progress."""
+    """Return the console that fits `out` (stdout) and `err` (stderr).
+
+    If `shared` is true, another process writes there too: no live line and no progress lines.
+    """
     out = sys.stdout if out is None else out
     err = sys.stderr if err is None else err
     for stream in (out, err):
         if isinstance(stream, io.TextIOWrapper):
-            # A member's words may hold what an ASCII terminal can't show.
+            # A member's messages may hold characters that an ASCII terminal can't show.
             stream.reconfigure(errors="backslashreplace")
     if shared:
         return PlainConsole(out, err, quiet=quiet, every_s=math.inf)
     if quiet or not out.isatty():
         return PlainConsole(out, err, quiet=quiet)
-    # Only a terminal pays for the import of rich, which is also what reads NO_COLOR and TERM.
+    # Import rich only for a terminal. It also reads NO_COLOR and TERM.
     from manyhands.events.terminal import RichConsole, rich_stream
 
     rich_out = rich_stream(out)

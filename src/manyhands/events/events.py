@@ -1,25 +1,25 @@
-"""The events of a run. Their order is the life of a run:
+"""The events of a run, in this order:
 
     RunStarted
-        MemberStarted*                      one a process
+        MemberStarted*                      one per process
         MemberReady*                        job loaded, model and data built
-        Resumed?                            from which checkpoint; steps after it are void
-        ViewChanged                         who takes part, from now on
+        Resumed?                            from which checkpoint; later steps are void
+        ViewChanged                         the members from now on
         repeat:
-            StepCommitted*                  which samples, by whom, the loss
+            StepCommitted*                  samples per member, loss
             Evaluated?                      on all workers, after an epoch
-            RateChanged?                    the learning rate has another factor, the batch another size
+            RateChanged?                    new factor of the learning rate, new batch size
             CheckpointSaved?
-            Noticed*                        anything a person should know but need not act on
-            Injected*                       with --chaos: a fault on purpose
-            MemberLost+ ViewChanged Recovered       a member died, and the others went on
-            MemberStarted MemberReady ViewChanged   another one took its place
+            Noticed*                        a note for the user; no action needed
+            Injected*                       with --chaos: an injected fault
+            MemberLost+ ViewChanged Recovered       a member died, the others continue
+            MemberStarted MemberReady ViewChanged   a replacement joined
         Stopping?                           Ctrl-C, SIGTERM, early stop
         MemberFailed? MemberExited*
     RunFinished                             outcome and summary
 
 Every event becomes one line of `events.jsonl`: {"time": seconds, "event": "StepCommitted", ...}.
-That file is the truth; every other view of a run can be made from it again.
+That file is the source of truth; everything else about a run can be derived from it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """All that the start banner shows."""
+    """The contents of the start banner."""
 
     run: str
     """Path of the run folder."""
     job: str
-    """The job as it was given: path.py or path.py:Name."""
+    """The job as typed: path.py or path.py:Name."""
     strategy: str
     workers: int
     versions: Mapping[str, str]
     """Of manyhands, python, torch."""
     init_from: str | None = None
-    """The checkpoint of another run whose weights it begins with."""
+    """The checkpoint of another run whose weights it starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,9 @@ class MemberStarted(Event):
 class MemberReady(Event):
     member: str
     device: str
-    """As torch says it, with the device's name: "cuda:0 (NVIDIA H200)", "cpu (1 thread)"."""
+    """torch's name with the device's own: "cuda:0 (NVIDIA H200)", "cpu (1 thread)"."""
     parameters: int
-    """Elements of the model's parameters."""
+    """Number of elements of the model's parameters."""
     train_samples: int
     eval_samples: int
     batch_size: int
@@ -77,30 +77,30 @@ class MemberReady(Event):
     steps: int
     """Global steps of the whole training."""
     unit: str = "samples"
-    """What speed is told in, and how many of them a sample has."""
+    """Unit of the speed; `units_per_sample` of them make a sample."""
     units_per_sample: float = 1.0
     tables: Mapping[str, str] = field(default_factory=dict)
-    """The model's sparse tables, each described in words."""
+    """The model's sparse tables, name to description."""
     monitor: str = ""
-    """The metric that decides which model is best, and its direction: "min loss"; empty if there is none."""
+    """The metric that selects the best model, with its direction: "min loss"; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewChanged(Event):
     view: int
     members: tuple[str, ...]
-    """In rank order; those that only serve come last."""
+    """In rank order; dedicated servers come last."""
     transport: str
     """What carries the gradients: "none", "gloo on lo", "nccl"."""
     placement: str = ""
-    """Where the weights lie, in words."""
+    """Description of where the weights are stored."""
     servers: int = 0
-    """How many of the members only serve."""
+    """Number of dedicated servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """From here on, the steps after `step` that stand above in the file are void."""
+    """Voids earlier lines of the file about steps after `step`."""
 
     step: int
     epoch: int
@@ -116,22 +116,22 @@ class StepCommitted(Event):
     """Counted from 0."""
     samples: int
     shares: Mapping[str, tuple[Range, ...]]
-    """Which positions of the epoch's permutation each member used."""
+    """Positions of the epoch's permutation that each member used."""
     loss: float
     """Mean over all samples of the step."""
     lr: float
     step_s: float
-    """Slowest member's time for the step."""
+    """The slowest member's time for the step."""
     compute_s: float | None
-    """Mean over members; None where the host's clock can't tell (on a GPU)."""
+    """Mean over members; None if the host's clock can't measure it (on a GPU)."""
     wait_s: float | None
-    """Mean over members of the time waited for others; None likewise."""
+    """Mean over members of the time spent waiting for others; None likewise."""
     bytes_sent: int
     """By all members."""
     staleness: float | None = None
-    """Mean over its parts of the updates between reading the weights and changing them; None in lockstep."""
+    """Updates between reading the weights and changing them, mean over its parts; None in lockstep."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """What the job has logged by self.log(), means over all samples of the step."""
+    """Values that the job logged with self.log(), means over all samples of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +140,28 @@ class Evaluated(Event):
     epoch: int
     samples: int
     metrics: Mapping[str, float]
-    """"loss" and what the job's metrics() gives, means over all evaluation samples."""
+    """"loss" and the results of the job's metrics(), means over all evaluation samples."""
     best: bool
-    """Better than every evaluation before, by the job's `monitor`."""
+    """If true, it is better than every earlier evaluation, by the job's `monitor`."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateChanged(Event):
-    """What the learning rate of all workers is multiplied by, besides its schedule, is another now."""
+    """The factor on the scheduled learning rate, or the batch size, has changed."""
 
     step: int
-    """The first one that it holds for."""
+    """The first step that it applies to."""
     factor: float
-    """In the end; the schedule's learning rate is multiplied by it."""
+    """Final factor on the schedule's learning rate."""
     over: int
-    """Steps until then, in equal parts; 0: at once."""
+    """Number of equal steps until it is reached; 0: at once."""
     batch_size: int
     """The global batch from that step on."""
     steps: int
-    """Global steps of the whole training, if nothing changes any more."""
+    """Global steps of the whole training, unless it changes again."""
     reason: str
-    """"4 workers", or what the plateau rule has seen."""
+    """"4 workers", or what triggered the plateau rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +171,14 @@ class CheckpointSaved(Event):
     """Relative to the run folder."""
     bytes: int
     stall_s: float
-    """How long training stood still for it."""
+    """How long training paused for it."""
     write_s: float
-    """How long the writing took, beside the training."""
+    """How long writing took, in parallel with training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noticed(Event):
-    """Something a person should know: a warning with a remedy, never a failure."""
+    """A note for the user, such as a warning with a remedy; never a failure."""
 
     message: str
 
@@ -202,37 +202,37 @@ class MemberFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Injected(Event):
-    """A fault was done to a member on purpose."""
+    """A fault was injected into a member."""
 
     fault: str
     """"kill", "pause", "cut link"."""
     member: str
     seconds: float = 0.0
-    """How long it lasts, if it does."""
+    """Its duration, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLost(Event):
-    """A member died, and the training goes on without it."""
+    """A member died, and training continues without it."""
 
     member: str
     reason: str
     """"killed by SIGKILL", "said nothing for 60 s ..."."""
     view: int
-    """The one that it was in."""
+    """The view that it was in."""
     workers: int
-    """How many are left."""
+    """How many workers are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """The members that are left have agreed on what is in the weights, and train."""
+    """The remaining members agree on what is in the weights, and train."""
 
     view: int
     seconds: float
-    """Since the first of the deaths was noticed."""
+    """Time since the first of the deaths was detected."""
     redone_steps: int
-    """Steps of which something has to be computed again."""
+    """Number of steps to compute again, at least in part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +249,9 @@ class RunFinished(Event):
     summary: Mapping[str, Any]
     """As in summary.json."""
     resume_command: str | None
-    """What to type to go on, or None if there is nothing left to do."""
+    """The command to continue, or None if there is nothing left to do."""
     advice: str = ""
-    """What to do before, if it would only end in the same way again."""
+    """What to change before that, if it would otherwise end in the same way."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {
@@ -262,13 +262,13 @@ EVENT_TYPES: dict[str, type[Event]] = {
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """The event as a JSON-ready dict, with "time" and "event" first."""
+    """Convert the event to a JSON-ready dict, with "time" and "event" first."""
     values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
     return {"time": values.pop("time"), "event": type(event).__name__, **values}
 
 
 def from_record(record: Mapping[str, Any]) -> Event:
-    """The event of a record; fields this version does not know are left out."""
+    """Convert a record to its event, ignoring fields that this version does not know."""
     cls = EVENT_TYPES[record["event"]]
     known = {f.name for f in dataclasses.fields(cls)}
     return cls(**{key: value for key, value in record.items() if key in known})

@@ -1,7 +1,7 @@
-"""What happened in a run, from its events.jsonl: works while it trains, after a kill, and for old runs.
+"""The history of a run, read from its events.jsonl: while it trains, after a kill, and for old runs.
 
-Steps and evaluations after the step of a Resumed event are void, as everywhere. Reading takes about a second
-for 100,000 steps; `with_steps=False` passes over the steps and takes a tenth of that.
+A Resumed event voids the steps and evaluations after its step. Reading takes about a second for 100,000
+steps; `with_steps=False` skips the steps and takes a tenth of that.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PLAIN_BARS = ".:-=+*%#"
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A member that was lost."""
+class LostMember:
+    """A member that died during the run."""
 
     member: str
     reason: str
@@ -30,28 +30,28 @@ class Loss:
 
 @dataclass
 class History:
-    """The true history of a run so far."""
+    """The history of a run so far, without voided steps."""
 
     seconds: float = 0.0
-    """Of all lives together, without the pauses between them."""
-    lives: int = 0
-    """How often it was started or resumed."""
+    """Running time of all starts, without the pauses between them."""
+    num_starts: int = 0
+    """How many times it was started or resumed."""
     num_steps: int | None = None
-    """Of the whole training, as planned."""
+    """Planned steps of the whole training."""
     step: int = 0
     samples: int = 0
     train_s: float = 0.0
-    """Of the steps alone."""
+    """Time spent in steps."""
     losses: list[tuple[int, float]] = field(default_factory=list)
-    """Step and mean loss of its samples."""
+    """Step and its mean loss."""
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
-    lost: list[Loss] = field(default_factory=list)
+    lost: list[LostMember] = field(default_factory=list)
     failure: str | None = None
-    """Who failed in the last life, and why."""
+    """The member that failed since the last start, and why."""
     ended: bool = False
-    """If true, the last life has said how it ended."""
+    """If true, the last start has a RunFinished event."""
     resume_command: str | None = None
-    """What it said to type to go on, if anything."""
+    """The command to continue, if it gave one."""
 
     @property
     def best(self) -> Mapping[str, Any] | None:
@@ -60,7 +60,7 @@ class History:
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """The metrics of the evaluations, each by step."""
+        """Metric to its values in the evaluations, each with its step."""
         curves: dict[str, list[tuple[int, float]]] = {}
         for each in self.evaluations:
             for name, value in each["metrics"].items():
@@ -70,7 +70,7 @@ class History:
 
 
 def read_history(path: Path, *, with_steps: bool = True) -> History:
-    """The history in this events.jsonl; an empty one if there is none yet."""
+    """Read the history from this events.jsonl; an empty one if the file does not exist."""
     history = History()
     if not path.is_file():
         return history
@@ -80,7 +80,7 @@ def read_history(path: Path, *, with_steps: bool = True) -> History:
         kind = record["event"]
         if kind == "RunStarted":
             history.seconds += last - began if began is not None and last is not None else 0.0
-            history.lives += 1
+            history.num_starts += 1
             history.failure, history.ended, history.resume_command = None, False, None
             began = record["time"]
         last = record["time"]
@@ -98,7 +98,7 @@ def read_history(path: Path, *, with_steps: bool = True) -> History:
             case "RateChanged":
                 history.num_steps = record.get("steps", history.num_steps)
             case "MemberLost":
-                history.lost.append(Loss(record["member"], record["reason"], history.step))
+                history.lost.append(LostMember(record["member"], record["reason"], history.step))
             case "MemberFailed":
                 history.failure = history.failure or f"{record['member']} {record['reason']}"
             case "RunFinished":
@@ -119,7 +119,7 @@ def read_history(path: Path, *, with_steps: bool = True) -> History:
 
 
 def sparkline(values: Sequence[float], cells: int = 48, bars: str = BARS) -> str:
-    """A curve in one line of text: means of equal parts, from the lowest to the highest. A part without a
+    """Draw a curve in one line of text: one bar per equal part, the mean of its values. A part without a
     finite value is an x."""
     if not values:
         return ""

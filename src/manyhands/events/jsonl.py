@@ -1,13 +1,12 @@
-"""`events.jsonl`: one line an event, appended; the truth about a run.
+"""`events.jsonl`: one line per event, appended; the source of truth about a run.
 
-Each event is written whole, with its newline, by a single write on an append-only descriptor: what
-was emitted before a SIGKILL is in the file, and only the very last line can be torn. A line counts
-once its newline is there: readers skip a torn tail, and opening the file to append cuts it off
-(half a record says nothing, and a line that does not parse must not stand in the middle). There is
-no fsync: a power loss may cost the last seconds, never what stands before them.
+Each event is one write, newline included, on an append-only descriptor: what was emitted before a
+SIGKILL is in the file, and only the last line can be torn. A line counts once its newline is there:
+readers skip a torn tail, and opening the file for appending cuts it off, so that no line in the middle
+fails to parse. There is no fsync: a power loss may cost the last seconds, never what is before them.
 
 JSON has no NaN and no infinities; they are written as the strings "NaN", "Infinity" and "-Infinity"
-and come back as floats. A step of a few members costs about 300 bytes and 20 microseconds.
+and are read back as floats. A step of a few members costs about 300 bytes and 20 microseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NO_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlSink(Sink):
-    """Appends every event to `path`. An OSError (a full disk) reaches the caller."""
+    """Appends every event to `path`. Raises OSError, such as for a full disk."""
 
     essential: ClassVar[bool] = True
 
@@ -49,7 +48,7 @@ class JsonlSink(Sink):
         line = encode(to_record(event))
         written = os.write(self._file, line)
         try:
-            # A nearly full disk takes a part; the rest either fits or says why not.
+            # A nearly full disk takes part of it; writing the rest either works or raises.
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError:
@@ -63,17 +62,17 @@ class JsonlSink(Sink):
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """The record as one line of valid, compact JSON, newline included."""
+    """Encode the record as one line of valid, compact JSON, newline included."""
     try:
         text = _dumps(record)
-    except ValueError:  # NaN or an infinity: rare, so only then are the values looked at one by one
+    except ValueError:  # NaN or infinity: rare, so values are checked one by one only then
         text = _dumps(_without_nan(record))
     return text.encode() + b"\n"
 
 
 def read_events(path: str | os.PathLike[str], *, leave_out: bytes = b"") -> Iterator[Record]:
-    """The records of the file in order, without a torn last line, and without lines that hold `leave_out`
-    near their begin."""
+    """Yield the records of the file in order, without a torn last line, and without lines that contain
+    `leave_out` near their beginning."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -91,7 +90,7 @@ def read_events(path: str | os.PathLike[str], *, leave_out: bytes = b"") -> Iter
 
 
 def committed_steps(records: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """The StepCommitted records of the true history, by step: without lockstep they come in any order.
+    """Return the StepCommitted records that count, by step: without lockstep they come in any order.
 
     A Resumed record with step N voids every StepCommitted before it with a step above N.
     """
@@ -109,7 +108,7 @@ def _dumps(record: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What the json module does not know but an event may hold."""
+    """Convert types that an event may hold but the json module does not know."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, os.PathLike):
@@ -138,7 +137,7 @@ def _with_nan(value: Any) -> Any:
 
 
 def _cut_torn_tail(file: int, chunk_bytes: int = 65_536) -> None:
-    """Shorten the file to the end of its last whole line, looking backward from the end."""
+    """Truncate the file after its last complete line, searching backward from the end."""
     end = size = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - chunk_bytes)

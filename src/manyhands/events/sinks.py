@@ -1,11 +1,12 @@
-"""Where events go: the interface of a sink, the stream that feeds them, and a queue for slow ones.
+"""The interface of event sinks, the stream that feeds them, and a queue for slow ones.
 
-The stream passes each event to its sinks in order, in the caller's thread. A view of the run must
-never end the run: a sink that raises is reported once, closed and left out from then on. The one
-exception is an `essential` sink (the JSONL file, which is the truth): its error reaches the caller.
+The stream passes each event to its sinks in order, in the caller's thread. Showing a run must never
+end it: a sink that raises is reported once, closed and skipped from then on. The exception is an
+`essential` sink (the JSONL file, which is the source of truth): its error reaches the caller.
 
 A sink that may be slow goes behind `Queued`: a thread of its own and a bounded queue that drops and
-counts rather than blocks. An event costs the caller one call a sink; a queued sink costs an append.
+counts events instead of blocking. An event costs the caller one call per sink; a queued sink costs an
+append.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ log = logging.getLogger("manyhands.events")
 
 
 class Sink(ABC):
-    """One view of a run: gets every event in order, then one `close`."""
+    """Receives every event of a run in order, then one `close`."""
 
     essential: ClassVar[bool] = False
-    """An essential sink's error ends the run; any other sink's error ends only the sink."""
+    """If true, an error of this sink ends the run; otherwise it ends only the sink."""
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Take one event. The event must not be changed."""
+        """Handle one event, without changing it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is pending and let go of files and threads. A second call does nothing."""
+        """Write what is pending and release files and threads. A second call does nothing."""
 
 
 class Stream:
-    """Passes every event to every sink, in order. One thread emits: the coordinator's."""
+    """Passes every event to every sink, in order. Only the coordinator's thread emits."""
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = list(sinks)
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
-        """Those that still take events."""
+        """The sinks that are still open."""
         return tuple(self._sinks)
 
     def add(self, sink: Sink) -> None:
@@ -61,16 +62,16 @@ class Stream:
                 if not sink.essential:
                     self._drop(sink, error)
                 elif isinstance(error, OSError):
-                    # The record is the truth: to go on without it would be training in the dark.
+                    # Training must not continue unrecorded.
                     raise RecordError(
-                        f"The run's record can't be written any more: {error}. Make room, then resume "
+                        f"The run's events.jsonl can't be written: {error}. Make room, then resume "
                         "the run: nothing that was saved is lost."
                     ) from error
                 else:
                     raise
 
     def close(self) -> None:
-        """Close every sink, whatever the others do; then raise an essential one's error."""
+        """Close every sink, even if one raises; then raise the error of an essential one."""
         essential_error: Exception | None = None
         while self._sinks:
             sink = self._sinks.pop()
@@ -132,7 +133,7 @@ class Queued(Sink):
             self._changed.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the sink work off its queue and close it, within `timeout_s`; else give up on it."""
+        """Let the sink empty its queue and close it, within `timeout_s`; otherwise abandon it."""
         with self._changed:
             first_time, self._closing = not self._closing, True
             self._changed.notify()
@@ -142,12 +143,12 @@ class Queued(Sink):
                 self.dropped += len(self._events)
                 self._events.clear()
             if self.dropped and first_time and not self._failed:
-                log.warning("%s was too slow: %d events left out", _name(self), self.dropped)
+                log.warning("%s was too slow: %d events dropped", _name(self), self.dropped)
             self._raise_error()
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            # Raised once: the stream answers it with a close, which has nothing new to say.
+            # Raised once: the stream then calls close(), which has nothing to add.
             error, self._error = self._error, None
             if isinstance(error, Exception):
                 raise error

@@ -1,16 +1,15 @@
-"""Scalars for TensorBoard, by TensorBoard's own event writer; torch is not needed.
+"""Write scalars for TensorBoard with TensorBoard's own event writer; torch is not needed.
 
 Tags: train/loss, train/lr, train/samples_per_s, time/step_s, time/compute_s, time/wait_s,
-comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" that says what was started; without
-lockstep also train/staleness, and at the end a text "staleness" that says how often there was how much;
-train/<name> of what the job logs; train/lr_factor and train/batch_size at the steps from which on they
-are others.
+comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" with the start banner; without
+lockstep also train/staleness, and at the end a text "staleness" with its histogram; train/<name> for what
+the job logs; train/lr_factor and train/batch_size at the steps at which they change.
 
-Each process that trains writes a file of its own into the folder; TensorBoard reads them as one. A
-`Resumed` event is written as a SessionLog START at the next step, which makes TensorBoard forget
-everything from that step on, so no step shows twice. A step costs about 200 bytes and, checksum and
-all, 100 microseconds; the first event costs the import of tensorboard (0.2 s). The writer has its
-own thread and flushes every few seconds.
+Each start of a run writes its own file into the folder; TensorBoard reads them as one. A `Resumed` event
+is written as a SessionLog START at the next step, which makes TensorBoard discard everything from that
+step on, so no step shows twice. A step costs about 200 bytes and, with its checksum, 100 microseconds; the
+first event costs the import of tensorboard (0.2 s). The writer has its own thread and flushes every few
+seconds.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ log = logging.getLogger("manyhands.events")
 
 FLUSH_EVERY_S = 5
 MAX_PENDING = 1_000
-"""Records that the writer's thread may lag behind before `handle` waits for it."""
+"""How many records the writer's thread may lag behind before `handle` waits for it."""
 
 
 class TensorBoardSink(Sink):
-    """Writes into `folder`; without tensorboard installed it says so once and does nothing."""
+    """Writes into `folder`. If tensorboard is not installed, it logs that once and does nothing."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.fspath(folder)
@@ -54,7 +53,7 @@ class TensorBoardSink(Sink):
             return
         match event:
             case RunStarted():
-                # Kept until the step is known at which this part of the run begins.
+                # Kept until it is known at which step this start begins.
                 self._started = event
             case Resumed():
                 self._forget_steps_after(event)
@@ -87,7 +86,7 @@ class TensorBoardSink(Sink):
         except ImportError as error:
             self._off = True
             log.warning(
-                "nothing is written for TensorBoard: %s. To have it: pip install tensorboard", error
+                "no TensorBoard files are written: %s. To get them: pip install tensorboard", error
             )
             return False
         self._writer = EventFileWriter(
@@ -132,7 +131,7 @@ class TensorBoardSink(Sink):
 
 
 def step_scalars(event: StepCommitted) -> dict[str, float]:
-    """What TensorBoard shows of one step, by tag."""
+    """Return the scalars of one step, by tag."""
     scalars = {
         "train/loss": event.loss,
         "train/lr": event.lr,
@@ -149,14 +148,14 @@ def step_scalars(event: StepCommitted) -> dict[str, float]:
     return scalars
 
 
-def staleness_text(told: Mapping[str, Any]) -> str:
-    """How often a part of a step was how stale, as a Markdown table."""
-    lines = [f"| {label} | {number:,} |" for label, number in told["histogram"].items()]
+def staleness_text(staleness: Mapping[str, Any]) -> str:
+    """Format the histogram of staleness over parts of steps as a Markdown table."""
+    lines = [f"| {label} | {number:,} |" for label, number in staleness["histogram"].items()]
     return "\n".join(["| staleness | parts |", "| --- | --- |", *lines])
 
 
 def start_text(event: RunStarted) -> str:
-    """The start of a run as a Markdown table, which TensorBoard's text page renders."""
+    """Format the start of a run as a Markdown table, which TensorBoard's text page renders."""
     rows = {
         "run": event.run,
         "job": event.job,

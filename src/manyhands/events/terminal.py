@@ -1,9 +1,9 @@
-"""The console for a terminal, drawn with rich: import it only there.
+"""The console for a terminal, drawn with rich: imported only there.
 
-Below the lines that stay there is ONE live line, drawn again on events and on `tick()`, at most ten
-times a second: erase the line, write it anew, in one write. There is no thread and the cursor is
-never hidden, so a killed run leaves a sane terminal. A narrow terminal first shortens the bar and
-then leaves out the least important figures.
+Below the permanent lines there is ONE live line, redrawn on events and on `tick()`, at most ten
+times a second: erase and rewrite it in one write. There is no thread and the cursor is never hidden,
+so a killed run leaves a sane terminal. In a narrow terminal the bar is shortened first; then the least
+important figures are dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from manyhands.events.events import Event, RunFinished
 
 REDRAW_EVERY_S = 0.1
 BAR_CELLS = (16, 32)
-"""The narrowest and the widest progress bar."""
+"""Minimum and maximum width of the progress bar."""
 DIM, LABEL = "dim", "cyan"
 
 
 class RichConsole(Console):
-    """Lines that stay, in colour, and one live line with a progress bar."""
+    """Prints permanent lines in colour, and one live line with a progress bar."""
 
     def __init__(self, out: Rich, err: Rich, *, clock: Clock = time.monotonic) -> None:
         super().__init__(clock=clock)
@@ -40,7 +40,7 @@ class RichConsole(Console):
     def line(self, *parts: Part) -> None:
         with self.out:
             self._erase()
-            # Long paths and commands are for copying: the terminal may wrap them, we do not.
+            # Long paths and commands are for copying: let the terminal wrap them.
             self.out.print(Text.assemble(*parts), soft_wrap=True)
             self._draw()
 
@@ -83,7 +83,7 @@ class RichConsole(Console):
         if self._over or self.picture.started is None:
             return
         line = self._starting() if self.starting else self._training()
-        # The last cell stays free: a full line would make some terminals wrap.
+        # Leave the last cell free: some terminals wrap a full line.
         line.truncate(max(1, self.out.width - 1))
         self.out.print(line, end="", soft_wrap=True)
         self._live = True
@@ -91,8 +91,8 @@ class RichConsole(Console):
     def _starting(self) -> Text:
         frames = "-\\|/" if self.out.options.ascii_only else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
         frame = frames[int(self.elapsed_s / REDRAW_EVERY_S) % len(frames)]
-        words = text.starting_line(self.picture, self.elapsed_s)
-        return Text.assemble((f"{frame} ", GOOD), words)
+        line = text.starting_line(self.picture, self.elapsed_s)
+        return Text.assemble((f"{frame} ", GOOD), line)
 
     def _training(self) -> Text:
         now = text.progress(self.picture)
@@ -113,7 +113,7 @@ class RichConsole(Console):
 
 
 def rich_stream(stream: TextIO) -> Rich:
-    """A rich console on `stream`: what we say is text, never markup."""
+    """Return a rich console on `stream` that prints plain text, never markup."""
     console = Rich(file=stream, highlight=False, markup=False, emoji=False)
     if console.no_color:
         # NO_COLOR: no bold or dim either, nothing but the erasing of the live line.

@@ -1,7 +1,7 @@
-"""What a person reads about a run, as plain strings: sentences and rows. Pure.
+"""The texts of the console, as plain strings: sentences and rows. Pure.
 
-`Picture` folds the events into what is known by now; the functions below it say that in words.
-Every console draws the same strings, so a terminal, a pipe and a log file tell the same story.
+`Picture` folds the events into what is known so far; the functions below turn it into text.
+Every console draws the same strings, so a terminal, a pipe and a log file show the same.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ Rows = list[tuple[str, str]]
 """Label and value."""
 
 TRACEBACK_LINES = (12, 18)
-"""How many are shown of its begin and of its end."""
+"""How many lines of its beginning and its end are shown."""
 HOSTS_WITHIN_S = 1.0
-"""On one machine members are started sooner than this."""
+"""On one machine members start sooner than this."""
 SMOOTHING_STEPS = 50
-"""Over how many steps the speed is averaged: a single step jumps too much to read."""
+"""Window of the average speed: that of single steps varies too much to read."""
 
 # picture
 
 
 @dataclass
 class Picture:
-    """What is known of a run so far."""
+    """The state of a run so far."""
 
     started: RunStarted | None = None
     num_started: int = 0
-    """Members; 0 as long as hosts are waited for."""
+    """Members started; 0 while waiting for hosts."""
     ready: dict[str, MemberReady] = field(default_factory=dict)
     view: ViewChanged | None = None
     lost: MemberLost | None = None
-    """The last one since all had agreed to go on."""
+    """The last lost member since the last recovery."""
     step: int = 0
     epoch: int = 0
     loss: float | None = None
     evaluation: Evaluated | None = None
     rate: RateChanged | None = None
-    """The last one: what the batch and the learning rate are now."""
+    """The last change: the current batch size and learning rate factor."""
     scaled: bool = False
-    """The batch is not, or was not, the job's own."""
+    """If true, the batch size is or was not the job's own."""
     saved_step: int | None = None
     failure: MemberFailed | None = None
-    """The first one."""
+    """The first failure."""
     recent: deque[StepCommitted] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
 
     def fold(self, event: Event) -> None:
@@ -93,7 +93,7 @@ class Picture:
                     self.evaluation = None
                 self.recent.clear()
             case StepCommitted():
-                # Without lockstep they come in any order.
+                # Without lockstep, steps arrive in any order.
                 self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
                 self.loss = event.loss
                 self.recent.append(event)
@@ -109,7 +109,7 @@ class Picture:
 
     @property
     def plan(self) -> MemberReady | None:
-        """Any ready member: all know the same numbers of steps and epochs."""
+        """Any ready member: all have the same numbers of steps and epochs."""
         return next(iter(self.ready.values()), None)
 
     @property
@@ -120,7 +120,7 @@ class Picture:
 
     @property
     def done(self) -> float:
-        """Share of the training that is done, 0 to 1."""
+        """Fraction of the training that is done, 0 to 1."""
         return min(1.0, self.step / self.num_steps) if self.num_steps else 0.0
 
 
@@ -149,7 +149,7 @@ def starting_line(picture: Picture, elapsed_s: float) -> str:
 
 
 def ready_rows(picture: Picture) -> Rows:
-    """What the members found when they had built model and data."""
+    """Return what the members reported once model and data were built."""
     plan, view = picture.plan, picture.view
     rows: Rows = []
     if plan is not None:
@@ -158,8 +158,8 @@ def ready_rows(picture: Picture) -> Rows:
             data += f", {count(plan.eval_samples)} for evaluation"
         steps = f"{plural(plan.steps, 'step')} of {plural(plan.batch_size, 'sample')}"
         rows.append(("model", f"{short(plan.parameters)} parameters"))
-        for name, words in plan.tables.items():
-            rows.append(("table", clean(f"{name}: {words}")))
+        for name, summary in plan.tables.items():
+            rows.append(("table", clean(f"{name}: {summary}")))
         rows.append(("data", data))
         rows.append(("training", f"{plural(plan.epochs, 'epoch')}, {steps}"))
         if plan.monitor:
@@ -171,13 +171,13 @@ def ready_rows(picture: Picture) -> Rows:
 
 
 def direction(monitor: str) -> str:
-    """What makes a model the best: "min loss" is the lowest loss."""
+    """Describe the criterion for the best model: "min loss" is the lowest loss."""
     mode, _, name = monitor.partition(" ")
     return f"{'lowest' if mode == 'min' else 'highest'} {name}"
 
 
 def placement_rows(view: ViewChanged | None) -> Rows:
-    """Where the weights lie, if there is anything to say about it."""
+    """Return where the weights are stored, if the view says so."""
     return [("weights", clean(view.placement))] if view and view.placement else []
 
 
@@ -193,16 +193,16 @@ def _devices(ready: Iterable[MemberReady]) -> str:
 def view_line(event: ViewChanged) -> str:
     names = ", ".join(event.members)
     transport = "" if event.transport == "none" else f"; {event.transport}"
-    who = plural(len(event.members) - event.servers, "worker")
+    members = plural(len(event.members) - event.servers, "worker")
     if event.servers:
-        who += f" and {plural(event.servers, 'server')}"
-    return clean(f"continuing with {who}: {names}{transport}")
+        members += f" and {plural(event.servers, 'server')}"
+    return clean(f"continuing with {members}: {names}{transport}")
 
 
 def injected_line(event: Injected) -> str:
-    whom = f"of {event.member}" if event.fault == "cut link" else event.member
+    target = f"of {event.member}" if event.fault == "cut link" else event.member
     length = f" for {duration(event.seconds)}" if event.seconds else ""
-    return clean(f"chaos: {event.fault} {whom}{length}")
+    return clean(f"chaos: {event.fault} {target}{length}")
 
 
 def lost_line(event: MemberLost) -> str:
@@ -231,7 +231,7 @@ class Progress:
     steps: str
     done: float
     figures: tuple[str, ...]
-    """The most important first: a narrow terminal leaves out the last ones."""
+    """The most important first: a narrow terminal drops the last ones."""
 
 
 def progress(picture: Picture) -> Progress:
@@ -300,7 +300,7 @@ class FailureLine:
 def failure(event: MemberFailed) -> FailureLine:
     lines = clean(event.traceback).rstrip().splitlines()
     if len(lines) > sum(TRACEBACK_LINES):
-        # It begins at the user's own line and ends with what is wrong: the middle is in the log.
+        # It starts at the user's own line and ends with the error; the middle is in the log.
         first, last = TRACEBACK_LINES
         left_out = f"  ... {plural(len(lines) - first - last, 'more line')}, in the log"
         lines = [*lines[:first], left_out, *lines[-last:]]
@@ -326,7 +326,7 @@ def outcome(event: RunFinished) -> str:
 
 
 def summary_rows(event: RunFinished, run: str | None) -> Rows:
-    """What is known about the whole run; what is not known is left out."""
+    """Return the summary of the whole run, without what is unknown."""
     known = {name: value for name, value in event.summary.items() if value is not None}
     rows: Rows = []
     if "steps" in known:
@@ -336,8 +336,8 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
     if "samples_per_s" in known:
         rows.append(("speed", f"{count(known['samples_per_s'])} samples/s"))
     if "units_per_s" in known:
-        told = f"{count(known['units_per_s'])} {clean(str(known['unit']))}/s"
-        rows[-1] = ("speed", f"{told}, {rows[-1][1]}")
+        speed = f"{count(known['units_per_s'])} {clean(str(known['unit']))}/s"
+        rows[-1] = ("speed", f"{speed}, {rows[-1][1]}")
     if known.get("bytes_sent"):
         rows.append(("sent", size(known["bytes_sent"])))
     if known.get("lost"):
@@ -357,8 +357,8 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
         step = best.pop("step", None)
         where = [] if step is None else [f"step {count(step)}"]
         where += [direction(known["monitor"])] if known.get("monitor") else []
-        told = f"  ({', '.join(where)})" if where else ""
-        rows.append(("best", clean(_figures(best) + told)))
+        note = f"  ({', '.join(where)})" if where else ""
+        rows.append(("best", clean(_figures(best) + note)))
     if known.get("checkpoint"):
         rows.append(("checkpoint", clean(_in_run(run, known["checkpoint"]))))
     if run:
@@ -369,7 +369,7 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
 
 
 def summary_tail(event: RunFinished, run: str | None) -> str:
-    """What follows the outcome when the whole end of a run is one line."""
+    """Return what follows the outcome in the one line of a quiet run."""
     parts = [""]
     if event.summary.get("steps") is not None:
         parts.append(plural(event.summary["steps"], "step"))
@@ -385,26 +385,26 @@ def summary_tail(event: RunFinished, run: str | None) -> str:
 
 
 def _in_run(run: str | None, path: str) -> str:
-    """A path that can be typed from here, whether it was given from here or from the run folder."""
+    """Return a path that works from the current folder, also for one relative to the run folder."""
     if run is None or os.path.isabs(path) or path.startswith(run.rstrip("/") + "/"):
         return path
     return os.path.join(run, path)
 
 
 def _epochs(number: float) -> str:
-    """A run that was stopped has a fraction of an epoch."""
+    """Format a number of epochs; a stopped run has a fraction."""
     return f"{round(number, 2):g} epoch" + ("" if number == 1 else "s")
 
 
-def _chaos(num_faults: int, told: Mapping[str, Any]) -> str:
-    words = f"{plural(num_faults, 'fault')}, {count(told['recovered'])} recovered"
-    pause_s = told["median_pause_s"]
+def _chaos(num_faults: int, chaos: Mapping[str, Any]) -> str:
+    words = f"{plural(num_faults, 'fault')}, {count(chaos['recovered'])} recovered"
+    pause_s = chaos["median_pause_s"]
     return words if pause_s is None else f"{words}, median pause {pause_s:.2f} s"
 
 
-def _staleness(told: Mapping[str, Any]) -> str:
-    mean = round(told["mean"], 1)
-    return f"mean {mean:g}, p95 {count(told['p95'])}, max {count(told['max'])}"
+def _staleness(staleness: Mapping[str, Any]) -> str:
+    mean = round(staleness["mean"], 1)
+    return f"mean {mean:g}, p95 {count(staleness['p95'])}, max {count(staleness['max'])}"
 
 
 def _figures(metrics: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: 3,412 samples, 1.2 M parameters, 12.3 MB, 1 m 12 s. Pure."""
+"""Format numbers for people: 3,412 samples, 1.2 M parameters, 12.3 MB, 1 m 12 s. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: Any) -> str:
-    """A loss or a metric: four decimals, so that a changing figure keeps its width."""
+    """Format a loss or a metric with four decimals, so that a changing figure keeps its width."""
     if not isinstance(value, int | float):
         return "unknown" if value is None else clean(str(value))
     if not math.isfinite(value) or value == 0:
@@ -54,7 +54,7 @@ def plural(number: float, noun: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Without escapes and control characters: a member's words must not move the cursor."""
+    """Remove escapes and control characters: a member's output must not move the cursor."""
     text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-_]?)", "", text)
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 

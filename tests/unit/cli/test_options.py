@@ -90,7 +90,7 @@ def test_trust_is_a_flag_that_the_run_remembers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "yes")
     assert options()[0].trust_network is True
     monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "perhaps")
-    with pytest.raises(UsageError, match="MANYHANDS_TRUST_NETWORK=perhaps does not fit"):
+    with pytest.raises(UsageError, match="MANYHANDS_TRUST_NETWORK=perhaps is not valid"):
         options()
 
 
@@ -124,7 +124,10 @@ def test_the_batch_is_scaled_by_a_rule_and_from_the_workers_of_the_first_start()
         (["--scale-batch", "sqrt", "--scale-warmup", "-1"], "--scale-warmup -1: it must be at le"),
         (["--scale-batch", "sqrt", "--scale-reference", "0"], "--scale-reference 0: it must be a"),
         (["--scale-warmup", "5"], "--scale-warmup 5: nothing is scaled. Add  --scale-batch linear"),
-        (["--scale-batch", "linear", "--strategy", "ps:async"], "ps:async each push is one worker"),
+        (
+            ["--scale-batch", "linear", "--strategy", "ps:async"],
+            "with ps:async each worker's push is already",
+        ),
         (["--scale-batch", "linear", "--strategy", "ps:ssp"], "--strategy ps:sync --scale-batch l"),
     ],
 )

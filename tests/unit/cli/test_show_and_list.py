@@ -147,7 +147,7 @@ def test_steps_after_the_checkpoint_that_was_resumed_from_are_void(tmp_path: Pat
     assert [each["step"] for each in history.evaluations] == [4]
     assert history.best is not None
     assert history.best["step"] == 4
-    assert (history.lives, history.seconds) == (2, 16.0 + 7.0)
+    assert (history.num_starts, history.seconds) == (2, 16.0 + 7.0)
     quick = read_history(run.path / "events.jsonl", with_steps=False)
     assert (quick.losses, quick.evaluations) == ([], history.evaluations)
 

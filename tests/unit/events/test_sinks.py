@@ -99,7 +99,7 @@ def test_queued_drops_and_counts_and_never_blocks(caplog: pytest.LogCaptureFixtu
     queued.close()
     assert len(recorder.messages) + queued.dropped == 1_000
     assert recorder.messages == [str(index) for index in range(len(recorder.messages))]
-    assert f"{queued.dropped} events left out" in caplog.text
+    assert f"{queued.dropped} events dropped" in caplog.text
 
 
 def test_queued_close_gives_up_on_a_stuck_sink_in_time() -> None:
