@@ -126,7 +126,7 @@ class Attacker:
         for _ in range(8):
             head = self.dice.randbytes(self.dice.randint(1, 400))
             self.expect_end(pack_header(Header(len(head), None)) + head, "a head of noise")
-        for head in (b"[]", b"1", b'"x"', b"[" * 400, b'{"k":' + b"9" * 400 + b"}", b"\xff\xfe"):
+        for head in (b"[]", b"1", b'"x"', b"[" * 400, b'{"kind":' + b"9" * 400 + b"}", b"\xff\xfe"):
             self.expect_end(pack_header(Header(len(head), None)) + head, f"the head {head[:9]!r}")
         for real in self.real():
             for _ in range(6):
@@ -137,7 +137,7 @@ class Attacker:
 
     def real(self) -> list[bytes]:
         claim = {"link": "claim", "name": "worker-0", "nonce": "0" * 64, "proof": "f" * 64}
-        enter = {"k": "enter", "worker": "worker-0", "view": 1, "slots": []}
+        enter = {"kind": "enter", "worker": "worker-0", "view": 1, "slots": []}
         said = [b"".join(pack(head)) for head in (claim, enter)]
         return [*said, self.client_hello()]
 
@@ -150,7 +150,7 @@ class Attacker:
         return outgoing.read()
 
     def sizes(self) -> None:
-        head = b'{"k":"enter","worker":"worker-0","view":1,"slots":[]}'
+        head = b'{"kind":"enter","worker":"worker-0","view":1,"slots":[]}'
         for announced in (
             pack_header(Header(len(head), GIB)) + head + bytes(1 << 16),
             pack_header(Header(len(head), 1 << 22)) + head + bytes(1 << 16),
@@ -198,18 +198,18 @@ class Attacker:
         if self.kind != "unix":
             return
         for head in (
-            {"k": "enter", "worker": "worker-0", "view": 1, "slots": []},
-            {"k": "enter", "worker": "worker-1", "view": 1, "slots": []},
-            {"k": "lane", "worker": "worker-1", "view": 1},
-            {"k": "peer", "server": "worker-1", "view": 1, "sums": []},
-            {"k": "peer", "server": "worker-0", "view": 1, "sums": []},
-            {"k": "decide", "decision": {"v": 1, "given": []}},
-            {"k": "go"},
+            {"kind": "enter", "worker": "worker-0", "view": 1, "slots": []},
+            {"kind": "enter", "worker": "worker-1", "view": 1, "slots": []},
+            {"kind": "lane", "worker": "worker-1", "view": 1},
+            {"kind": "peer", "server": "worker-1", "view": 1, "sums": []},
+            {"kind": "peer", "server": "worker-0", "view": 1, "sums": []},
+            {"kind": "decide", "decision": {"version": 1, "contributions": []}},
+            {"kind": "go"},
         ):
             with connect(f"unix:{self.target}", timeout_s=PATIENCE_S) as link:
                 link.send(head)
                 answer = link.recv(timeout_s=PATIENCE_S).head
-                if answer["k"] != "refused":
+                if answer["kind"] != "refused":
                     self.failures.append(f"{head} was answered with {answer}")
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from manyhands.ps.ledger import Contribution
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch
+from manyhands.transport.fields import write
 
 HOSTILE = """
 import gc, json
@@ -43,10 +45,11 @@ class Hostile(Regression):
         servers = [s for s in gc.get_objects() if isinstance(s, Server) and not s._frozen]
         if to == "servers":
             return [peer.link for peer in servers[-1]._view_change.peers.values()]
-        return [session.link for name, session in servers[-1]._sessions.items() if name != servers[-1].name]
+        sessions = servers[-1]._sessions.items()
+        return [session.link for name, session in sessions if name != servers[-1].name]
 """
-PUSH = [3, 0, 5, 1, 8.0, 16.0, [8, 16], 0, 1.0, 1.0, 1, 0.5]
-"""Of a step that nobody has begun; what comes after its worker's name and number."""
+PUSH = write(Contribution("worker-1", 600, 0, 5, 1, 8.0, 16.0, (8, 16), loss=0.5))
+"""Of a step that nobody has begun."""
 
 
 def hostile(tmp_path: Path, words: dict[str, Any], strategy: str, *flags: str) -> dict[str, str]:
@@ -69,15 +72,15 @@ def hostile(tmp_path: Path, words: dict[str, Any], strategy: str, *flags: str) -
 
 def test_inside_a_host(tmp_path: Path) -> None:
     words = {
-        "worker-1": (3, "servers as a worker", {"k": "rest", "until": 9}),
-        "worker-2": (9, "servers", {"k": "go"}),
-        "worker-3": (15, "workers", {"k": "new"}),
+        "worker-1": (3, "servers as a worker", {"kind": "rest", "until": 9}),
+        "worker-2": (9, "servers", {"kind": "go"}),
+        "worker-3": (15, "workers", {"kind": "new"}),
     }
     lost = hostile(tmp_path, words, "ps:sync(servers=4)")
     assert lost.keys() == words.keys(), lost
-    assert "'rest' with the fields" in lost["worker-1"]
-    assert "'go', for which it is not the time" in lost["worker-2"]
-    assert "KeyError('v')" in lost["worker-3"]
+    assert "'rest' has unknown fields: until" in lost["worker-1"]
+    assert "'go' at the wrong time" in lost["worker-2"]
+    assert "version is missing" in lost["worker-3"]
 
 
 @pytest.mark.long
@@ -86,26 +89,20 @@ def test_inside_a_host(tmp_path: Path) -> None:
     [
         (
             "servers as a worker",
-            {
-                "k": "push",
-                "seq": 600,
-                "push": ["worker-1", 600, *PUSH[1:]],
-                "began": 0,
-                "after": 599,
-            },
+            {"kind": "push", "push": PUSH, "began": 0, "after": 599},
             "push",
         ),
-        ("servers", {"k": "commit", "v": 700}, "commit"),
-        ("servers", {"k": "taken", "v": 1 << 40}, "taken"),
-        ("servers", {"k": "norm", "v": 3, "value": 1e30}, "norm"),
-        ("servers", {"k": "held", "v": 2, "owner": "worker-9"}, "held"),
-        ("servers", {"k": "replica", "v": 1}, "sum"),
-        ("servers", {"k": "plan", "plan": {}}, "plan"),
-        ("servers", {"k": "status"}, "status"),
-        ("workers", {"k": "new", "v": "many"}, "ValueError"),
-        ("workers", {"k": "run", "v": 1, "i": 10**9}, ""),
+        ("servers", {"kind": "commit", "version": 700}, "commit"),
+        ("servers", {"kind": "taken", "version": 1 << 40}, "taken"),
+        ("servers", {"kind": "norm", "version": 3, "value": 1e30}, "norm"),
+        ("servers", {"kind": "held", "version": 2, "owner": "worker-9"}, "held"),
+        ("servers", {"kind": "replica", "version": 1}, "sum"),
+        ("servers", {"kind": "plan", "plan": {}}, "plan"),
+        ("servers", {"kind": "status"}, "status"),
+        ("workers", {"kind": "new", "version": "many"}, "version is 'many'"),
+        ("workers", {"kind": "run", "version": 1, "run": 10**9}, ""),
     ],
-    ids=lambda value: value["k"] if isinstance(value, dict) else str(value),
+    ids=lambda value: value["kind"] if isinstance(value, dict) else str(value),
 )
 def test_over_the_network(to: str, head: dict[str, Any], why: str, tmp_path: Path) -> None:
     words = {"worker-1": (4, to, head)}

@@ -47,7 +47,7 @@ class Servers(Protocol):
 
     homes: RowPlacement | None
 
-    def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None: ...
+    def rows(self, table: str, tag: int, ids: Mapping[str, memoryview]) -> None: ...
     def table_states(self, since: int | None = None) -> Arrived: ...
     def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]: ...
 
@@ -172,12 +172,11 @@ class RemoteTables(LocalTables):
         here = None
         if near is not None and (chosen := places.pop(near.name, None)) is not None:
             here = chosen, near.look_up(name, ids[chosen])
-        head = {"k": "rows", "tag": self._tags, "table": name}
-        asked = {}
-        for server, chosen in places.items():
-            payload = np.ascontiguousarray(ids[chosen]).view(np.uint8).data
-            asked[server] = ({**head, "bytes": payload.nbytes}, payload)
-        servers.rows(asked)
+        asked = {
+            server: np.ascontiguousarray(ids[chosen]).view(np.uint8).data
+            for server, chosen in places.items()
+        }
+        servers.rows(name, self._tags, asked)
         return RowRequest(self._tags, ids, places, here)
 
     def _wait(self, name: str, asked: RowRequest) -> NDArray[np.float32]:

@@ -10,9 +10,8 @@ fewest gets what is left without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,13 +105,3 @@ class RowPlacement:
         """Which ids a server holds."""
         mine = np.array([server in held for held in self.holders])
         return mine[shard_of(ids, SHARDS)]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"servers": list(self.servers), "holders": [list(held) for held in self.holders]}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> RowPlacement:
-        return cls(
-            tuple(str(name) for name in record["servers"]),
-            tuple(tuple(str(name) for name in held) for held in record["holders"]),
-        )

@@ -1,10 +1,10 @@
-"""The door of a server: takes connections in, asks who it is, and puts what they say into one inbox.
+"""Accepts a server's connections, identifies the peers, and puts their messages into one inbox.
 
-A connection has a thread that reads it. What a worker says is checked there (see protocol.py): what comes
-into the inbox is as it should be. Whoever talks nonsense is told so, and its connection is closed.
+A connection has a thread that reads it and parses each message (see protocol.py): the inbox has only
+well-formed ones. A peer that breaks the protocol is told why, and its connection is closed.
 
-Everything is bounded: connections that have not said who they are, what they may hold in memory, and the
-words of a worker that nobody has heard yet.
+Everything is bounded: connections without a first message, the memory that they may use, and the messages
+of a worker that were not handled yet.
 """
 
 from __future__ import annotations
@@ -17,20 +17,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from manyhands.errors import BadFrame, LinkClosed, LinkError
+from manyhands.errors import BadFrame, LinkClosed, LinkError, ManyhandsError, ProtocolError
 from manyhands.ps.protocol import (
-    ENTER,
-    LANE,
-    PEER,
-    REFUSED,
-    Forgotten,
-    Nonsense,
-    check_first,
-    check_said,
-    check_told,
+    BETWEEN_SERVERS,
+    FROM_LANE,
+    FROM_WORKER,
+    OPENINGS,
+    TO_WORKER,
+    EnterView,
+    Opening,
+    OpenLane,
+    PeerHello,
+    Refused,
+    ReplicaSum,
+    TensorMessage,
+    WeightsUnknown,
+    kind_of,
+    parse_worker_message,
 )
 from manyhands.threads import OnError, start_thread
 from manyhands.transport import Link, Listener
+from manyhands.transport.fields import MessageSet
 from manyhands.transport.refusals import Refusals
 
 logger = logging.getLogger("manyhands.ps")
@@ -42,25 +49,30 @@ MAX_STRANGERS = 64
 MAX_UNHEARD = 64
 """Words of a worker in the inbox; it has a handful under way. More are not read until some are heard."""
 
-Refusal = TypeVar("Refusal", bound=LinkError)
-Place = Callable[[str, Mapping[str, Any]], memoryview | None]
-"""(who, head) to where the payload goes; None: new memory."""
+Refusal = TypeVar("Refusal", bound=ManyhandsError)
+Place = Callable[[str, Any], memoryview | None]
+"""(sender, message) to where the payload goes; None: new memory."""
+
+
+@dataclass(frozen=True)
+class PeerDisconnected:
+    """Put into the inbox when the link to another server is lost."""
 
 
 @dataclass(frozen=True)
 class InboxItem:
-    """Something for the server's thread: what, from whom."""
+    """Something for the server's thread: a message and its sender."""
 
-    kind: str
     who: str
-    head: Mapping[str, Any]
+    message: Any
+    """One of protocol.py, or one that this process puts in itself."""
     payload: memoryview | None = None
     link: Link | None = None
-    """Where it came from: of a first word, and of all that a worker says."""
+    """Where it came from: of a first message, and of all messages of workers."""
     by_worker: bool = False
-    """Said as a worker, though a member of that name may serve too."""
+    """If true, it came over a worker's connection; a member of that name may be a server too."""
     heard: Callable[[], None] = lambda: None
-    """To be called when it was dealt with."""
+    """To be called when it was handled."""
 
 
 Inbox = queue.SimpleQueue[InboxItem | None]
@@ -89,7 +101,7 @@ class Acceptor:
         self._listener = listener
         self._view = view
         behind = servers[servers.index(name) + 1 :]  # those before it are called from here
-        self._known = {PEER: set(behind), ENTER: set(workers), LANE: set(workers)}
+        self._known = {PeerHello: set(behind), EnterView: set(workers), OpenLane: set(workers)}
         self._claimed: dict[str, str] = {}
         self._identified = identified
         self._place = place
@@ -105,14 +117,14 @@ class Acceptor:
         """Read from a link to another server that this side has made, from now on."""
         name = f"{self.name}-reads-{who}"
         self._readers[link] = threading.Event()
-        start_thread(self._read, link, who, PEER, name=name, on_error=self._on_error)
+        start_thread(self._read, link, who, PeerHello, name=name, on_error=self._on_error)
 
     def drain(self, link: Link, *, timeout_s: float) -> None:
         """Until all that a dead peer ever sent is in the inbox."""
         if (reader := self._readers.get(link)) is not None:
             reader.wait(timeout_s)
 
-    def turn_away(self, link: Link, who: str, why: Nonsense) -> None:
+    def turn_away(self, link: Link, who: str, why: ProtocolError) -> None:
         """Close a link, with a word why; does not wait for the one who is told."""
         self._refusals.add(who, why)
         name = f"{self.name}-parts"
@@ -142,12 +154,12 @@ class Acceptor:
 
     def _welcome(self, link: Link) -> None:
         def nowhere(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            raise _told(link, Nonsense(f"it begins with a payload of {nbytes} bytes"))
+            raise _told(link, ProtocolError(f"it begins with a payload of {nbytes} bytes"))
 
         try:
-            hello = link.recv(timeout_s=HELLO_S, place=nowhere).head
-            line, who = self._identify(hello, link)
-        except Nonsense as why:
+            hello: Opening = OPENINGS.read(link.recv(timeout_s=HELLO_S, place=nowhere).head)
+            who = self._identify(hello, link)
+        except ProtocolError as why:
             self._refusals.add(link.peer, why)
             _part(link, why)
         except LinkError as error:
@@ -159,48 +171,49 @@ class Acceptor:
             self._drop(link, error)
         else:
             self._strangers.pop(link, None)
-            self.inbox.put(InboxItem(line, who, hello, link=link, by_worker=line != PEER))
-            self._read(link, who, line)
+            by_worker = not isinstance(hello, PeerHello)
+            self.inbox.put(InboxItem(who, hello, link=link, by_worker=by_worker))
+            self._read(link, who, type(hello))
         finally:
             self._strangers.pop(link, None)
             self._has_read(link)
 
-    def _identify(self, hello: Mapping[str, Any], link: Link) -> tuple[str, str]:
-        line, who = check_first(hello)
-        if hello["view"] != self._view:
-            raise Nonsense(f"it speaks of view {hello['view']}, not of {self._view}")
-        if who not in self._known[line]:
-            raise Nonsense(f"it says {line!r} as {who[:80]!r}, whom nobody expects")
+    def _identify(self, hello: Opening, link: Link) -> str:
+        who = hello.sender
+        if hello.view != self._view:
+            raise ProtocolError(f"it is in view {hello.view}, not in {self._view}")
+        if who not in self._known[type(hello)]:
+            raise ProtocolError(f"an unexpected {kind_of(hello)!r} of {who[:80]!r}")
         if self._identified and link.peer != who:
-            raise Nonsense(f"it says that it is {who!r}, and has the key of {link.peer!r}")
+            raise ProtocolError(f"it claims to be {who!r}, and has the key of {link.peer!r}")
         if (first := self._claimed.setdefault(who, link.peer)) != link.peer:
-            raise Nonsense(f"it says that it is {who!r}, who is here already: {first}")
-        return line, who
+            raise ProtocolError(f"it claims to be {who!r}, which is connected already: {first}")
+        return who
 
-    def _read(self, link: Link, who: str, line: str) -> None:
+    def _read(self, link: Link, who: str, opened: type[Opening]) -> None:
         try:
-            if line == PEER:
+            if opened is PeerHello:
                 self._read_server(link, who)
             else:
-                self._read_worker(link, who, line)
+                self._read_worker(link, who, FROM_WORKER if opened is EnterView else FROM_LANE)
         except LinkClosed as error:
             logger.info("%s no longer hears %s: %s", self.name, who, error)
-        except (Nonsense, BadFrame) as why:
+        except (ProtocolError, BadFrame) as why:
             self._refusals.add(f"{who} ({link.peer})", why)
             _part(link, why)
             self._tell_refused(who, why)
         except Exception as error:  # whatever it was, it was not meant for us
             self._drop(link, error)
         self._has_read(link)
-        if line == PEER and not self._closed:
-            self.inbox.put(InboxItem("torn", who, {}))
+        if opened is PeerHello and not self._closed:
+            self.inbox.put(InboxItem(who, PeerDisconnected()))
 
     def _has_read(self, link: Link) -> None:
         if (reader := self._readers.pop(link, None)) is not None:
             reader.set()
 
-    def _tell_refused(self, who: str, why: LinkError) -> None:
-        if not self._closed and not isinstance(why, Forgotten):
+    def _tell_refused(self, who: str, why: ManyhandsError) -> None:
+        if not self._closed and not isinstance(why, WeightsUnknown):
             self._refused(who, str(why))
 
     def _drop(self, link: Link, error: BaseException) -> None:
@@ -208,26 +221,34 @@ class Acceptor:
         link.close()
 
     def _read_server(self, link: Link, who: str) -> None:
+        parsed: Any = None
+
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            kind = check_told(head)
-            room = self._place(who, head) if kind == "replica" else None
-            if kind not in ("block", "replica") or (room is not None and room.nbytes != nbytes):
-                raise Nonsense(f"{kind!r} with a payload of {nbytes} bytes")
+            nonlocal parsed
+            parsed = BETWEEN_SERVERS.read(head)
+            room = self._place(who, parsed) if isinstance(parsed, ReplicaSum) else None
+            wrong_size = room is not None and room.nbytes != nbytes
+            if not isinstance(parsed, ReplicaSum | TensorMessage) or wrong_size:
+                raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
             return room
 
         while True:
             message = link.recv(place=place)
-            kind = check_told(message.head)
-            self.inbox.put(InboxItem(kind, who, message.head, message.payload))
+            if message.payload is None:
+                parsed = BETWEEN_SERVERS.read(message.head)
+            self.inbox.put(InboxItem(who, parsed, message.payload))
 
-    def _read_worker(self, link: Link, who: str, line: str) -> None:
+    def _read_worker(self, link: Link, who: str, messages: MessageSet) -> None:
+        parsed: Any = None
+
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+            nonlocal parsed
             try:
-                kind = check_said(line, who, head, payload=True)
-                room = self._place(who, head)
+                parsed = parse_worker_message(messages, who, head, payload=True)
+                room = self._place(who, parsed)
                 if room is None or room.nbytes != nbytes:
-                    raise Nonsense(f"{kind!r} with a payload of {nbytes} bytes")
-            except Nonsense as why:
+                    raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
+            except ProtocolError as why:
                 raise _told(link, why) from None
             return room
 
@@ -235,23 +256,20 @@ class Acceptor:
         while True:
             message = link.recv(place=place)
             if message.payload is None:
-                check_said(line, who, message.head, payload=False)
+                parsed = parse_worker_message(messages, who, message.head, payload=False)
             while not unheard.acquire(timeout=1.0):
                 if self._closed:
                     return
-            kind = str(message.head["k"])
-            self.inbox.put(
-                InboxItem(kind, who, message.head, message.payload, link, True, unheard.release)
-            )
+            self.inbox.put(InboxItem(who, parsed, message.payload, link, True, unheard.release))
 
 
-def _part(link: Link, why: LinkError) -> None:
+def _part(link: Link, why: ManyhandsError) -> None:
     _told(link, why)
     link.close()
 
 
 def _told(link: Link, why: Refusal) -> Refusal:
-    """`why`, after a word of it: where a payload has no place, recv() closes the link at once."""
+    """`why`, after telling the peer: where a payload has no place, recv() closes the link at once."""
     with suppress(LinkError):
-        link.send({"k": REFUSED, "why": str(why), "lost": isinstance(why, Forgotten)})
+        link.send(TO_WORKER.write(Refused(str(why), isinstance(why, WeightsUnknown))))
     return why

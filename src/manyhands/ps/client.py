@@ -24,6 +24,7 @@ from manyhands.errors import (
     LinkTimeout,
     ManyhandsError,
     PeerLost,
+    ProtocolError,
     ViewChanging,
     WeightsLost,
 )
@@ -31,8 +32,33 @@ from manyhands.hosts.activity import WAITING, Activity
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.channels import LANES, PriorityChannel, SendGate
+from manyhands.ps.decider import StartPermit
+from manyhands.ps.ledger import Contribution
 from manyhands.ps.placement import Placement
-from manyhands.ps.protocol import MALFORMED
+from manyhands.ps.protocol import (
+    FROM_LANE,
+    FROM_WORKER,
+    OPENINGS,
+    TO_WORKER,
+    AskMissing,
+    EnterView,
+    GradientRun,
+    MissingWorkers,
+    NewVersion,
+    OpenLane,
+    ParameterRun,
+    PermitMessage,
+    PullRequest,
+    PushDropped,
+    PushesEnd,
+    PushMessage,
+    Refused,
+    Rest,
+    RowGradients,
+    ViewBegun,
+    Wake,
+    made_of,
+)
 from manyhands.ps.requests import ServerRequests
 from manyhands.ps.server_connection import Push, PushOutcome, ServerConnection
 from manyhands.ps.server_state import travelling
@@ -147,8 +173,8 @@ class Client(ServerRequests):
             self._resting = False
             with self._news:
                 self._woken = False
-                self._hosts[self._lead].asked.pop("rest", None)
-            self._ask(self._lead, {"k": "wake"})
+                self._hosts[self._lead].requests.pop(Rest, None)
+            self._ask(self._lead, Wake())
             with self._waiting("being woken") as wait:
                 wait(lambda: [] if self._woken else [self._lead])
             self._seq = self._at - 1
@@ -178,25 +204,24 @@ class Client(ServerRequests):
         slot: int,
         rank: int,
     ) -> None:
-        head = {"k": "run", "seq": seq, "slot": slot, "i": i}
+        head = FROM_LANE.write(GradientRun(seq, slot, i))
         channel.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
     def push(
         self,
-        seq: int,
-        slot: int,
-        push: Sequence[Any],
+        push: Contribution,
         *,
         began: int,
         baskets: Mapping[str, memoryview] | None = None,
     ) -> None:
         """A gradient is complete; its runs were pushed, where they travel. `baskets`, by server: what
         it wants changed in tables, which travels along."""
-        head = {"k": "push", "seq": seq, "push": push, "began": began, "after": self._last_push}
+        seq = push.seq
+        message = PushMessage(push, began, after=self._last_push)
         self._last_push = seq
         self._seq, self._pushes = seq, self._pushes + 1
         with self._news:
-            pushed = self._under_way[seq] = Push(seq, slot, head, baskets or {})
+            pushed = self._under_way[seq] = Push(seq, push.slot, message, baskets or {})
             for host in self._hosts.values():
                 host.ahead.clear()
         for name in self._hosts:
@@ -206,9 +231,8 @@ class Client(ServerRequests):
 
     def _send_push(self, name: str, push: Push) -> None:
         if (basket := push.baskets.get(name)) is not None:
-            head = {"k": "basket", "seq": push.seq, "slot": push.slot, "bytes": basket.nbytes}
-            self._send(name, head, basket)
-        self._send(name, push.head)
+            self._send(name, RowGradients(push.seq, push.slot, basket.nbytes), basket)
+        self._send(name, push.message)
 
     def finish(self, seq: int) -> None:
         """Until the push is in the weights everywhere, or was left out, or need not be waited for."""
@@ -218,10 +242,10 @@ class Client(ServerRequests):
     def drain(self) -> None:
         """Until the fate of every push is known."""
         if self._under_way:
-            self._ask(self._lead, {"k": "ends"})
+            self._ask(self._lead, PushesEnd())
         with self._waiting("its last pushes", asks=self._seq) as wait:
             wait(lambda: [name for seq in self._under_way for name in self._holders(seq)])
-            self._hosts[self._lead].asked.pop("ends", None)
+            self._hosts[self._lead].requests.pop(PushesEnd, None)
 
     def pull(self) -> None:
         """Until the newest parameters are here, which others may have changed meanwhile."""
@@ -229,7 +253,7 @@ class Client(ServerRequests):
             with self._news:
                 self._pulled = set()
             for name in self._hosts:
-                self._ask(name, {"k": "pull"})
+                self._ask(name, PullRequest())
             with self._waiting("the newest parameters") as wait:
                 wait(lambda: [name for name in self._hosts if name not in self._pulled])
             self.wait_for_runs()
@@ -256,7 +280,7 @@ class Client(ServerRequests):
         """Nobody needs to wait for this worker, until its next step."""
         if not self._resting:
             self._resting = True
-            self._ask(self._lead, {"k": "rest"})
+            self._ask(self._lead, Rest())
 
     def travelling(self) -> dict[str, list[Span]]:
         """The runs that travel, by server."""
@@ -298,7 +322,7 @@ class Client(ServerRequests):
                         raise self._too_long(what, names, now - began)
                 if asks is not None and now - asked > ASK_AFTER_S:
                     asked = now
-                    self._send(self._lead, {"k": "who", "seq": asks})
+                    self._send(self._lead, AskMissing(asks))
                 self._news.wait(0.5)
 
         with self._news, self._activity.during(WAITING):
@@ -347,24 +371,34 @@ class Client(ServerRequests):
         segments = [slot.segment for slot in self._slots]
         addresses = [segment.address for segment in segments if segment is not None]
         self._all_shared = bool(addresses)
-        head = {"k": "enter", "worker": self._worker, "view": self._view, "slots": addresses}
-        link.send({**head, "baskets": self._baskets, "seen": self._seen})
+        enter = EnterView(self._worker, self._view, addresses, self._baskets, self._seen)
+        link.send(OPENINGS.write(enter))
         return link
 
     def _listen(self, host: ServerConnection) -> None:
         start_thread(self._read, host, host.link, name=f"news-{host.name}", on_error=self._fail)
 
     def _read(self, host: ServerConnection, link: Link) -> None:
+        message: Any = None
+
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            if head.get("k") != "run":
+            nonlocal message
+            message = TO_WORKER.read(head)
+            if not isinstance(message, ParameterRun):
                 return None
-            return bytes_of(host.runs[int(head["i"])].of(self._params))
+            if message.run >= len(host.runs):
+                raise ProtocolError(f"run {message.run} of {len(host.runs)}")
+            return bytes_of(host.runs[message.run].of(self._params))
 
         try:
             while True:
-                message = link.recv(place=place)
-                self._hear(host, message.head, message.payload)
-        except (BadFrame, *MALFORMED) as error:
+                frame = link.recv(place=place)
+                if frame.payload is None:
+                    message = TO_WORKER.read(frame.head)
+                    if isinstance(message, ParameterRun):
+                        raise ProtocolError("a run without its payload")
+                self._hear(host, message, frame.payload)
+        except (BadFrame, ProtocolError) as error:
             self._refuse(host, link, error)
         except LinkError as error:
             self._come_back(host, link, str(error))
@@ -411,26 +445,26 @@ class Client(ServerRequests):
                 return
         self._listen(host)
 
-    def _on_begin(self, host: ServerConnection, head: Mapping[str, Any]) -> None:
-        """The server has let this worker in, for the first time or again."""
-        layout = self._params.layout
-        placement = Placement.from_dict(head["placement"], layout=layout)
+    def _on_begin(self, host: ServerConnection, begun: ViewBegun) -> None:
+        """The server has admitted this worker, for the first time or again."""
+        record, layout = begun.placement, self._params.layout
+        placement = made_of("a placement", lambda: Placement.from_record(record, layout=layout))
         channel: list[Link] = []
         runs, keepers = travelling(placement, host.name)
         with self._news:
             self.placement = placement
-            self.homes = RowPlacement.from_dict(head["homes"]) if head["homes"] else None
+            self.homes = begun.homes
             if not host.runs:  # else it is back, and what was here still is
                 host.runs, host.arrived = runs, [-1] * len(runs)
                 if self._replica is not None:
                     host.replica = partial(self._replica, host.name)
                     mine = (i for i, keeper in enumerate(keepers) if keeper == self._worker)
                     host.kept = frozenset(mine)
-            host.travels = bool(head["travels"])
+            host.travels = begun.travels
         if host.travels:
             for _ in range(LANES):
                 link = self._dial(host.name)
-                link.send({"k": "lane", "worker": self._worker, "view": self._view})
+                link.send(OPENINGS.write(OpenLane(self._worker, self._view)))
                 channel.append(link)
         with self._news:
             host.lane_links = channel
@@ -438,17 +472,17 @@ class Client(ServerRequests):
             host.channel = (
                 PriorityChannel(channel, name=name, send_gate=self._send_gate) if channel else None
             )
-            host.version = max(host.version, int(head["v"]))
-            host.done = max(host.done, int(head["done"]))
-            self._late |= {int(seq) for seq in head["late"]} & self._under_way.keys()
-            self.ticks = max(self.ticks, int(head["ticks"]))
-            self._note_word(head)
+            host.version = max(host.version, begun.version)
+            host.done = max(host.done, begun.done)
+            self._late |= set(begun.late) & self._under_way.keys()
+            self.ticks = max(self.ticks, begun.ticks)
+            self._note_permit(begun.permit)
             host.began = True
-            self.last_parts = {(step, part) for step, part in head["last"]}
+            self.last_parts = set(begun.last)
             known = self._take_resolved()
             again = [push for push in self._under_way.values() if push.seq > host.done]
             ahead = list(host.ahead)
-            unanswered = list(host.asked.values())
+            unanswered = list(host.requests.values())
             self._news.notify_all()
         for seq, fate in known:
             self._resolved(seq, fate)
@@ -461,53 +495,50 @@ class Client(ServerRequests):
                 self._send_run(host, host.channel, i, seq, slot, i)
         for push in again:
             self._send_push(host.name, push)
-        for word, payload in unanswered:
-            self._send(host.name, word, payload)
+        for message, payload in unanswered:
+            self._send(host.name, message, payload)
 
-    def _hear(
-        self, host: ServerConnection, head: Mapping[str, Any], payload: memoryview | None
-    ) -> None:
-        kind = head.get("k")
-        if kind == "begin":
-            self._on_begin(host, head)
+    def _hear(self, host: ServerConnection, message: Any, payload: memoryview | None) -> None:
+        if isinstance(message, ViewBegun):
+            self._on_begin(host, message)
             return
         with self._news:
-            match kind:
-                case "run":
-                    i = int(head["i"])
-                    host.arrived[i] = max(host.arrived[i], int(head["v"]))
-                case "new":
-                    host.version = max(host.version, int(head["v"]))
-                    for seq, staleness, lr in head.get("own", ()):
-                        host.done = max(host.done, seq)
-                        self._fates.setdefault(seq, PushOutcome(staleness=staleness, lr=lr))
-                    self.ticks = max(self.ticks, int(head["ticks"]))
-                    self.bytes_of_servers += int(head.get("sent", 0))
-                    if "pulled" in head:
+            match message:
+                case ParameterRun(version, run):
+                    host.arrived[run] = max(host.arrived[run], version)
+                case NewVersion():
+                    host.version = max(host.version, message.version)
+                    for each in message.own:
+                        host.done = max(host.done, each.seq)
+                        outcome = PushOutcome(staleness=each.staleness, lr=each.lr)
+                        self._fates.setdefault(each.seq, outcome)
+                    self.ticks = max(self.ticks, message.ticks)
+                    self.bytes_of_servers += message.sent
+                    if message.pulled:
                         self._pulled.add(host.name)
-                        host.asked.pop("pull", None)
-                    self._note_word(head)
-                case "refused":
-                    kind = WeightsLost if head["lost"] else PeerLost
-                    self._refused = kind(f"{host.name} refused {self._worker}: {head['why']}")
-                case "late":
-                    if int(head["seq"]) in self._under_way:
-                        self._late.add(int(head["seq"]))
-                    self._note_word(head)
-                case "word":
+                        host.requests.pop(PullRequest, None)
+                    self._note_permit(message.permit)
+                case Refused(why, lost):
+                    kind = WeightsLost if lost else PeerLost
+                    self._refused = kind(f"{host.name} refused {self._worker}: {why}")
+                case PushDropped(seq, permit):
+                    if seq in self._under_way:
+                        self._late.add(seq)
+                    self._note_permit(permit)
+                case PermitMessage(permit):
                     self._woken = True
-                    host.asked.pop("wake", None)
-                    self._note_word(head)
+                    host.requests.pop(Wake, None)
+                    self._note_permit(permit)
                     self._released |= {
                         seq
                         for seq in self._under_way
                         if self._until is not None and seq < self._until
                     }
-                case "missing":
-                    self._missing = list(head["names"])
+                case MissingWorkers(names):
+                    self._missing = names
                     return
                 case _:
-                    self._hear_answer(host, str(kind), head, payload)
+                    self._hear_answer(host, message, payload)
             known = self._take_resolved()
             self._news.notify_all()
         for seq, fate in known:
@@ -524,13 +555,12 @@ class Client(ServerRequests):
             self._late.discard(seq)
         return known
 
-    def _note_word(self, head: Mapping[str, Any]) -> None:
-        if "at" in head:
-            self._at = int(head["at"])
-            self._until = None if head["until"] is None else int(head["until"])
+    def _note_permit(self, permit: StartPermit | None) -> None:
+        if permit is not None:
+            self._at, self._until = permit.at, permit.until
 
-    def _send(self, name: str, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+    def _send(self, name: str, message: Any, payload: memoryview | None = None) -> None:
         try:
-            self._hosts[name].link.send(head, payload)
+            self._hosts[name].link.send(FROM_WORKER.write(message), payload)
         except LinkError:
             pass  # its reader knows, and connects again or gives up

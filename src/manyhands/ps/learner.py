@@ -320,9 +320,21 @@ class PsLearner(Learner):
         if not self._rounds or not self._config.lockstep:
             report.resolved = False
             self._reports[seq] = report
-        push = [self.me.name, seq, slot, share.step, share.part, samples, total,
-                parts, 0, scale, self.train_state.lr_factor, self.train_state.ticks, loss]  # fmt: skip
-        client.push(seq, slot, push, began=version, baskets=self._packed)
+        push = Contribution(
+            self.me.name,
+            seq,
+            slot,
+            share.step,
+            share.part,
+            samples,
+            total,
+            parts,
+            scale=scale,
+            lr_factor=self.train_state.lr_factor,
+            ticks=self.train_state.ticks,
+            loss=loss,
+        )
+        client.push(push, began=version, baskets=self._packed)
 
     def _resolve(self, seq: int, fate: PushOutcome) -> None:
         """What became of a push; in a thread of the client's."""

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Annotated
+
+from manyhands.transport.fields import Finite, Weight, at_least, at_most
 
 KEEP_PUSHES = 64
 """Decisions are remembered for so many pushes, and four more for each worker: it has at most two under
@@ -25,31 +27,59 @@ KEEP_PARTS = 4096
 """A worker reports several times a second; this many parts are not applied in between."""
 
 
+MAX_NUMBER = (1 << 53) - 1
+MAX_TICKS = 1 << 16
+"""More steps of a schedule than any batch is."""
+
+
+def _share(value: tuple[int, int]) -> tuple[int, int]:
+    if not (0 <= value[0] <= value[1] <= MAX_NUMBER and value[1] > 0):
+        raise ValueError("is not a part of a batch")
+    return value
+
+
+def _progress(value: tuple[int, int]) -> tuple[int, int]:
+    if value[0] < 0 or value[1] <= 0:
+        raise ValueError("is not a number of steps")
+    return value
+
+
+def _positive(value: float) -> float:
+    if not 0 < value <= MAX_NUMBER:
+        raise ValueError("is not positive")
+    return value
+
+
+Index = Annotated[int, at_least(0), at_most(MAX_NUMBER)]
+Number = Annotated[int, at_least(1), at_most(MAX_NUMBER)]
+"""As Index, counted from 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contribution:
     """A worker's gradient in an update: one push."""
 
     worker: str
-    seq: int
-    slot: int = 0
+    seq: Number
+    slot: Index = 0
     """Which of the worker's gradient buffers holds it."""
-    step: int = 0
-    part: int = 0
-    samples: float = 1.0
+    step: Index = 0
+    part: Index = 0
+    samples: Weight = 1.0
     """Its weight: the number of samples, or the job's own weights."""
-    total: float = 1.0
+    total: Annotated[float, _positive] = 1.0
     """What the gradient was divided by already."""
-    share: tuple[int, int] = (1, 1)
+    share: Annotated[tuple[int, int], _share] = (1, 1)
     """The part of a batch that it is, as a fraction."""
-    staleness: int = 0
+    staleness: Index = 0
     """Updates applied since the worker got the weights of this step."""
-    scale: float = 1.0
+    scale: Weight = 1.0
     """Factor set by the policy, and by clipping on the worker."""
-    lr_factor: float = 1.0
+    lr_factor: Annotated[float, _positive] = 1.0
     """Factor on the learning rate of its step."""
-    ticks: int = 1
+    ticks: Annotated[Index, at_most(MAX_TICKS)] = 1
     """Schedule steps that its whole batch counts as."""
-    loss: float = 0.0
+    loss: Finite = 0.0
     """Sum of its losses, each times its weight: the worker may die before it reports them."""
 
     @property
@@ -58,19 +88,16 @@ class Contribution:
         return self.worker, self.seq
 
 
-_FIELDS = tuple(each.name for each in fields(Contribution))
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
-    version: int
+    version: Number
     """The version that it makes."""
     contributions: tuple[Contribution, ...]
     """In rank order: the order in which they are added."""
-    lr_scale: float = 1.0
-    progress: tuple[int, int] = (0, 1)
+    lr_scale: Finite = 1.0
+    progress: Annotated[tuple[int, int], _progress] = (0, 1)
     """Steps of the schedule after it, since training began, as a fraction: mostly one a batch."""
-    factor: float = 1.0
+    factor: Finite = 1.0
     """What clipping multiplied the sum by; known once it is applied."""
 
     @property
@@ -97,30 +124,16 @@ class Decision:
             for g in self.contributions
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "v": self.version,
-            "contributions": [[getattr(g, name) for name in _FIELDS] for g in self.contributions],
-            "lr": self.lr_scale,
-            "progress": self.progress,
-            "factor": self.factor,
-        }
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Decision:
-        contributions = tuple(
-            Contribution(str(w), int(q), int(slot), int(step), int(part), float(n), float(t), _pair(share),
-                  int(stale), float(scale), float(factor), int(ticks), float(loss))
-            for w, q, slot, step, part, n, t, share, stale, scale, factor, ticks, loss
-            in record["contributions"]
-        )  # fmt: skip
-        return cls(
-            int(record["v"]),
-            contributions,
-            float(record["lr"]),
-            _pair(record["progress"]),
-            float(record["factor"]),
-        )
+@dataclass(frozen=True)
+class LedgerRecord:
+    """A ledger as it is sent: see Ledger."""
+
+    version: Index
+    progress: Fraction
+    counts: Mapping[str, Index]
+    decisions: Sequence[Decision]
+    parts: Sequence[tuple[int, int, float, float]]
 
 
 @dataclass
@@ -166,28 +179,17 @@ class Ledger:
         """What was applied after `version`, up to `last`."""
         return [d for d in self.after(version) if d.version <= last] if last > version else []
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "version": self.version,
-            "progress": [self.progress.numerator, self.progress.denominator],
-            "counts": dict(self.counts),
-            "decisions": [d.to_dict() for d in self.decisions],
-            "parts": [list(part) for part in self.parts],
-        }
+    def to_record(self) -> LedgerRecord:
+        return LedgerRecord(
+            self.version, self.progress, dict(self.counts), tuple(self.decisions), tuple(self.parts)
+        )
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Ledger:
-        ledger = cls(
-            int(record["version"]),
-            Fraction(*_pair(record["progress"])),
-            Counter({str(k): int(n) for k, n in record["counts"].items()}),
-        )
-        ledger.decisions.extend(Decision.from_dict(d) for d in record["decisions"])
+    def from_record(cls, record: LedgerRecord) -> Ledger:
+        ledger = cls(record.version, record.progress, Counter(record.counts))
+        ledger.decisions.extend(record.decisions)
         ledger._kept = sum(len(d.contributions) for d in ledger.decisions)
-        ledger.parts.extend(
-            (int(step), int(part), float(weight), float(loss))
-            for step, part, weight, loss in record["parts"]
-        )
+        ledger.parts.extend(record.parts)
         return ledger
 
 
@@ -202,8 +204,3 @@ def lr_factor(contributions: Sequence[Contribution]) -> float:
         return first
     whole = sum(g.samples for g in contributions)
     return sum(g.lr_factor * g.samples for g in contributions) / whole if whole else first
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    first, second = value
-    return int(first), int(second)

@@ -30,11 +30,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events.units import plural, size
 from manyhands.ps.blocks import Block, BlockLayout
+from manyhands.transport.fields import Count, Finite
 
 SLACK = 0.05
 """So far from its share a server may be before shards move for it."""
@@ -44,6 +44,18 @@ STRIPES = 4
 """Between hosts each server has so many runs of neighbours, all over the model."""
 GAIN = 0.01
 """What moving past a target, or more runs of neighbours, must bring: so much of a share."""
+
+
+@dataclass(frozen=True)
+class PlacementRecord:
+    """A placement as it is sent: see Placement."""
+
+    layout: str
+    """The digest of its layout."""
+    servers: tuple[str, ...]
+    shares: tuple[Finite, ...]
+    firsts: tuple[Count, ...]
+    seconds: tuple[Count, ...] | None
 
 
 @dataclass(frozen=True)
@@ -89,38 +101,25 @@ class Placement:
         """How far the server furthest off its share is, in parts of that share."""
         return self._spread.worst()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "layout": self.layout.digest,
-            "servers": list(self.servers),
-            "shares": list(self.shares),
-            "firsts": list(self.firsts),
-            "seconds": None if self.seconds is None else list(self.seconds),
-        }
+    def to_record(self) -> PlacementRecord:
+        return PlacementRecord(
+            self.layout.digest, self.servers, self.shares, self.firsts, self.seconds
+        )
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], *, layout: BlockLayout) -> Placement:
-        """What `to_dict` gave, of the same layout."""
-        if record.get("layout") != layout.digest:
+    def from_record(cls, record: PlacementRecord, *, layout: BlockLayout) -> Placement:
+        """What `to_record` returned, for the same layout."""
+        if record.layout != layout.digest:
             raise ManyhandsError(
-                f"This placement is of layout {record.get('layout')!r}, and the model here has layout "
+                f"This placement is of layout {record.layout!r}, and the model here has layout "
                 f"{layout.digest!r}: all members must build the same model from the same job file."
             )
-        try:
-            servers = tuple(str(name) for name in record["servers"])
-            shares = tuple(float(share) for share in record["shares"])
-            firsts, *rest = (
-                tuple(int(number) for number in numbers)
-                for numbers in (record["firsts"], record["seconds"])
-                if numbers is not None
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ManyhandsError(f"This is not a placement: {error!r}.") from error
-        whole = all(len(numbers) == len(layout.shards) for numbers in (firsts, *rest))
-        known = all(0 <= number < len(servers) for numbers in (firsts, *rest) for number in numbers)
-        if not (whole and known and len(shares) == len(servers)):
+        columns = [each for each in (record.firsts, record.seconds) if each is not None]
+        whole = all(len(numbers) == len(layout.shards) for numbers in columns)
+        known = all(number < len(record.servers) for numbers in columns for number in numbers)
+        if not (whole and known and len(record.shares) == len(record.servers)):
             raise ManyhandsError("This is not a placement: its shards and servers do not fit.")
-        return cls(layout, servers, shares, firsts, rest[0] if rest else None)
+        return cls(layout, record.servers, record.shares, record.firsts, record.seconds)
 
     def describe(self) -> str:
         """For the banner: "2 servers, 3.7 MB each (4 blocks and 4), replicas on the other"."""

@@ -1,270 +1,456 @@
-"""What workers and other servers may say to a server, field by field. Pure.
+"""The messages between workers and servers: one frozen dataclass each. Pure.
 
-Whoever has the run's key may speak, and may still be broken. So each message is checked when it comes in,
-by the thread that reads it: the server's own thread gets none that is not as it should be. What is wrong
-is Nonsense: nothing of it is used, the connection that it came by is closed, its sender is told why, and the
-coordinator is asked to end it: else all others would wait for it.
+The first message says what a connection is for: `enter` for a worker's control messages, `lane` for its bulk
+data, `peer` for the link between two servers.
 
-A connection is for what its first word says: `enter` for words, `lane` for bulk, `peer` between servers.
+    worker to server    enter           its gradients in shared memory, or none; what it has seen
+                        push            a gradient is complete; `run` + payload: a piece of it, on a lane
+                        rest, wake      no need to wait for this worker; it continues
+                        ends            no push of this worker follows for now
+                        who             which workers does the next step wait for?
+                        pull            asks for the newest parameters
+                        buffers         the first worker's statistics, for all
+                        basket, rows    gradients of table rows; asks for rows
+                        state, table_state  ask for the state of the optimizer, or of tables
+    server to worker    begin           the view begins: placement, version, what became of earlier pushes
+                        new             a version, and which of the worker's pushes it has
+                        run + payload   parameters, on a lane
+                        late            a push was dropped
+                        word            which step may begin
+                        missing         the answer to `who`
+                        tensor, state_end   the answer to `state` and `table_state`
+                        refused         the last message to a peer that broke the protocol
+    server to server    status, plan, tensor, moved, go             a view begins: see view_change.py
+                        had             to the leader: I have this push
+                        decide          from the leader: apply this
+                        norm, replica, held, taken, commit          one update: see updates.py
 
-What only the server's state can tell is checked there: which slots and runs there are (worker_session.py),
-which push is due (decider.py), whose turn it is when a view begins (view_change.py), which update is under
-way (updates.py).
-What a server may decide, such as the numbers that it adds to its own blocks, the others believe.
+Whoever has the run's key may connect, and may still be broken. So each message is parsed when it arrives,
+by the thread that reads the connection: the server's own thread never sees one with a wrong field. A wrong
+message is a ProtocolError: nothing of it is used, its connection is closed, its sender is told why, and the
+coordinator is asked to end the sender: all others would wait for it.
+
+Some checks need the server's state and are made there: which slots and runs exist (worker_session.py), which
+push is due (decider.py), whose turn it is when a view begins (view_change.py), which update is in progress
+(updates.py). Servers trust each other's decisions, such as the numbers that a server adds to its own blocks.
 """
 
 from __future__ import annotations
 
-import math
-import reprlib
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from manyhands.errors import LinkError, ManyhandsError
-from manyhands.ps.ledger import Contribution
+from manyhands.embeddings.row_placement import RowPlacement
+from manyhands.errors import ManyhandsError, ProtocolError
+from manyhands.ps.decider import StartPermit
+from manyhands.ps.ledger import Contribution, Decision, Index, Number
+from manyhands.ps.placement import PlacementRecord
+from manyhands.ps.recovery_plan import PlanRecord, ServerStatus
+from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, max_length
 
-PEER, ENTER, LANE = "peer", "enter", "lane"
-REFUSED = "refused"
-"""The kind of the last word to a worker that talks nonsense; it has the fields `why` and
-`lost`: whether the weights are, and nobody is to blame."""
-
-_LARGEST = 1 << 53
 SPARSE_BYTES = 256 << 20
-"""At most, of ids or gradients of rows in one message."""
-_MANY = 16
+"""Limit for the ids or gradients of rows in one message."""
+MAX_SLOTS = 16
 """More slots than any policy has."""
-_TICKS = 1 << 16
-"""More steps of a schedule than any batch is."""
+
+Addresses = Annotated[list[Annotated[str, max_length(100)]], max_length(MAX_SLOTS)]
+"""Of segments of shared memory."""
+SparseBytes = Annotated[int, at_least(1), at_most(SPARSE_BYTES)]
 
 
-MALFORMED = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+class WeightsUnknown(ProtocolError):
+    """A worker has seen weights that no server of its view knows: they are lost."""
+
+
+# The first message of a connection ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnterView:
+    worker: str
+    view: Index
+    slots: Addresses
+    """Its gradient buffers in shared memory; empty if gradients are sent."""
+    baskets: Addresses
+    """Likewise, gradients of table rows."""
+    seen: Index
+    """The newest version that it has seen."""
+
+    @property
+    def sender(self) -> str:
+        return self.worker
+
+
+@dataclass(frozen=True)
+class OpenLane:
+    """One more connection of a worker, for bulk data."""
+
+    worker: str
+    view: Index
+
+    @property
+    def sender(self) -> str:
+        return self.worker
+
+
+@dataclass(frozen=True)
+class PeerHello:
+    server: str
+    view: Index
+    sums: Addresses
+    """Its sums in shared memory."""
+    undo: Addresses
+    """Where it keeps table rows as they were; empty if it changes none."""
+
+    @property
+    def sender(self) -> str:
+        return self.server
+
+
+# From workers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PushMessage:
+    """A gradient is complete."""
+
+    push: Contribution
+    began: Index
+    """The version that it was computed with."""
+    after: Index
+    """The worker's push before it."""
+
+    def __post_init__(self) -> None:
+        if self.push.staleness:
+            raise ValueError("only the leader sets the staleness")
+        if self.push.scale > 1:
+            raise ValueError(f"a scale of {self.push.scale}, over 1")
+        if self.after >= self.push.seq:
+            raise ValueError(f"push {self.push.seq} follows push {self.after}")
+
+
+@dataclass(frozen=True)
+class GradientRun:
+    """A piece of a gradient, with its numbers as the payload."""
+
+    seq: Number
+    slot: Index
+    run: Index
+
+
+@dataclass(frozen=True)
+class AskMissing:
+    """Which workers does the step after `seq` wait for?"""
+
+    seq: Index
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Buffers of the first worker's model, such as those of batch normalization; the leader forwards them."""
+
+    tag: Index
+    """Tells one exchange from another."""
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of table rows, sent before their push."""
+
+    seq: Number
+    slot: Index
+    bytes: SparseBytes
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """Asks for rows; the payload has their ids."""
+
+    tag: Index
+    table: str
+    bytes: SparseBytes
+
+
+@dataclass(frozen=True)
+class TableStateRequest:
+    since: Index
+    """0: all rows; else those touched in this step or later."""
+
+
+@dataclass(frozen=True)
+class StateRequest:
+    pass
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    pass
+
+
+@dataclass(frozen=True)
+class Rest:
+    pass
+
+
+@dataclass(frozen=True)
+class Wake:
+    pass
+
+
+@dataclass(frozen=True)
+class PushesEnd:
+    pass
+
+
+# To workers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a connection is closed."""
+
+    why: str
+    lost: bool
+    """If true, the weights are lost, and the receiver is not to blame."""
+
+
+@dataclass(frozen=True)
+class ViewBegun:
+    version: Index
+    ticks: Index
+    done: Index
+    """The worker's last push that is in the weights."""
+    late: Sequence[Index]
+    """Its last pushes that were dropped."""
+    last: Sequence[tuple[Index, int]]
+    """(step, part) of the last update."""
+    travels: bool
+    """If true, gradients and parameters are sent over lanes."""
+    placement: PlacementRecord
+    homes: RowPlacement | None
+    """Where table rows are, if they are served."""
+    permit: StartPermit | None
+
+
+@dataclass(frozen=True)
+class AppliedPush:
+    seq: Number
+    staleness: Index
+    lr: float
+
+
+@dataclass(frozen=True)
+class NewVersion:
+    version: Index
+    ticks: Index
+    own: Sequence[AppliedPush] = ()
+    """The worker's pushes in it."""
+    sent: int = 0
+    """Bytes that this server has sent since it last told this worker."""
+    pulled: bool = False
+    """If true, this answers a pull."""
+    permit: StartPermit | None = None
+
+
+@dataclass(frozen=True)
+class ParameterRun:
+    """A piece of the parameters, with its numbers as the payload."""
+
+    version: Index
+    run: Index
+
+
+@dataclass(frozen=True)
+class PushDropped:
+    seq: Number
+    permit: StartPermit | None
+
+
+@dataclass(frozen=True)
+class PermitMessage:
+    permit: StartPermit | None
+
+
+@dataclass(frozen=True)
+class MissingWorkers:
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
+class RowsAnswer:
+    """Rows of a request, as the payload."""
+
+    tag: Index
+
+
+@dataclass(frozen=True)
+class StateEnd:
+    """All tensors of an answer were sent."""
+
+    of: Literal["state", "table_state"]
+
+
+# Between servers ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorMessage:
+    """The state of a block, or one of its tensors as the payload: see tensor_messages.py."""
+
+    block: Index
+    role: str
+    state: str | None = None
+    """The encoded state, in the first message of a block."""
+
+
+@dataclass(frozen=True)
+class PlanMessage:
+    plan: PlanRecord
+
+
+@dataclass(frozen=True)
+class Moved:
+    pass
+
+
+@dataclass(frozen=True)
+class Go:
+    pass
+
+
+@dataclass(frozen=True)
+class PushReceived:
+    push: PushMessage
+
+
+@dataclass(frozen=True)
+class Decide:
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class PartialNorm:
+    version: Number
+    value: Weight
+    """The squared norm of this server's part of the gradient."""
+
+
+@dataclass(frozen=True)
+class ReplicaSum:
+    """A piece of a sum, as the payload; or the decision that it belongs to; or both."""
+
+    version: Number
+    run: Index | None = None
+    decision: Decision | None = None
+    anew: bool = False
+    """If true, pieces sent before are void."""
+
+
+@dataclass(frozen=True)
+class SumHeld:
+    version: Number
+    owner: str
+
+
+@dataclass(frozen=True)
+class SumTaken:
+    version: Number
+
+
+@dataclass(frozen=True)
+class Commit:
+    version: Number
+
+
+Opening = EnterView | OpenLane | PeerHello
+
+OPENINGS = MessageSet({"enter": EnterView, "lane": OpenLane, "peer": PeerHello}, strict=True)
+FROM_WORKER = MessageSet(
+    {
+        "push": PushMessage,
+        "who": AskMissing,
+        "buffers": Statistics,
+        "basket": RowGradients,
+        "rows": RowsRequest,
+        "table_state": TableStateRequest,
+        "rest": Rest,
+        "wake": Wake,
+        "ends": PushesEnd,
+        "pull": PullRequest,
+        "state": StateRequest,
+    },
+    strict=True,
 )
-"""What reading a message raises that has other fields than it should."""
-
-
-class Nonsense(LinkError):
-    """A message that no worker of ours sends."""
-
-
-class Forgotten(Nonsense):
-    """A worker has seen weights that no server of its view knows of: they are lost."""
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
-
-
-def _counted(value: Any) -> bool:
-    return _whole(value) and value > 0
-
-
-def _amount(value: Any) -> bool:
-    """A finite number, 0 or more; NaN is in no range."""
-    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
-
-
-def _positive(value: Any) -> bool:
-    return _amount(value) and 0 < value < _LARGEST
-
-
-def _factor(value: Any) -> bool:
-    return _amount(value) and value <= 1
-
-
-def _number(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value)
-
-
-def _ticks(value: Any) -> bool:
-    return _whole(value) and value <= _TICKS
-
-
-def _fraction(value: Any) -> bool:
-    """A part of one batch: the schedule is moved on by it."""
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and _whole(value[0])
-        and _counted(value[1])
-        and value[0] <= value[1]
-    )
-
-
-def _name(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _addresses(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MANY
-        and all(isinstance(each, str) and len(each) <= 100 for each in value)
-    )
-
-
-def _sparse(value: Any) -> bool:
-    return _counted(value) and value <= SPARSE_BYTES
-
-
-def _nothing(value: Any) -> bool:
-    return type(value) is int and value == 0
-
-
-def _record(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _anything(value: Any) -> bool:
-    return True
-
-
-Check = Callable[[Any], bool]
-
-_CONTRIBUTION: Mapping[str, Check] = {
-    "worker": _name,
-    "seq": _counted,
-    "slot": _whole,
-    "step": _whole,
-    "part": _whole,
-    "samples": _amount,
-    "total": _positive,
-    "share": _fraction,
-    "staleness": _nothing,  # the lead's to say
-    "scale": _factor,
-    "lr_factor": _positive,
-    "ticks": _ticks,
-    "loss": _number,
-}
-"""A push is a list of these: a Contribution, in the order of its fields."""
-
-
-def _push(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == len(_CONTRIBUTION)
-        and all(check(each) for check, each in zip(_CONTRIBUTION.values(), value, strict=True))
-    )
-
-
-_FIRST: Mapping[str, Mapping[str, Check]] = {
-    ENTER: {
-        "worker": _name,
-        "view": _whole,
-        "slots": _addresses,
-        "baskets": _addresses,
-        "seen": _whole,
+FROM_LANE = MessageSet({"run": GradientRun}, strict=True)
+TO_WORKER = MessageSet(
+    {
+        "refused": Refused,
+        "begin": ViewBegun,
+        "new": NewVersion,
+        "run": ParameterRun,
+        "late": PushDropped,
+        "word": PermitMessage,
+        "missing": MissingWorkers,
+        "buffers": Statistics,
+        "rows": RowsAnswer,
+        "tensor": TensorMessage,
+        "state_end": StateEnd,
     },
-    LANE: {"worker": _name, "view": _whole},
-    PEER: {"server": _name, "view": _whole, "sums": _addresses, "undo": _addresses},
-}
-_SAYS: Mapping[str, Mapping[str, Mapping[str, Check]]] = {
-    ENTER: {
-        "push": {"seq": _counted, "push": _push, "began": _whole, "after": _whole},
-        "who": {"seq": _whole},
-        "buffers": {"tag": _whole},
-        "basket": {"seq": _counted, "slot": _whole, "bytes": _sparse},
-        "rows": {"tag": _whole, "table": _name, "bytes": _sparse},
-        "table_state": {"tag": _whole, "since": _whole},
-        "rest": {},
-        "wake": {},
-        "ends": {},
-        "pull": {},
-        "state": {},
+    strict=True,
+)
+BETWEEN_SERVERS = MessageSet(
+    {
+        "peer": PeerHello,
+        "status": ServerStatus,
+        "plan": PlanMessage,
+        "tensor": TensorMessage,
+        "moved": Moved,
+        "go": Go,
+        "had": PushReceived,
+        "decide": Decide,
+        "norm": PartialNorm,
+        "replica": ReplicaSum,
+        "held": SumHeld,
+        "taken": SumTaken,
+        "commit": Commit,
+        "refused": Refused,
     },
-    LANE: {"run": {"seq": _counted, "slot": _whole, "i": _whole}},
-}
-_CARRIES = ("run", "buffers", "basket", "rows")
+    strict=True,
+)
+CARRY_PAYLOAD = (GradientRun, Statistics, RowGradients, RowsRequest)
+"""Messages of workers that need a payload; the others must not have one."""
 
-
-_TELLS: Mapping[str, Mapping[str, Check]] = {
-    PEER: _FIRST[PEER],
-    "status": dict.fromkeys(
-        ("server", "host", "view", "prepared", "placement", "ledger", "replicas", "seen", "homes"),
-        _anything,
-    ),
-    "plan": {"plan": _record},
-    "block": {"n": _whole, "role": _name},
-    "moved": {},
-    "go": {},
-    "had": _SAYS[ENTER]["push"],
-    "decide": {"decision": _record},
-    "norm": {"v": _counted, "value": _amount},
-    "replica": {"v": _counted},
-    "held": {"v": _counted, "owner": _name},
-    "taken": {"v": _counted},
-    "commit": {"v": _counted},
-    REFUSED: {"why": _name, "lost": _flag},
-}
-"""Between servers."""
-_MAY_TELL: Mapping[str, Mapping[str, Check]] = {
-    "block": {"state": _name},
-    "replica": {"i": _whole, "decision": _record, "anew": _flag},
-}
-"""Fields that are not in every message of a kind."""
 Made = TypeVar("Made")
 
 
-def check_first(head: Mapping[str, Any]) -> tuple[str, str]:
-    """The kind of a connection and who is at its other end, by the first word there."""
-    kind = _fitting(head, _FIRST)
-    return kind, str(head["server" if kind == PEER else "worker"])
+def parse_worker_message(
+    messages: MessageSet, worker: str, head: Mapping[str, Any], *, payload: bool
+) -> Any:
+    """Parse a message of `worker` that is not the first of its connection."""
+    message = messages.read(head)
+    if payload != isinstance(message, CARRY_PAYLOAD):
+        raise ProtocolError(
+            f"{messages.name_of(message)!r} with{'' if payload else 'out'} a payload"
+        )
+    if isinstance(message, PushMessage) and message.push.worker != worker:
+        raise ProtocolError(f"a push of {message.push.worker[:80]!r}, sent by {worker}")
+    return message
 
 
-def check_said(line: str, who: str, head: Mapping[str, Any], *, payload: bool) -> str:
-    """The kind of a later word of `who`, on a connection of the kind `line`."""
-    kind = _fitting(head, _SAYS[line])
-    if payload != (kind in _CARRIES):
-        raise Nonsense(f"{kind!r} with{'' if payload else 'out'} a payload")
-    if kind == "push":
-        given = contribution_of(head["push"])
-        if given.worker != who or given.seq != head["seq"] or head["after"] >= head["seq"]:
-            raise Nonsense(f"push {head['seq']} of {who} is {reprlib.repr(head)}")
-    return kind
+def kind_of(message: object) -> str:
+    """The kind of any message, for errors."""
+    sets = (OPENINGS, FROM_WORKER, FROM_LANE, TO_WORKER, BETWEEN_SERVERS)
+    return next(name for each in sets for name, kind in each.kinds.items() if type(message) is kind)
 
 
-def check_told(head: Mapping[str, Any]) -> str:
-    """The kind of a message of another server."""
-    return _fitting(head, _TELLS, _MAY_TELL)
+_MALFORMED = (ManyhandsError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
+              TypeError, ValueError)  # fmt: skip
 
 
-def made_of(what: str, make: Callable[[], Made]) -> Made:
-    """What a record that came over the network is of."""
+def made_of(name: str, make: Callable[[], Made]) -> Made:
+    """Build an object from a record that was received; its own checks become ProtocolErrors."""
     try:
         return make()
-    except (ManyhandsError, *MALFORMED) as error:
-        raise Nonsense(f"{what} that is none: {error!r}") from error
-
-
-def contribution_of(record: Any) -> Contribution:
-    """A push as its worker says it."""
-    worker, seq, slot, step, part, samples, total, share, *others = record
-    staleness, scale, factor, ticks, loss = others
-    return Contribution(
-        *(worker, seq, slot, step, part, float(samples), float(total), (share[0], share[1])),
-        *(staleness, float(scale), float(factor), ticks, float(loss)),
-    )
-
-
-def _fitting(
-    head: Mapping[str, Any],
-    kinds: Mapping[str, Mapping[str, Check]],
-    more: Mapping[str, Mapping[str, Check]] | None = None,
-) -> str:
-    kind = head.get("k")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise Nonsense(f"{reprlib.repr(kind)}, where {', '.join(sorted(kinds))} may be said")
-    optional = (more or {}).get(kind, {})
-    fields = {**kinds[kind], **{name: c for name, c in optional.items() if name in head}}
-    if head.keys() != {"k", *fields}:
-        said = reprlib.repr(sorted(head.keys() - {"k"}))
-        raise Nonsense(f"{kind!r} with the fields {said}, where {sorted(fields)} belong")
-    for name, check in fields.items():
-        if not check(head[name]):
-            raise Nonsense(f"{kind!r} with {name} {reprlib.repr(head[name])}")
-    return kind
+    except _MALFORMED as error:
+        raise ProtocolError(f"{name}: {error}") from error

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from manyhands.embeddings.row_placement import RowMove, RowPlacement
 from manyhands.errors import WeightsLost
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.ledger import Ledger
-from manyhands.ps.placement import Placement, place
+from manyhands.ps.ledger import Ledger, LedgerRecord
+from manyhands.ps.placement import Placement, PlacementRecord, place
+from manyhands.transport.fields import Count
 
 
 @dataclass(frozen=True)
@@ -28,47 +29,44 @@ class ServerStatus:
 
     server: str
     host: str
-    view: int
+    view: Count
     """The last view that it heard go of; 0: it has just come, and holds nothing."""
-    prepared: int
+    prepared: Count
     """A later view for which it had all that it should hold, and has not heard go; else 0."""
-    placement: Mapping[str, Any] | None
+    placement: PlacementRecord | None
     """Of `view`."""
-    ledger: Mapping[str, Any]
+    ledger: LedgerRecord
     """With all decisions that anything here has applied."""
     replicas: Mapping[str, int]
     """How far it can bring the replicas that it keeps for each server, by the word of `view`."""
-    seen: int = 0
+    seen: Count = 0
     """The newest version of the parameters that it has had before its eyes."""
-    homes: Mapping[str, Any] | None = None
+    homes: RowPlacement | None = None
     """Where rows of tables are, by the word of `view`; None where there are none, or memory is shared."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> ServerStatus:
-        return cls(
-            server=str(record["server"]),
-            host=str(record["host"]),
-            view=int(record["view"]),
-            prepared=int(record["prepared"]),
-            placement=record["placement"],
-            ledger=record["ledger"],
-            replicas={str(k): int(v) for k, v in record["replicas"].items()},
-            seen=int(record["seen"]),
-            homes=record["homes"],
-        )
 
 
 @dataclass(frozen=True)
 class BlockMove:
     """A shard that one server gives to another."""
 
-    shard: int
+    shard: Count
     source: str
     target: str
     role: Literal["own", "replica"]
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """A plan as it is sent: see RecoveryPlan."""
+
+    standing: Count
+    ledger: LedgerRecord
+    previous: PlacementRecord | None
+    placement: PlacementRecord
+    moves: tuple[BlockMove, ...]
+    stale: tuple[tuple[str, str], ...]
+    homes: RowPlacement | None
+    row_moves: tuple[RowMove, ...]
 
 
 @dataclass(frozen=True)
@@ -86,30 +84,30 @@ class RecoveryPlan:
     """Where rows of tables are from now on, where memory is not shared."""
     row_moves: tuple[RowMove, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "standing": self.standing,
-            "ledger": self.ledger.to_dict(),
-            "previous": self.previous.to_dict() if self.previous else None,
-            "placement": self.placement.to_dict(),
-            "moves": [[m.shard, m.source, m.target, m.role] for m in self.moves],
-            "stale": [list(pair) for pair in self.stale],
-            "homes": self.homes.to_dict() if self.homes else None,
-            "row_moves": [[m.shard, m.source, m.target] for m in self.row_moves],
-        }
+    def to_record(self) -> PlanRecord:
+        return PlanRecord(
+            self.standing,
+            self.ledger.to_record(),
+            self.previous.to_record() if self.previous else None,
+            self.placement.to_record(),
+            self.moves,
+            self.stale,
+            self.homes,
+            self.row_moves,
+        )
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], layout: BlockLayout) -> RecoveryPlan:
-        previous = record["previous"]
+    def from_record(cls, record: PlanRecord, layout: BlockLayout) -> RecoveryPlan:
+        previous = record.previous
         return cls(
-            int(record["standing"]),
-            Ledger.from_dict(record["ledger"]),
-            Placement.from_dict(previous, layout=layout) if previous else None,
-            Placement.from_dict(record["placement"], layout=layout),
-            tuple(BlockMove(int(s), str(a), str(b), role) for s, a, b, role in record["moves"]),
-            tuple((str(keeper), str(owner)) for keeper, owner in record["stale"]),
-            RowPlacement.from_dict(record["homes"]) if record["homes"] else None,
-            tuple(RowMove(int(s), str(a), str(b)) for s, a, b in record["row_moves"]),
+            record.standing,
+            Ledger.from_record(record.ledger),
+            Placement.from_record(previous, layout=layout) if previous else None,
+            Placement.from_record(record.placement, layout=layout),
+            record.moves,
+            record.stale,
+            record.homes,
+            record.row_moves,
         )
 
 
@@ -124,15 +122,15 @@ def make_plan(
         if any(status.seen for status in statuses):
             raise WeightsLost("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
-        ledger = Ledger.from_dict(statuses[0].ledger)
+        ledger = Ledger.from_record(statuses[0].ledger)
         homes = RowPlacement.fresh(servers, replicas=replicas) if rows else None
         return RecoveryPlan(0, ledger, None, placement, (), homes=homes)
     # Who was prepared for the standing view holds what it should there, though it did not hear go.
     having = [s for s in statuses if standing in (s.view, s.prepared)]
-    newest = max(having, key=lambda status: int(status.ledger["version"]))
+    newest = max(having, key=lambda status: status.ledger.version)
     first = next(s for s in having if s.view == standing)
     assert first.placement is not None
-    previous = Placement.from_dict(first.placement, layout=layout)
+    previous = Placement.from_record(first.placement, layout=layout)
     placement = place(layout, servers, previous=previous, replicas=replicas, hosts=hosts)
     moves: list[BlockMove] = []
     by_name = {status.server: status for status in having}
@@ -143,11 +141,11 @@ def make_plan(
         for target, role in zip(placement.holders(shard), roles, strict=False):
             if target not in good:
                 moves.append(BlockMove(shard, good[0], target, role))
-    ledger = Ledger.from_dict(newest.ledger)
+    ledger = Ledger.from_record(newest.ledger)
     plan = RecoveryPlan(standing, ledger, previous, placement, tuple(moves), stale)
     if first.homes is None:
         return plan
-    before, having_rows = RowPlacement.from_dict(first.homes), list(by_name)
+    before, having_rows = first.homes, list(by_name)
     homes = before.after(servers, having_rows, replicas=replicas)
     return replace(plan, homes=homes, row_moves=tuple(homes.moves_from(before, having_rows)))
 
@@ -162,7 +160,7 @@ def _stale(
             # Who was prepared for the standing view has got everything anew, and nothing happened since.
             if keeper.view == standing:
                 reach = keeper.replicas.get(owner, -1)
-                wanted = int(having[owner].ledger["version"]) if owner in having else 0
+                wanted = having[owner].ledger.version if owner in having else 0
                 if reach < wanted:
                     yield keeper.server, owner
 

@@ -1,7 +1,7 @@
-"""What a worker asks servers for, beside its steps: the optimizer's state, rows of tables, statistics.
+"""What a worker requests from servers, beside its steps: the optimizer's state, table rows, statistics.
 
-The part of a Client that waits for answers. What was asked and is not answered is asked again when a
-connection is made again.
+The part of a Client that waits for answers. A request without an answer is sent again when a connection is
+made again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from manyhands.errors import ProtocolError
+from manyhands.ps.protocol import (
+    RowsAnswer,
+    RowsRequest,
+    StateEnd,
+    StateRequest,
+    Statistics,
+    TableStateRequest,
+    TensorMessage,
+)
 from manyhands.ps.server_connection import ServerConnection
 from manyhands.ps.tensor_messages import TensorMessages
 
@@ -34,32 +44,30 @@ class ServerRequests(ABC):
     def _waiting(self, what: str, *, asks: int | None = None) -> AbstractContextManager[Wait]: ...
 
     @abstractmethod
-    def _send(
-        self, name: str, head: Mapping[str, Any], payload: memoryview | None = None
-    ) -> None: ...
+    def _send(self, name: str, message: Any, payload: memoryview | None = None) -> None: ...
 
     def states(self) -> TensorMessages:
         """What the servers' optimizers remember."""
-        return self._ask_all({"k": "state"}, "the optimizer's state")
+        return self._ask_all(StateRequest(), "the optimizer's state")
 
     def table_states(self, since: int | None = None) -> TensorMessages:
         """All rows of all tables, or those touched after a step."""
         after = 0 if since is None else since + 1
-        return self._ask_all({"k": "table_state", "tag": 0, "since": after}, "the tables")
+        return self._ask_all(TableStateRequest(after), "the tables")
 
-    def _ask_all(self, head: Mapping[str, Any], what: str) -> TensorMessages:
+    def _ask_all(self, request: StateRequest | TableStateRequest, what: str) -> TensorMessages:
         with self._news:
             self._tensor_messages, self._states_from = TensorMessages(), set()
         for name in self._hosts:
-            self._ask(name, head)
+            self._ask(name, request)
         with self._waiting(what) as wait:
             wait(lambda: [name for name in self._hosts if name not in self._states_from])
         return self._tensor_messages
 
-    def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None:
-        """Ask servers for rows (see protocol.py); what they answer will be in `answers`."""
-        for name, (head, payload) in asked.items():
-            self._ask(name, head, payload, key=f"rows {head['tag']}")
+    def rows(self, table: str, tag: int, ids: Mapping[str, memoryview]) -> None:
+        """Ask servers for the rows of these ids; their answers will be in `answers`."""
+        for name, payload in ids.items():
+            self._ask(name, RowsRequest(tag, table, payload.nbytes), payload, key=tag)
 
     def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]:
         with self._waiting("rows of tables") as wait:
@@ -68,7 +76,7 @@ class ServerRequests(ABC):
 
     def tell_buffers(self, tag: int, payload: memoryview) -> None:
         """Something that every worker should have; `tag` tells one time from another."""
-        self._ask(self._lead, {"k": "buffers", "tag": tag}, payload)
+        self._ask(self._lead, Statistics(tag), payload)
 
     def hear_buffers(self, tag: int) -> memoryview:
         with self._waiting("the first worker's statistics") as wait:
@@ -80,29 +88,34 @@ class ServerRequests(ABC):
     def _ask(
         self,
         name: str,
-        head: Mapping[str, Any],
+        message: Any,
         payload: memoryview | None = None,
         *,
-        key: str = "",
+        key: object = None,
     ) -> None:
-        """Say something that is said again if the connection breaks before it is answered."""
+        """Send a message, and again if the connection breaks before it is answered."""
         with self._news:
-            self._hosts[name].asked[key or str(head["k"])] = (head, payload)
-        self._send(name, head, payload)
+            self._hosts[name].requests[key or type(message)] = (message, payload)
+        self._send(name, message, payload)
 
     def _hear_answer(
-        self, host: ServerConnection, kind: str, head: Mapping[str, Any], payload: memoryview | None
+        self, host: ServerConnection, message: object, payload: memoryview | None
     ) -> None:
-        match kind:
-            case "buffers":
-                assert payload is not None
-                self._buffers[int(head["tag"])] = payload
-            case "state" | "table_state" if "done" in head:
+        match message:
+            case Statistics(tag):
+                self._buffers[tag] = _needed(payload)
+            case StateEnd(of):
                 self._states_from.add(host.name)
-                host.asked.pop(kind, None)
-            case "state" | "table_state":
-                self._tensor_messages.add(head, payload)
-            case "rows":
-                assert payload is not None
-                self.answers[host.name, int(head["tag"])] = payload
-                host.asked.pop(f"rows {head['tag']}", None)
+                request = StateRequest if of == "state" else TableStateRequest
+                host.requests.pop(request, None)
+            case TensorMessage():
+                self._tensor_messages.add(message, payload)
+            case RowsAnswer(tag):
+                self.answers[host.name, tag] = _needed(payload)
+                host.requests.pop(tag, None)
+
+
+def _needed(payload: memoryview | None) -> memoryview:
+    if payload is None:
+        raise ProtocolError("an answer without a payload")
+    return payload

@@ -26,10 +26,17 @@ from manyhands.embeddings.shards import shard_of
 from manyhands.embeddings.sparse_grads import SharedGrads, TableGrads, to_wire, travelling, unpack
 from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.embeddings.undo import UndoLog
-from manyhands.errors import JobError, LinkError
+from manyhands.errors import JobError, LinkError, ProtocolError
 from manyhands.ps.block_store import BlockState
 from manyhands.ps.ledger import Decision, Ledger
-from manyhands.ps.protocol import Nonsense
+from manyhands.ps.protocol import (
+    RowGradients,
+    RowsAnswer,
+    RowsRequest,
+    StateEnd,
+    TableStateRequest,
+    TensorMessage,
+)
 from manyhands.ps.tensor_messages import pack
 
 TURNS = 128
@@ -39,17 +46,6 @@ more than 16 bits can hold."""
 
 class GradLocation(Protocol):
     def get(self) -> TableGrads: ...
-
-
-class WorkerMessage(Protocol):
-    """A message of a worker."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def head(self) -> Mapping[str, Any]: ...
-    @property
-    def payload(self) -> memoryview | None: ...
 
 
 class ReceivedGrads:
@@ -140,46 +136,50 @@ class RowServerState:
     def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
         """Where a worker's baskets are, or will be put."""
         if len(addresses) != (slots if self.shared else 0):
-            raise Nonsense(f"{len(addresses)} baskets in shared memory")
+            raise ProtocolError(f"{len(addresses)} baskets in shared memory")
         try:
             found = [SharedGrads.attach(address, self.tables.specs) for address in addresses]
         except (LinkError, OSError, ValueError) as error:
-            raise Nonsense(f"baskets that are not there: {error}") from error
+            raise ProtocolError(f"baskets that are not there: {error}") from error
         self.baskets[worker] = found or [ReceivedGrads() for _ in range(slots)]
 
     # What workers ask and give, between hosts ---------------------------------------------------
 
     def hear(
-        self, worker: str, said: WorkerMessage, *, done: int
-    ) -> Iterator[tuple[Mapping[str, Any], memoryview | None]]:
-        """One word of a worker, and the answers to it. `done`: its last push that is in the weights."""
+        self,
+        worker: str,
+        message: RowGradients | RowsRequest | TableStateRequest,
+        payload: memoryview | None,
+        *,
+        done: int,
+    ) -> Iterator[tuple[TensorMessage | RowsAnswer | StateEnd, memoryview | None]]:
+        """Handle a message of a worker; yields the answers. `done`: its last push that is in the weights."""
         if self.shared:
-            raise Nonsense(f"{said.kind!r}, and the rows are in shared memory")
-        head, payload = said.head, said.payload
-        if said.kind == "table_state":
-            yield from self._tell_all(head)
+            raise ProtocolError("a message about rows, which are in shared memory")
+        if isinstance(message, TableStateRequest):
+            yield from self._tell_all(message.since)
             return
         assert payload is not None
-        if said.kind == "rows":
+        if isinstance(message, RowsRequest):
             if payload.nbytes % 8:
-                raise Nonsense(f"rows for {payload.nbytes} bytes of ids")
-            rows = self.look_up(head["table"], np.frombuffer(payload, np.int64))
-            yield {"k": "rows", "tag": head["tag"]}, to_wire(rows, self._bits)
-        elif head["seq"] > done:
+                raise ProtocolError(f"rows for {payload.nbytes} bytes of ids")
+            rows = self.look_up(message.table, np.frombuffer(payload, np.int64))
+            yield RowsAnswer(message.tag), to_wire(rows, self._bits)
+        elif message.seq > done:
             try:
                 basket = unpack(payload, self._wire, bits=self._bits)
             except ValueError as error:
-                raise Nonsense(str(error)) from error
+                raise ProtocolError(str(error)) from error
             for name, sparse in basket.items():
                 # An id that no row can have would stop this server later.
                 self._check(name, sparse.ids)
-            self.put(worker, head["slot"], basket)
+            self.put(worker, message.slot, basket)
 
     def put(self, worker: str, slot: int, basket: TableGrads) -> None:
         """What the push that follows wants changed in rows."""
         places = self.baskets.get(worker, ())
         if not 0 <= slot < len(places):
-            raise Nonsense(f"a basket in slot {slot}, which there is not")
+            raise ProtocolError(f"a basket in slot {slot}, which there is not")
         place = places[slot]
         assert isinstance(place, ReceivedGrads)
         place.basket = basket
@@ -188,7 +188,7 @@ class RowServerState:
         """The rows of some ids, as they travel. Rows are made, and sights counted, when they are changed, at
         both who hold them alike."""
         if name not in self.tables.specs:
-            raise Nonsense(f"rows of {name!r}, which is no table")
+            raise ProtocolError(f"rows of {name!r}, which is no table")
         self._check(name, ids)
         store = self.tables.store(name)
         rows = np.empty((len(ids), self._wire[name].dim), np.float32)
@@ -204,19 +204,16 @@ class RowServerState:
         try:
             self.tables.store(name).check(ids)
         except JobError as error:
-            raise Nonsense(str(error)) from error
+            raise ProtocolError(str(error)) from error
 
-    def _tell_all(
-        self, head: Mapping[str, Any]
-    ) -> Iterator[tuple[dict[str, Any], memoryview | None]]:
+    def _tell_all(self, since: int) -> Iterator[tuple[TensorMessage | StateEnd, memoryview | None]]:
         """All rows that this server is asked for, for a checkpoint."""
         assert self.homes is not None
-        mine = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
-        since = int(head["since"]) - 1
-        for shard in mine:
-            for role, block_state in self.pack(shard, since=since if since >= 0 else None):
-                yield from pack("table_state", shard, block_state, role=role)
-        yield {"k": "table_state", "tag": head["tag"], "done": True}, None
+        own = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
+        for shard in own:
+            for role, block_state in self.pack(shard, since=since - 1 if since else None):
+                yield from pack(shard, block_state, role=role)
+        yield StateEnd("table_state"), None
 
     # Updates ------------------------------------------------------------------------------------
 

@@ -2,19 +2,7 @@
 
 One thread owns everything; readers, one a connection, only put what arrived into its inbox. So no block
 has two writers, and no lock is held while numbers are added. A server lives as long as its view; what
-outlives it is in its ServerState, and how a view begins is in view_change.py. Its messages, by their "k":
-
-    from workers    enter     worker, slots: its gradients in shared memory, or none; lane: for bulk
-                    push      seq, slot, ...: a gradient is complete; run + payload: a piece of it
-                    state     asks for what the optimizer remembers
-                    rest, wake, ends, who, pull, buffers; which fields each has is in protocol.py
-    to workers      refused   why; the last word to one that talks nonsense
-                    begin     the placement and the version that the view begins with
-                    new       v, own: a version, and which of your pushes it has, with the staleness and
-                              the learning rate of each; run + payload
-                    late      a push was left out               word      which step may begin
-    among servers   had       to the lead: I have this push     decide    from the lead: apply this
-                    and what view_change.py and updates.py say to their like
+outlives it is in its ServerState. Its messages are in protocol.py; how a view begins is in view_change.py.
 
 Where an update is everybody's gradients, each server knows by itself what is next, and nobody says had or
 decide. Cost a step and worker inside a host: one message to the lead and one from each server. Between
@@ -28,26 +16,60 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
-from manyhands.errors import LinkError, ManyhandsError
+from manyhands.errors import LinkError, ManyhandsError, ProtocolError
 from manyhands.hosts.view import TORN_S
-from manyhands.ps.acceptor import Acceptor, InboxItem
+from manyhands.ps.acceptor import Acceptor, InboxItem, PeerDisconnected
 from manyhands.ps.block_store import FlatTensors, Span
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.channels import SendGate
-from manyhands.ps.decider import MAX_UNDER_WAY, Decider
+from manyhands.ps.decider import MAX_UNDER_WAY, Decider, StartPermit
 from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.mode import PsMode
 from manyhands.ps.placement import Placement
-from manyhands.ps.protocol import REFUSED, Forgotten, Nonsense, contribution_of
+from manyhands.ps.protocol import (
+    BETWEEN_SERVERS,
+    AppliedPush,
+    AskMissing,
+    Decide,
+    EnterView,
+    GradientRun,
+    MissingWorkers,
+    NewVersion,
+    OpenLane,
+    PermitMessage,
+    PullRequest,
+    PushDropped,
+    PushesEnd,
+    PushMessage,
+    PushReceived,
+    Refused,
+    ReplicaSum,
+    Rest,
+    RowGradients,
+    RowsRequest,
+    StateEnd,
+    StateRequest,
+    Statistics,
+    TableStateRequest,
+    ViewBegun,
+    Wake,
+    WeightsUnknown,
+    kind_of,
+)
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
 from manyhands.ps.rows import ColocatedRows
 from manyhands.ps.server_state import ServerState, travelling
 from manyhands.ps.tensor_messages import pack
-from manyhands.ps.updates import KINDS as UPDATE_KINDS
-from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline, read_decision
-from manyhands.ps.view_change import KINDS, ViewChange
+from manyhands.ps.updates import Message as UpdateMessage
+from manyhands.ps.updates import (
+    MessageExchange,
+    NetworkExchange,
+    UpdatePipeline,
+    check_decision,
+)
+from manyhands.ps.view_change import Message as ViewChangeMessage
+from manyhands.ps.view_change import PeerDialed, ViewChange
 from manyhands.ps.worker_session import WorkerSession, find_slots
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
@@ -93,7 +115,7 @@ class Server:
         self._num_statistics = sum(b.numel() for b in server_state.train_state.model.buffers())
         self._frozen, self._local = False, local
         self._torn, self._send_gate, self._on_error = torn, send_gate, on_error
-        self._statistics: tuple[Mapping[str, Any], memoryview | None] | None = None
+        self._statistics: tuple[Statistics, memoryview | None] | None = None
         """What the first worker told the others last."""
         self._sessions: dict[str, WorkerSession] = {}
         self._partial_sums: list[InboxItem] = []
@@ -198,8 +220,8 @@ class Server:
                     self._hear_worker(happened)
                 else:
                     self._hear_server(happened)
-        except Nonsense as why:
-            # A member that talks nonsense is not a reason to lose everybody's parameters.
+        except ProtocolError as why:
+            # A member that breaks the protocol is not a reason to lose everybody's parameters.
             peer = self._view_change.peers.get(happened.who)
             link = happened.link or (peer.link if peer is not None else None)
             assert link is not None
@@ -208,35 +230,36 @@ class Server:
             logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
     def _hear_server(self, happened: InboxItem) -> None:
-        kind, who, head = happened.kind, happened.who, happened.head
-        if kind == "torn":
+        who, message = happened.who, happened.message
+        if isinstance(message, PeerDisconnected):
             self._on_torn(who)
-        elif kind == REFUSED:
-            logger.warning("%s was refused by %s: %s", self.name, who, head["why"])
-        elif kind in KINDS:
+        elif isinstance(message, Refused):
+            logger.warning("%s was refused by %s: %s", self.name, who, message.why)
+        elif isinstance(message, ViewChangeMessage | PeerDialed):
             if not self._frozen and self._view_change.handle(happened):
                 self._begin()
         elif not self.begun.is_set() and not self._frozen:
             if len(self._partial_sums) >= MAX_EARLY:
-                raise Nonsense(f"{MAX_EARLY} messages before the view has begun")
+                raise ProtocolError(f"{MAX_EARLY} messages before the view has begun")
             self._partial_sums.append(happened)
-        elif kind in UPDATE_KINDS:
+        elif isinstance(message, UpdateMessage):
             if self._exchange is not None and self._updates is not None:
-                self._exchange.handle(kind, who, head)
+                self._exchange.handle(who, message)
                 self._updates.advance()
-        elif kind == "decide":
+        elif isinstance(message, Decide):
             if who != self._servers[0] or self._mode.for_all:
-                raise Nonsense("a decision from a server that does not decide")
+                raise ProtocolError("a decision from a server that does not decide")
             if self._updates is not None:
                 next_is = self._updates.decided + 1
-                decision = read_decision(self.server_state, head["decision"], next_is=next_is)
-                self._updates.enqueue(decision)
-        elif kind == "had":
+                check_decision(self.server_state, message.decision, next_is=next_is)
+                self._updates.enqueue(message.decision)
+        elif isinstance(message, PushReceived):
             if self._lead is None or self._mode.for_all:
-                raise Nonsense("'had', which is for a lead that decides")
-            if head["push"][0] not in self._workers:
-                raise Nonsense(f"a push of {head['push'][0][:80]!r}, who is no worker here")
-            self._on_had(who, head)
+                raise ProtocolError("'had', which is for a lead that decides")
+            worker = message.push.push.worker
+            if worker not in self._workers:
+                raise ProtocolError(f"a push of {worker[:80]!r}, who is no worker here")
+            self._on_had(who, message.push)
 
     def _on_torn(self, who: str) -> None:
         """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
@@ -248,50 +271,52 @@ class Server:
         start_timer(TORN_S, ask, name=f"{self.name}-torn", on_error=self._fail)
 
     def _hear_worker(self, happened: InboxItem) -> None:
-        who, head, link = happened.who, happened.head, happened.link
+        who, message, link = happened.who, happened.message, happened.link
         assert link is not None
         if self._frozen:
             return
         if not self.begun.is_set():
-            if happened.kind != "enter":
-                raise Nonsense(f"{happened.kind!r} before the view has begun")
+            if not isinstance(message, EnterView):
+                raise ProtocolError(f"{kind_of(message)!r} before the view has begun")
             for before in [h for h in self._partial_sums if h.by_worker and h.who == who]:
                 self._partial_sums.remove(before)
                 if before.link is not None:
                     before.link.close()
             self._partial_sums.append(happened)
             return
-        if happened.kind == "enter":
-            if head["seen"] > self.server_state.ledger.version:
-                raise Forgotten(
-                    f"{who} has seen version {head['seen']}, and here is {self.server_state.ledger.version}: "
+        if isinstance(message, EnterView):
+            version = self.server_state.ledger.version
+            if message.seen > version:
+                raise WeightsUnknown(
+                    f"{who} has seen version {message.seen}, and here is {version}: "
                     "all who held the parameters are gone, and what was learnt is lost"
                 )
-            self._on_enter(who, link, head)
+            self._on_enter(who, link, message)
             return
         session = self._sessions.get(who)
         if session is None:
-            raise Nonsense(f"{happened.kind!r} of {who}, who has not entered")
-        match happened.kind:
-            case "push" | "run" if self.rounds is not None:
-                raise Nonsense("a push by word, where rounds are agreed on in memory")
-            case "push":
-                self._on_push(session, head, head["push"][2], run=None)
-            case "run":
-                self._on_push(session, head, head["slot"], run=head["i"])
-            case "lane":
+            raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
+        match message:
+            case PushMessage() | GradientRun() if self.rounds is not None:
+                raise ProtocolError("a push as a message, where rounds use shared memory")
+            case PushMessage():
+                self._on_push(session, message)
+            case GradientRun():
+                self._on_run(session, message)
+            case OpenLane():
                 if session.add_lane(link):
                     self._send_runs(session)
-            case "state":
+            case StateRequest():
                 self._tell_state(session)
-            case "pull":
+            case PullRequest():
                 self._tell_now(session)
-            case "basket" | "rows" | "table_state":
-                if self.server_state.rows is None:
-                    raise Nonsense(f"{happened.kind!r} without tables")
-                session.tell_all(self.server_state.rows.hear(who, happened, done=session.done))
-            case word:
-                self._on_word_to_lead(word, session, happened)
+            case RowGradients() | RowsRequest() | TableStateRequest():
+                rows = self.server_state.rows
+                if rows is None:
+                    raise ProtocolError(f"{kind_of(message)!r} without tables")
+                session.tell_all(rows.hear(who, message, happened.payload, done=session.done))
+            case _:
+                self._on_message_to_lead(session, message, happened.payload)
 
     # A view begins -----------------------------------------------------------------------------
 
@@ -344,8 +369,8 @@ class Server:
             send_gate=self._send_gate,
         )
 
-    def _on_enter(self, who: str, link: Link, head: Mapping[str, Any]) -> None:
-        addresses: Sequence[str] = head["slots"]
+    def _on_enter(self, who: str, link: Link, message: EnterView) -> None:
+        addresses = message.slots
         updates, plan, ledger = self._updates, self._view_change.plan, self.server_state.ledger
         assert updates is not None
         assert plan is not None
@@ -364,86 +389,98 @@ class Server:
             self._sessions[who] = session
             self.server_state.gradients[who] = slots
             if (rows := self.server_state.rows) is not None:
-                rows.enter(who, head["baskets"], self._mode.slots)
-            elif head["baskets"]:
-                raise Nonsense("baskets without tables")
+                rows.enter(who, message.baskets, self._mode.slots)
+            elif message.baskets:
+                raise ProtocolError("baskets without tables")
             if updates.compensation is not None:
                 updates.compensation.remember(who, self.server_state.own)
+        last = list(ledger.decisions)[-1:]
         session.tell(
-            {
-                "k": "begin",
-                "v": ledger.version,
-                "ticks": ledger.ticks,
-                "done": session.done,
-                "late": session.late,
-                "last": [
-                    [g.step, g.part] for d in list(ledger.decisions)[-1:] for g in d.contributions
-                ],
-                "travels": session.travels,
-                "placement": plan.placement.to_dict(),
-                "homes": plan.homes.to_dict() if plan.homes else None,
-                **self._word(who),
-            }
+            ViewBegun(
+                ledger.version,
+                ledger.ticks,
+                done=session.done,
+                late=session.late,
+                last=[(each.step, each.part) for d in last for each in d.contributions],
+                travels=session.travels,
+                placement=plan.placement.to_record(),
+                homes=plan.homes,
+                permit=self._permit(who),
+            )
         )
         if self._statistics is not None:
             session.tell(*self._statistics)  # what was told while it had no connection
 
     # From a push to a decision -----------------------------------------------------------------
 
-    def _on_push(
-        self, session: WorkerSession, head: Mapping[str, Any], slot: int, *, run: int | None
-    ) -> None:
-        if run is None and head["began"] > self.server_state.ledger.version:
-            raise Nonsense(f"a push on version {head['began']}, which there is not yet")
+    def _on_push(self, session: WorkerSession, message: PushMessage) -> None:
+        if message.began > self.server_state.ledger.version:
+            raise ProtocolError(f"a push on version {message.began}, which does not exist yet")
+        push = message.push
+        self._check_due(session, push.seq)
+        whole = session.arrived(push.seq, push.slot, message=message)
+        if not session.travels:
+            assert self._exchange is not None
+            self._exchange.arrived(session.name, push.seq, push.slot, None)
+        self._push_complete(whole)
+
+    def _on_run(self, session: WorkerSession, message: GradientRun) -> None:
+        self._check_due(session, message.seq)
+        whole = session.arrived(message.seq, message.slot, run=message.run)
+        assert self._exchange is not None
+        self._exchange.arrived(session.name, message.seq, message.slot, message.run)
+        self._push_complete(whole)
+
+    def _check_due(self, session: WorkerSession, seq: int) -> None:
         if self._decider is not None:
             due = self._decider.word(session.name).at
-            if head["seq"] > due + MAX_AHEAD:
-                raise Nonsense(f"a push of step {head['seq']}, where step {due} is due")
-        whole = session.arrived(head["seq"], slot, run=run, head=head if run is None else None)
-        assert self._exchange is not None
-        if run is not None or not session.travels:
-            self._exchange.arrived(session.name, head["seq"], slot, run)
-        if whole is None:
+            if seq > due + MAX_AHEAD:
+                raise ProtocolError(f"a push of step {seq}, where step {due} is due")
+
+    def _push_complete(self, message: PushMessage | None) -> None:
+        if message is None:
             return
         if self._decider is not None:
-            self._on_had(self.name, whole)
+            self._on_had(self.name, message)
         else:
-            self._view_change.peers[self._servers[0]].link.send({**whole, "k": "had"})
+            lead = self._view_change.peers[self._servers[0]]
+            lead.link.send(BETWEEN_SERVERS.write(PushReceived(message)))
 
-    def _on_had(self, server: str, head: Mapping[str, Any]) -> None:
+    def _on_had(self, server: str, message: PushMessage) -> None:
         if self._frozen:
             return
         assert self._decider is not None
-        push = contribution_of(head["push"])
+        push = message.push
         try:
-            self._decider.had(server, push, began=int(head["began"]), after=int(head["after"]))
+            self._decider.had(server, push, began=message.began, after=message.after)
         except ValueError as error:
             if (session := self._sessions.get(push.worker)) is not None:
-                self._acceptor.turn_away(session.link, push.worker, Nonsense(str(error)))
+                self._acceptor.turn_away(session.link, push.worker, ProtocolError(str(error)))
         self._decide()
 
-    def _on_word_to_lead(self, word: str, session: WorkerSession, happened: InboxItem) -> None:
+    def _on_message_to_lead(
+        self, session: WorkerSession, message: object, payload: memoryview | None
+    ) -> None:
         lead, who = self._lead, session.name
         if lead is None:
-            raise Nonsense(f"{word!r}, which is for the lead")
-        match word:
-            case "ends":
+            raise ProtocolError(f"{kind_of(message)!r}, which is for the leader")
+        match message:
+            case PushesEnd():
                 lead.ends(who)
                 self._decide()
-            case "rest":
+            case Rest():
                 lead.rest(who)
                 self._decide()
-            case "wake":
+            case Wake():
                 lead.wake(who)
-                session.tell({"k": "word", **self._word(who)})
-            case "who":
-                missing = lead.waiting_for(who, int(happened.head["seq"]) + 1)
-                session.tell({"k": "missing", "names": missing})
-            case "buffers":
-                self._statistics = (happened.head, happened.payload)
+                session.tell(PermitMessage(self._permit(who)))
+            case AskMissing(seq):
+                session.tell(MissingWorkers(lead.waiting_for(who, seq + 1)))
+            case Statistics():
+                self._statistics = (message, payload)
                 for name, other in self._sessions.items():
                     if name != who:
-                        other.tell(happened.head, happened.payload)
+                        other.tell(message, payload)
 
     def _decide(self) -> None:
         decider = self._decider
@@ -451,7 +488,7 @@ class Server:
         assert self._updates is not None
         for decision in decider.decisions():
             if not self._mode.for_all:
-                head = {"k": "decide", "decision": decision.to_dict()}
+                head = BETWEEN_SERVERS.write(Decide(decision))
                 for peer in self._view_change.peers.values():
                     with suppress(LinkError):  # it is gone, and the others must know all the same
                         peer.link.send(head)
@@ -461,28 +498,29 @@ class Server:
         for push in lead.late():
             if (session := self._sessions.get(push.worker)) is not None:
                 session.late = [*session.late[-7:], push.seq]
-                session.tell({"k": "late", "seq": push.seq, **self._word(push.worker)})
+                session.tell(PushDropped(push.seq, self._permit(push.worker)))
         stragglers = set(lead.stragglers())
         for name, session in self._sessions.items():
             news = not self._mode.rounds and name not in lead.resting
             if name in stragglers or (news and lead.word(name).until != self._told.get(name)):
-                session.tell({"k": "word", **self._word(name)})
+                session.tell(PermitMessage(self._permit(name)))
 
-    def _word(self, who: str) -> dict[str, Any]:
+    def _permit(self, who: str) -> StartPermit | None:
         if self._lead is None or who in self._lead.resting:
-            return {}
-        word = self._lead.word(who)
-        self._told[who] = word.until
-        return {"at": word.at, "until": word.until}
+            return None
+        permit = self._lead.word(who)
+        self._told[who] = permit.until
+        return permit
 
     # News --------------------------------------------------------------------------------------
 
     def _tell_news(self, decision: Decision, lr: float) -> None:
-        own: dict[str, list[list[float]]] = defaultdict(list)
-        for given in decision.contributions:
-            own[given.worker].append([given.seq, given.staleness, self._rate(decision, given, lr)])
-            if (session := self._sessions.get(given.worker)) is not None:
-                session.done = max(session.done, given.seq)
+        own: dict[str, list[AppliedPush]] = defaultdict(list)
+        for each in decision.contributions:
+            applied = AppliedPush(each.seq, each.staleness, self._rate(decision, each, lr))
+            own[each.worker].append(applied)
+            if (session := self._sessions.get(each.worker)) is not None:
+                session.done = max(session.done, each.seq)
         told = (
             list(self._sessions) if self._mode.rounds else [n for n in own if n in self._sessions]
         )
@@ -490,13 +528,13 @@ class Server:
             session = self._sessions[name]
             if self._updates is not None and self._updates.compensation is not None:
                 self._updates.compensation.remember(name, self.server_state.own)
-            head = {"k": "new", "v": decision.version, "ticks": decision.ticks, **self._word(name)}
-            if name in own:
-                head["own"] = own[name]
+            sent = 0
             if name == self._workers[0]:
-                sent = self.bytes_sent
-                head["sent"], self._told_sent = sent - self._told_sent, sent
-            session.tell(head)
+                sent, self._told_sent = self.bytes_sent - self._told_sent, self.bytes_sent
+            permit = self._permit(name)
+            session.tell(
+                NewVersion(decision.version, decision.ticks, own.get(name, ()), sent, permit=permit)
+            )
             self._send_runs(session)
 
     def _rate(self, decision: Decision, given: Contribution, lr: float) -> float:
@@ -506,30 +544,30 @@ class Server:
 
     def _tell_now(self, session: WorkerSession) -> None:
         ledger = self.server_state.ledger
-        session.tell({"k": "new", "v": ledger.version, "ticks": ledger.ticks, "pulled": True})
+        session.tell(NewVersion(ledger.version, ledger.ticks, pulled=True))
         self._send_runs(session)
 
     def _send_runs(self, session: WorkerSession) -> None:
         if session.travels:
             session.send_runs(self.server_state.ledger.version, self.server_state.params)
 
-    def _place(self, who: str, head: Mapping[str, Any]) -> memoryview | None:
+    def _place(self, who: str, message: object) -> memoryview | None:
         """Gradients and sums are received straight into the memory that they are added from."""
-        match head:
-            case {"k": "run", "slot": int(slot), "i": int(i)}:
+        match message:
+            case GradientRun(slot=slot, run=run):
                 if (session := self._sessions.get(who)) is None:
-                    raise Nonsense(f"a run of {who}, who has not entered")
-                return session.room(slot, i)
-            case {"k": "basket" | "rows", "bytes": int(count)}:
+                    raise ProtocolError(f"a run of {who}, who has not entered")
+                return session.room(slot, run)
+            case RowGradients(bytes=count) | RowsRequest(bytes=count):
                 return memoryview(bytearray(count))
-            case {"k": "buffers"}:
+            case Statistics():
                 if who != self._workers[0]:
-                    raise Nonsense("statistics, which only the first worker tells")
+                    raise ProtocolError("statistics, which only the first worker sends")
                 return memoryview(bytearray(8 * self._num_statistics))
-            case {"k": "replica", "v": int(version), "i": int(i)}:
+            case ReplicaSum(version, int(run)):
                 if self._exchange is None:
-                    raise Nonsense("a sum before the view has begun")
-                return self._exchange.buffer_for(who, version, i)
+                    raise ProtocolError("a sum before the view has begun")
+                return self._exchange.buffer_for(who, version, run)
         return None
 
     # What is asked -----------------------------------------------------------------------------
@@ -538,5 +576,5 @@ class Server:
         own = self.server_state.held.own
         assert own is not None
         for number in own.numbers:
-            session.tell_all(pack("state", number, own.take(number), params=False))
-        session.tell({"k": "state", "done": True})
+            session.tell_all(pack(number, own.take(number), params=False))
+        session.tell(StateEnd("state"))

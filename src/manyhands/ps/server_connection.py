@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.ps.block_store import Span
 from manyhands.ps.channels import PriorityChannel
+from manyhands.ps.protocol import PushMessage
 from manyhands.transport import Link
 
 
@@ -36,8 +37,8 @@ class ServerConnection:
     lost: str = ""
     ahead: list[tuple[int, int, int]] = field(default_factory=list)
     """(run, seq, slot) of what was sent of a push that is not complete."""
-    asked: dict[str, tuple[Mapping[str, Any], memoryview | None]] = field(default_factory=dict)
-    """What was said and not answered, by its kind: said again over the next connection."""
+    requests: dict[object, tuple[Any, memoryview | None]] = field(default_factory=dict)
+    """Messages without an answer yet, by their class or tag: sent again over the next connection."""
     sent_before: int = 0
 
     @property
@@ -73,6 +74,6 @@ class Push:
 
     seq: int
     slot: int
-    head: Mapping[str, Any]
+    message: PushMessage
     baskets: Mapping[str, memoryview]
     """By server: gradients of rows of tables."""

@@ -113,7 +113,7 @@ class ServerState:
             others = self.others.get(name)
             if others is not None and others.has(version + 1):
                 reach[name] = version + 1
-        ledger = Ledger.from_dict(self.ledger.to_dict())
+        ledger = Ledger.from_record(self.ledger.to_record())
         while (decision := self.ahead.get(ledger.version + 1)) is not None:
             ledger.note(decision)  # else a replica would have what nobody knows of
         return ServerStatus(
@@ -121,9 +121,9 @@ class ServerState:
             host=self.host,
             view=held.view,
             prepared=coming.view if coming else 0,
-            placement=held.placement.to_dict() if held.placement else None,
-            homes=self.rows.homes.to_dict() if self.rows and self.rows.homes else None,
-            ledger=ledger.to_dict(),
+            placement=held.placement.to_record() if held.placement else None,
+            homes=self.rows.homes if self.rows else None,
+            ledger=ledger.to_record(),
             replicas=reach,
             seen=self.params.mark,
         )

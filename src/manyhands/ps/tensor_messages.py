@@ -6,15 +6,15 @@ message with a payload, in order. Empty tensors are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands.errors import LinkError, ProtocolError
+from manyhands.errors import ProtocolError
 from manyhands.ps.block_store import BlockState, bytes_of
-from manyhands.ps.protocol import MALFORMED
+from manyhands.ps.protocol import TensorMessage, made_of
 from manyhands.runs.encoding import TensorSpec, flatten, tensor_specs, unflatten
 
 PARAMS = "="
@@ -22,15 +22,14 @@ PARAMS = "="
 
 
 def pack(
-    kind: str, number: int, block_state: BlockState, *, role: str = "own", params: bool = True
-) -> Iterator[tuple[dict[str, Any], memoryview | None]]:
+    number: int, block_state: BlockState, *, role: str = "own", params: bool = True
+) -> Iterator[tuple[TensorMessage, memoryview | None]]:
     """Yield the messages of a block."""
     text, tensors = flatten({PARAMS: block_state.params if params else None, **block_state.state})
-    head = {"k": kind, "n": number, "role": role}
-    yield {**head, "state": text}, None
+    yield TensorMessage(number, role, text), None
     for tensor in tensors:
         if tensor.numel():
-            yield head, bytes_of(tensor.cpu().contiguous())
+            yield TensorMessage(number, role), bytes_of(tensor.cpu().contiguous())
 
 
 class _PartialBlock:
@@ -68,26 +67,23 @@ class _PartialBlock:
 
 
 class TensorMessages:
-    """Blocks that arrive, by (role, number)."""
+    """Collects blocks that arrive, by (role, number)."""
 
     def __init__(self) -> None:
         self.complete: dict[tuple[str, int], BlockState] = {}
         self._partial: dict[tuple[str, int], _PartialBlock] = {}
 
-    def add(self, head: Mapping[str, Any], payload: memoryview | None) -> tuple[str, int] | None:
+    def add(self, message: TensorMessage, payload: memoryview | None) -> tuple[str, int] | None:
         """Take in one message. Returns the key of the block that it completes, if any."""
-        key = (str(head["role"]), int(head["n"]))
-        try:
-            return self._add(key, head.get("state"), payload)
-        except (ProtocolError, RecursionError, *MALFORMED) as error:
-            raise LinkError(f"block {key}: {error}") from error
+        key = (message.role, message.block)
+        return made_of(f"block {key}", lambda: self._add(key, message.state, payload))
 
     def _add(
-        self, key: tuple[str, int], text: Any, payload: memoryview | None
+        self, key: tuple[str, int], text: str | None, payload: memoryview | None
     ) -> tuple[str, int] | None:
         if text is not None:
             # A server whose connection broke sends the whole block again.
-            self._partial[key] = _PartialBlock(str(text))
+            self._partial[key] = _PartialBlock(text)
         if (text is None) == (payload is None) or key not in self._partial:
             raise ProtocolError("a message out of order")
         if payload is not None:

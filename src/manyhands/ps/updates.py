@@ -27,9 +27,9 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from manyhands.errors import LinkError
+from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import (
     BlockStore,
     FlatTensors,
@@ -46,7 +46,15 @@ from manyhands.ps.ledger import Decision
 from manyhands.ps.mode import PsMode
 from manyhands.ps.partial_sums import PartialSums
 from manyhands.ps.placement import Placement
-from manyhands.ps.protocol import Nonsense, made_of
+from manyhands.ps.protocol import (
+    BETWEEN_SERVERS,
+    Commit,
+    PartialNorm,
+    ReplicaSum,
+    SumHeld,
+    SumTaken,
+    kind_of,
+)
 from manyhands.ps.rows import step_of
 from manyhands.ps.server_state import GradientSums, HeldBlocks, ServerState, spans, travelling
 
@@ -56,8 +64,8 @@ if TYPE_CHECKING:
 
 MAX_BEHIND = 1024
 """Upper bound of decisions that wait to be applied, for checks."""
-KINDS = ("norm", "replica", "held", "taken", "commit")
-"""Messages for an exchange."""
+Message = PartialNorm | ReplicaSum | SumHeld | SumTaken | Commit
+"""Those of an exchange."""
 
 
 class UpdateExchange(ABC):
@@ -254,20 +262,20 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
         apply(state, decision)
 
 
-def read_decision(state: ServerState, record: Any, *, next_is: int) -> Decision:
-    """A decision from another server's message."""
-    decision = made_of("a decision", lambda: Decision.from_dict(record))
+def check_decision(state: ServerState, decision: Decision, *, next_is: int) -> None:
+    """Check a decision from another server's message."""
     if decision.version != next_is:
-        raise Nonsense(f"a decision on version {decision.version}, where {next_is} is next")
+        raise ProtocolError(f"a decision on version {decision.version}, where {next_is} is next")
     for each in decision.contributions:
         slots = state.gradients.get(each.worker, ())
-        if not 0 <= each.slot < len(slots) or each.share[1] <= 0:
-            raise Nonsense(f"a decision on a gradient that does not exist: {each}"[:200])
-    ticks = decision.ticks if decision.progress[1] > 0 else math.inf
+        if each.slot >= len(slots):
+            raise ProtocolError(f"a decision on a gradient that does not exist: {each}"[:200])
+    ticks = decision.ticks
     most = sum(each.ticks for each in decision.contributions) * MAX_BEHIND
     if not decision.contributions or ticks > state.ledger.ticks + most + MAX_BEHIND:
-        raise Nonsense(f"a decision on {len(decision.contributions)} gradients and {ticks} ticks")
-    return decision
+        raise ProtocolError(
+            f"a decision on {len(decision.contributions)} gradients and {ticks} ticks"
+        )
 
 
 # By messages ------------------------------------------------------------------------------------
@@ -293,31 +301,30 @@ class MessageExchange(UpdateExchange):
         self._taken = {name: server_state.ledger.version for name in peers if name in keepers}
         """The last sum that each server with a replica of these blocks has applied."""
 
-    def handle(self, kind: str, who: str, head: Mapping[str, Any]) -> None:
-        """A message of another server; raises Nonsense if no update under way can use it."""
-        version, last = int(head["v"]), self._server_state.ledger.version
-        match kind:
-            case "norm":
-                self._check_version(kind, version, last)
+    def handle(self, who: str, message: Message) -> None:
+        """Handle a message of another server; ProtocolError if no update under way can use it."""
+        match message:
+            case PartialNorm(version, value):
+                self._check_version(message, self._server_state.ledger.version)
                 if not self._clips or who in self._norms[version]:
-                    raise Nonsense(f"a norm for version {version} that no server waits for")
-                self._norms[version][who] = float(head["value"])
-            case "taken":
+                    raise ProtocolError(f"a norm for version {version} that no server waits for")
+                self._norms[version][who] = value
+            case SumTaken(version):
                 if who not in self._taken:
-                    raise Nonsense("'taken' from a server that has no replica of this one")
-                self._check_version(kind, version, self._taken[who])
+                    raise ProtocolError("'taken' from a server that has no replica of this one")
+                self._check_version(message, self._taken[who])
                 self._taken[who] = version
-            case "replica":
+            case ReplicaSum():
                 if who not in self._server_state.others:
-                    raise Nonsense("a sum whose replica is not here")
-                self._check_version(kind, version, self._server_state.held.versions[who])
-                self._on_replica(who, version, head)
+                    raise ProtocolError("a sum whose replica is not here")
+                self._check_version(message, self._server_state.held.versions[who])
+                self._on_replica(who, message)
             case _:
-                raise Nonsense(f"{kind!r} where updates need no commit")
+                raise ProtocolError(f"{kind_of(message)!r} where updates need no commit")
 
     def buffer_for(self, owner: str, version: int, i: int) -> memoryview:
         """Where span `i` of another server's sum goes."""
-        raise Nonsense(f"span {i} of a sum whose replica is not here")
+        raise ProtocolError(f"span {i} of a sum whose replica is not here")
 
     def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
         """A span of a gradient is here, or all of it."""
@@ -336,7 +343,7 @@ class MessageExchange(UpdateExchange):
 
     def share_norm(self, version: int, squared: float) -> None:
         self._norms[version][self._server_state.name] = squared
-        self._send_all({"k": "norm", "v": version, "value": squared})
+        self._send_all(PartialNorm(version, squared))
 
     def norms(self, version: int) -> Sequence[float] | None:
         if len(self._norms[version]) <= len(self._peers):
@@ -345,33 +352,34 @@ class MessageExchange(UpdateExchange):
 
     def replicate(self, decision: Decision) -> None:
         for keeper in self._taken:
-            head = {"k": "replica", "v": decision.version, "decision": decision.to_dict()}
-            self._send(keeper, head)
+            self._send(keeper, ReplicaSum(decision.version, decision=decision))
 
-    def _on_replica(self, owner: str, version: int, head: Mapping[str, Any]) -> None:
-        if "decision" not in head or "i" in head:
-            raise Nonsense("a span of a sum that is in shared memory")
-        decision = read_decision(self._server_state, head["decision"], next_is=version)
-        self._server_state.others[owner].note(version)
-        self._follow(owner, decision)
+    def _on_replica(self, owner: str, message: ReplicaSum) -> None:
+        if message.decision is None or message.run is not None:
+            raise ProtocolError("a span of a sum that is in shared memory")
+        check_decision(self._server_state, message.decision, next_is=message.version)
+        self._server_state.others[owner].note(message.version)
+        self._follow(owner, message.decision)
 
     def _follow(self, owner: str, decision: Decision) -> None:
         apply_replica(self._server_state, owner, decision)
         if not self._closed:
-            self._send(owner, {"k": "taken", "v": decision.version})
+            self._send(owner, SumTaken(decision.version))
 
-    def _check_version(self, kind: str, version: int, last: int) -> None:
+    def _check_version(self, message: Message, last: int) -> None:
         """Servers and replicas are at most two updates apart."""
+        version = message.version
         if not last < version <= max(last, self._server_state.ledger.version) + 2:
-            raise Nonsense(f"{kind!r} of version {version}, where {last} is the last")
+            kind = kind_of(message)
+            raise ProtocolError(f"{kind!r} of version {version}, where {last} is the last")
 
-    def _send_all(self, head: Mapping[str, Any]) -> None:
+    def _send_all(self, message: Message) -> None:
         for name in self._peers:
-            self._send(name, head)
+            self._send(name, message)
 
-    def _send(self, who: str, head: Mapping[str, Any]) -> None:
+    def _send(self, who: str, message: Message) -> None:
         try:
-            self._peers[who].link.send(head)
+            self._peers[who].link.send(BETWEEN_SERVERS.write(message))
         except LinkError:
             # It is dead, and a view without it comes. Until then the others must not be left with half
             # of an update: what was begun is finished here.
@@ -434,26 +442,28 @@ class NetworkExchange(MessageExchange):
         }
         """The spans of the replicas here, by their owner."""
 
-    def handle(self, kind: str, who: str, head: Mapping[str, Any]) -> None:
-        state, version = self._server_state, int(head["v"])
-        match kind:
-            case "held":
-                self._check_version(kind, version, state.ledger.version)
-                if state.name != self._lead or (head["owner"], who) not in self._to_hold:
-                    raise Nonsense("'held' for a sum that is not its to hold, or not to the lead")
-                self._on_held(str(head["owner"]), who, version)
-            case "commit":
+    def handle(self, who: str, message: Message) -> None:
+        state = self._server_state
+        match message:
+            case SumHeld(version, owner):
+                self._check_version(message, state.ledger.version)
+                if state.name != self._lead or (owner, who) not in self._to_hold:
+                    raise ProtocolError(
+                        "'held' for a sum that is not its to hold, or not to the lead"
+                    )
+                self._on_held(owner, who, version)
+            case Commit(version):
                 if who != self._lead or self._pending == state.ledger.version:
-                    raise Nonsense("a commit that is not expected, or not from the lead")
+                    raise ProtocolError("a commit that is not expected, or not from the lead")
                 if version != self._pending:
-                    raise Nonsense(f"a commit of {version} instead of {self._pending}")
+                    raise ProtocolError(f"a commit of {version} instead of {self._pending}")
                 self._on_commit(version)
             case _:
-                super().handle(kind, who, head)
+                super().handle(who, message)
 
     def buffer_for(self, owner: str, version: int, i: int) -> memoryview:
         if not 0 <= i < len(self._kept.get(owner, ())):
-            raise Nonsense(f"span {i} of a sum whose replica is not here")
+            raise ProtocolError(f"span {i} of a sum whose replica is not here")
         return bytes_of(self._kept[owner][i].of(self._server_state.others[owner].of(version)))
 
     def flush(self) -> None:
@@ -482,7 +492,7 @@ class NetworkExchange(MessageExchange):
         sources = [state.gradients[worker][slot] for worker, slot in partial_sums.sources(seq)]
         add_up(sums, [self._runs[i]], sources, [1.0] * len(sources))
         self._made.add((seq, i))
-        self._send_span(i, sums, {"k": "replica", "v": version})
+        self._send_span(i, sums, ReplicaSum(version))
 
     def spans_to_add(self, decision: Decision, own: BlockStore) -> Sequence[Span]:
         seq = self._partial_sums.decided(decision) if self._partial_sums is not None else None
@@ -495,24 +505,25 @@ class NetworkExchange(MessageExchange):
     def replicate(self, decision: Decision) -> None:
         version, sent, self._made = decision.version, {i for _, i in self._made}, set()
         self._pending = version
-        sums, plain = self._server_state.sums.of(version), {"k": "replica", "v": version}
-        first = {**plain, "decision": decision.to_dict(), "anew": self._anew}
-        heads = dict.fromkeys(self._taken, first)  # to each server with a replica once
+        sums, plain = self._server_state.sums.of(version), ReplicaSum(version)
+        first = ReplicaSum(version, decision=decision, anew=self._anew)
+        messages = dict.fromkeys(self._taken, first)  # to each server with a replica once
         for i, (keeper, _) in enumerate(self._keepers):
             if i not in sent:
-                self._send_span(i, sums, heads.pop(keeper, plain) if keeper else plain)
-        for keeper, head in heads.items():
-            self._channels[keeper].put(head)
+                self._send_span(i, sums, messages.pop(keeper, plain) if keeper else plain)
+        for keeper, message in messages.items():
+            self._channels[keeper].put(BETWEEN_SERVERS.write(message))
         if not self._taken:
             self._send_held(self._server_state.name, version)
 
     def is_final(self, decision: Decision) -> bool:
         return decision.version <= self._committed
 
-    def _send_span(self, i: int, sums: FlatTensors, head: Mapping[str, Any]) -> None:
+    def _send_span(self, i: int, sums: FlatTensors, message: ReplicaSum) -> None:
         keeper, index = self._keepers[i]
         if keeper is not None:
-            self._channels[keeper].put({**head, "i": index}, bytes_of(self._runs[i].of(sums)))
+            head = BETWEEN_SERVERS.write(replace(message, run=index))
+            self._channels[keeper].put(head, bytes_of(self._runs[i].of(sums)))
 
     # Commit -------------------------------------------------------------------------------------
 
@@ -520,14 +531,14 @@ class NetworkExchange(MessageExchange):
         if self._server_state.name == self._lead:
             self._on_held(owner, self._lead, version)
         else:
-            self._send(self._lead, {"k": "held", "v": version, "owner": owner})
+            self._send(self._lead, SumHeld(version, owner))
 
     def _on_held(self, owner: str, keeper: str, version: int) -> None:
         """On the lead: once every sum is held, the update is final."""
         self._held[version].add((owner, keeper))
         if self._held[version] >= self._to_hold and not self._closed:
             del self._held[version]
-            self._send_all({"k": "commit", "v": version})
+            self._send_all(Commit(version))
             self._on_commit(version)
 
     def _on_commit(self, version: int) -> None:
@@ -537,15 +548,16 @@ class NetworkExchange(MessageExchange):
 
     # Replicas of others' blocks -----------------------------------------------------------------
 
-    def _on_replica(self, owner: str, version: int, head: Mapping[str, Any]) -> None:
-        if not head.keys() & {"i", "decision"}:
-            raise Nonsense("neither a sum nor a decision")
-        if "decision" in head:
-            decision = read_decision(self._server_state, head["decision"], next_is=version)
-            self._uncommitted[version][owner] = decision
-            if head.get("anew"):
+    def _on_replica(self, owner: str, message: ReplicaSum) -> None:
+        version = message.version
+        if message.run is None and message.decision is None:
+            raise ProtocolError("neither a sum nor a decision")
+        if message.decision is not None:
+            check_decision(self._server_state, message.decision, next_is=version)
+            self._uncommitted[version][owner] = message.decision
+            if message.anew:
                 self._arrived[owner, version] = 0
-        self._arrived[owner, version] += "i" in head
+        self._arrived[owner, version] += message.run is not None
         complete = self._arrived[owner, version] == len(self._kept[owner])
         if complete and owner in self._uncommitted.get(version, ()):
             del self._arrived[owner, version]

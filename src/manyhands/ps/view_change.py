@@ -1,13 +1,13 @@
 """How the servers of a view begin it together: say what they hold, give and get blocks, go.
 
-    all servers connect to each other      peer
-    each tells the lead what it holds      status
-    the lead says who gets what            plan        (see recovery_plan.py)
-    blocks change hands                    block
-    each has what it should                moved
-    the view begins                        go
+    all servers connect to each other           peer
+    each tells the leader what it holds         status
+    the leader says who gets what               plan        (see recovery_plan.py)
+    blocks are copied                           tensor
+    each has all its blocks                     moved
+    the view begins                             go
 
-Whatever comes out of this order, or from somebody whose turn it is not, is Nonsense (see protocol.py).
+A message out of this order, or from a server whose turn it is not, is a ProtocolError (see protocol.py).
 
 Used by the server's thread alone. Nothing is applied in the meantime, so everything is as it was when
 this view fails too, and the next one begins from there.
@@ -15,16 +15,23 @@ this view fails too, and the next one begins from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from manyhands.embeddings.row_placement import RowPlacement
+from manyhands.errors import ProtocolError
 from manyhands.ps.acceptor import Acceptor, InboxItem
-from manyhands.ps.ledger import Ledger
 from manyhands.ps.placement import Placement
-from manyhands.ps.protocol import Nonsense, made_of
+from manyhands.ps.protocol import (
+    BETWEEN_SERVERS,
+    OPENINGS,
+    Go,
+    Moved,
+    PeerHello,
+    PlanMessage,
+    TensorMessage,
+    made_of,
+)
 from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus, make_plan
 from manyhands.ps.rows import ROLE, RowServerState
 from manyhands.ps.server_state import ServerState
@@ -32,7 +39,13 @@ from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.ps.updates import catch_up
 from manyhands.transport import Link
 
-KINDS = ("peer", "status", "plan", "block", "moved", "go")
+Message = PeerHello | ServerStatus | PlanMessage | TensorMessage | Moved | Go
+"""Those of the beginning of a view."""
+
+
+@dataclass(frozen=True)
+class PeerDialed:
+    """Put into the inbox by this server: it has a link to a peer, which has not answered yet."""
 
 
 @dataclass
@@ -68,102 +81,101 @@ class ViewChange:
     def leads(self) -> bool:
         return self._server_state.name == self._servers[0]
 
-    def hello(self) -> dict[str, Any]:
+    def hello(self) -> PeerHello:
         flats = self._server_state.sums.flats
         addresses = [flat.segment.address for flat in flats if flat.segment is not None]
         name, rows = self._server_state.name, self._server_state.rows
         undo = rows.undo if rows is not None else None
-        told = {"k": "peer", "server": name, "view": self._view, "sums": addresses}
-        return {**told, "undo": [undo.address] if undo is not None else []}
+        undo_addresses = [undo.address] if undo is not None else []
+        return PeerHello(name, self._view, addresses, undo_addresses)
 
     def meet(self, dial: Callable[[str], Link]) -> None:
         """Connect to the servers before this one in the view; those behind it connect to it."""
         for name in self._servers[: self._servers.index(self._server_state.name)]:
             link = dial(name)
-            link.send(self.hello())
-            self._acceptor.inbox.put(InboxItem("peer", name, {"sums": None, "undo": []}, link=link))
+            link.send(OPENINGS.write(self.hello()))
+            self._acceptor.inbox.put(InboxItem(name, PeerDialed(), link=link))
             self._acceptor.read(link, name)
         if self.leads:
-            status = self._server_state.status().to_dict()
-            self._acceptor.inbox.put(InboxItem("status", self._server_state.name, status))
+            status = self._server_state.status()
+            self._acceptor.inbox.put(InboxItem(self._server_state.name, status))
 
     def handle(self, happened: InboxItem) -> bool:
         """One message of the beginning; True when the view has begun."""
-        who, head = happened.who, happened.head
-        self._check_turn(happened.kind, who, happened.link)
-        match happened.kind:
-            case "peer":
-                self._on_peer(who, head, happened.link)
-            case "status":
-                self._statuses[who] = self._status_of(who, head)
+        who, message = happened.who, happened.message
+        if isinstance(message, PeerDialed):
+            assert happened.link is not None
+            self.peers[who] = Peer(who, happened.link)
+            return False
+        self._check_turn(message, who, happened.link)
+        match message:
+            case PeerHello():
+                self._on_peer(who, message, happened.link)
+            case ServerStatus():
+                self._check_status(who, message)
+                self._statuses[who] = message
                 if len(self._statuses) == len(self._servers):
                     self._make_plan()
-            case "plan":
+            case PlanMessage(record):
                 layout = self._server_state.layout
-                plan = made_of("a plan", lambda: RecoveryPlan.from_dict(head["plan"], layout))
+                plan = made_of("a plan", lambda: RecoveryPlan.from_record(record, layout))
                 if list(plan.placement.servers) != self._servers:
-                    raise Nonsense(f"a plan for {', '.join(plan.placement.servers)[:200]}")
+                    raise ProtocolError(f"a plan for {', '.join(plan.placement.servers)[:200]}")
                 self._waiting = plan
                 self._proceed()
-            case "block":
-                add = partial(self._tensor_messages.add, head, happened.payload)
+            case TensorMessage():
+                add = partial(self._tensor_messages.add, message, happened.payload)
                 if (key := made_of("a block", add)) is not None:
                     self._expected.discard(key)
                     self._when_complete()
-            case "moved":
+            case Moved():
                 self._moved.add(who)
-            case "go":
+            case Go():
                 self._begun = True
                 self._server_state.begin()
                 return True
         if self.leads and len(self._moved) == len(self._servers):
             self._moved.clear()
             self._begun = True
-            self._tell_all({"k": "go"})
+            self._tell_all(Go())
             self._server_state.begin()
             return True
         return False
 
-    def _check_turn(self, kind: str, who: str, link: Link | None) -> None:
-        """Whether this is said by somebody who may say it, once, and not too early or too late."""
+    def _check_turn(self, message: Message, who: str, link: Link | None) -> None:
+        """Check that the sender may send this, once, and not too early or too late."""
         planned = self._waiting is not None or self.plan is not None
         by_lead = who == self._servers[0]
         peer = self.peers.get(who)
         fits = {
-            "peer": peer is None if link is not None else peer is not None and peer.sums is None,
-            "status": self.leads and who not in self._statuses,
-            "plan": by_lead and not self.leads and not planned,
-            "block": not self._prepared,
-            "moved": self.leads and planned and who not in self._moved and not self._begun,
-            "go": by_lead and not self.leads and self._prepared and not self._begun,
+            PeerHello: peer is None if link is not None else peer is not None and peer.sums is None,
+            ServerStatus: self.leads and who not in self._statuses,
+            PlanMessage: by_lead and not self.leads and not planned,
+            TensorMessage: not self._prepared,
+            Moved: self.leads and planned and who not in self._moved and not self._begun,
+            Go: by_lead and not self.leads and self._prepared and not self._begun,
         }
-        if not fits[kind]:
-            raise Nonsense(f"{kind!r}, for which it is not the time, or not its to say")
+        if not fits[type(message)]:
+            kind = BETWEEN_SERVERS.name_of(message)
+            raise ProtocolError(f"{kind!r} at the wrong time, or from the wrong server")
 
-    def _status_of(self, who: str, head: Mapping[str, Any]) -> ServerStatus:
-        def parse() -> ServerStatus:
-            status, layout = ServerStatus.from_dict(head), self._server_state.layout
-            assert status.server == who, f"it speaks for {status.server!r}"
-            assert max(status.view, status.prepared) < self._view, "it knows a view to come"
-            Ledger.from_dict(status.ledger)
-            if status.placement is not None:
-                Placement.from_dict(status.placement, layout=layout)
-            if status.homes is not None:
-                RowPlacement.from_dict(status.homes)
-            return status
+    def _check_status(self, who: str, status: ServerStatus) -> None:
+        if status.server != who:
+            raise ProtocolError(f"a status of {status.server[:80]!r}, sent by {who}")
+        if max(status.view, status.prepared) >= self._view:
+            raise ProtocolError("a status that knows a later view")
+        if (record := status.placement) is not None:
+            layout = self._server_state.layout
+            made_of("a placement", lambda: Placement.from_record(record, layout=layout))
 
-        return made_of("a status", parse)
-
-    def _on_peer(self, who: str, head: Mapping[str, Any], link: Link | None) -> None:
-        if link is not None:
-            self.peers[who] = Peer(who, link, head["sums"], head["undo"])
-            if head["sums"] is not None:  # it called: it knows nothing of this side yet
-                link.send(self.hello())
+    def _on_peer(self, who: str, hello: PeerHello, link: Link | None) -> None:
+        if link is not None:  # it has dialed, and knows nothing of this side yet
+            self.peers[who] = Peer(who, link, hello.sums, hello.undo)
+            self._tell(who, self.hello())
         else:
-            self.peers[who].sums, self.peers[who].undo = head["sums"], head["undo"]
+            self.peers[who].sums, self.peers[who].undo = hello.sums, hello.undo
         if who == self._servers[0] and link is None:
-            status = self._server_state.status().to_dict()
-            self.peers[who].link.send({"k": "status", **status})
+            self._tell(who, self._server_state.status())
         self._proceed()
 
     def _make_plan(self) -> None:
@@ -171,7 +183,7 @@ class ViewChange:
         rows, replicas = self._server_state.rows, self._server_state.replicas
         has_homes = rows is not None and not rows.shared
         plan = make_plan(statuses, self._server_state.layout, replicas=replicas, rows=has_homes)
-        self._tell_all({"k": "plan", "plan": plan.to_dict()})
+        self._tell_all(PlanMessage(plan.to_record()))
         self._waiting = plan
         self._proceed()
 
@@ -199,11 +211,10 @@ class ViewChange:
             self._move_rows(plan, server_state.rows)
         for move in plan.moves:
             if move.source == server_state.name:
-                link = self.peers[move.target].link
                 for block in layout.blocks_in(move.shard):
                     block_state = server_state.block_state(block.number)
-                    for head, payload in pack("block", block.number, block_state, role=move.role):
-                        link.send(head, payload)
+                    for message, payload in pack(block.number, block_state, role=move.role):
+                        self._tell(move.target, message, payload)
         self._when_complete()
 
     def _move_rows(self, plan: RecoveryPlan, rows: RowServerState) -> None:
@@ -213,8 +224,8 @@ class ViewChange:
                 self._expected |= expected - self._tensor_messages.complete.keys()
             if move.source == self._server_state.name:
                 for role, block_state in rows.pack(move.shard):
-                    for head, payload in pack("block", move.shard, block_state, role=role):
-                        self.peers[move.target].link.send(head, payload)
+                    for message, payload in pack(move.shard, block_state, role=role):
+                        self._tell(move.target, message, payload)
 
     def _when_complete(self) -> None:
         plan = self.plan
@@ -228,8 +239,11 @@ class ViewChange:
         if self.leads:
             self._moved.add(self._server_state.name)
         else:
-            self.peers[self._servers[0]].link.send({"k": "moved"})
+            self._tell(self._servers[0], Moved())
 
-    def _tell_all(self, head: Mapping[str, Any]) -> None:
-        for peer in self.peers.values():
-            peer.link.send(head)
+    def _tell_all(self, message: Message) -> None:
+        for name in self.peers:
+            self._tell(name, message)
+
+    def _tell(self, who: str, message: Message, payload: memoryview | None = None) -> None:
+        self.peers[who].link.send(BETWEEN_SERVERS.write(message), payload)

@@ -1,15 +1,15 @@
-"""A worker as a server sees it: its connections, its gradients, and which of its pushes are here."""
+"""A worker as a server sees it: its connections, its gradients, and which of its pushes have arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.errors import LinkError
+from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.channels import LANES, PriorityChannel
-from manyhands.ps.protocol import Nonsense
+from manyhands.ps.protocol import TO_WORKER, ParameterRun, PushMessage
 from manyhands.transport import Link
 
 MAX_ARRIVING = 8
@@ -21,7 +21,7 @@ class IncomingPush:
     """A push of which not everything is here yet."""
 
     slot: int
-    head: Mapping[str, Any] | None = None
+    message: PushMessage | None = None
     runs: set[int] = field(default_factory=set)
 
 
@@ -66,55 +66,56 @@ class WorkerSession:
     def add_lane(self, link: Link) -> bool:
         """One more connection for bulk data; True when all are here."""
         if not self.travels or len(self._lane_links) == LANES:
-            raise Nonsense(f"{self.name} has no use for one more lane")
+            raise ProtocolError(f"{self.name} has no use for one more lane")
         self._lane_links.append(link)
         if len(self._lane_links) < LANES:
             return False
         self._channel = PriorityChannel(self._lane_links, name=f"to-{self.name}")
         return True
 
-    def tell(self, head: Mapping[str, Any], payload: memoryview | None = None) -> None:
+    def tell(self, message: Any, payload: memoryview | None = None) -> None:
+        """Send one of the messages TO_WORKER."""
         try:
-            self.link.send(head, payload)
+            self.link.send(TO_WORKER.write(message), payload)
         except LinkError:
-            pass  # it is gone, or comes back and asks
+            pass  # it is gone, or reconnects and asks again
 
-    def tell_all(self, words: Iterable[tuple[Mapping[str, Any], memoryview | None]]) -> None:
-        for head, payload in words:
-            self.tell(head, payload)
+    def tell_all(self, messages: Iterable[tuple[Any, memoryview | None]]) -> None:
+        for message, payload in messages:
+            self.tell(message, payload)
 
     def send_runs(self, version: int, params: FlatTensors) -> None:
         if self._channel is None:
             return
         for priority, i in enumerate(self.wants):
-            head = {"k": "run", "v": version, "i": i}
+            head = TO_WORKER.write(ParameterRun(version, i))
             self._channel.put(priority, head, bytes_of(self._runs[i].of(params)))
 
     def room(self, slot: int, i: int) -> memoryview:
         """Where a piece of a gradient goes."""
         if not self.travels or not (0 <= slot < len(self.slots) and 0 <= i < len(self._runs)):
-            raise Nonsense(f"a run {i} for slot {slot}, which there is not")
+            raise ProtocolError(f"a run {i} for slot {slot}, which there is not")
         return bytes_of(self._runs[i].of(self.slots[slot]))
 
     def arrived(
-        self, seq: int, slot: int, *, run: int | None = None, head: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Any] | None:
-        """Something of a push is here; its head, once all of it is."""
+        self, seq: int, slot: int, *, run: int | None = None, message: PushMessage | None = None
+    ) -> PushMessage | None:
+        """Note a part of a push: a run or its message. Returns the message once all parts are here."""
         if not 0 <= slot < len(self.slots):
-            raise Nonsense(f"a push in slot {slot}, which there is not")
+            raise ProtocolError(f"a push in slot {slot}, which there is not")
         if seq <= self.done:
             return None
         arriving = self._arriving.get(seq) or self._begin(seq, slot)
         if arriving.slot != slot:
-            raise Nonsense(f"push {seq} is in slot {arriving.slot}, and in {slot}")
+            raise ProtocolError(f"push {seq} is in slot {arriving.slot}, and in {slot}")
         if run is not None:
             arriving.runs.add(run)
-        if head is not None:
-            arriving.head = head
-        if arriving.head is None or (self.travels and len(arriving.runs) < len(self._runs)):
+        if message is not None:
+            arriving.message = message
+        if arriving.message is None or (self.travels and len(arriving.runs) < len(self._runs)):
             return None
         del self._arriving[seq]
-        return arriving.head
+        return arriving.message
 
     def _begin(self, seq: int, slot: int) -> IncomingPush:
         if len(self._arriving) >= MAX_ARRIVING:
@@ -123,7 +124,7 @@ class WorkerSession:
             for number in resolved:
                 del self._arriving[number]
             if not resolved:
-                raise Nonsense(f"push {seq} begins, and {MAX_ARRIVING} others have not ended")
+                raise ProtocolError(f"push {seq} begins, and {MAX_ARRIVING} others have not ended")
         arriving = self._arriving[seq] = IncomingPush(slot)
         return arriving
 
@@ -140,13 +141,13 @@ def find_slots(
 ) -> Sequence[FlatTensors]:
     """Where a worker's gradients are, or will be put."""
     if len(addresses) != (count if shared else 0):
-        raise Nonsense(f"{len(addresses)} slots in shared memory")
+        raise ProtocolError(f"{len(addresses)} slots in shared memory")
     try:
         found = [FlatTensors.attached(params.layout, address) for address in addresses]
     except (LinkError, OSError, ValueError, RuntimeError) as error:
-        raise Nonsense(f"slots that are not there: {error}") from error
+        raise ProtocolError(f"slots that are not there: {error}") from error
     if any(_nbytes(flat) != _nbytes(params) for flat in found):
-        raise Nonsense(f"slots of {[_nbytes(flat) for flat in found]} bytes")
+        raise ProtocolError(f"slots of {[_nbytes(flat) for flat in found]} bytes")
     return found or [FlatTensors.private(params.layout) for _ in range(count)]
 
 

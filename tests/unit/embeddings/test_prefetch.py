@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from manyhands.embeddings.prefetch import Prefetcher
 from manyhands.embeddings.remote import Arrived, RemoteTables
 from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.embeddings.table_stores import TableStores
+from manyhands.ps.protocol import RowsAnswer, RowsRequest
 from manyhands.ps.rows import RowServerState
 
 
@@ -82,13 +82,6 @@ class Looking(nn.Module):
         return self.one(ids[:, 0]).sum() + self.bag(ids[:, 1:]).sum()
 
 
-@dataclass
-class Word:
-    kind: str
-    head: Mapping[str, Any]
-    payload: memoryview
-
-
 class Servers:
     """Two of them, each with its rows, reached without a network; what they were asked for is noted."""
 
@@ -103,14 +96,14 @@ class Servers:
         self.asked: list[tuple[str, set[int]]] = []
         self._answers: dict[tuple[str, int], memoryview] = {}
 
-    def rows(self, asked: Mapping[str, tuple[Mapping[str, Any], memoryview]]) -> None:
-        for server, (head, payload) in asked.items():
-            self.asked.append((head["table"], set(np.frombuffer(payload, np.int64).tolist())))
-            for told, rows in self.server_states[server].hear(
-                "w", Word("rows", head, payload), done=0
-            ):
+    def rows(self, table: str, tag: int, ids: Mapping[str, memoryview]) -> None:
+        for server, payload in ids.items():
+            self.asked.append((table, set(np.frombuffer(payload, np.int64).tolist())))
+            request = RowsRequest(tag, table, payload.nbytes)
+            for answer, rows in self.server_states[server].hear("w", request, payload, done=0):
+                assert isinstance(answer, RowsAnswer)
                 assert rows is not None
-                self._answers[server, told["tag"]] = rows
+                self._answers[server, answer.tag] = rows
 
     def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]:
         return [self._answers.pop((name, tag)) for name in servers]

@@ -21,6 +21,7 @@ from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.channels import LANES
 from manyhands.ps.client import Client
+from manyhands.ps.ledger import Contribution
 from manyhands.ps.mode import PsMode
 from manyhands.ps.model_layout import layout_of
 from manyhands.ps.policies import AsyncPolicy, SyncPolicy
@@ -29,6 +30,7 @@ from manyhands.ps.server_connection import PushOutcome
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
+from manyhands.transport.fields import write
 
 BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"
 VIEW = 7
@@ -92,8 +94,8 @@ class House:
             buffer.fill_(1.0)
         for i in range(len(client.travelling().get(SERVER, ()))):
             client.push_run(SERVER, i, seq=seq, slot=slot, priority=i)
-        given = dict(zip(CONTRIBUTION, push_of(name, seq, slot), strict=True)) | wrong
-        client.push(seq, slot, list(given.values()), began=client.version)
+        push = Contribution(**push_of(name, seq, slot) | wrong)
+        client.push(push, began=client.version)
         return seq
 
     def train(self) -> None:
@@ -116,7 +118,7 @@ class House:
         """A word of the bad worker on a lane, after it has entered."""
         with self.dial(BAD) as words:
             words.send(ENTER)
-            assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
+            assert words.recv(timeout_s=LONG_S).head["kind"] == "begin"
             return self.say(LANE, head, payload=payload)
 
 
@@ -130,8 +132,8 @@ def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = No
         while True:
             # "begin", the answer to an "enter", is said by another thread: it may come behind a refusal.
             head = link.recv(timeout_s=LONG_S).head
-            assert not why or head["k"] == "begin", "a refusal is the last word"
-            if head["k"] == "refused":
+            assert not why or head["kind"] == "begin", "a refusal is the last word"
+            if head["kind"] == "refused":
                 why = head["why"]
     return why
 
@@ -200,23 +202,17 @@ def house(
         server.freeze()
 
 
-CONTRIBUTION = [
-    *("worker", "seq", "slot", "step", "part", "samples", "total", "share", "staleness", "scale"),
-    *("lr_factor", "ticks", "loss"),
-]
+def push_of(worker: str, seq: int, slot: int) -> dict[str, Any]:
+    return write(Contribution(worker, seq, slot, seq, share=(1, 2), loss=0.5))
 
 
-def push_of(worker: str, seq: int, slot: int) -> list[Any]:
-    return [worker, seq, slot, seq, 0, 1.0, 1.0, [1, 2], 0, 1.0, 1.0, 1, 0.5]
-
-
-ENTER = {"k": "enter", "worker": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
-LANE = {"k": "lane", "worker": BAD, "view": VIEW}
-PUSH = {"k": "push", "seq": 1, "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
-RUN = {"k": "run", "seq": 1, "slot": 0, "i": 0}
-BUFFERS = {"k": "buffers", "tag": 1}
-WHO = {"k": "who", "seq": 1}
-PLAIN = [{"k": kind} for kind in ("rest", "wake", "ends", "pull", "state")]
+ENTER = {"kind": "enter", "worker": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
+LANE = {"kind": "lane", "worker": BAD, "view": VIEW}
+PUSH = {"kind": "push", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
+RUN = {"kind": "run", "seq": 1, "slot": 0, "run": 0}
+BUFFERS = {"kind": "buffers", "tag": 1}
+WHO = {"kind": "who", "seq": 1}
+PLAIN = [{"kind": kind} for kind in ("rest", "wake", "ends", "pull", "state")]
 WORDS = [PUSH, WHO, BUFFERS, *PLAIN]
 """All that a worker may say, each in a form that would be taken."""
 
@@ -233,13 +229,13 @@ def without(head: Mapping[str, Any], name: str) -> dict[str, Any]:
 def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The word with one field gone, one too many, or one of a wrong type or out of range."""
     yield {**head, "more": 1}
-    for name in head.keys() - {"push", "k"}:
+    for name in head.keys() - {"push", "kind"}:
         yield without(head, name)
         for wrong in NEVER_A_COUNT:
             if not (name in ("slots", "baskets") and wrong == []):
                 yield {**head, name: wrong}
     for wrong in NEVER_A_COUNT:
-        yield {**head, "k": wrong}
+        yield {**head, "kind": wrong}
     if "push" in head:
         yield without(head, "push")
         for wrong in NEVER_A_COUNT:
@@ -248,21 +244,22 @@ def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**head, "push": record}
 
 
-def mutated_pushes(push: list[Any]) -> Iterator[list[Any]]:
-    yield push[:-1]
-    yield [*push, 0]
-    for position, name in enumerate(CONTRIBUTION):
+def mutated_pushes(push: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in ("worker", "seq"):  # the other fields have defaults
+        yield without(push, name)
+    for name in push:
         is_amount = name in ("samples", "total", "scale", "lr_factor", "loss")
         for wrong in NEVER if is_amount else NEVER_A_COUNT:
-            yield [*push[:position], wrong, *push[position + 1 :]]
+            if not (name == "loss" and wrong == -1):  # a loss may be negative
+                yield {**push, name: wrong}
     for share in ([1, 0], [3, 2], [-1, 2], [1, 2, 3], ["1", 2], [1, math.nan], [1 << 60, 1 << 60]):
-        yield [*push[:7], share, *push[8:]]
-    yield [GOOD, *push[1:]]
-    yield [*push[:6], 0.0, *push[7:]]
-    yield [*push[:8], 1, *push[9:]]
-    yield [*push[:9], 1.5, *push[10:]]
-    yield [*push[:10], 0.0, *push[11:]]
-    yield [*push[:11], 1 << 20, push[12]]
+        yield {**push, "share": share}
+    yield {**push, "worker": GOOD}
+    yield {**push, "total": 0.0}
+    yield {**push, "staleness": 1}
+    yield {**push, "scale": 1.5}
+    yield {**push, "lr_factor": 0.0}
+    yield {**push, "ticks": 1 << 20}
 
 
 @contextlib.contextmanager
@@ -272,13 +269,13 @@ def entered(at: House) -> Iterator[tuple[Link, list[Link], bytes]]:
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(at.dial(BAD))
         words.send(ENTER)
-        assert words.recv(timeout_s=LONG_S).head["k"] == "begin"
+        assert words.recv(timeout_s=LONG_S).head["kind"] == "begin"
         channel = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
         for lane in channel:
             lane.send(LANE)
         # When all lanes are there, the parameters come by one of them.
         for _, lane in zip(range(400), itertools.cycle(channel), strict=False):
             with contextlib.suppress(LinkTimeout):
-                assert lane.recv(timeout_s=0.05).head["k"] == "run"
+                assert lane.recv(timeout_s=0.05).head["kind"] == "run"
                 break
         yield words, channel, bytes(run.numel * 4)

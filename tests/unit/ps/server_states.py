@@ -194,7 +194,7 @@ class Village:
         self.view += 1
         statuses = [server_state.status() for server_state in self.server_states]
         plan = make_plan(statuses, self.layout, replicas=1)
-        plan = RecoveryPlan.from_dict(plan.to_dict(), self.layout)
+        plan = RecoveryPlan.from_record(plan.to_record(), self.layout)
         for server_state in self.server_states:
             catch_up(server_state, plan)
             assert server_state.ledger.version == plan.ledger.version
@@ -203,7 +203,7 @@ class Village:
         for move in plan.moves:
             for block in self.layout.blocks_in(move.shard):
                 block_state = by_name[move.source].block_state(block.number)
-                for head, payload in pack("block", block.number, block_state, role=move.role):
+                for head, payload in pack(block.number, block_state, role=move.role):
                     copied = memoryview(bytearray(payload)) if payload is not None else None
                     arriving[move.target].add(head, copied)
         for server_state in self.server_states:

@@ -52,13 +52,21 @@ from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect
 
 
-@pytest.mark.parametrize("head", WORDS, ids=lambda head: head["k"])
+@pytest.mark.parametrize("head", WORDS, ids=lambda head: head["kind"])
 def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Path) -> None:
     payload = STATISTICS if head is BUFFERS else None
     with house("proof", tmp_path) as at:
         for wrong in mutated(head):
             assert at.say(ENTER, wrong, payload=payload), f"{wrong} was taken"
-        for other in (RUN, LANE, ENTER, {"k": "decide"}, {"k": "go"}, {"k": "had"}, {"k": "peer"}):
+        for other in (
+            RUN,
+            LANE,
+            ENTER,
+            {"kind": "decide"},
+            {"kind": "go"},
+            {"kind": "had"},
+            {"kind": "peer"},
+        ):
             assert at.say(ENTER, other), f"{other} was taken"
         at.train()
 
@@ -80,9 +88,9 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
         payload = bytes(run.numel * 4)
         wrongs = [
             *mutated(RUN),
-            {**RUN, "i": 1},
+            {**RUN, "run": 1},
             {**RUN, "slot": 2},
-            {**RUN, "i": 1 << 40},
+            {**RUN, "run": 1 << 40},
             *WORDS,
         ]
         for wrong in wrongs:
@@ -94,8 +102,8 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
 
 
 def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
-    rows = {"k": "rows", "tag": 1, "table": "t", "bytes": 8}
-    basket = {"k": "basket", "seq": 1, "slot": 0, "bytes": 8}
+    rows = {"kind": "rows", "tag": 1, "table": "t", "bytes": 8}
+    basket = {"kind": "basket", "seq": 1, "slot": 0, "bytes": 8}
     with house("proof", tmp_path) as at:
         for head in (rows, basket):
             assert "without tables" in at.say(ENTER, head, payload=bytes(8))
@@ -104,7 +112,7 @@ def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
             for size in (0, 7, 16):
                 assert at.say(ENTER, head, payload=bytes(size)), f"{size} bytes were taken"
             assert at.say(ENTER, {**head, "bytes": 1 << 40}, payload=bytes(8))
-        assert "without tables" in at.say(ENTER, {"k": "table_state", "tag": 0, "since": 0})
+        assert "without tables" in at.say(ENTER, {"kind": "table_state", "since": 0})
         at.train()
 
 
@@ -134,14 +142,14 @@ _fields = (
     "began",
     "after",
     "slot",
-    "i",
+    "run",
     "tag",
-    "v",
+    "version",
 )
 _heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
     lambda fields: st.sampled_from(
-        ["push", "run", "who", "buffers", "enter", "lane", "peer", "decide", "commit", "block"]
-    ).map(lambda kind: {"k": kind, **fields})
+        ["push", "run", "who", "buffers", "enter", "lane", "peer", "decide", "commit", "tensor"]
+    ).map(lambda kind: {"kind": kind, **fields})
 )
 
 
@@ -164,13 +172,13 @@ def test_made_up_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tls", "proof"])
 def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
     with house(kind, tmp_path) as at:
-        peer = {"k": "peer", "view": VIEW, "sums": [], "undo": []}
+        peer = {"kind": "peer", "view": VIEW, "sums": [], "undo": []}
         assert "has the key of" in at.say({**ENTER, "worker": GOOD})
         assert "has the key of" in at.say({**LANE, "worker": GOOD})
-        assert "nobody expects" in at.say({**peer, "server": SERVER})
-        assert "nobody expects" in at.say({**peer, "server": BAD})
+        assert "an unexpected" in at.say({**peer, "server": SERVER})
+        assert "an unexpected" in at.say({**peer, "server": BAD})
         with at.dial(SERVER) as link:
-            assert "nobody expects" in last_words(link, {**ENTER, "worker": SERVER})
+            assert "an unexpected" in last_words(link, {**ENTER, "worker": SERVER})
         at.train()
 
 
@@ -182,7 +190,9 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
         "    link.send(json.loads(sys.argv[2]))\n"
         "    print(link.recv(timeout_s=20).head)\n"
     )
-    enter = '{"k": "enter", "worker": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
+    enter = (
+        '{"kind": "enter", "worker": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
+    )
     with house("unix", tmp_path) as at:
         at.train()
         stranger = subprocess.run(
@@ -191,7 +201,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
             text=True,
             timeout=60,
         )
-        assert "is here already" in stranger.stdout, stranger.stderr
+        assert "is connected already" in stranger.stdout, stranger.stderr
         at.train()
 
 
@@ -237,8 +247,8 @@ def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
         with entered(at) as (words, channel, gradient):
             words.send({**PUSH, "push": push_of(BAD, 1, 1)})
-            words.send({"k": "pull"})
-            assert words.recv(timeout_s=LONG_S).head["k"] == "new"
+            words.send({"kind": "pull"})
+            assert words.recv(timeout_s=LONG_S).head["kind"] == "new"
             assert "in slot 1, and in 0" in last_words(channel[0], RUN, payload=gradient)
         at.train()
 
@@ -248,7 +258,7 @@ def test_a_step_that_is_not_due(tmp_path: Path) -> None:
         for seq in (5, 6):
             with entered(at) as (words, channel, gradient):
                 channel[1].send({**RUN, "seq": seq}, gradient)
-                push = {**PUSH, "seq": seq, "push": push_of(BAD, seq, 0)}
+                push = {**PUSH, "push": push_of(BAD, seq, 0)}
                 assert f"step {seq} where step 1 is due" in last_words(words, push)
             at.train()
 
@@ -256,7 +266,7 @@ def test_a_step_that_is_not_due(tmp_path: Path) -> None:
 def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
     with house("proof", tmp_path) as at:
         with entered(at) as (words, _, _):
-            assert "which there is not yet" in last_words(words, {**PUSH, "began": 1})
+            assert "which does not exist yet" in last_words(words, {**PUSH, "began": 1})
         at.train()
 
 
@@ -278,7 +288,7 @@ def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
     with house("unix", tmp_path) as at:
         addresses = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
         pushes = [
-            {**PUSH, "seq": seq, "push": push_of(BAD, seq, 0), "after": seq - 1}
+            {**PUSH, "push": push_of(BAD, seq, 0), "after": seq - 1}
             for seq in range(2, 2 + MAX_UNDER_WAY + 1)
         ]
         assert "wait for one before" in at.say({**ENTER, "slots": addresses}, *pushes)
@@ -291,9 +301,9 @@ def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
             for _ in range(3):
                 words.send(PUSH)
                 channel[1].send(RUN, gradient)
-            words.send({"k": "pull"})
+            words.send({"kind": "pull"})
             while at.server.server_state.ledger.counts[BAD] == 0:
-                assert words.recv(timeout_s=LONG_S).head["k"] != "refused"
+                assert words.recv(timeout_s=LONG_S).head["kind"] != "refused"
             words.send(PUSH)
         at.push(at.client, GOOD)
         at.client.drain()
@@ -420,7 +430,7 @@ def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
         with connect(f"unix:{tmp_path}/s", timeout_s=LONG_S) as link:
             link.send(ENTER)
             for _ in range(3 * MAX_UNHEARD):
-                link.send({"k": "rest"})
+                link.send({"kind": "rest"})
             deadline = time.monotonic() + LONG_S
             while acceptor.inbox.qsize() < 1 + MAX_UNHEARD:
                 assert time.monotonic() < deadline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
@@ -19,7 +20,16 @@ from manyhands.ps.blocks import (
     FlatParameter,
     order_needed,
 )
-from manyhands.ps.placement import GAIN, SLACK, STRIPES, TOLERANCE, Placement, place
+from manyhands.ps.placement import (
+    GAIN,
+    SLACK,
+    STRIPES,
+    TOLERANCE,
+    Placement,
+    PlacementRecord,
+    place,
+)
+from manyhands.transport.fields import read, write
 
 KINDS = [("float32", 4), ("bfloat16", 2), ("float16", 2), ("float64", 8)]
 
@@ -316,14 +326,15 @@ def test_the_same_in_the_same_out_also_through_json(
 ) -> None:
     placement = place(layout, servers)
     assert place(layout, servers) == placement
-    said = json.loads(json.dumps(placement.to_dict()))
-    assert Placement.from_dict(said, layout=layout) == placement
+    record = read(PlacementRecord, json.loads(json.dumps(write(placement.to_record()))))
+    assert Placement.from_record(record, layout=layout) == placement
     other = BlockLayout.of([*layout.pieces, FlatParameter("one more", 1, 4)])
     with pytest.raises(ManyhandsError, match="same job file"):
-        Placement.from_dict(said, layout=other)
-    for wrong in ({**said, "firsts": [99] * len(layout.shards) + [0]}, {"layout": layout.digest}):
+        Placement.from_record(record, layout=other)
+    count = len(layout.shards)
+    for firsts in ((0,) * (count + 1), (99,) * (count or 1)):
         with pytest.raises(ManyhandsError, match="not a placement"):
-            Placement.from_dict(wrong, layout=layout)
+            Placement.from_record(replace(record, firsts=firsts), layout=layout)
 
 
 def test_describe_reads_well() -> None:

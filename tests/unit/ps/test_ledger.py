@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from fractions import Fraction
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -19,13 +20,15 @@ from manyhands.ps.ledger import (
     lr_factor,
     progress_after,
 )
+from manyhands.transport.fields import read, write
 
 names = st.sampled_from(["worker-0", "worker-1", "a name with a space"])
 fractions = st.tuples(st.integers(0, 50), st.integers(1, 50))
+parts = st.integers(1, 50).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 numbers = st.floats(0, 1e9)
 pushes = st.builds(
     Contribution, names, st.integers(1, 99), st.integers(0, 1), st.integers(1, 99), st.integers(0, 7),
-    samples=numbers, total=numbers, share=fractions, staleness=st.integers(0, 9),
+    samples=numbers, total=st.floats(1e-3, 1e9), share=parts, staleness=st.integers(0, 9),
     scale=st.floats(0, 1), lr_factor=st.floats(0.1, 9), ticks=st.integers(0, 3),
 )  # fmt: skip
 
@@ -37,9 +40,11 @@ def pushed(
     return Contribution(worker, 1, 0, step, 0, float(samples), float(total), share, **more)  # type: ignore[arg-type]
 
 
-def on_the_wire(record: dict[str, object]) -> dict[str, object]:
-    told: dict[str, object] = json.loads(json.dumps(record))
-    return told
+T = TypeVar("T")
+
+
+def on_the_wire(message: T) -> T:
+    return read(type(message), json.loads(json.dumps(write(message))))
 
 
 @given(
@@ -47,7 +52,7 @@ def on_the_wire(record: dict[str, object]) -> dict[str, object]:
               lr_scale=numbers, progress=fractions, factor=st.floats(0, 1))
 )  # fmt: skip
 def test_a_decision_survives_the_wire(decision: Decision) -> None:
-    again = Decision.from_dict(on_the_wire(decision.to_dict()))
+    again = on_the_wire(decision)
     assert again == decision
     assert hash(again) == hash(decision), "lists became tuples again"
 
@@ -67,7 +72,7 @@ def test_a_ledger_survives_the_wire_and_counts_every_push(
     assert ledger.progress == sum((Fraction(*p.share) * p.ticks for p in flat), Fraction())
     assert ledger.ticks == int(ledger.progress)
     assert list(ledger.parts) == [(p.step, p.part, p.samples, p.loss) for p in flat]
-    again = Ledger.from_dict(on_the_wire(ledger.to_dict()))
+    again = Ledger.from_record(on_the_wire(ledger.to_record()))
     assert again == ledger
     assert again.parts.maxlen == ledger.parts.maxlen
     assert not ledger.after(ledger.version)
@@ -101,7 +106,7 @@ def test_with_many_workers_nobody_is_too_far_behind_to_catch_up() -> None:
     for version in range(1, 501):
         ledger.note(Decision(version, (pushed(f"worker-{version % 100}"),)))
     assert len(ledger.after(500 - 2 * 100)) == 200
-    assert Ledger.from_dict(on_the_wire(ledger.to_dict())).after(300) == ledger.after(300)
+    assert Ledger.from_record(on_the_wire(ledger.to_record())).after(300) == ledger.after(300)
 
 
 def test_with_many_workers_in_rounds_a_few_updates_are_remembered_and_no_more() -> None:

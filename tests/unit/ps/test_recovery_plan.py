@@ -16,7 +16,8 @@ from manyhands.errors import ManyhandsError
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.ledger import Contribution, Decision, Ledger
 from manyhands.ps.placement import Placement
-from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, make_plan
+from manyhands.ps.recovery_plan import BlockMove, PlanRecord, RecoveryPlan, ServerStatus, make_plan
+from manyhands.transport.fields import read, write
 
 
 def ledger_at(version: int) -> Ledger:
@@ -52,12 +53,12 @@ class Site:
             host=self.host,
             view=self.held.view,
             prepared=self.coming.view if self.coming else 0,
-            placement=_dict(self.held.placement),
-            ledger=ledger_at(known).to_dict(),
+            placement=self.held.placement.to_record() if self.held.placement else None,
+            ledger=ledger_at(known).to_record(),
             replicas=dict(self.held.replicas),
             seen=known,
         )
-        return ServerStatus.from_dict(json.loads(json.dumps(told.to_dict())))
+        return read(ServerStatus, json.loads(json.dumps(write(told))))
 
     def holds(self, shard: int) -> bool:
         """In whatever role, and as it should be."""
@@ -80,10 +81,6 @@ class Site:
         assert self.version <= target
         self.version = target
         self.held.replicas = dict.fromkeys(self.held.replicas, target)
-
-
-def _dict(placement: Placement | None) -> dict[str, object] | None:
-    return placement.to_dict() if placement is not None else None
 
 
 class Town:
@@ -124,7 +121,9 @@ class Town:
                 make_plan(statuses, self.layout, replicas=self.replicas)
             raise _Lost
         plan = make_plan(statuses, self.layout, replicas=self.replicas)
-        plan = RecoveryPlan.from_dict(json.loads(json.dumps(plan.to_dict())), self.layout)
+        plan = RecoveryPlan.from_record(
+            read(PlanRecord, json.loads(json.dumps(write(plan.to_record())))), self.layout
+        )
         self.check(plan, statuses)
         for site in self.sites:
             site.catch_up(plan)
@@ -144,10 +143,10 @@ class Town:
         assert plan.standing == max(site.held.view for site in self.sites)
         if plan.standing:
             there = [s for s in statuses if plan.standing in (s.view, s.prepared)]
-            assert plan.ledger.version == max(s.ledger["version"] for s in there)
-            (stood,) = {json.dumps(s.placement) for s in there if s.view == plan.standing}
+            assert plan.ledger.version == max(s.ledger.version for s in there)
+            (stood,) = {s.placement for s in there if s.view == plan.standing}
             assert plan.previous is not None
-            assert plan.previous.to_dict() == json.loads(stood)
+            assert plan.previous.to_record() == stood
         assert plan.placement.servers == tuple(site.name for site in self.sites)
 
     def check_moves(self, plan: RecoveryPlan) -> None:

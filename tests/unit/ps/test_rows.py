@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,17 +10,15 @@ import pytest
 from manyhands.embeddings.sparse_grads import SparseGrads, TableGrads, num_bytes, pack_into
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.table_stores import TableStores
-from manyhands.ps.protocol import Nonsense
+from manyhands.errors import ProtocolError
+from manyhands.ps.protocol import RowGradients, RowsRequest
 from manyhands.ps.rows import RowServerState
 
 SPECS = {"few": Table(3, rows=10), "any": Table(2)}
 
 
-@dataclass
-class Word:
-    kind: str
-    head: Mapping[str, Any]
-    payload: memoryview | None = None
+Sent = tuple[RowGradients | RowsRequest, memoryview]
+"""A message and its payload."""
 
 
 def server_state() -> RowServerState:
@@ -38,14 +34,14 @@ def basket(**ids: list[int]) -> TableGrads:
     }
 
 
-def pushed(given: TableGrads, *, slot: int = 0, seq: int = 1) -> Word:
+def pushed(given: TableGrads, *, slot: int = 0, seq: int = 1) -> Sent:
     payload = memoryview(bytearray(num_bytes(given, SPECS)))
     pack_into(payload, given, SPECS)
-    return Word("basket", {"seq": seq, "slot": slot}, payload)
+    return RowGradients(seq, slot, payload.nbytes), payload
 
 
-def hear(rows: RowServerState, word: Word, *, done: int = 0) -> list[Any]:
-    return list(rows.hear("worker-0", word, done=done))
+def hear(rows: RowServerState, sent: Sent, *, done: int = 0) -> list[Any]:
+    return list(rows.hear("worker-0", *sent, done=done))
 
 
 def test_a_basket_is_kept_in_its_slot() -> None:
@@ -63,20 +59,20 @@ def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "why"),
+    ("sent", "why"),
     [
         (pushed(basket(few=[3, 10])), "10"),
         (pushed(basket(few=[-1])), "-1"),
         (pushed(basket(few=[1]), slot=2), "slot 2"),
         (pushed(basket(few=[1]), slot=-1), "slot -1"),
-        (Word("basket", {"seq": 1, "slot": 0}, memoryview(b"garbage")), "basket"),
-        (Word("rows", {"table": "few", "tag": 1}, memoryview(np.array([10]).data).cast("B")), "10"),
-        (Word("rows", {"table": "none", "tag": 1}, memoryview(bytes(8))), "'none'"),
-        (Word("rows", {"table": "few", "tag": 1}, memoryview(bytes(7))), "7 bytes"),
+        ((RowGradients(1, 0, 7), memoryview(b"garbage")), "basket"),
+        ((RowsRequest(1, "few", 8), memoryview(np.array([10]).data).cast("B")), "10"),
+        ((RowsRequest(1, "none", 8), memoryview(bytes(8))), "'none'"),
+        ((RowsRequest(1, "few", 7), memoryview(bytes(7))), "7 bytes"),
     ],
 )
-def test_nonsense_is_refused_when_it_comes(word: Word, why: str) -> None:
+def test_a_wrong_message_is_refused_when_it_arrives(sent: Sent, why: str) -> None:
     rows = server_state()
-    with pytest.raises(Nonsense, match=why):
-        hear(rows, word)
+    with pytest.raises(ProtocolError, match=why):
+        hear(rows, sent)
     assert all(place.get() == {} for place in rows.baskets["worker-0"])

@@ -110,7 +110,7 @@ def test_one_host_a_replica_that_is_ahead_of_all_who_live_takes_them_along() -> 
     apply(dead, decision)
     village.hand_over(dead, keeper, decision)
     apply_replica(keeper, dead.name, decision)
-    assert (keeper.ledger.version, keeper.status().ledger["version"]) == (1, 2)
+    assert (keeper.ledger.version, keeper.status().ledger.version) == (1, 2)
     village.lose(0)
     village.settle()
     village.check()

@@ -12,19 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manyhands.errors import LinkError
+from manyhands.errors import ProtocolError
 from manyhands.ps.block_store import BlockState
+from manyhands.ps.protocol import TensorMessage
 from manyhands.ps.tensor_messages import PARAMS, TensorMessages, pack
 from manyhands.runs.encoding import DTYPES
+from manyhands.transport.fields import read, write
 
-Message = tuple[dict[str, Any], memoryview | None]
+Message = tuple[TensorMessage, memoryview | None]
 
 
 def travelled(messages: list[Message]) -> list[Message]:
     """Through JSON and other memory, as over a link."""
     return [
-        (json.loads(json.dumps(head)), None if payload is None else memoryview(bytearray(payload)))
-        for head, payload in messages
+        (
+            read(TensorMessage, json.loads(json.dumps(write(message)))),
+            None if payload is None else memoryview(bytearray(payload)),
+        )
+        for message, payload in messages
     ]
 
 
@@ -56,9 +61,7 @@ def test_every_type_arrives_bit_by_bit(name: str) -> None:
     tensor = numbers.to(DTYPES[name]).reshape(2, 3)
     if tensor.is_complex():
         tensor = tensor * (1 + 2j)
-    _, got = unpacked(
-        list(pack("block", 3, BlockState(tensor, {"own": tensor, "one": tensor[0, 0]})))
-    )
+    _, got = unpacked(list(pack(3, BlockState(tensor, {"own": tensor, "one": tensor[0, 0]}))))
     assert_equal(got.params, tensor)
     assert_equal(got.state["own"], tensor)
     assert_equal(got.state["one"], tensor[0, 0])
@@ -78,7 +81,7 @@ states = st.dictionaries(
 def test_tensors_of_any_shape_scalars_and_nothing_arrive(
     number: int, role: str, params: Tensor, state: dict[str, Any]
 ) -> None:
-    messages = list(pack("block", number, BlockState(params, state), role=role))
+    messages = list(pack(number, BlockState(params, state), role=role))
     sent = [value for value in (params, *state.values()) if isinstance(value, Tensor)]
     assert len(messages) == 1 + sum(bool(tensor.numel()) for tensor in sent)
     key, got = unpacked(messages)
@@ -92,13 +95,13 @@ def test_tensors_of_any_shape_scalars_and_nothing_arrive(
 def test_memory_that_does_not_lie_in_one_piece_is_sent_as_it_reads() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
     assert not tensor.is_contiguous()
-    _, got = unpacked(list(pack("block", 0, BlockState(tensor, {"x": tensor[1:, ::2]}))))
+    _, got = unpacked(list(pack(0, BlockState(tensor, {"x": tensor[1:, ::2]}))))
     assert_equal(got.params, tensor)
     assert_equal(got.state["x"], tensor[1:, ::2])
 
 
 def test_parameters_may_stay_at_home() -> None:
-    messages = list(pack("state", 1, BlockState(torch.ones(5), {"step": 3}), params=False))
+    messages = list(pack(1, BlockState(torch.ones(5), {"step": 3}), params=False))
     assert all(payload is None for _, payload in messages)
     _, got = unpacked(messages)
     assert (got.params.numel(), got.state) == (0, {"step": 3})
@@ -106,7 +109,7 @@ def test_parameters_may_stay_at_home() -> None:
 
 def test_what_can_be_sent_as_it_lies_is_not_copied() -> None:
     tensor = torch.zeros(4)
-    _, (_, payload) = pack("block", 0, BlockState(tensor, {}))
+    _, (_, payload) = pack(0, BlockState(tensor, {}))
     assert payload is not None
     payload[:4] = b"\x00\x00\x80\x3f"
     assert tensor[0] == 1.0
@@ -118,7 +121,7 @@ def test_blocks_may_arrive_side_by_side() -> None:
         for role in ("own", "replica")
         for n in (1, 2)
     }
-    rows = [list(pack("block", n, m, role=role)) for (role, n), m in sent.items()]
+    rows = [list(pack(n, m, role=role)) for (role, n), m in sent.items()]
     tensor_messages = TensorMessages()
     done = [
         tensor_messages.add(*message)
@@ -130,15 +133,15 @@ def test_blocks_may_arrive_side_by_side() -> None:
         assert tensor_messages.complete[key].state == block_state.state
 
 
-HEAD: dict[str, Any] = {"k": "block", "n": 0, "role": "own"}
+HEAD = TensorMessage(0, "own")
 GOOD = {"~tensor": 0, "dtype": "float32", "shape": [2]}
 
 
-def first(params: Any) -> dict[str, Any]:
-    return {**HEAD, "state": json.dumps({PARAMS: params})}
+def first(params: Any) -> TensorMessage:
+    return TensorMessage(0, "own", json.dumps({PARAMS: params}))
 
 
-def add_all(head: dict[str, Any], payload: bytes) -> None:
+def add_all(head: TensorMessage, payload: bytes) -> None:
     messages = TensorMessages()
     messages.add(head, None)
     messages.add(HEAD, memoryview(bytearray(payload)))
@@ -169,7 +172,9 @@ def add_all(head: dict[str, Any], payload: bytes) -> None:
 def test_a_wrong_tensor_is_refused_before_memory_is_allocated(
     wrong: dict[str, Any], payload: bytes
 ) -> None:
-    with pytest.raises(LinkError, match=r"(a tensor of (type|shape)|tensors with the indices) "):
+    with pytest.raises(
+        ProtocolError, match=r"(a tensor of (type|shape)|tensors with the indices) "
+    ):
         add_all(first({**GOOD, **wrong}), payload)
 
 
@@ -179,14 +184,14 @@ def test_a_wrong_tensor_is_refused_before_memory_is_allocated(
     ids=lambda state: state[:12],
 )
 def test_a_wrong_state_is_refused(state: str) -> None:
-    with pytest.raises(LinkError, match="block"):
-        TensorMessages().add({**HEAD, "state": state}, None)
+    with pytest.raises(ProtocolError, match="block"):
+        TensorMessages().add(TensorMessage(0, "own", state), None)
 
 
 def test_messages_out_of_order_are_refused() -> None:
     payload = memoryview(bytearray(8))
     for head, carried in [(HEAD, payload), (HEAD, None), (first(GOOD), payload)]:
-        with pytest.raises(LinkError, match="out of order"):
+        with pytest.raises(ProtocolError, match="out of order"):
             TensorMessages().add(head, carried)
 
 
@@ -202,7 +207,7 @@ def test_a_block_may_begin_again() -> None:
     """The connection broke in the middle of it, and it is sent by the next one."""
     messages = TensorMessages()
     state = BlockState(torch.ones(2), {"momentum": torch.full((2,), 3.0)})
-    whole = travelled(list(pack("block", 0, state)))
+    whole = travelled(list(pack(0, state)))
     for head, payload in [*whole[:2], *whole]:
         done = messages.add(head, payload)
     assert done == ("own", 0)

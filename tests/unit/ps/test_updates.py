@@ -17,6 +17,7 @@ from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.ledger import Decision
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import SyncPolicy
+from manyhands.ps.protocol import BETWEEN_SERVERS
 from manyhands.ps.server_state import ServerState, travelling
 from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline
 from manyhands.ps.view_change import Peer
@@ -109,13 +110,13 @@ class Servers:
             self.exchanges[a].flush()
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            return exchange.buffer_for(a, int(head["v"]), int(head["i"]))
+            return exchange.buffer_for(a, head["version"], head["run"])
 
         try:
             message = self.far[a, b].recv(timeout_s=0.0, place=place)
         except (LinkTimeout, LinkError):
             return False
-        exchange.handle(message.head["k"], a, message.head)
+        exchange.handle(a, BETWEEN_SERVERS.read(message.head))
         self.updates[b].advance()
         return True
 
@@ -295,7 +296,7 @@ def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
         servers.deliver(chance)
         for exchange in servers.exchanges.values():
             exchange.close()
-        newest = max(int(e.status().ledger["version"]) for e in village.server_states)
+        newest = max(int(e.status().ledger.version) for e in village.server_states)
         village.settle()
         assert {server_state.ledger.version for server_state in village.server_states} == {newest}
         assert newest == before, "the dead one had not agreed"
@@ -323,7 +324,7 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
         servers.deliver(chance)
         for exchange in servers.exchanges.values():
             exchange.close()
-        newest = max(int(e.status().ledger["version"]) for e in village.server_states)
+        newest = max(int(e.status().ledger.version) for e in village.server_states)
         village.settle()
         assert {server_state.ledger.version for server_state in village.server_states} == {newest}
         if newest == 2:

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import LinkClosed, LinkError
+from manyhands.errors import LinkClosed, LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, runs_of
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.channels import LANES
+from manyhands.ps.ledger import Contribution
+from manyhands.ps.protocol import NewVersion, PushMessage
 from manyhands.ps.worker_session import WorkerSession
 from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0
 LAYOUT = BlockLayout.of([FlatParameter("p", 96, 4, dtype="float32")], block_bytes=128)
 RUNS = runs_of(LAYOUT, [0, 2])
-HEAD = {"k": "push", "seq": 1}
+PUSH = PushMessage(Contribution("w0", 1), 0, 0)
 
 
 class Hall:
@@ -55,12 +57,12 @@ def test_a_push_is_here_once_its_head_and_all_its_runs_are(
     for what in order[:-1]:
         for _ in range(2):  # said again after a connection broke
             assert arrive(session, 1, what) is None
-    assert arrive(session, 1, order[-1]) == HEAD
+    assert arrive(session, 1, order[-1]) == PUSH
 
 
 def arrive(session: WorkerSession, seq: int, what: str | int) -> object:
     if isinstance(what, str):
-        return session.arrived(seq, 0, head=HEAD)
+        return session.arrived(seq, 0, message=PUSH)
     return session.arrived(seq, 0, run=what)
 
 
@@ -76,8 +78,8 @@ def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall
 
 def test_inside_a_host_the_head_is_all(hall: Hall) -> None:
     session = hall.session(travels=False)
-    assert session.arrived(1, 1, head=HEAD) == HEAD
-    with pytest.raises(LinkError):
+    assert session.arrived(1, 1, message=PUSH) == PUSH
+    with pytest.raises(ProtocolError):
         session.room(0, 0)
 
 
@@ -87,7 +89,7 @@ def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
     assert float(session.slots[1].block(2)[0]) == 1.0
     assert session.room(0, 0).nbytes == RUNS[0].numel * 4
     for slot, i in [(2, 0), (-1, 0), (0, 2), (0, -1)]:
-        with pytest.raises(LinkError):
+        with pytest.raises(ProtocolError):
             session.room(slot, i)
 
 
@@ -108,18 +110,18 @@ def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(
         with contextlib.suppress(LinkError):
             while len(heard) < len(RUNS):
                 heard.append(link.recv(timeout_s=0.2))
-    assert sorted(m.head["i"] for m in heard) == [0, 1]
+    assert sorted(m.head["run"] for m in heard) == [0, 1]
     for message in heard:
-        assert message.head["v"] == 4
+        assert message.head["version"] == 4
         assert message.payload is not None
         first = memoryview(message.payload).cast("f")[0]
-        assert first == {0: 1.0, 1: 2.0}[message.head["i"]]
+        assert first == {0: 1.0, 1: 2.0}[message.head["run"]]
 
 
 def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: Hall) -> None:
     session = hall.session()
     near, _ = hall.link()
-    session.tell({"k": "new"})
+    session.tell(NewVersion(1, 1))
     sent = session.bytes_sent
     assert sent > 0
     old = session.link
@@ -129,4 +131,4 @@ def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: 
         old.send({})
     assert session.arrived(1, 0, run=0) is None
     session.close()
-    session.tell({"k": "new"})  # into the void: it is gone, or comes back and asks
+    session.tell(NewVersion(1, 1))  # into the void: it is gone, or comes back and asks
