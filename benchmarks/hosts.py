@@ -15,6 +15,7 @@ in bursts: with few steps this is off by half a percent or so, in either directi
     python benchmarks/hosts.py --quick                          does everything work? no numbers to keep
     python benchmarks/hosts.py --hosts 2,4 --bandwidth 100mbit --models perceptron
     python benchmarks/hosts.py --only "allreduce,allreduce(bucket_mb=1),ps:sync(servers=1)"
+    python benchmarks/hosts.py --against COMMIT                 against another commit
 
 The hosts share the cores of this machine, so with more hosts than cores computing takes its turns. A slow
 link is what makes the difference then, and not the arithmetic.
@@ -36,7 +37,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import against
 import ps_ours
+from against import Tree
 from ps import describe_machine
 from ps_clock import steady
 from ps_contenders import split_names
@@ -125,14 +128,23 @@ def main() -> None:
         f"links of {given.bandwidth}, {given.repeats} repeat(s), one worker of {given.threads} thread(s) "
         "a host"
     )
+    with against.trees(given.against) as trees:
+        measure_labs(given, machine, trees)
+
+
+def measure_labs(given: argparse.Namespace, machine: dict[str, Any], trees: list[Tree]) -> None:
     results: list[dict[str, Any]] = []
     for num_hosts in given.hosts:
         with Lab(hosts=num_hosts, bandwidth=given.bandwidth) as lab:
             for model in given.models:
                 load = make_load(model, num_hosts, given)
-                rows = measure_all(lab, load, given)
+                rows = measure_all(lab, load, given, trees)
                 print(f"\n{model}: {MODELS[model]}; {num_hosts} hosts, {load.steps} timed steps")
                 print(*table(rows, load), sep="\n", flush=True)
+                for tree in trees[1:]:
+                    others = {name: rows.get(tree.label(name)) for name in given.only}
+                    ratios = {name: rows[name].over(row) for name, row in others.items() if row}
+                    print(*against.comparison(ratios, tree.commit), sep="\n", flush=True)
                 results.append(
                     {
                         "load": json.loads(load.to_json()),
@@ -145,36 +157,40 @@ def main() -> None:
                     given.json.write_text(json.dumps(told, indent=1))
 
 
-def measure_all(lab: Lab, load: Load, given: argparse.Namespace) -> dict[str, Row]:
-    rows = {name: Row(name) for name in given.only}
+def measure_all(
+    lab: Lab, load: Load, given: argparse.Namespace, trees: list[Tree]
+) -> dict[str, Row]:
+    contenders = [
+        (name, tree) for name in given.only for tree in trees if name != DDP or tree is trees[0]
+    ]
+    rows = {tree.label(name): Row(tree.label(name)) for name, tree in contenders}
     for repeat in range(given.repeats):
-        first = repeat % len(given.only)
-        for name in given.only[first:] + given.only[:first]:
-            row = rows[name]
+        for name, tree in against.in_turn(contenders, repeat):
+            row = rows[tree.label(name)]
             if row.failed:
                 continue
             try:
-                row.runs[repeat] = measure(lab, name, load, given.deadline)
+                row.runs[repeat] = measure(lab, name, load, given.deadline, tree)
             except Failed as error:
                 row.failed = str(error)
-                print(f"  {name}: left out: {error}", flush=True)
+                print(f"  {row.contender}: left out: {error}", flush=True)
                 continue
             run = row.runs[repeat]
             print(
-                f"  {load.model} x{load.workers} {repeat + 1}/{given.repeats} {name}: "
+                f"  {load.model} x{load.workers} {repeat + 1}/{given.repeats} {row.contender}: "
                 f"{run.steps_per_s:.2f} steps/s, {run.step_bytes / 1e6:.2f} MB a step and host",
                 flush=True,
             )
     return rows
 
 
-def measure(lab: Lab, name: str, load: Load, deadline_s: float) -> Measured:
+def measure(lab: Lab, name: str, load: Load, deadline_s: float, tree: Tree) -> Measured:
     with tempfile.TemporaryDirectory(prefix="bench-") as text, Counters(lab) as counters:
         folder = Path(text)
         if name == DDP:
             speed = by_torchrun(lab, load, folder, deadline_s)
         else:
-            speed = by_manyhands(lab, name, load, folder, deadline_s)
+            speed = by_manyhands(lab, name, load, folder, deadline_s, tree)
         num_bytes = counters.between(speed["began"], speed["ended"])
     steps_per_s = speed["samples_per_s"] / (load.workers * load.batch)
     steps = steps_per_s * (speed["ended"] - speed["began"])
@@ -194,17 +210,18 @@ def by_torchrun(lab: Lab, load: Load, folder: Path, deadline_s: float) -> dict[s
 
 
 def by_manyhands(
-    lab: Lab, name: str, load: Load, folder: Path, deadline_s: float
+    lab: Lab, name: str, load: Load, folder: Path, deadline_s: float, tree: Tree
 ) -> dict[str, Any]:
     spec, *flags = name.split()
     command = [
-        *(sys.executable, "-m", "manyhands.cli.main", "train", str(ps_ours.JOB), "--on", "env"),
+        *(sys.executable, "-m", "manyhands.cli.main", "train"),
+        *(str(tree.benchmark(ps_ours.JOB)), "--on", "env"),
         *("--strategy", spec, "--threads", str(load.threads), "--device", "cpu"),
         *("--set", f"size={load.model}", "--set", f"steps={load.all_steps}"),
         *("--set", f"batch_size={load.workers * load.batch}"),
         *("--run-dir", str(folder / "run"), "--quiet", *flags),
     ]
-    env = {"MANYHANDS_KEY": secrets.token_hex(32)}
+    env = {"MANYHANDS_KEY": secrets.token_hex(32), **tree.environ()}
     on_all_hosts(lab, [command] * load.workers, env, load, folder, deadline_s)
     return ps_ours.speed(list(ps_ours.read_events(folder / "run" / "events.jsonl")), load.warm_up)
 
@@ -307,7 +324,8 @@ def parse() -> argparse.Namespace:
         default=list(CONTENDERS),
         help="contenders, with commas between; ddp is always there",
     )
-    parser.add_argument("--repeats", type=int, help="default: 5, or 1 with --quick")
+    parser.add_argument("--repeats", type=int, help="default: 5; 1 with --quick, 7 with --against")
+    against.add_flag(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps of the smallest model")
     parser.add_argument("--threads", type=int, default=1, help="of each worker (default: 1)")
     parser.add_argument(
@@ -319,7 +337,7 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     given.hosts = [int(word) for word in given.hosts.split(",")]
     given.models = ["perceptron"] if given.quick else given.models.split(",")
-    given.repeats = given.repeats or (1 if given.quick else 5)
+    given.repeats = given.repeats or (1 if given.quick else against.PAIRS if given.against else 5)
     if unknown := [name for name in given.models if name not in STEPS]:
         parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(STEPS)}")
     return given

@@ -4,7 +4,8 @@ The same model, data, batch, workers and threads, on the same machine in the sam
 that whatever else the machine does hits both. The start-up time, from the command to the end of the
 first step, is measured beside a bare torchrun script's.
 
-    python benchmarks/overhead.py [--repeats 5] [--steps 400]
+    python benchmarks/overhead.py [--repeats 5] [--models Perceptron]
+    python benchmarks/overhead.py --against COMMIT     against another commit instead
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import against
+from against import THIS, Tree
 from overhead_models import WORKERS
 
 from manyhands.events.jsonl import read_events
@@ -30,19 +33,20 @@ STEPS = {"Perceptron": 600, "Transformer": 250}
 WARM_UP = 50
 
 
-def ours(model: str, steps: int) -> dict[str, float]:
+def ours(model: str, steps: int, *, tree: Tree = THIS) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         began = time.time()
         subprocess.run(
             [
                 *(sys.executable, "-m", "manyhands.cli.main", "train"),
-                f"{HERE / 'overhead_job.py'}:{model}",
+                f"{tree.benchmark('overhead_job.py')}:{model}",
                 *("--strategy", "allreduce", "--workers", str(WORKERS), "--threads", threads()),
                 *("--device", "cpu", "--set", f"steps={steps}", "--run-dir", str(run), "--quiet"),
             ],
             check=True,
             stdout=subprocess.DEVNULL,
+            env=os.environ | tree.environ(),
         )
         committed = [e for e in read_events(run / "events.jsonl") if e["event"] == "StepCommitted"]
     # Reports come in bunches: the time of a bunch's last step is the time of the bunch.
@@ -75,6 +79,22 @@ def bare(model: str, steps: int) -> dict[str, float]:
     return {"first_s": said["first"] - began, "steps_per_s": said["steps_per_s"]}
 
 
+def compare(arguments: argparse.Namespace, trees: list[Tree]) -> None:
+    this, other = trees
+    for model in arguments.models:
+        found: dict[Tree, list[dict[str, float]]] = {this: [], other: []}
+        for repeat in range(arguments.repeats):
+            for tree in against.in_turn(trees, repeat):
+                found[tree].append(ours(model, STEPS[model], tree=tree))
+            print(".", end="", flush=True)
+        pairs = list(zip(found[this], found[other], strict=True))
+        ratios = {
+            f"{model}, steps/s": [a["steps_per_s"] / b["steps_per_s"] for a, b in pairs],
+            f"{model}, start-up": [b["first_s"] / a["first_s"] for a, b in pairs],
+        }
+        print("", *against.comparison(ratios, arguments.against), sep="\n", flush=True)
+
+
 def threads() -> str:
     return str(max(1, cores() // WORKERS))
 
@@ -85,14 +105,22 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--repeats", type=int, help=f"default: 5, or {against.PAIRS} with --against"
+    )
+    against.add_flag(parser)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
     arguments = parser.parse_args()
+    arguments.repeats = arguments.repeats or (against.PAIRS if arguments.against else 5)
     print(
         f"{platform.machine()}, {cores()} cores, {WORKERS} workers of {threads()} thread(s), "
         f"Python {platform.python_version()}; medians of {arguments.repeats} alternating pairs "
         "(least to greatest)"
     )
+    if arguments.against:
+        with against.trees(arguments.against) as trees:
+            compare(arguments, trees)
+        return
     for model in arguments.models:
         pairs = []
         for _ in range(arguments.repeats):

@@ -11,6 +11,7 @@ data and no model.
     python benchmarks/ps.py --quick                           does everything work? no numbers to keep
     python benchmarks/ps.py --workers 2,4 --models 25m --only limit,ddp,ps:sync
     python benchmarks/ps.py --only "limit,ps:sync(transport=tcp),ps:sync(transport=tcp) --trust-network"
+    python benchmarks/ps.py --only ps:sync --against COMMIT   against another commit
 
 Peers are installed into benchmarks/.venvs at the first run; whatever can't be installed or run is
 listed with its reason. Needs torch and nothing else, when no peer takes part.
@@ -29,7 +30,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import against
 import ps_table
+from against import Tree
 from ps_contenders import DEFAULT, Contender, base_memory, split_names
 from ps_load import MODELS, Load
 from ps_peers import PEERS, VENVS
@@ -53,15 +56,27 @@ def main() -> None:
         f"{given.repeats} repeat(s), workers of {given.threads} thread(s); SGD with momentum, fused; "
         "a peer's server is one process with as many threads as a worker"
     )
+    with against.trees(given.against) as trees:
+        measure_loads(given, machine, trees)
+
+
+def measure_loads(given: argparse.Namespace, machine: dict[str, Any], trees: list[Tree]) -> None:
     results: list[dict[str, Any]] = []
     for workers in given.workers:
         for model in given.models:
             load = make_load(model, workers, given)
-            rows = measure_all(load, given)
+            rows = measure_all(load, given, trees)
             print(f"\n{model}: {MODELS[model]}; {workers} workers, {load.steps} timed steps")
             for table in (ps_table.speed_table, ps_table.ratio_table, ps_table.memory_table):
                 if lines := table(rows):
                     print("", *lines, sep="\n")
+            for tree in trees[1:]:
+                ratios = {
+                    name: rows[name].over(rows[tree.label(name)])
+                    for name in given.only
+                    if tree.label(name) in rows
+                }
+                print("", *against.comparison(ratios, tree.commit), sep="\n", flush=True)
             results.append(
                 {
                     "load": json.loads(load.to_json()),
@@ -75,19 +90,23 @@ def main() -> None:
                 )
 
 
-def measure_all(load: Load, given: argparse.Namespace) -> dict[str, Row]:
-    contenders = [Contender(name) for name in given.only]
-    rows = {contender.label: Row(contender.label) for contender in contenders}
+def measure_all(load: Load, given: argparse.Namespace, trees: list[Tree]) -> dict[str, Row]:
+    contenders = [
+        contender
+        for name in given.only
+        for tree in trees
+        if (contender := Contender(name, tree)).is_ours or tree is trees[0]
+    ]
+    rows = {contender.title: Row(contender.title) for contender in contenders}
     for contender in contenders:
         try:
             contender.prepare(load, reinstall=given.reinstall)
         except Failed as error:
-            give_up(rows[contender.label], error)
+            give_up(rows[contender.title], error)
     given.reinstall = False  # once is enough
     for repeat in range(given.repeats):
-        first = repeat % len(contenders)
-        for contender in contenders[first:] + contenders[:first]:
-            row = rows[contender.label]
+        for contender in against.in_turn(contenders, repeat):
+            row = rows[contender.title]
             if row.failed:
                 continue
             try:
@@ -100,7 +119,7 @@ def measure_all(load: Load, given: argparse.Namespace) -> dict[str, Row]:
             row.runs[repeat] = measured
             print(
                 f"  {load.model} x{load.workers} {repeat + 1}/{given.repeats} "
-                f"{contender.label}: {measured.samples_per_s:,.0f} samples/s "
+                f"{contender.title}: {measured.samples_per_s:,.0f} samples/s "
                 f"over {measured.window_s:.1f} s",
                 flush=True,
             )
@@ -115,7 +134,7 @@ def note_memory(
     """What memory to expect, and what the processes would take without a model."""
     bases: dict[int, int] = {}
     for contender in contenders:
-        row = rows[contender.label]
+        row = rows[contender.title]
         if row.memory is None or contender.name in PEERS:
             continue
         processes = row.memory.processes
@@ -188,7 +207,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", default="2", help="numbers of workers, as 2,4,8 (default: 2)")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--only", default=",".join(DEFAULT), help="contenders, with commas between")
-    parser.add_argument("--repeats", type=int, help="default: 5, or 1 with --quick")
+    parser.add_argument("--repeats", type=int, help="default: 5; 1 with --quick, 7 with --against")
+    against.add_flag(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps of the smallest model")
     parser.add_argument("--threads", type=int, default=1, help="of each worker (default: 1)")
     parser.add_argument(
@@ -206,7 +226,7 @@ def parse() -> argparse.Namespace:
     given.workers = [int(word) for word in given.workers.split(",")]
     given.models = ["perceptron"] if given.quick else given.models.split(",")
     given.only = split_names(given.only)
-    given.repeats = given.repeats or (1 if given.quick else 5)
+    given.repeats = given.repeats or (1 if given.quick else against.PAIRS if given.against else 5)
     if unknown := [name for name in given.models if name not in MODELS]:
         parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(MODELS)}")
     return given

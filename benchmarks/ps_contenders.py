@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ps_ours
+from against import THIS, Tree
 from ps_load import Load
 from ps_peers import PEERS, python_of
 from ps_watch import Failed, Ran, Sample, run
@@ -58,6 +59,11 @@ class Measured:
 @dataclass(frozen=True)
 class Contender:
     label: str
+    tree: Tree = THIS
+
+    @property
+    def title(self) -> str:
+        return self.tree.label(self.label)
 
     @property
     def name(self) -> str:
@@ -93,6 +99,7 @@ class Contender:
                 env=environment(),
                 deadline_s=deadline_s,
                 sample=sample,
+                tree=self.tree,
             )
         else:
             command = self._command(load)

@@ -22,7 +22,7 @@ from ps_load import Load
 def run_crew(mode: str, load: Load, roles: list[str]) -> list[Any]:
     """The results, in the order of the roles. The deadline is the caller's."""
     with tempfile.TemporaryDirectory(prefix="crew-", dir="/dev/shm") as folder:
-        membership = [
+        processes = [
             subprocess.Popen(
                 [
                     *(sys.executable, sys.argv[0], mode, load.to_json()),
@@ -41,25 +41,25 @@ def run_crew(mode: str, load: Load, roles: list[str]) -> list[Any]:
             for role in roles
         ]
         try:
-            return _lead(membership, roles)
+            return _lead(processes, roles)
         finally:
-            for process in membership:
+            for process in processes:
                 process.kill()
                 process.wait()
 
 
-def _lead(membership: list[subprocess.Popen[str]], roles: list[str]) -> list[Any]:
+def _lead(processes: list[subprocess.Popen[str]], roles: list[str]) -> list[Any]:
     heard: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    for number, process in enumerate(membership):
+    for number, process in enumerate(processes):
         threading.Thread(target=_listen, args=(number, process, heard), daemon=True).start()
     ready: set[int] = set()
     results: dict[int, Any] = {}
-    while len(results) < len(membership):
+    while len(results) < len(processes):
         number, line = heard.get()
         if line == "ready\n":
             ready.add(number)
-            if len(ready) == len(membership):
-                for process in membership:
+            if len(ready) == len(processes):
+                for process in processes:
                     assert process.stdin is not None
                     process.stdin.write("go\n")
                     process.stdin.flush()
@@ -67,7 +67,7 @@ def _lead(membership: list[subprocess.Popen[str]], roles: list[str]) -> list[Any
             results[number] = json.loads(line)
         elif not line and number not in results:
             sys.exit(f"{roles[number]} ended without a result")
-    return [results[number] for number in range(len(membership))]
+    return [results[number] for number in range(len(processes))]
 
 
 def _listen(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from against import THIS, Tree
 from ps_load import Load
 from ps_watch import Failed, Ran, run
 
@@ -19,7 +20,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.events.jsonl import read_events
 from manyhands.strategies.registry import make_strategy
 
-JOB = Path(__file__).with_name("ps_job.py")
+JOB = "ps_job.py"
 BUNCH_S = 0.01
 """Commits closer than this belong to one bunch."""
 
@@ -40,19 +41,21 @@ def measure(
     env: Mapping[str, str],
     deadline_s: float,
     sample: bool,
+    tree: Tree = THIS,
 ) -> tuple[dict[str, Any], Ran]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "run"
         ran = run(
             [
-                *(sys.executable, "-m", "manyhands.cli.main", "train", str(JOB)),
+                *(sys.executable, "-m", "manyhands.cli.main", "train"),
+                str(tree.benchmark(JOB)),
                 *("--strategy", spec, "--workers", str(load.workers)),
                 *("--threads", str(load.threads), "--device", "cpu"),
                 *("--set", f"size={load.model}", "--set", f"steps={load.all_steps}"),
                 *("--set", f"batch_size={load.workers * load.batch}"),
                 *("--run-dir", str(path), "--quiet", *flags),
             ],
-            env=env,
+            env={**env, **tree.environ()},
             deadline_s=deadline_s,
             sample=sample,
         )

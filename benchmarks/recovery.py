@@ -17,6 +17,7 @@ Times are of the wall clock, which all processes of a machine share and both rec
 measurement during which it was set against the monotonic clock is thrown away.
 
     python benchmarks/recovery.py [--kills 5] [--repeats 2] [--only allreduce,torchrun] [--json FILE]
+    python benchmarks/recovery.py --only allreduce --against COMMIT
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import against
+from against import Tree
 from ps import describe_machine
 from ps_contenders import split_names
 from recovery_model import BATCH, SAVE_EVERY
@@ -79,27 +83,48 @@ def main() -> None:
         f"{BATCH} samples a step, saved every {SAVE_EVERY} steps; {given.repeats} run(s) of {given.kills} "
         "kills each, alternating\n"
     )
+    with against.trees(given.against) as trees:
+        measure_all(given, machine, trees)
+
+
+def measure_all(given: argparse.Namespace, machine: dict[str, Any], trees: list[Tree]) -> None:
     kills: list[Kill] = []
     stuck: list[str] = []
+    contenders = [
+        (name, tree)
+        for name in given.only
+        for tree in trees
+        if name != TORCHRUN or tree is trees[0]
+    ]
     for repeat in range(given.repeats):
-        for contender in given.only:
+        for name, tree in against.in_turn(contenders, repeat):
             try:
-                suffer(contender, repeat, given, kills)
+                suffer(name, tree, repeat, given, kills)
             except Stuck as error:
-                stuck.append(f"{contender}, run {repeat + 1}: {error}")
+                stuck.append(f"{tree.label(name)}, run {repeat + 1}: {error}")
                 print(stuck[-1], flush=True)
             if given.json:  # after each, so that a run that is cut short leaves what it has
                 told = {"machine": machine, "workers": given.workers, "stuck": stuck}
                 told["kills"] = [asdict(kill) for kill in kills]
                 given.json.write_text(json.dumps(told, indent=1))
-    print_tables(given.only, kills)
+    print_tables([tree.label(name) for name, tree in contenders], kills)
+    for tree in trees[1:]:
+        ratios = {
+            f"{name}, {aspect}": ratios_of(kills, tree.label(name), name, aspect)
+            for name in given.only
+            for aspect in ("new", "whole")
+        }
+        print("", *against.comparison(ratios, tree.commit), sep="\n")
 
 
-def suffer(contender: str, repeat: int, given: argparse.Namespace, kills: list[Kill]) -> None:
-    """One run with several kills, added to what is known."""
-    rng = random.Random(f"{given.seed} {repeat} {contender}")
+def suffer(
+    name: str, tree: Tree, repeat: int, given: argparse.Namespace, kills: list[Kill]
+) -> None:
+    """Train with several kills, and add them to the list."""
+    contender = tree.label(name)
+    rng = random.Random(f"{given.seed} {repeat} {name}")
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-        training = start(contender, Path(folder), given)
+        training = start(name, tree, Path(folder), given)
         try:
             for _ in range(given.kills):
                 whole = len(training.records)
@@ -120,10 +145,10 @@ def suffer(contender: str, repeat: int, given: argparse.Namespace, kills: list[K
             training.stop()
 
 
-def start(contender: str, folder: Path, given: argparse.Namespace) -> Training:
-    if contender == TORCHRUN:
+def start(name: str, tree: Tree, folder: Path, given: argparse.Namespace) -> Training:
+    if name == TORCHRUN:
         return Torchrun(folder, workers=given.workers, threads=threads(given))
-    return Ours(contender, folder, workers=given.workers, threads=threads(given))
+    return Ours(name, folder, workers=given.workers, threads=threads(given), tree=tree)
 
 
 def kill_one(
@@ -176,31 +201,43 @@ def print_tables(only: list[str], kills: list[Kill]) -> None:
 
 
 def compared(mine: list[Kill], theirs: list[Kill], aspect: str) -> str:
-    """The ratio of the medians, and that of each pair of runs."""
+    """Return the ratio of the medians, and that of each pair of runs."""
     if not theirs or mine[0].contender == TORCHRUN:
         return ""
-
-    def middle(kills: list[Kill]) -> float:
-        return median(kill.seconds[aspect] for kill in kills)
-
-    ratios = []
-    for repeat in sorted({kill.repeat for kill in mine} & {kill.repeat for kill in theirs}):
-        ours, other = ([k for k in kills if k.repeat == repeat] for kills in (mine, theirs))
-        ratios.append(middle(ours) / middle(other))
+    ratios = ratios_of([*mine, *theirs], mine[0].contender, TORCHRUN, aspect)
     spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
-    return f"{middle(mine) / middle(theirs):.3f}{spread}"
+    return f"{middle(mine, aspect) / middle(theirs, aspect):.3f}{spread}"
+
+
+def middle(kills: list[Kill], aspect: str) -> float:
+    return median(kill.seconds[aspect] for kill in kills)
+
+
+def ratios_of(kills: list[Kill], above: str, below: str, aspect: str) -> list[float]:
+    """Return the ratio of the medians of each pair of runs."""
+    runs: dict[tuple[str, int], list[Kill]] = {}
+    for kill in kills:
+        if aspect in kill.seconds:
+            runs.setdefault((kill.contender, kill.repeat), []).append(kill)
+    return [
+        middle(found, aspect) / middle(runs[below, repeat], aspect)
+        for (contender, repeat), found in runs.items()
+        if contender == above and (below, repeat) in runs
+    ]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--kills", type=int, default=5, help="in each run (default: 5)")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each (default: 2)")
+    parser.add_argument("--repeats", type=int, help="runs of each (default: 2; 7 with --against)")
+    against.add_flag(parser)
     parser.add_argument("--only", default=",".join(CONTENDERS), help="with commas between")
     parser.add_argument("--seed", type=int, default=0, help="who dies, and when")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
     given = parser.parse_args()
     given.only = split_names(given.only)
+    given.repeats = given.repeats or (against.PAIRS if given.against else 2)
     if given.workers < 2:
         parser.error("with fewer than 2 workers nobody is left to go on")
     try:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from against import Tree
+
 from manyhands.testing import harness
 
 HERE = Path(__file__).parent
@@ -103,17 +105,19 @@ class Training(ABC):
 class Ours(Training):
     """`manyhands train`, by its events."""
 
-    def __init__(self, strategy: str, folder: Path, *, workers: int, threads: int) -> None:
+    def __init__(
+        self, strategy: str, folder: Path, *, workers: int, threads: int, tree: Tree
+    ) -> None:
         run = folder / "run"
         super().__init__(run / "events.jsonl", workers=workers)
         arguments = harness.train_arguments(
-            HERE / "recovery_job.py",
+            tree.benchmark("recovery_job.py"),
             run,
             *("--threads", str(threads), "--max-restarts", str(MANY), "--quiet"),
             strategy=strategy,
             workers=workers,
         )
-        self._command = harness.RunningCommand(arguments, run)
+        self._command = harness.RunningCommand(arguments, run, tree.environ())
 
     def runs(self) -> bool:
         return self._command.process.poll() is None

@@ -7,6 +7,7 @@ vocabulary, before frequent ones are thinned out. Counting words and starting up
 
     python benchmarks/word2vec.py text8.gz                          skip-gram, 100 dimensions
     python benchmarks/word2vec.py text8.gz --judge word_eval/       and how good the vectors are
+    python benchmarks/word2vec.py text8.gz --only manyhands --against COMMIT
     python benchmarks/word2vec.py text8.gz --model cbow --dim 200 --window 8 --negative 25 --epochs 15
 
 `kernels` are threads on one pair of matrices (word2vec_driver.py), `limit` threads that have one pair each
@@ -30,7 +31,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import against
 import numpy as np
+from against import Tree
 from ps import describe_machine
 from ps_peers import VENVS, Package, Peer, python_of
 from ps_watch import Failed, become_reaper, run
@@ -42,7 +45,6 @@ from manyhands.word2vec.model import COPIED, CROWD, WORTH
 from manyhands.word2vec.vectors import Vectors
 
 HERE = Path(__file__).parent
-JOB = HERE.parent / "examples" / "word2vec.py"
 LINE_WORDS = 1_000
 DEADLINE_S = 3_600.0
 PEERS = {
@@ -71,7 +73,7 @@ class Load:
     save: str = ""
 
 
-def ours(load: Load, folder: Path, *, transport: str) -> float:
+def ours(load: Load, folder: Path, *, transport: str, tree: Tree) -> float:
     """Words a second of `manyhands train`, as its run's summary.json says."""
     fields = {
         "text": load.corpus,
@@ -85,13 +87,14 @@ def ours(load: Load, folder: Path, *, transport: str) -> float:
     }
     where = folder / "run"
     spec = "ps:async" if transport == "shm" else "ps:async(transport=tcp)"
-    command = [sys.executable, "-m", "manyhands.cli.main", "train", str(JOB), "--strategy", spec]
+    job, env = tree.root / "examples" / "word2vec.py", os.environ | tree.environ()
+    command = [sys.executable, "-m", "manyhands.cli.main", "train", str(job), "--strategy", spec]
     command += ["--workers", str(load.workers), "--run-dir", str(where)]
     if transport == "trusted":
         command += ["--trust-network"]
     for name, value in fields.items():
         command += ["--set", f"{name}={value}"]
-    run(command, env=dict(os.environ), deadline_s=DEADLINE_S)
+    run(command, env=env, deadline_s=DEADLINE_S)
     summary = json.loads((where / "summary.json").read_text())
     if load.save:
         save = [
@@ -103,7 +106,7 @@ def ours(load: Load, folder: Path, *, transport: str) -> float:
             "--save",
             load.save,
         ]
-        run(save, env=dict(os.environ), deadline_s=DEADLINE_S)
+        run(save, env=env, deadline_s=DEADLINE_S)
     return float(summary["units_per_s"])
 
 
@@ -130,8 +133,8 @@ def peer(name: str, load: Load, num_words: int) -> float:
 
 
 class Bench:
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.folder = given, folder
+    def __init__(self, given: argparse.Namespace, folder: Path, trees: list[Tree]) -> None:
+        self.given, self.folder, self.trees = given, folder, trees
         lines = in_lines(Path(given.corpus), folder / "corpus.txt", given.words, folder)
         self.vocabulary, self.ids = prepare(lines, folder, min_count=given.min_count)
         chosen = {
@@ -140,7 +143,9 @@ class Bench:
         self.load = Load(**{**chosen, "corpus": str(lines), "workers": 1})
         self.failed: dict[str, str] = {}
 
-    def measure(self, name: str, workers: int, repeat: int) -> tuple[float, dict[str, float]]:
+    def measure(
+        self, name: str, tree: Tree, workers: int, repeat: int
+    ) -> tuple[float, dict[str, float]]:
         judged = self.given.judge and name != "limit"
         save = self.folder / f"{name.replace(':', '-')}.bin" if judged else None
         load = replace(self.load, workers=workers, seed=repeat + 1, save=str(save or ""))
@@ -148,30 +153,39 @@ class Bench:
             speed = kernels(load, self.vocabulary, self.ids, apart=name == "limit")
         elif name.startswith("manyhands"):
             with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                speed = ours(load, Path(folder), transport=name.partition(":")[2] or "shm")
+                speed = ours(
+                    load, Path(folder), transport=name.partition(":")[2] or "shm", tree=tree
+                )
         else:
             speed = peer(name, load, self.vocabulary.total)
         return speed, scores(Vectors.load(save), self.given.judge) if save else {}
 
     def row(self, workers: int) -> dict[str, list[tuple[float, dict[str, float]]]]:
         """All contenders in turns; one that fails is left out from then on."""
-        names = self.given.only
-        runs: dict[str, list[tuple[float, dict[str, float]]]] = {name: [] for name in names}
+        contenders = [
+            (name, tree)
+            for name in self.given.only
+            for tree in self.trees
+            if name.startswith("manyhands") or tree is self.trees[0]
+        ]
+        runs: dict[str, list[tuple[float, dict[str, float]]]] = {
+            tree.label(name): [] for name, tree in contenders
+        }
         for repeat in range(self.given.repeats):
-            first = repeat % len(names)
-            for name in names[first:] + names[:first]:
-                if name in self.failed:
+            for name, tree in against.in_turn(contenders, repeat):
+                label = tree.label(name)
+                if label in self.failed:
                     continue
                 try:
-                    speed, found = self.measure(name, workers, repeat)
+                    speed, found = self.measure(name, tree, workers, repeat)
                 except Failed as error:
-                    self.failed[name] = str(error)
-                    print(f"  {name}: left out: {error}", flush=True)
+                    self.failed[label] = str(error)
+                    print(f"  {label}: left out: {error}", flush=True)
                     continue
-                runs[name].append((speed, found))
+                runs[label].append((speed, found))
                 told = "".join(f", {key} {value:.3f}" for key, value in found.items())
                 print(
-                    f"  {workers} worker(s), {repeat + 1}/{self.given.repeats}, {name}: "
+                    f"  {workers} worker(s), {repeat + 1}/{self.given.repeats}, {label}: "
                     f"{speed:,.0f} words/s{told}",
                     flush=True,
                 )
@@ -238,7 +252,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2]
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="default: 3, or 7 with --against")
+    against.add_flag(parser)
     parser.add_argument("--words", type=int, help="only the first so many words of the text")
     parser.add_argument("--judge", type=Path, help="folder with questions-words.txt and the pairs")
     parser.add_argument("--json", type=Path, help="where to write all numbers")
@@ -254,6 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=float, default=1e-4)
     parser.add_argument("--lr", type=float, default=0.05)
     given = parser.parse_args()
+    given.repeats = given.repeats or (against.PAIRS if given.against else 3)
     ours = ["manyhands", "manyhands:tcp", "manyhands:trusted", "kernels", "limit"]
     given.only = given.only or [*ours, "gensim", "fasttext"]
     known = {*ours, *PEERS}
@@ -284,8 +300,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     machine = describe()
     print(machine["words"])
-    with tempfile.TemporaryDirectory(prefix="word2vec-") as folder:
-        bench = Bench(given, Path(folder))
+    with (
+        tempfile.TemporaryDirectory(prefix="word2vec-") as folder,
+        against.trees(given.against) as trees,
+    ):
+        bench = Bench(given, Path(folder), trees)
         told = ", ".join(f"{key} {value}" for key, value in asdict(bench.load).items() if key in (
             "model", "dim", "window", "negative", "sample", "lr", "epochs"))  # fmt: skip
         size = f"{Corpus(bench.ids).num_words:,} words, {len(bench.vocabulary):,} distinct"
@@ -294,6 +313,13 @@ def main() -> None:
         for workers in given.workers:
             runs = results[workers] = bench.row(workers)
             print("", *table(runs, workers), *quality(runs), "", sep="\n", flush=True)
+            for tree in trees[1:]:
+                ratios = {
+                    name: [a / b for (a, _), (b, _) in zip(runs[name], other, strict=True)]
+                    for name in runs
+                    if (other := runs.get(tree.label(name)))
+                }
+                print(*against.comparison(ratios, tree.commit), "", sep="\n", flush=True)
     for name, reason in bench.failed.items():
         print(f"left out: {name}: {reason}")
     if given.json:

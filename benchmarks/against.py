@@ -1,0 +1,97 @@
+"""Compare this tree with another commit: `--against COMMIT`, for every benchmark.
+
+The commit is checked out into a temporary git worktree. Each contender of ours then runs twice in every
+repeat, once from this tree and once from that one, in alternating order, so that whatever else the machine
+does affects both. The result is the median of the ratios inside the repeats, with its spread.
+
+The benchmark itself runs from this tree. What is measured, `manyhands train` with its job file, comes from
+the other one: so both must know the same flags, and the job files must have the same fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAIRS = 7
+"""Repeats by default, when two trees are compared."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A checkout of the project."""
+
+    root: Path
+    commit: str = ""
+    """Empty: this tree."""
+
+    def label(self, contender: str) -> str:
+        return f"{contender} [{self.commit}]" if self.commit else contender
+
+    def environ(self) -> dict[str, str]:
+        """Return what makes a Python process import manyhands from here."""
+        if not self.commit:
+            return {}
+        paths = [str(self.root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def benchmark(self, name: str) -> Path:
+        return self.root / "benchmarks" / name
+
+
+THIS = Tree(ROOT)
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--against",
+        metavar="COMMIT",
+        help=f"run everything of ours from that commit, too, and compare (default: {PAIRS} repeats)",
+    )
+
+
+@contextmanager
+def trees(commit: str | None) -> Iterator[list[Tree]]:
+    """Yield this tree, and that of the commit if there is one; its worktree is removed afterwards."""
+    if not commit:
+        yield [THIS]
+        return
+    with tempfile.TemporaryDirectory(prefix="against-") as folder:
+        root = Path(folder) / "tree"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(root), commit], check=True)
+        try:
+            # Else the first run from there would pay for it.
+            compiling = [sys.executable, "-m", "compileall", "-q", str(root / "src")]
+            subprocess.run(compiling, check=True)
+            yield [THIS, Tree(root, commit)]
+        finally:
+            subprocess.run([*git, "remove", "--force", str(root)], check=True)
+
+
+def in_turn(contenders: Sequence, repeat: int) -> list:
+    """Return all contenders, beginning with another one in each repeat, and backwards in every second."""
+    first = repeat % len(contenders)
+    order = [*contenders[first:], *contenders[:first]]
+    return order[::-1] if repeat % 2 else order
+
+
+def comparison(ratios: Mapping[str, Sequence[float]], commit: str) -> list[str]:
+    """Return lines with the speed of each contender from this tree over its speed from the other one."""
+    lines = [f"this tree / {commit}: median (min .. max) of pairs, above 1 is faster"]
+    for contender, values in ratios.items():
+        if values:
+            middle, low, high = statistics.median(values), min(values), max(values)
+            lines.append(
+                f"  {contender:44} {middle:.3f} ({low:.3f} .. {high:.3f}), {len(values)} pairs"
+            )
+    return lines
