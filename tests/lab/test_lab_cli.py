@@ -116,7 +116,7 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
     assert told("heal", *this) == "nothing is cut\n"
     with start("exec", *this, "host-0", "--", "sleep", "1000") as sleeper:
         until(lambda: "1 running" in told("status", *this))
-        assert told("down", *this) == f"lab {found[1]} is gone\n"
+        assert told("down", *this) == f"removed lab {found[1]}\n"
         assert sleeper.wait(10) == -signal.SIGKILL
     assert left_over(record) == []
 

@@ -92,15 +92,15 @@ def test_down_all_spares_the_labs_of_living_programs() -> None:
         assert done.returncode == 0, done.stderr
         for lab in (*dead.labs, kept):
             assert left_over(lab) == []
-        assert f"lab {kept.layout.number} is gone\n" in done.stdout
+        assert f"removed lab {kept.layout.number}\n" in done.stdout
         assert harness.gone(dead.pids, within_s=0)
         for lab in living.labs:
             number = lab.layout.number
-            assert f"lab {number} stays: of process {living.process.pid}" in done.stdout
+            assert f"kept lab {number}: of process {living.process.pid}" in done.stdout
             assert left_over(lab)
         again = Lab(hosts=1).up().record
         only = say("down")  # the one that can be taken down
-        assert only.stdout == f"lab {again.layout.number} is gone\n"
+        assert only.stdout == f"removed lab {again.layout.number}\n"
         refused = say("down", "--lab", str(living.labs[0].layout.number))
         assert refused.returncode == 2
         assert f"of process {living.process.pid}" in refused.stderr

@@ -1,8 +1,8 @@
-"""Several hosts on this machine, to see a job on a slow or broken network before a cluster is rented.
+"""Several hosts on this machine, to try a job on a slow or broken network before renting a cluster.
 
-Each host is a network namespace with a host name of its own, and a cable to one switch. Links have
-a bandwidth, can be cut without either end being told, and count their bytes. Hosts see each other
-and nothing else. Needs Linux and root.
+Each host is a network namespace with its own host name and a virtual cable to one switch. Links have a
+bandwidth, can be cut silently, and count their bytes. Hosts see each other and nothing else. Needs Linux
+and root.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any, NoReturn
 from manyhands.errors import Interrupted, UsageError
 from manyhands.events.units import duration, plural, size
 from manyhands.lab import Lab, LabHost
-from manyhands.lab.everywhere import everywhere
 from manyhands.lab.lab import remove_all
 from manyhands.lab.layout import bandwidth_text
 from manyhands.lab.records import records
+from manyhands.lab.run_all import run_on_all_hosts
 
 HELP = "several hosts on this machine, with links to slow down and to cut"
 EXAMPLES = """\
 examples:
   manyhands lab run --hosts 3 --bandwidth 100mbit -- python train.py
-                                               once on every host, as torchrun would; then all is gone
+                                               once on every host, as torchrun would; then removes all
   manyhands lab up --hosts 3 --bandwidth 1gbit a lab that stays
   manyhands lab exec host-0 -- bash            a shell on a host
-  manyhands lab cut host-1                     pull its cable: packets vanish, nobody is told
+  manyhands lab cut host-1                     unplug it: packets are dropped silently
   manyhands lab cut host-0 host-2              only between these two
-  manyhands lab heal                           all cuts
+  manyhands lab heal                           undo all cuts
   manyhands lab status                         hosts, addresses, bytes, cuts
-  manyhands lab down                           take it down, with all processes on its hosts
+  manyhands lab down                           remove it, with all processes on its hosts
 
 Each of these has its own --help:  manyhands lab run --help
 """
@@ -55,26 +55,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.set_defaults(action=act)
         return sub
 
-    up = action("up", _up, "make a lab that stays until it is taken down", UP)
+    up = action("up", _up, "make a lab that stays until it is removed", UP)
     _add_size(up)
-    status = action("status", _status, "hosts, addresses, bytes, cuts of the labs here", STATUS)
+    status = action(
+        "status", _status, "show hosts, addresses, bytes and cuts of the labs here", STATUS
+    )
     _add_lab(status)
-    execute = action("exec", _exec, "run a command on one host, here in the terminal", EXEC)
+    execute = action("exec", _exec, "run a command on one host, in this terminal", EXEC)
     _add_lab(execute)
     execute.add_argument("host", metavar="HOST", help="such as host-0")
     _add_command(execute)
-    cut = action("cut", _cut, "let all packets of a host vanish, or those between two", CUT)
+    cut = action("cut", _cut, "drop all packets of a host, or those between two", CUT)
     _add_lab(cut)
     cut.add_argument("host", metavar="A", help="such as host-0")
     cut.add_argument("other", metavar="B", nargs="?", help="only between A and B")
     heal = action("heal", _heal, "undo a cut, or all of them", HEAL)
     _add_lab(heal)
     heal.add_argument("host", metavar="A", nargs="?", help="the link of this host")
-    heal.add_argument("other", metavar="B", nargs="?", help="the way between A and B")
-    down = action("down", _down, "take a lab down, with all processes on its hosts", DOWN)
+    heal.add_argument("other", metavar="B", nargs="?", help="the link between A and B")
+    down = action("down", _down, "remove a lab, with all processes on its hosts", DOWN)
     _add_lab(down)
     down.add_argument(
-        "--all", action="store_true", help="every lab, also what is left over of killed programs"
+        "--all", action="store_true", help="every lab, including what killed programs left behind"
     )
     run = action("run", _run, "run a command once on every host of a new lab", RUN)
     _add_size(run)
@@ -93,7 +95,7 @@ EXEC = """\
   manyhands lab exec host-1 -- python -m http.server 8000
 """
 CUT = """\
-  manyhands lab cut host-1           from everybody
+  manyhands lab cut host-1           from all others
   manyhands lab cut host-0 host-2    from each other; both still reach the rest
 """
 HEAL = """\
@@ -110,10 +112,10 @@ RUN = """\
   manyhands lab run --hosts 3 -- hostname
   manyhands lab run --hosts 2 --bandwidth 100mbit -- python train.py --epochs 3
 
-The command finds what torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the
-rest; host-0 is the master. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the lab's interface.
+The command gets the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
+the rest; host-0 is the master. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the lab's interface.
 
-exit code: 0, or that of the first host that failed; the others are ended then.
+exit code: 0, or that of the first host that failed; the others are stopped then.
 """
 
 
@@ -124,8 +126,8 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="of each host's link, in each direction, such as 100mbit or 1gbit; default: unlimited",
     )
-    for wish in IMPOSSIBLE:
-        parser.add_argument(f"--{wish}", help=argparse.SUPPRESS)
+    for flag in IMPOSSIBLE:
+        parser.add_argument(f"--{flag}", help=argparse.SUPPRESS)
 
 
 def _add_lab(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +148,7 @@ def _up(arguments: argparse.Namespace) -> int:
     lab = _new(arguments).up()
     _show(lab)
     print(f"\nA shell on a host:  manyhands lab exec{_which(lab)} host-0 -- bash")
-    print(f"Take it down:       manyhands lab down{_which(lab)}")
+    print(f"Remove it:          manyhands lab down{_which(lab)}")
     return 0
 
 
@@ -187,36 +189,36 @@ def _down(arguments: argparse.Namespace) -> int:
     if arguments.all:
         removed, kept = remove_all()
         for record in removed:
-            print(f"lab {record.layout.number} is gone")
+            print(f"removed lab {record.layout.number}")
         for record in kept:
-            print(f"lab {record.layout.number} stays: {record.whose}")
+            print(f"kept lab {record.layout.number}: {record.owner_text}")
         if not removed and not kept:
             print("There is no lab.")
         return 0
     kept = [record for record in records() if not record.dead and record.owner is None]
     if arguments.lab is None and len(kept) == 1:
-        arguments.lab = kept[0].layout.number  # the others go with their programs
+        arguments.lab = kept[0].layout.number  # the others end with their programs
     lab = Lab.open(arguments.lab)
     number, owner = lab.number, lab.record.owner
     if owner is not None:
-        raise UsageError(f"Lab {number} is {lab.record.whose}: it goes when that process ends.")
+        raise UsageError(f"Lab {number} is {lab.record.owner_text}: it ends with that process.")
     lab.down()
-    print(f"lab {number} is gone")
+    print(f"removed lab {number}")
     return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
     command = _command(arguments, "run")
-    # By an exception, so that the commands on the hosts are asked to end before they are killed.
+    # Raise an exception, so that the commands on the hosts get SIGTERM before SIGKILL.
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         with _new(arguments) as lab:
             cells = max(len(host.name) for host in lab.hosts)
 
-            def say(name: str, line: str) -> None:
+            def on_line(name: str, line: str) -> None:
                 print(f"{name:{cells}} | {line}", flush=True)
 
-            outcome = everywhere(lab, command, say=say)
+            outcome = run_on_all_hosts(lab, command, on_line=on_line)
             print()
             for host in lab.hosts:
                 ended = f"exit {outcome.codes[host.name]}"
@@ -224,7 +226,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if outcome.failed:
                 print(
                     f"error: {outcome.failed} failed first, with exit code {outcome.code}; the "
-                    "others were ended",
+                    "others were stopped",
                     file=sys.stderr,
                 )
             return outcome.code
@@ -237,26 +239,27 @@ def _stop(number: int, _: Any) -> None:
 
 
 def _new(arguments: argparse.Namespace) -> Lab:
-    for wish in IMPOSSIBLE:
-        if getattr(arguments, wish) is not None:
+    for flag in IMPOSSIBLE:
+        if getattr(arguments, flag) is not None:
             raise UsageError(
-                f"--{wish}: a lab can't delay or lose single packets. That takes netem, which many "
-                "kernels are built without, so what it would do here could not be relied on. What "
-                "a lab has: --bandwidth 100mbit, and  manyhands lab cut host-0."
+                f"--{flag}: a lab can't delay or lose single packets. That takes netem, which many "
+                "kernels are built without. Use --bandwidth 100mbit, or  manyhands lab cut host-0."
             )
     return Lab(arguments.hosts, bandwidth=arguments.bandwidth)
 
 
-def _command(arguments: argparse.Namespace, verb: str) -> Sequence[str]:
+def _command(arguments: argparse.Namespace, action: str) -> Sequence[str]:
     words: list[str] = arguments.command
     if words and words[0].startswith("-") and words[0] != "--":
         raise UsageError(
-            f"{words[0]} would be the command: write options first, then what is run, such as  "
-            f"manyhands lab {verb} -- hostname"
+            f"{words[0]} would be the command: write flags first, then the command, such as  "
+            f"manyhands lab {action} -- hostname"
         )
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
-        raise UsageError(f"What shall be run? Write it after --:  manyhands lab {verb} -- hostname")
+        raise UsageError(
+            f"There is no command. Write it after --:  manyhands lab {action} -- hostname"
+        )
     return words
 
 
@@ -264,7 +267,7 @@ def _show(lab: Lab) -> None:
     record = lab.record
     print(
         f"lab {lab.number}: {plural(len(lab.hosts), 'host')}, {bandwidth_text(record.bits)}, "
-        f"up for {duration(time.time() - record.made)}, {record.whose}"
+        f"up for {duration(time.time() - record.made)}, {record.owner_text}"
     )
     cells = max(len(host.name) for host in lab.hosts)
     for host in lab.hosts:
@@ -285,5 +288,5 @@ def _bytes(host: LabHost) -> str:
 
 
 def _which(lab: Lab) -> str:
-    """The flag that says which lab, where it is needed."""
+    """Return the flag that selects the lab, if there are several."""
     return f" --lab {lab.number}" if len(records()) > 1 else ""

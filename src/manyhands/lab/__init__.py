@@ -1,16 +1,16 @@
-"""A lab: several hosts on one Linux machine, to see a job on a slow or broken network.
+"""A lab: several hosts on one Linux machine, to try a job on a slow or broken network.
 
-Each host is a network namespace with a host name of its own; hosts share a switch, and the machine's
-files, cores, devices and process ids. Links have a bandwidth; they can be cut silently and healed;
-their bytes are counted. It needs root.
+Each host is a network namespace with its own host name; hosts share a switch, and the machine's
+files, cores, devices and process ids. Links have a bandwidth, can be cut silently and healed, and count
+their bytes. Needs root.
 
     layout.py      names, addresses and bandwidths; pure
-    records.py     which labs there are and whose, so that nothing stays when an owner is killed
+    records.py     the labs of this machine and their owners, to clean up after a killed owner
     network.py     namespaces, cables, switch, cuts, counters
-    processes.py   getting into a host, and killing what is there
-    signals.py     nothing stays when a signal ends the program either
-    lab.py         Lab and Host, as a program uses them
-    everywhere.py  one command on every host, as torchrun would start it
+    processes.py   entering a host, and killing its processes
+    signals.py     cleaning up when a signal ends the program
+    lab.py         Lab and LabHost, the Python interface
+    run_all.py     one command on every host, as torchrun would start it
 """
 
 from manyhands.lab.lab import Lab, LabHost

@@ -1,4 +1,4 @@
-"""A lab and its hosts, as a program uses them."""
+"""The Python interface of a lab and its hosts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from manyhands.lab import network, processes, tools
 from manyhands.lab.layout import check_hosts, parse_bandwidth
 from manyhands.lab.network import Traffic
 from manyhands.lab.records import Owner, Record, claim, locked, records
-from manyhands.lab.signals import LastWords, undisturbed
+from manyhands.lab.signals import CleanupOnSignal, signals_deferred
 
 RUN_WITHIN_S = 60.0
 
 
 class Lab:
-    """Hosts of its own on this machine.
+    """Several hosts on this machine.
 
         with Lab(hosts=3, bandwidth="100mbit") as lab:
             server = lab.hosts[0].start(["python", "server.py"])
             lab.cut("host-0", "host-2")
 
-    Leaving the block removes everything, also by an exception, Ctrl-C or SIGTERM. What a killed
-    program leaves over is removed when the next lab is made. `up()` and `down()` are for a lab that
+    Leaving the block removes everything, also after an exception, Ctrl-C or SIGTERM. What a killed
+    program leaves behind is removed when the next lab is made. `up()` and `down()` are for a lab that
     outlives the program.
     """
 
@@ -40,24 +40,24 @@ class Lab:
         self._record: Record | None = None
         self._hosts: tuple[LabHost, ...] = ()
         self._starter: ThreadPoolExecutor | None = None
-        self._last_words: LastWords | None = None
+        self._cleanup: CleanupOnSignal | None = None
 
     @staticmethod
     def unavailable() -> str | None:
-        """Why labs can't be made here, in a sentence; None if they can."""
+        """Return why labs can't be made here, in a sentence; None if they can."""
         return tools.unavailable()
 
     @classmethod
     def open(cls, number: int | None = None) -> Lab:
-        """A lab that is there already: by its number, or the only one."""
+        """Open an existing lab by its number, or the only one."""
         if reason := tools.unavailable():
             raise LabError(reason)
         there = {record.layout.number: record for record in records() if not record.dead}
         if not there:
             raise UsageError("There is no lab. Make one:  manyhands lab up --hosts 3")
-        known = ", ".join(f"lab {n} ({record.whose})" for n, record in there.items())
+        known = ", ".join(f"lab {n} ({record.owner_text})" for n, record in there.items())
         if number is None and len(there) > 1:
-            raise UsageError(f"There are {known}. Say which:  --lab {max(there)}")
+            raise UsageError(f"There are {known}. Choose one:  --lab {max(there)}")
         chosen = there.get(min(there) if number is None else number)
         if chosen is None:
             raise UsageError(f"There is no lab {number}. There is {known}.")
@@ -67,17 +67,17 @@ class Lab:
     def _of(cls, record: Record) -> Lab:
         lab = cls(record.layout.num_hosts)
         lab._bits = record.bits
-        lab._settle(record)
+        lab._use(record)
         return lab
 
     def __enter__(self) -> Lab:
-        self._check_absent()
-        self._last_words = LastWords(self._remove_quietly)
-        self._last_words.listen()
+        self._check_not_made()
+        self._cleanup = CleanupOnSignal(self._remove_quietly)
+        self._cleanup.listen()
         try:
-            with undisturbed():
+            with signals_deferred():
                 self._make(Owner.of(os.getpid()))
-                # Its thread comes and goes with the lab, and not with the first process.
+                # Its thread lives as long as the lab, not as long as the first process.
                 self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
                 self._starter.submit(int).result()
         except BaseException:
@@ -94,10 +94,10 @@ class Lab:
         self.down()
 
     def up(self) -> Lab:
-        """Make it, to be kept until somebody takes it down."""
-        self._check_absent()
+        """Make it, and keep it until `down()`."""
+        self._check_not_made()
         try:
-            with undisturbed():
+            with signals_deferred():
                 self._make(None)
         except BaseException:
             self.down()
@@ -105,9 +105,9 @@ class Lab:
         return self
 
     def down(self) -> None:
-        """Remove everything of it: processes, namespaces, files. Nothing if it is not there."""
+        """Remove its processes, namespaces and files. Does nothing if it was not made."""
         try:
-            with undisturbed():
+            with signals_deferred():
                 for host in self._hosts:
                     host._kill_started()
                 if self._record is not None:
@@ -119,41 +119,41 @@ class Lab:
             if self._starter is not None:
                 self._starter.shutdown()
                 self._starter = None
-            if self._last_words is not None:
-                self._last_words.stop()
-                self._last_words = None
+            if self._cleanup is not None:
+                self._cleanup.stop()
+                self._cleanup = None
 
     @property
     def record(self) -> Record:
         if self._record is None:
-            raise LabError("This lab is not there: use it inside  with Lab(...) as lab:")
+            raise LabError("This lab does not exist: use it inside  with Lab(...) as lab:")
         return self._record
 
     @property
     def number(self) -> int:
-        """Among the labs of this machine."""
+        """Its number on this machine."""
         return self.record.layout.number
 
     @property
     def hosts(self) -> tuple[LabHost, ...]:
-        _ = self.record  # there is one, or that is told
+        _ = self.record  # raises if there is none
         return self._hosts
 
     def host(self, name: str) -> LabHost:
         return self.hosts[self.record.layout.index(name)]
 
     def cut(self, first: LabHost | str, second: LabHost | str | None = None) -> None:
-        """Let packets vanish: all of one host, or those between two. Neither end is told."""
+        """Drop packets silently: all of one host, or those between two."""
         if second is None:
             network.unplug(self.record.layout, self._index(first))
         else:
             network.divide(self.record.layout, *self._pair(first, second))
 
     def heal(self, first: LabHost | str | None = None, second: LabHost | str | None = None) -> None:
-        """Undo the same cut; without arguments, all of them."""
+        """Undo that cut; without arguments, all cuts."""
         layout = self.record.layout
         if first is None and second is not None:
-            raise UsageError("Healing the way between two hosts takes the names of both.")
+            raise UsageError("To heal the link between two hosts, name both.")
         if first is not None and second is not None:
             network.join(layout, *self._pair(first, second))
         elif first is not None:
@@ -165,7 +165,7 @@ class Lab:
                 network.join(layout, *pair)
 
     def cuts(self) -> list[tuple[str, ...]]:
-        """What is cut now: ("host-1",) or ("host-0", "host-2")."""
+        """Return the current cuts: ("host-1",) or ("host-0", "host-2")."""
         layout = self.record.layout
         alone = [(layout.names[index],) for index in sorted(network.unplugged(layout))]
         pairs = sorted(network.divided(layout))
@@ -178,44 +178,44 @@ class Lab:
         here, there = self._index(first), self._index(second)
         if here == there:
             raise UsageError(
-                f"{self.record.layout.names[here]} twice: the way is cut between two hosts, or all "
-                "around one, which is named once."
+                f"{self.record.layout.names[here]} twice: name two different hosts, or one host to cut "
+                "it off from all others."
             )
         return here, there
 
-    def _check_absent(self) -> None:
+    def _check_not_made(self) -> None:
         if self._record is not None:
-            raise LabError(f"This lab is there already: it is lab {self.number}.")
+            raise LabError(f"This lab already exists: it is lab {self.number}.")
 
     def _make(self, owner: Owner | None) -> None:
         if reason := tools.unavailable():
             raise LabError(reason)
         with locked():
-            with suppress(LabError):  # its number stays taken, then
+            with suppress(LabError):  # then its number stays taken
                 remove_dead()
             record = claim(self._num_hosts, bits=self._bits, owner=owner)
-        self._settle(record)
+        self._use(record)
         network.build(record)
 
-    def _settle(self, record: Record) -> None:
+    def _use(self, record: Record) -> None:
         self._record = record
         self._hosts = tuple(LabHost(self, index) for index in range(record.layout.num_hosts))
 
     def _remove_quietly(self) -> None:
-        """Before a signal ends this process: what was interrupted may hold any lock of ours."""
+        """Remove the lab without taking locks: the code that the signal interrupted may hold them."""
         if self._record is not None:
             remove(self._record)
 
     def _start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        # The kernel kills a child when the thread that started it ends, so it must be one that
-        # lives as long as the lab.
+        # The kernel kills a child when the thread that started it ends, so that thread must live as
+        # long as the lab.
         if self._starter is None:
             self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
         return self._starter.submit(_popen, command, options).result()
 
 
 class LabHost:
-    """One host of a lab: a network, a host name and processes of its own."""
+    """One host of a lab, with its own network, host name and processes."""
 
     def __init__(self, lab: Lab, index: int) -> None:
         layout = lab.record.layout
@@ -231,14 +231,17 @@ class LabHost:
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a process here. `env` is added to the environment; options are those of Popen.
+        """Start a process on this host. `env` is added to the environment; options are those of Popen.
 
-        It dies with this program, and leads a process group of its own, so Ctrl-C does not reach it.
+        It dies with this program. It has its own process group, so Ctrl-C does not reach it.
         """
         environ = {**self._environ(), **(env or {})}
         check_command(command, environ)
         process = self._lab._start(
-            [*processes.entrance(self._lab.record, self.index, dies_with_parent=True), *command],
+            [
+                *processes.enter_command(self._lab.record, self.index, dies_with_parent=True),
+                *command,
+            ],
             env=environ,
             **{"process_group": 0, **options},
         )
@@ -246,18 +249,18 @@ class LabHost:
         return process
 
     def become(self, command: Sequence[str]) -> NoReturn:
-        """Replace this process by a command here, which so has its terminal and its exit code."""
+        """Replace this process by a command on this host, which inherits its terminal."""
         environ = self._environ()
         check_command(command, environ)
         words = [
-            *processes.entrance(self._lab.record, self.index, dies_with_parent=False),
+            *processes.enter_command(self._lab.record, self.index, dies_with_parent=False),
             *command,
         ]
         os.execve(words[0], words, environ)
 
     def _environ(self) -> dict[str, str]:
-        """That of this program. Hosts share the cores of one machine, so each computes with its part: with
-        more threads than cores, those that wait for each other spin, and take the time of the others."""
+        """Return the environment of this program, with a number of threads. Hosts share the machine's cores,
+        so each gets its part: with more threads than cores, waiting threads spin and slow down the others."""
         threads = str(max(1, len(os.sched_getaffinity(0)) // len(self._lab.hosts)))
         return {"OMP_NUM_THREADS": threads, "MANYHANDS_THREADS": threads, **os.environ}
 
@@ -270,10 +273,10 @@ class LabHost:
         timeout_s: float = RUN_WITHIN_S,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command here to its end; its output comes as text.
+        """Run a command on this host to its end, and return its output as text.
 
-        A failure raises CalledProcessError, or is returned if `check` is False; one that takes too
-        long is killed and raises TimeoutExpired.
+        A failure raises CalledProcessError unless `check` is false. A command that takes too long is killed
+        and raises TimeoutExpired.
         """
         pipe = subprocess.PIPE
         with self.start(
@@ -297,15 +300,15 @@ class LabHost:
         return done
 
     def traffic(self) -> Traffic:
-        """What went over its interface since the lab was made."""
+        """Return the bytes on its interface since the lab was made."""
         return network.traffic(self._lab.record.layout, self.index)
 
     def processes(self) -> list[int]:
-        """The ids of those that run here, whoever started them."""
+        """Return the ids of all processes on this host, whoever started them."""
         return processes.inside([self._namespace])
 
     def kill_all(self) -> None:
-        """Kill every process here, as a power cut would; the network stays."""
+        """Kill every process on this host, as a power cut would; the network stays."""
         self._kill_started()
         processes.kill_inside([self._namespace])
 
@@ -314,13 +317,13 @@ class LabHost:
         return self._lab.record.layout.namespaces[self.index]
 
     def _kill_started(self) -> None:
-        """One may still be on its way into the namespace, where it would not be found."""
+        """Kill the processes that we started: one that is still entering the namespace is not found there."""
         for process in self._started:
             process.kill()
             process.wait()
 
     def _close_pipes(self) -> None:
-        """When all is dead: before, a reader in another thread might wait for what is left."""
+        """Close the pipes, once all processes are dead: until then another thread may still be reading."""
         for process in self._started:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 with suppress(OSError):
@@ -333,7 +336,7 @@ def _popen(command: Sequence[str], options: Mapping[str, Any]) -> subprocess.Pop
 
 
 def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Before the host's own programs say the same in words that nobody understands."""
+    """Refuse a wrong command early: the errors of nsenter and ip would be hard to understand."""
     if isinstance(command, str) or not command:
         raise UsageError(f"A command is a list of words, such as ['python', 'a.py']: {command!r}.")
     if shutil.which(command[0], path=environ.get("PATH")) is None and "/" not in command[0]:
@@ -341,13 +344,13 @@ def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def remove(record: Record) -> None:
-    """A lab's processes, then its network, then its record."""
+    """Remove a lab's processes, then its network, then its record."""
     processes.kill_inside([*record.layout.namespaces, record.layout.switch])
     network.remove(record)
 
 
 def _take_down(record: Record) -> None:
-    """Where several may do so, once: the number may be another lab's by now."""
+    """Remove a lab that several processes may remove: only once, since its number may be reused."""
     if record.owner is not None:
         remove(record)
         return
@@ -357,7 +360,7 @@ def _take_down(record: Record) -> None:
 
 
 def remove_dead() -> list[Record]:
-    """What is left over of labs whose owner is gone. Only while `locked()`."""
+    """Remove what dead owners left behind. Call it while `locked()`."""
     dead = [record for record in records() if record.dead]
     for record in dead:
         remove(record)
@@ -365,7 +368,7 @@ def remove_dead() -> list[Record]:
 
 
 def remove_all() -> tuple[list[Record], list[Record]]:
-    """Every lab but those whose owner lives: which are gone, and which are kept."""
+    """Remove every lab without a living owner; return those removed and those kept."""
     with locked():
         removed = remove_dead()
         for record in records():

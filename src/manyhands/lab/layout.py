@@ -1,10 +1,10 @@
-"""What the parts of a lab are called, and their addresses. Pure.
+"""Names and addresses of the parts of a lab. Pure.
 
-Everything follows from the lab's number and the number of its hosts, so whoever knows these two
-can find all of it again, also when its owner is gone.
+All are derived from the lab's number and its number of hosts, so they can be found again after the owner
+is gone.
 
-Addresses are 198.18.LAB.HOST: a range set aside for testing networks, which no real one uses. Labs
-can't reach each other anyway; different addresses make it plain in a log which one was meant.
+Addresses are 198.18.LAB.HOST, a range reserved for network tests, which no real network uses. Labs can't
+reach each other anyway; different addresses make clear in a log which lab was meant.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from manyhands.errors import UsageError, closest
 MAX_LABS = 256
 MAX_HOSTS = 250
 INTERFACE = "eth0"
-"""Of every host, to the switch."""
+"""The interface of every host, connected to the switch."""
 SWITCH = "switch"
 """The bridge, and the namespace that it is in."""
 NOWHERE = "02:00:00:00:00:00"
-"""An Ethernet address that nobody has: the switch drops what is sent there."""
+"""An unused Ethernet address: the switch drops what is sent there."""
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FRAME_BYTES = 1_514
 MIN_BITS, MAX_BITS = 10**4, 10**11
 BURST_S = 0.004
-"""What may pass at once after a pause, so that the kernel's clock need not tick for every frame."""
+"""Burst that may pass after a pause, so that the kernel's timer need not fire for every frame."""
 QUEUE_S = 0.05
-"""How much a link keeps when more comes than may pass, before it drops."""
+"""How much a link queues before it drops packets."""
 
 
 @dataclass(frozen=True)
 class LabLayout:
     number: int
-    """Of the lab on this machine."""
+    """The lab's number on this machine."""
     num_hosts: int
 
     @property
@@ -45,7 +45,7 @@ class LabLayout:
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Of the hosts, as `ip netns` lists them."""
+        """The hosts' namespaces, as `ip netns` lists them."""
         return tuple(f"{self._prefix}{name}" for name in self.names)
 
     @property
@@ -77,28 +77,28 @@ class LabLayout:
         return self.names.index(name)
 
     def hosts_file(self) -> str:
-        """What /etc/hosts is on each host."""
+        """Return the contents of /etc/hosts on each host."""
         lines = ["127.0.0.1 localhost"]
         for index, name in enumerate(self.names):
             lines.append(f"{self.address(index)} {name}")
-            # How a socket of IPv6 sees the same host, for who asks for its name, as torch does.
+            # The same host as an IPv6 socket sees it, for reverse lookups, which torch does.
             lines.append(f"::ffff:{self.address(index)} {name}.lab")
         return "\n".join(lines) + "\n"
 
 
 def check_hosts(hosts: int) -> int:
     if not 1 <= hosts <= MAX_HOSTS:
-        raise UsageError(f"A lab of {hosts} hosts can't be: a lab has 1 to {MAX_HOSTS}.")
+        raise UsageError(f"A lab of {hosts} hosts is not possible: it can have 1 to {MAX_HOSTS}.")
     return hosts
 
 
 def parse_bandwidth(text: str) -> int:
-    """Bits a second of `100mbit`."""
+    """Parse `100mbit` into bits per second."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([kmg]bit)(?:/s)?", text.strip().lower())
     if match is None:
         raise UsageError(
-            f"Bandwidth {text!r} can't be read: write a number and kbit, mbit or gbit, for bits a "
-            "second, such as 100mbit or 1.5gbit."
+            f"Bandwidth {text!r} can't be read: write a number and kbit, mbit or gbit (bits per "
+            "second), such as 100mbit or 1.5gbit."
         )
     bits = int(Fraction(match[1]) * UNITS[match[2]])
     if not MIN_BITS <= bits <= MAX_BITS:
@@ -109,13 +109,13 @@ def parse_bandwidth(text: str) -> int:
 def bandwidth_text(bits: int | None) -> str:
     """100000000 is "100mbit"."""
     if bits is None:
-        return "as fast as the machine"
+        return "unlimited bandwidth"
     unit = max((unit for unit in UNITS if bits >= UNITS[unit]), key=UNITS.__getitem__)
     return f"{bits / UNITS[unit]:.10g}{unit}"
 
 
 def shaping(bits: int) -> str:
-    """The words of `tc` for a link of that bandwidth: a bucket of tokens."""
+    """Return the arguments of `tc` for a link of that bandwidth: a token bucket filter."""
     burst = max(int(bits / 8 * BURST_S), 3 * FRAME_BYTES)
     limit = burst + max(int(bits / 8 * QUEUE_S), 50 * FRAME_BYTES)
     return f"tbf rate {bits}bit burst {burst}b limit {limit}b"

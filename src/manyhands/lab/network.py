@@ -1,13 +1,13 @@
-"""A lab's network, by way of the kernel, which also is the only one that knows its state.
+"""The network of a lab. The kernel holds all of its state.
 
-Each host is a network namespace with a virtual cable to a switch, a bridge in a namespace of its
-own. Nothing of it is in the machine's own network. Who has which Ethernet address is told to hosts
-and switch beforehand: nobody asks around, so the counters show what processes sent and nothing else.
+Each host is a network namespace with a virtual cable (veth) to a switch, a bridge in its own namespace.
+Nothing is connected to the machine's own network. Hosts and switch have static tables of Ethernet
+addresses, so there is no ARP traffic and the counters show only what processes sent.
 
-Cuts are silent, as neither end may learn of them:
+Cuts are silent: neither end may notice them.
 
-    a host           its cable is pulled out of the switch; the host's own end stays up
-    between two      each is told an Ethernet address for the other that nobody has
+    one host         its cable is unplugged at the switch; the host's own end stays up
+    between two      each gets an unused Ethernet address for the other
 
 Cost: about 0.1 s for three hosts, then nothing.
 """
@@ -28,17 +28,17 @@ from manyhands.lab.tools import batch, call
 
 NAMESPACES = Path("/run/netns")
 FILES = Path("/etc/netns")
-"""What `ip netns exec` lays over /etc, a folder for each namespace."""
+"""Files that `ip netns exec` mounts over /etc, a folder for each namespace."""
 WITHOUT_IPV6 = """
 cd /proc/sys/net/ipv6/conf/default 2> /dev/null || exit 0
 echo 1 > disable_ipv6
 """
-"""For interfaces that come later. Those with an address of IPv6 talk even when no process does."""
+"""For interfaces added later. With an IPv6 address they send packets even if no process does."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of a host's interface, headers included."""
+    """Bytes on a host's interface, headers included."""
 
     sent_bytes: int
     received_bytes: int
@@ -64,10 +64,10 @@ def build(record: Record) -> None:
 
 
 def remove(record: Record) -> None:
-    """Whatever is there of it. Processes are gone by now."""
+    """Remove whatever exists of it. Its processes must be gone."""
     layout = record.layout
     for index in range(layout.num_hosts):
-        if os.path.ismount(record.name_file(index)):  # pathlib's is for folders only
+        if os.path.ismount(record.name_file(index)):  # pathlib's is_mount() is for folders only
             call("umount", str(record.name_file(index)))
     for namespace in (*layout.namespaces, layout.switch):
         shutil.rmtree(FILES / namespace, ignore_errors=True)
@@ -77,7 +77,7 @@ def remove(record: Record) -> None:
 
 
 def plug(layout: LabLayout, index: int) -> None:
-    """Put a host's cable into the switch."""
+    """Plug a host's cable into the switch."""
     port = layout.port(index)
     batch(
         "ip",
@@ -96,7 +96,7 @@ def unplug(layout: LabLayout, index: int) -> None:
 
 
 def join(layout: LabLayout, first: int, second: int) -> None:
-    """Let two hosts find each other."""
+    """Restore the link between two hosts."""
     batch("ip", layout.namespaces[first], [_neighbour(layout, second)])
     batch("ip", layout.namespaces[second], [_neighbour(layout, first)])
 
@@ -107,13 +107,13 @@ def divide(layout: LabLayout, first: int, second: int) -> None:
 
 
 def unplugged(layout: LabLayout) -> set[int]:
-    """The hosts that are cut off from all."""
+    """Return the hosts that are cut off from all others."""
     links = {link["ifname"]: link for link in _ask(layout.switch, "link", "show")}
     return {index for index in range(layout.num_hosts) if "master" not in links[layout.port(index)]}
 
 
 def divided(layout: LabLayout) -> set[tuple[int, int]]:
-    """The pairs between which the way is cut, the lower number first."""
+    """Return the pairs of hosts that are cut from each other, the lower index first."""
     indices = {layout.address(index): index for index in range(layout.num_hosts)}
     found = set()
     for here, namespace in enumerate(layout.namespaces):
@@ -166,12 +166,12 @@ def _write_files(layout: LabLayout, index: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hosts").write_text(layout.hosts_file())
     if Path("/etc/resolv.conf").exists():
-        # A server of names could not be reached; not to have one fails at once.
+        # A name server could not be reached; without one, lookups fail at once.
         (folder / "resolv.conf").write_text("# There is no name server in a lab.\n")
 
 
 def _name(record: Record, index: int) -> None:
-    """Give a host its own name, held by a file as long as the lab is there."""
+    """Give a host its own name, kept alive by a mounted file as long as the lab exists."""
     held = record.name_file(index)
     held.touch()
     write = 'echo "$0" > /proc/sys/kernel/hostname'

@@ -1,11 +1,11 @@
-"""Which labs there are on this machine, and whose they are.
+"""The labs of this machine and their owners.
 
-    /run/manyhands/lab-3.json     the lab's size, and who owns it
-    /run/manyhands/lab-3/host-0   holds the host's own name (its UTS namespace)
+    /run/manyhands/lab-3.json     the lab's size and owner
+    /run/manyhands/lab-3/host-0   keeps the host's name alive (its UTS namespace)
 
-A record is written before the first part of its lab is made and removed after the last one is gone,
-so whatever a killed owner leaves over is on record. An owner is known by its process id and the
-moment at which it started, and the machine by its boot: ids are used again, the pair is not.
+A record is written before the first part of its lab is made and removed after the last part is gone,
+so whatever a killed owner leaves behind is on record. An owner is identified by its process id, its
+start time and the boot id of the machine: process ids are reused, the combination is not.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FOLDER = Path("/run/manyhands")
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that a lab ends with."""
+    """The process that a lab belongs to and ends with."""
 
     pid: int
     started: int
-    """In the kernel's ticks since boot."""
+    """Ticks of the kernel since boot."""
 
     @classmethod
     def of(cls, pid: int) -> Owner:
@@ -50,19 +50,19 @@ class Owner:
 class Record:
     layout: LabLayout
     bits: int | None
-    """A second, of each link; None if nothing holds it back."""
+    """Bandwidth of each link, in bits per second; None: unlimited."""
     owner: Owner | None
-    """None: the lab is kept until somebody takes it down."""
+    """None: the lab is kept until it is taken down."""
     made: float
     boot: str
 
     @property
     def dead(self) -> bool:
-        """Provably: the owner, or the kernel that the lab was in, is no more."""
+        """If true, the owner has ended, or the machine was rebooted."""
         return self.boot != _boot() or (self.owner is not None and not self.owner.lives)
 
     @property
-    def whose(self) -> str:
+    def owner_text(self) -> str:
         return f"of process {self.owner.pid}" if self.owner else "kept until taken down"
 
     def name_file(self, index: int) -> Path:
@@ -83,7 +83,7 @@ class Record:
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """Nobody else makes labs or takes down those of others meanwhile."""
+    """Hold the lock for making labs and for removing those of others."""
     FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -91,13 +91,13 @@ def locked() -> Iterator[None]:
 
 
 def claim(num_hosts: int, *, bits: int | None, owner: Owner | None) -> Record:
-    """The first number that is free, put on record. Only while `locked()`."""
+    """Record a new lab under the first free number. Call it while `locked()`."""
     taken = {record.layout.number for record in records()}
     number = next((n for n in range(MAX_LABS) if n not in taken), None)
     if number is None:
         raise LabError(
-            f"There are {MAX_LABS} labs on this machine, and no number for another one. "
-            "Take down those that are not needed:  manyhands lab down --all"
+            f"There are already {MAX_LABS} labs on this machine, the maximum. Remove those that are not "
+            "needed:  manyhands lab down --all"
         )
     record = Record(LabLayout(number, num_hosts), bits, owner, time.time(), _boot())
     record.folder.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def claim(num_hosts: int, *, bits: int | None, owner: Owner | None) -> Record:
 
 
 def records() -> list[Record]:
-    """Of all labs, by number."""
+    """Return the records of all labs, by number."""
     found = []
     for path in FOLDER.glob("lab-*.json"):
         match = re.fullmatch(r"lab-([0-9]+)\.json", path.name)
@@ -139,7 +139,7 @@ def _record(number: int, text: str) -> Record:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started; None if there is none, or only what its parent has not yet reaped."""
+    """Return when a process started; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

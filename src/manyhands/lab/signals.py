@@ -1,4 +1,4 @@
-"""Signals while a lab is there: none may leave parts of it behind."""
+"""Signals while a lab exists: none may leave parts of it behind."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""They end a process without a word, unless it listens. Ctrl-C is an exception anyway."""
+"""By default they end a process at once. Ctrl-C raises an exception anyway."""
 
 
-class LastWords:
-    """Does something before SIGTERM or SIGHUP ends this process, as they would have without.
+class CleanupOnSignal:
+    """Cleans up when SIGTERM or SIGHUP arrives, then lets the signal end this process as usual.
 
-    Where the program has a handler of its own, that one decides: it may raise and so leave the
-    lab, or not end at all. Only the main thread may listen to signals; elsewhere nothing is done.
+    If the program has its own handler, that one decides: it may raise and so leave the lab, or not end
+    at all. Only the main thread can handle signals; in other threads this does nothing.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -30,12 +30,12 @@ class LastWords:
             return
         for number in ENDING:
             before = signal.getsignal(number)
-            if before is signal.SIG_DFL or isinstance(before, LastWords):
+            if before is signal.SIG_DFL or isinstance(before, CleanupOnSignal):
                 self._before[number] = before
                 signal.signal(number, self)
 
     def stop(self) -> None:
-        self._act = None  # where a later one has us as what was before
+        self._act = None  # a later instance may still have this one as its predecessor
         if _in_main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) is self:
@@ -48,7 +48,7 @@ class LastWords:
                 self._act()
         finally:
             before = self._before[number]
-            if isinstance(before, LastWords):
+            if isinstance(before, CleanupOnSignal):
                 before(number, frame)
             else:
                 signal.signal(number, signal.SIG_DFL)
@@ -56,23 +56,23 @@ class LastWords:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Signals that would end this process, or interrupt it, come after the block."""
+def signals_deferred() -> Iterator[None]:
+    """Defer signals that would end or interrupt this process until after the block."""
     if not _in_main_thread():
         yield
         return
-    heard: list[int] = []
+    received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    # What Python does not know the handler of (None), it could not put back.
+    # A handler that Python does not know (None) could not be restored.
     before = {n: h for n, h in handlers.items() if h not in (None, signal.SIG_IGN)}
     for number in before:
-        signal.signal(number, lambda number, _: heard.append(number))
+        signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for late in dict.fromkeys(heard):
+        for late in dict.fromkeys(received):
             signal.raise_signal(late)
 
 

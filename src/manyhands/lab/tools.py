@@ -1,4 +1,4 @@
-"""The system's own programs that a lab is made with, and whether they work here."""
+"""The system programs that make a lab, and whether they work here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = {
     "unshare": "util-linux",
     "umount": "mount",
 }
-"""The programs, and the package that each is in."""
+"""Program to the package that contains it."""
 DEADLINE_S = 30.0
 TRIAL = """
 ip link add switch type bridge &&
@@ -30,27 +30,27 @@ tc qdisc add dev eth0 root tbf rate 1mbit burst 5000b limit 50000b
 
 
 def find(tool: str) -> str | None:
-    """Where a program is. They belong to root, whose folders may be missing in PATH."""
+    """Find a program. They are for root, whose folders may not be in PATH."""
     folders = [os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
     return shutil.which(tool, path=os.pathsep.join(folders))
 
 
-def call(tool: str, *words: str, given: str = "") -> str:
-    """What a program prints; LabError if it fails."""
+def call(tool: str, *words: str, stdin: str = "") -> str:
+    """Run a program and return its output; LabError if it fails."""
     path = find(tool)
     if path is None:
         raise LabError(f"There is no {tool} here: install the package {PACKAGES[tool]}.")
     try:
         done = subprocess.run(
             [path, *words],
-            input=given,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
-            process_group=0,  # Ctrl-C is for us: what a lab needs done must be finished
+            process_group=0,  # Ctrl-C must not interrupt it
         )
     except subprocess.TimeoutExpired:
-        raise LabError(f"{tool} {' '.join(words)}: no end after {DEADLINE_S:.0f} s") from None
+        raise LabError(f"{tool} {' '.join(words)}: timed out after {DEADLINE_S:.0f} s") from None
     if done.returncode != 0:
         why = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LabError(f"{tool} {' '.join(words)}: {why}")
@@ -58,22 +58,22 @@ def call(tool: str, *words: str, given: str = "") -> str:
 
 
 def batch(tool: str, namespace: str, lines: Sequence[str]) -> None:
-    """Several commands of `ip`, `tc` or `bridge` in one namespace, by one process."""
+    """Run several commands of `ip`, `tc` or `bridge` in one namespace, in one process."""
     if lines:
-        call(tool, "-n", namespace, "-batch", "-", given="\n".join(lines) + "\n")
+        call(tool, "-n", namespace, "-batch", "-", stdin="\n".join(lines) + "\n")
 
 
 def unavailable() -> str | None:
-    """Why labs can't be made here, in a sentence; None if they can."""
+    """Return why labs can't be made here, in a sentence; None if they can."""
     if not sys.platform.startswith("linux"):
-        return "A lab is made of network namespaces, which only Linux has."
+        return "A lab needs network namespaces, which only Linux has."
     if os.geteuid() != 0:
-        return "A lab needs root, to make network namespaces: try it with sudo."
+        return "A lab needs root to make network namespaces: try sudo."
     missing = [tool for tool in PACKAGES if find(tool) is None]
     if missing:
         packages = " ".join(sorted({PACKAGES[tool] for tool in missing}))
         return f"A lab needs {', '.join(missing)}: install {packages}."
-    try:  # in namespaces that are gone with the process
+    try:  # in namespaces that end with the process
         call("unshare", "--net", "--uts", "--mount", "sh", "-c", TRIAL)
     except LabError as error:
         why = str(error).split(": ")[-1].rstrip(".")

@@ -1,7 +1,7 @@
-"""One command on every host of a lab, with the variables that torchrun sets.
+"""Run one command on every host of a lab, with the variables that torchrun sets.
 
-One thread waits for all of it: lines that a host prints, processes that end. The first one that
-fails ends the others, which get SIGTERM and some seconds before they are killed.
+One thread waits for everything: output of the hosts and the end of their processes. When one fails, the
+others get SIGTERM, and SIGKILL some seconds later.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from manyhands.lab.lab import Lab, LabHost
 from manyhands.lab.layout import INTERFACE
 
 MASTER_PORT = 29500
-"""Free on every host: nobody else is there."""
+"""Free on every host, since nothing else runs there."""
 GRACE_S = 5.0
 READ_BYTES = 65_536
 
 
 def variables(lab: Lab, host: LabHost) -> dict[str, str]:
-    """What torchrun would set for the only process of a host, and which interface to use."""
+    """Return what torchrun would set for the only process of a host, and the interface to use."""
     rank, world = str(host.index), str(len(lab.hosts))
     return {
         "PYTHONUNBUFFERED": "1",
@@ -62,28 +62,30 @@ class Outcome:
         return self.codes[self.failed] if self.failed else 0
 
 
-def everywhere(
+def run_on_all_hosts(
     lab: Lab,
     command: Sequence[str],
     *,
-    say: Callable[[str, str], None],
+    on_line: Callable[[str, str], None],
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a command on every host to its end. `say` gets the name of a host and a line."""
-    runs: list[_Run] = []
+    """Run a command on every host to its end. `on_line` gets the name of a host and a line of its output."""
+    runs: list[_HostCommand] = []
     with selectors.DefaultSelector() as selector:
         try:
             for host in lab.hosts:
-                runs.append(_Run(host, command, {**variables(lab, host), **(env or {})}, say))
+                runs.append(
+                    _HostCommand(host, command, {**variables(lab, host), **(env or {})}, on_line)
+                )
                 runs[-1].register(selector)
-            _listen(selector, lambda: all(run.ended for run in runs) or bool(_failed(runs)))
+            _dispatch(selector, lambda: all(run.ended for run in runs) or bool(_failed(runs)))
             first = _failed(runs)
         finally:
             _end(selector, runs)
     return Outcome({run.host.name: run.code for run in runs}, first[0].host.name if first else None)
 
 
-class _Run:
+class _HostCommand:
     """The command on one host."""
 
     def __init__(
@@ -91,18 +93,18 @@ class _Run:
         host: LabHost,
         command: Sequence[str],
         env: Mapping[str, str],
-        say: Callable[[str, str], None],
+        on_line: Callable[[str, str], None],
     ) -> None:
         self.host = host
         self.ended = False
-        self._say = say
+        self._on_line = on_line
         self._rest = b""
         self._process = host.start(
             command,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # in one pipe they keep their order
+            stderr=subprocess.STDOUT,  # one pipe keeps their order
             bufsize=0,
         )
         assert self._process.stdout is not None
@@ -116,51 +118,51 @@ class _Run:
         return 128 - code if code < 0 else code
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Each comes with what to do then, which says whether to go on listening."""
+        """Register output and exit, each with a callback that returns whether to keep it registered."""
         selector.register(self._output, selectors.EVENT_READ, self._read)
-        selector.register(self._exit, selectors.EVENT_READ, self._note_end)
+        selector.register(self._exit, selectors.EVENT_READ, self._mark_ended)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the command and what it started, if it still runs."""
+        """Send a signal to the command and its children, if it still runs."""
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        """Wait for its end, and say what is left to be said."""
+        """Wait for its end, and report the rest of its output."""
         self._process.wait()
         while data := self._output.read(READ_BYTES):
             self._take(data)
         if self._rest:
-            self._tell(self._rest)
+            self._report(self._rest)
         os.close(self._exit)
         self._output.close()
 
-    def _note_end(self) -> bool:
+    def _mark_ended(self) -> bool:
         self.ended = True
         return False
 
     def _read(self) -> bool:
         data = self._output.read(READ_BYTES)
         self._take(data or b"")
-        return data != b""  # None: nothing there now
+        return data != b""  # None: nothing to read right now
 
     def _take(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._tell(line)
+            self._report(line)
 
-    def _tell(self, line: bytes) -> None:
-        # Of a progress bar that draws over itself, what would be seen.
+    def _report(self, line: bytes) -> None:
+        # Of a progress bar that overwrites itself, keep what would be visible.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-        self._say(self.host.name, clean(text))
+        self._on_line(self.host.name, clean(text))
 
 
-def _failed(runs: list[_Run]) -> list[_Run]:
+def _failed(runs: list[_HostCommand]) -> list[_HostCommand]:
     return [run for run in runs if run.ended and run.code != 0]
 
 
-def _listen(
+def _dispatch(
     selector: selectors.BaseSelector, enough: Callable[[], bool], within_s: float | None = None
 ) -> None:
     deadline = None if within_s is None else time.monotonic() + within_s
@@ -172,14 +174,14 @@ def _listen(
             if not key.data():
                 selector.unregister(key.fileobj)
             if enough():
-                return  # two that end at once fail one after the other
+                return  # of two that end at once, only the first is the failure
 
 
-def _end(selector: selectors.BaseSelector, runs: list[_Run]) -> None:
-    """Whoever still runs is asked to end, then made to; what was printed is said."""
+def _end(selector: selectors.BaseSelector, runs: list[_HostCommand]) -> None:
+    """Terminate what still runs, kill it after a grace period, and report the rest of the output."""
     for run in runs:
         run.signal(signal.SIGTERM)
-    _listen(selector, lambda: all(run.ended for run in runs), GRACE_S)
+    _dispatch(selector, lambda: all(run.ended for run in runs), GRACE_S)
     for run in runs:
         run.signal(signal.SIGKILL)
     for run in runs:
