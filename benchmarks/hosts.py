@@ -48,7 +48,7 @@ from ps_table import aligned, spread
 from ps_watch import Failed
 
 from manyhands.errors import LabError
-from manyhands.lab.everywhere import variables
+from manyhands.lab.run_all import variables
 from manyhands.testing.lab import Lab
 
 HERE = Path(__file__).parent
