@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import manyhands
 import manyhands.testing
@@ -170,3 +171,40 @@ def test_classes_that_are_named_exist(page: Path) -> None:
     words = {w for path in SOURCE.rglob("*.py") for w in re.findall(r"\w+", path.read_text())}
     named = set(re.findall(r"`((?:[A-Z][a-z]+){2,})`", page.read_text()))
     assert named <= words
+
+
+def code_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_of_a_strategy_trains_like_single(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.strategies.registry import STRATEGIES
+
+    example = ModuleType("summed")
+    monkeypatch.setitem(sys.modules, "summed", example)  # where dataclasses look up annotations
+    exec(code_blocks(ROOT / "docs" / "strategies" / "README.md")[0], vars(example))
+    monkeypatch.setitem(STRATEGIES, "summed", example.Summed)
+    assert trained("summed") == trained("single")
+
+
+def trained(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = manyhands.data.Arrays(torch.randn(20, 3), torch.randn(20, 1))
+    with manyhands.join(strategy, device="cpu") as hands:
+        hands.prepare(model, optimizer)
+        return [
+            hands.step(
+                lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batch
+            ).mean_loss
+            for batch in hands.batches(dataset, batch_size=8)
+        ]
+
+
+def test_the_page_on_strategies_has_every_conformance_check() -> None:
+    from manyhands.testing.conformance import CHECKS
+
+    page = (ROOT / "docs" / "strategies" / "README.md").read_text()
+    table = page.partition("### The conformance suite")[2]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [f.__name__ for f in CHECKS]
