@@ -60,9 +60,9 @@ def test_each_member_that_sends_nonsense_is_named_and_lost(tmp_path: Path) -> No
     done = hostile(tmp_path, words, "--max-restarts", "20", strategy="allreduce", workers=4)
     assert done.code == 0, done.err
     lost = {event["member"]: event["reason"] for event in done.of("MemberLost")}
-    nonsense = "sent a report that makes no sense"
+    nonsense = "sent an invalid message"
     assert lost == {
-        "worker-1": f"{nonsense}: rows[0] has 2 fields of 8 to 13",
+        "worker-1": f"{nonsense}: rows[0] has 2 fields of 8 to 12",
         "worker-2": f"{nonsense}: reason is missing",
         "worker-3": f"{nonsense}: it takes the seat of 'worker-0', a 'worker'",
     }
@@ -77,7 +77,7 @@ def test_nonsense_before_there_is_anything_to_go_on_with_ends_the_run_with_its_n
     words = {"worker-0": {"kind": "report", "what": "steps", "view": 0, "rows": [ROW]}}
     done = hostile(tmp_path, words, strategy="allreduce", workers=2, when=0)
     assert done.code == 1
-    assert "worker-0 failed: sent a report that makes no sense" in done.err
+    assert "worker-0 failed: sent an invalid message" in done.err
     assert "before there is a view" in done.err
     assert "Traceback" not in done.err
 
@@ -87,7 +87,7 @@ def test_where_one_worker_is_all_it_begins_again(tmp_path: Path) -> None:
     words = {"worker-0": {"kind": "report", "what": "saved", "view": 1, "step": "x"}}
     done = hostile(tmp_path, words, "--max-restarts", "3", strategy="single")
     assert done.code == 0, done.err
-    assert "sent a report that makes no sense: step is 'x'" in done.out
+    assert "sent an invalid message: step is 'x'" in done.out
 
 
 FRAGILE = """

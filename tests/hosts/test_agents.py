@@ -14,13 +14,8 @@ from typing import Any
 import pytest
 from together import KEY, LONG_S, Process, Together, manyhands, place, together, until
 
-from manyhands.coordinator.coordinator import (
-    Coordinator,
-    Exited,
-    Happening,
-    HostNotice,
-    MemberMessage,
-)
+from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.inbox import Exited, Happening, HostNotice, MemberMessage
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.discovery import detect
 from manyhands.hosts.launchers.agents import AgentLauncher

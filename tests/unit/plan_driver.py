@@ -70,7 +70,7 @@ def drive(
         if moment in back_after or moment in worlds:
             training_plan.take_back()
             if moment in worlds:
-                training_plan.seat(worlds[moment])
+                training_plan.set_world(worlds[moment])
             lost = [c for c in written if c.step > training_plan.committed_step]
             written = [c for c in written if c not in lost]
         if training_plan.open_steps and chance.random() < 0.5:
@@ -79,7 +79,7 @@ def drive(
         elif (order := training_plan.next(chance.randint(1, max_lease))) is None:
             if not training_plan.open_steps:
                 life.results.append((training_plan.step, training_plan.epoch))
-                monitor = training_plan.plan_config.monitor.name
+                monitor = training_plan.config.monitor.name
                 training_plan.evaluated({"other": 0.5, monitor: metric(training_plan.epoch)})
         else:
             life.orders.append(order)

@@ -10,10 +10,6 @@ from class_limits import over_limits, repeated_names
 PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
-    "Coordinator": "to be split",
-    "Driver": "to be split",
-    "Membership": "to be split",
-    "TrainingPlan": "to be split",
     "AgentLauncher": "to be split",
     "Member": "to be split",
     "Acceptor": "to be split",

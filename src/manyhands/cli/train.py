@@ -175,18 +175,18 @@ def _check(options: RunOptions, lead: LaunchPlan) -> int:
         if not failures.shown:
             raise
         return error.exit_code
-    facts = driver.membership.facts
-    assert driver.training_plan is not None
+    facts = driver.membership.roster.facts
+    assert driver.plan is not None
+    plan_config = driver.plan.config
     print(
-        f"Check passed in {time.monotonic() - started:.1f} s, nothing trained: {facts['job']} with "
-        f"{facts['parameters']:,} parameters, {facts['train_samples']:,} samples, "
-        f"{driver.training_plan.plan_config.num_steps:,} steps, by {options.strategy} on "
-        f"{options.workers} x {facts['device']}."
+        f"Check passed in {time.monotonic() - started:.1f} s, nothing trained: {facts.job} with "
+        f"{facts.parameters:,} parameters, {facts.train_samples:,} samples, "
+        f"{plan_config.num_steps:,} steps, by {options.strategy} on "
+        f"{options.workers} x {facts.device}."
     )
-    plan_config = driver.training_plan.plan_config
     best = [("best", direction(str(plan_config.monitor)))] if plan_config.has_eval else []
-    for label, value in [*facts["optimizer"], *best]:
+    for label, value in [*facts.optimizer, *best]:
         print(f"  {label:<{LABEL_CELLS}}{value}")
-    for note in facts["notes"]:
+    for note in facts.notes:
         print(f"note: {note}")
     return 0

@@ -18,21 +18,24 @@ from manyhands.transport.fields import Count, Positive, Seconds, Weight, read
 
 @dataclass(frozen=True)
 class JobFields:
-    """The fields of a job that the coordinator goes by."""
+    """The fields of a job that the coordinator uses."""
 
     batch_size: Positive
     epochs: Positive
     eval_every: Positive
     monitor: str
     patience: int | None
+    plateau: str | None = None
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What a worker has found when it has built the job."""
+    """What a worker found out about the job when it built it."""
 
     job: str
     fields: JobFields
+    all_fields: Mapping[str, Any]
+    """All fields of the job, as JSON."""
     metrics: list[str]
     device: str
     torch: str
@@ -48,8 +51,8 @@ class WorkerFacts:
 @dataclass(frozen=True)
 class Ready:
     seat: Seat
-    facts: Mapping[str, Any] | None = None
-    """Of a worker: the message itself, with the fields of WorkerFacts."""
+    facts: WorkerFacts | None = None
+    """Workers have them, servers do not."""
 
 
 @dataclass(frozen=True)
@@ -194,18 +197,10 @@ def parse(head: Mapping[str, Any]) -> Any:
     """A member's message as its dataclass; ProtocolError if it is none."""
     match head.get("kind"):
         case "ready":
-            return _ready(head)
+            return read(Ready, head)
         case "report":
             what = head.get("what")
             if not isinstance(what, str) or what not in REPORTS:
                 raise ProtocolError(f"it reports {str(what)[:80]!r}, which nobody knows")
             return read(REPORTS[what], head)
     return read_kind(OF_MEMBERS, head)
-
-
-def _ready(head: Mapping[str, Any]) -> Ready:
-    seat = read(Ready, {"seat": head.get("seat")}).seat
-    if "fields" not in head:
-        return Ready(seat)
-    read(WorkerFacts, head)
-    return Ready(seat, head)

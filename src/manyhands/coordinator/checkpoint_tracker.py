@@ -1,8 +1,8 @@
-"""The coordinator's side of checkpoints: a written one counts once every step up to it is on record.
+"""Tracks checkpoints from order to commit: a written one counts once every step up to it is committed.
 
-A checkpoint that can't be written is told and forgotten; training goes on, and nothing already saved
-is touched. Only when the last one fails does the run. One whose writer dies is void. One whose weights
-are not finite is not written at all.
+A checkpoint that can't be written is reported and forgotten; training continues, and nothing already
+saved is touched. The run fails only if the last one does. A checkpoint whose writer dies is void. One
+whose weights are not finite is not written at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ExpectedCheckpoint:
     writer: str
     workers: int
     started: bool = False
-    """The writer has copied the state: whatever happens to the weights now, it can be written."""
+    """If true, the writer has copied the state: it can be written whatever happens to the weights now."""
 
 
 class CheckpointTracker:
@@ -44,19 +44,19 @@ class CheckpointTracker:
         self.newest = f"checkpoints/{newest.name}" if newest else None
         """Relative to the run folder."""
         self.error = ""
-        """What was wrong with the last attempt."""
+        """The error of the last attempt."""
         self.not_finite: int | None = None
         """The step of the last attempt, if its weights were not finite."""
-        self._told_not_finite = False
+        self._reported_not_finite = False
 
     @property
     def unstarted(self) -> bool:
-        """One was ordered whose writer has not come to it yet."""
+        """If true, a checkpoint was ordered whose writer has not copied the state yet."""
         return any(not expected.started for expected in self._expected.values())
 
     def under_way(self, members: Collection[str], *, unstarted: bool = False) -> list[int]:
-        """Steps whose checkpoints are being written by one of these members, from a copy of the state.
-        `unstarted`: or are to be copied."""
+        """Steps whose checkpoints one of these members is writing from a copy of the state. `unstarted`: also
+        those that are not copied yet."""
         return [
             step
             for step, expected in self._expected.items()
@@ -79,12 +79,12 @@ class CheckpointTracker:
         expected = self._expected.get(step)
         if expected is not None and expected.writer == member:
             self._written[step] = report
-        else:  # it is void
+        else:  # void
             folder = checkpoints.partial(self._run.path, step, member)
             shutil.rmtree(folder, ignore_errors=True)
 
     def void(self, members: Collection[str]) -> list[int]:
-        """With only these members left: forget what can't come any more; its steps."""
+        """Forget the checkpoints that can't come with only these members left. Returns their steps."""
         void = [
             step
             for step, expected in self._expected.items()
@@ -95,36 +95,40 @@ class CheckpointTracker:
         self._lost.update(void)
         return void
 
-    def settle(self, training_plan: TrainingPlan) -> None:
-        """Make those count whose every step is committed."""
-        for step in [s for s in self._written if s <= training_plan.committed_step]:
+    def commit_written(self, plan: TrainingPlan) -> None:
+        """Make those checkpoints count whose every step is committed."""
+        for step in [s for s in self._written if s <= plan.committed_step]:
             report, expected = self._written.pop(step), self._expected.pop(step)
             if report.not_finite:
-                self._pass_over(step, report.not_finite, training_plan)
+                self._skip(step, report.not_finite, plan)
                 continue
             try:
                 self._commit(expected, report)
             except CheckpointError as error:
                 self.error = f"The checkpoint of step {step} could not be saved: {error}"
                 last = f"; the last good one is {self.newest}" if self.newest else ""
-                self._stream.emit(events.Noticed(message=f"{self.error}. Training goes on{last}."))
+                self._stream.emit(
+                    events.Noticed(message=f"{self.error}. Training continues{last}.")
+                )
                 continue
-            best = training_plan.best.step if training_plan.best.metrics else None
+            best = plan.best.step if plan.best.metrics else None
             there = {*checkpoints.steps(self._run.path), *self._lost}
-            if best is None or best in there:  # else it is on its way
+            if best is None or best in there:  # else its checkpoint is still to come
                 checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
 
-    def _pass_over(self, step: int, names: Sequence[str], training_plan: TrainingPlan) -> None:
-        """The weights of this checkpoint are not finite: it counts neither as the last nor as the best."""
+    def _skip(self, step: int, names: Sequence[str], plan: TrainingPlan) -> None:
+        """Skip a checkpoint whose weights are not finite: it counts neither as the last nor as the best."""
         self.not_finite = step
-        if training_plan.best.step == step:
-            training_plan.keep_best(checkpoints.steps(self._run.path))
-        if not self._told_not_finite:
-            self._told_not_finite = True
+        if plan.best.step == step:
+            plan.best.keep(checkpoints.steps(self._run.path))
+        if not self._reported_not_finite:
+            self._reported_not_finite = True
             where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
             last = f"The last good one is {self.newest}" if self.newest else "There is no good one"
-            what = f"The weights of step {step} are not finite ({where}): no checkpoint of them is saved"
-            self._stream.emit(events.Noticed(message=f"{what}. {last}"))
+            message = (
+                f"The weights of step {step} are not finite ({where}): they are not saved. {last}"
+            )
+            self._stream.emit(events.Noticed(message=message))
 
     def _commit(self, expected: ExpectedCheckpoint, report: Saved) -> None:
         order = expected.order

@@ -39,7 +39,7 @@ from manyhands.hosts.view import View
 from manyhands.ranges import Range
 
 PROBE_EVERY = 50
-"""In so many steps, a worker that is too slow for a share gets one sample: it may have become faster."""
+"""How often, in steps, a worker that is too slow for a share gets one sample: it may have become faster."""
 
 Tell = Callable[[str, dict[str, Any]], None]
 """An order, for the member of that name."""
@@ -47,32 +47,32 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 def make_dispatcher(
     config: Strategy,
-    training_plan: TrainingPlan,
+    plan: TrainingPlan,
     checkpoint_tracker: CheckpointTracker,
     tell: Tell,
     *,
     equal: bool = False,
 ) -> Dispatcher:
     if config.lockstep:
-        return LockstepDispatcher(training_plan, checkpoint_tracker, tell, equal=equal)
-    return WorkQueueDispatcher(training_plan, checkpoint_tracker, tell, parts=config.parts)
+        return LockstepDispatcher(plan, checkpoint_tracker, tell, equal=equal)
+    return WorkQueueDispatcher(plan, checkpoint_tracker, tell, parts=config.parts)
 
 
 class Dispatcher(ABC):
     def __init__(
-        self, training_plan: TrainingPlan, checkpoint_tracker: CheckpointTracker, tell: Tell
+        self, plan: TrainingPlan, checkpoint_tracker: CheckpointTracker, tell: Tell
     ) -> None:
-        self.training_plan = training_plan
+        self.plan = plan
         self.progress = StepProgress()
         self.workers: tuple[str, ...] = ()
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
-        self.listening: set[str] = set()
-        """Workers that are new, and get samples when they have caught up."""
+        self.catching_up: set[str] = set()
+        """Workers that are new: they get samples once they have the weights."""
         self.whole_steps = False
-        """Without lockstep: a step is one part."""
+        """If true, a step is one part, without lockstep."""
         self.finishing: str | None = None
-        """The outcome, once all were told to stop."""
+        """The outcome, once all members were told to stop."""
         self.throughput = Throughput()
         self.meter = Meter()
         self._checkpoint_tracker = checkpoint_tracker
@@ -80,40 +80,41 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def more(self, *, hold: bool = False, brief: bool = False) -> None:
-        """Give out orders until enough is ahead. `hold`: no new work, the members will change; `brief`: they
-        will soon, so that less is enough."""
+        """Dispatch orders until enough is ahead. `hold`: no new work, because a view change is due; `brief`:
+        one comes soon, so that less is enough."""
 
     @property
     @abstractmethod
     def quiet(self) -> bool:
-        """Nothing that was given out is unfinished."""
+        """If true, nothing that was dispatched is unfinished."""
 
     @abstractmethod
     def add(self, member: str, row: StepRow) -> None:
-        """One part of a step, as a worker reports it."""
+        """Take in a worker's report of one part of a step."""
 
     @abstractmethod
     def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
-        """These parts are in the weights, and no others that nobody has reported."""
+        """Take in which parts are in the weights. Of the unreported parts, no others are."""
 
     @abstractmethod
     def restart(self, view: View) -> int:
-        """Begin anew with these members: what is open is given out again. The number of its steps."""
+        """Start over with the members of this view: what is open is dispatched again. Returns its number of
+        steps."""
 
     def committed(self) -> Iterator[Committed]:
         """The steps that are complete now."""
         for step in self.progress.committed():
-            self.training_plan.commit(step.plan.step, loss=step.loss)
+            self.plan.commit(step.plan.step, loss=step.loss)
             self.meter.note(step.plan.samples)
             yield step
         self.meter.busy(len(self.progress) > 0)
 
     def saving(self, member: str, step: int) -> None:
-        """The writer has copied the state of this checkpoint."""
+        """The writer has copied the state of a checkpoint."""
         self._checkpoint_tracker.started(member, step)
 
     def evaluated(self) -> None:
-        """All have evaluated."""
+        """All workers have evaluated."""
         return
 
     def finish(self, reason: str) -> None:
@@ -133,20 +134,20 @@ class Dispatcher(ABC):
         if row.compute_s is not None and samples:
             self.throughput.note(member, samples, row.compute_s)
 
-    def _seat(self, view: View) -> None:
+    def _set_members(self, view: View) -> None:
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
         self.finishing = None
         self.meter.busy(False)
 
     def _count(self) -> None:
-        """As many workers as get samples decide how large a batch is, where it follows them."""
-        self.training_plan.seat(max(1, sum(name not in self.listening for name in self.workers)))
+        """Tell the plan how many workers get samples: the batch may follow their number."""
+        self.plan.set_world(max(1, sum(name not in self.catching_up for name in self.workers)))
 
-    def _give_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
+    def _dispatch_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
             case Evaluate(step, epoch):
-                self._give_evaluation(step, epoch)
+                self._dispatch_evaluation(step, epoch)
             case Checkpoint(step):
                 self._checkpoint_tracker.expect(
                     order, writer=self.workers[0], workers=len(self.workers)
@@ -155,8 +156,8 @@ class Dispatcher(ABC):
             case Stop(reason):
                 self.finish(reason)
 
-    def _give_evaluation(self, step: int, epoch: int) -> None:
-        """To each a part of the data, by how fast it computes."""
+    def _dispatch_evaluation(self, step: int, epoch: int) -> None:
+        """Give each worker a part of the data in proportion to its speed."""
         weights = self._weights()
         ends = list(itertools.accumulate(weights, initial=0.0))
         for name, part in zip(self.workers, itertools.pairwise(ends), strict=True):
@@ -164,7 +165,7 @@ class Dispatcher(ABC):
             self._tell(name, order)
 
     def _weights(self) -> list[float]:
-        """In proportion to how much each worker should get."""
+        """How much each worker should get, in proportion."""
         return self.throughput.weights(self.workers)
 
 
@@ -173,14 +174,14 @@ class LockstepDispatcher(Dispatcher):
 
     def __init__(
         self,
-        training_plan: TrainingPlan,
+        plan: TrainingPlan,
         checkpoint_tracker: CheckpointTracker,
         tell: Tell,
         *,
         equal: bool = False,
     ) -> None:
-        """If `equal`, shares ignore the workers' speed."""
-        super().__init__(training_plan, checkpoint_tracker, tell)
+        """If `equal` is true, shares ignore the workers' speed."""
+        super().__init__(plan, checkpoint_tracker, tell)
         self._equal = equal
         self._step_s = 0.0
 
@@ -193,13 +194,13 @@ class LockstepDispatcher(Dispatcher):
             if ahead >= 2 and ahead * self._step_s >= ahead_s:
                 return
             room = int(ahead_s / self._step_s) if self._step_s else 1
-            order = self.training_plan.next(max(1, min(room, MAX_LEASE)))
+            order = self.plan.next(max(1, min(room, MAX_LEASE)))
             if order is None or isinstance(order, Wait):
                 return
             if not isinstance(order, TrainSteps):
-                self._give_barrier(order)
+                self._dispatch_barrier(order)
                 continue
-            self._give(order)
+            self._dispatch(order)
             if not self._step_s and ahead:
                 return
 
@@ -207,13 +208,13 @@ class LockstepDispatcher(Dispatcher):
     def quiet(self) -> bool:
         return (
             not len(self.progress)
-            and not self.training_plan.awaiting
+            and not self.plan.awaiting
             and not self._checkpoint_tracker.unstarted
         )
 
     def add(self, member: str, row: StepRow) -> None:
         if row.dropped:
-            raise ProtocolError(f"it left out its share of step {row.step}, in lockstep")
+            raise ProtocolError(f"it dropped its share of step {row.step}, in lockstep")
         self._time(member, row)
         self.progress.add(member, row)
 
@@ -229,29 +230,27 @@ class LockstepDispatcher(Dispatcher):
     def restart(self, view: View) -> int:
         redone = len(self.progress)
         self.progress.clear()
-        self.training_plan.take_back()
+        self.plan.take_back()
         lost = self._checkpoint_tracker.void(view.names)
-        if any(
-            step <= self.training_plan.step for step in lost
-        ):  # the others come again by themselves
-            self.training_plan.owe_checkpoint()
-        self._seat(view)
+        if any(step <= self.plan.step for step in lost):  # later ones are ordered again by the plan
+            self.plan.repeat_checkpoint()
+        self._set_members(view)
         return redone
 
-    def _give(self, order: TrainSteps) -> None:
+    def _dispatch(self, order: TrainSteps) -> None:
         portions: list[list[Any]] = [[] for _ in self.workers]
         weights = self._weights()
-        if self.listening:
+        if self.catching_up:
             pairs = zip(self.workers, weights, strict=True)
-            weights = [0.0 if name in self.listening else weight for name, weight in pairs]
+            weights = [0.0 if name in self.catching_up else weight for name, weight in pairs]
         for plan in order.plans:
             probe = plan.step % PROBE_EVERY == 0
             shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
             self.progress.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
                 portions[rank].append(_portion(plan, ranges, rank))
-        for name, mine in zip(self.workers, portions, strict=True):
-            self._tell(name, {"order": "steps", "portions": mine})
+        for name, portion in zip(self.workers, portions, strict=True):
+            self._tell(name, {"order": "steps", "portions": portion})
         self.meter.busy(True)
 
     def _weights(self) -> list[float]:
@@ -259,22 +258,22 @@ class LockstepDispatcher(Dispatcher):
 
 
 class WorkQueueDispatcher(Dispatcher):
-    """Each part of a step is done by whoever is free."""
+    """Each part of a step goes to the next free worker."""
 
     def __init__(
         self,
-        training_plan: TrainingPlan,
+        plan: TrainingPlan,
         checkpoint_tracker: CheckpointTracker,
         tell: Tell,
         *,
         parts: Callable[[int], int],
     ) -> None:
-        super().__init__(training_plan, checkpoint_tracker, tell)
+        super().__init__(plan, checkpoint_tracker, tell)
         self._parts = parts
         self._queue = WorkQueue()
         self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None
-        self._given = False
-        """The barrier was, and is not done yet."""
+        self._dispatched = False
+        """If true, the barrier was dispatched and is not done yet."""
         self._resting: set[str] = set()
 
     def more(self, *, hold: bool = False, brief: bool = False) -> None:
@@ -286,21 +285,25 @@ class WorkQueueDispatcher(Dispatcher):
             self._deal()
         if hold or (self._barrier is not None and not len(self._queue)):
             self._rest()
-        if self._barrier is not None and not self._given and not hold and not len(self.progress):
+        if (
+            self._barrier is not None
+            and not self._dispatched
+            and not hold
+            and not len(self.progress)
+        ):
             if isinstance(self._barrier, Wait):
                 self._lift()
                 self.more()
                 return
-            self._given = True
-            self._give_barrier(self._barrier)
+            self._dispatched = True
+            self._dispatch_barrier(self._barrier)
 
     @property
     def quiet(self) -> bool:
-        return not self._queue.in_hand and not self._given
+        return not self._queue.num_assigned and not self._dispatched
 
     def add(self, member: str, row: StepRow) -> None:
-        # Only what is in this member's hand: a part that was given to another counts when that one
-        # reports it.
+        # Only a part that this member has: one that was given to another counts when that one reports it.
         if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):
             self._time(member, row)
             self.progress.add(member, row)
@@ -329,42 +332,38 @@ class WorkQueueDispatcher(Dispatcher):
         lost = self._checkpoint_tracker.void(view.names)
         again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
         if any(step != again for step in lost):
-            self.training_plan.owe_checkpoint()
+            self.plan.repeat_checkpoint()
             if isinstance(self._barrier, Stop):
-                self._lift()  # it comes again, behind the checkpoint
-        self._given = False
+                self._lift()  # the stop is ordered again, after the checkpoint
+        self._dispatched = False
         self._resting.clear()
-        self._seat(view)
-        self._queue.seat(self.workers)
+        self._set_members(view)
+        self._queue.set_workers(self.workers)
         self.progress.width = len(self.workers)
         return len({part.plan.step for part in back if part.key not in set(done)})
 
     def _deal(self) -> None:
-        if (
-            isinstance(self._barrier, Evaluate)
-            and not self._given
-            and not self.training_plan.awaiting
-        ):
-            self._lift()  # a stop was asked meanwhile
+        if isinstance(self._barrier, Evaluate) and not self._dispatched and not self.plan.awaiting:
+            self._lift()  # a stop was requested meanwhile
         while self._barrier is None and (lacking := self._queue.room() - len(self._queue)) > 0:
             self._fetch(lacking)
         portions: dict[str, list[Any]] = {}
         for name, part in self._queue.deal():
             plan = part.plan
-            self.progress.give(part.key, name)
+            self.progress.assign(part.key, name)
             portions.setdefault(name, []).append(_portion(plan, part.ranges, part.number))
-        for name, mine in portions.items():
+        for name, portion in portions.items():
             self._resting.discard(name)
-            self._tell(name, {"order": "steps", "portions": mine})
+            self._tell(name, {"order": "steps", "portions": portion})
             self.meter.busy(True)
 
     def _fetch(self, lacking: int) -> None:
-        """The next steps of the course into the queue, or the barrier before them."""
+        """Put the next steps of the plan into the queue, or the barrier before them."""
         number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
-        order: Order | None = self.training_plan.next(min(MAX_LEASE, math.ceil(lacking / number)))
-        assert order is not None, "the course awaits an evaluation that nobody was asked for"
+        order: Order | None = self.plan.next(min(MAX_LEASE, math.ceil(lacking / number)))
+        assert order is not None, "the plan awaits an evaluation that was never ordered"
         if not isinstance(order, TrainSteps):
-            self._barrier, self._given = order, False
+            self._barrier, self._dispatched = order, False
             return
         for plan in order.plans:
             parts: list[QueuedPart] = cut(plan, number)
@@ -378,7 +377,7 @@ class WorkQueueDispatcher(Dispatcher):
                 self._tell(name, {"order": "rest"})
 
     def _lift(self) -> None:
-        self._barrier, self._given = None, False
+        self._barrier, self._dispatched = None, False
 
 
 def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> list[Any]:

@@ -1,10 +1,10 @@
-"""Faults on purpose, in the coordinator: does to members what the clauses of `--chaos` say, when it is time.
+"""Fault injection (`--chaos`): kills and pauses members, and cuts their links, when the clauses say so.
 
-The conductor calls `tick` whenever something has happened, and ten times a second. A fault that is due
-waits for its moment: nobody is killed, and no link cut, before the last such fault is recovered from, and
-a kill leaves two workers. The coordinator itself and the links to it are left alone.
+The driver calls `tick` whenever something has happened, and ten times a second. A fault that is due waits
+for its moment: no member is killed, and no link cut, before the run has recovered from the last such
+fault, and a kill leaves two workers. The coordinator itself and the links to it are left alone.
 
-A fault is recovered from once a step is committed that had not been given out when it happened.
+The run has recovered from a fault once a step is committed that was not dispatched when it happened.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from manyhands.hosts.faults import cut_a_link
 from manyhands.hosts.launchers import LocalHandle
 
 CUT_EVERY_S = 0.1
-"""How often, while links of a member are to stay cut."""
+"""How often a link is cut, while links of a member are to stay cut."""
 
 
 @dataclass
 class InjectedFault:
-    """One fault, and what became of it."""
+    """One fault, and its effect."""
 
     fault: str
     member: str
     at: float
     until: float
-    given_step: int
-    """The last step that had been given out."""
+    dispatched_step: int
+    """The last step that was dispatched."""
     pause_s: float | None = None
-    """The longest time without a committed step, from the fault until it was recovered from."""
+    """The longest time without a committed step, from the fault until the recovery."""
     lasts: bool = False
     recovered: bool = False
 
 
 class ActiveClause:
-    """A clause in a run."""
+    """A clause of the spec, with its timer and random numbers."""
 
     def __init__(self, clause: FaultClause, rng: random.Random) -> None:
         self.clause = clause
         self.rng = rng
         self.timer = FaultTimer(clause.timing, rng)
-        self.told = False
-        """That it can't be done now."""
+        self.reported = False
+        """If true, it was reported that the fault can't happen now."""
         self.over = False
 
 
@@ -79,12 +79,12 @@ class FaultInjector:
     ) -> None:
         seed = random.randrange(100_000) if chaos.seed is None else chaos.seed
         self.chaos = replace(chaos, seed=seed)
-        self.injuries: list[InjectedFault] = []
+        self.faults: list[InjectedFault] = []
         self._coordinator = coordinator
         self._membership = membership
         self._stream = stream
         self._clock = clock
-        self._drills = [
+        self._clauses = [
             ActiveClause(clause, random.Random(f"{seed} {number}"))
             for number, clause in enumerate(chaos.clauses)
         ]
@@ -95,135 +95,137 @@ class FaultInjector:
         self._last_cut = 0.0
 
     def follow(self, membership: Membership) -> None:
-        """All have begun again: it goes on with these."""
+        """Continue with these members: all have started again."""
         self._membership, self._samples = membership, 0
-        for injury in self.injuries:
-            injury.lasts = False
+        for fault in self.faults:
+            fault.lasts = False
 
-    def tick(self, training_plan: TrainingPlan, *, samples: int, ending: bool) -> None:
-        """`samples`: committed in this start, to see that anything was."""
+    def tick(self, plan: TrainingPlan, *, samples: int, ending: bool) -> None:
+        """`samples`: how many were committed in this start."""
         now = self._clock()
         if self._began is None:
             self._began = now
             self._notice(str(self.chaos))
-        self._follow(now, training_plan.committed_step, samples)
-        self._carry_on(now, ending=ending)
+        self._follow(now, plan.committed_step, samples)
+        self._continue_lasting(now, ending=ending)
         if ending:
             return
-        for drill in self._drills:
+        for active in self._clauses:
             elapsed_s = now - self._began
-            if drill.over or not drill.timer.due(elapsed_s, training_plan.committed_step):
+            if active.over or not active.timer.due(elapsed_s, plan.committed_step):
                 continue
-            member = self._inject(drill)
+            member = self._inject(active)
             if member is not None:
-                drill.timer.done(elapsed_s)
-                self._note(drill.clause, member, now, training_plan.step)
+                active.timer.done(elapsed_s)
+                self._note(active.clause, member, now, plan.step)
 
     def summary(self, *, finished: bool) -> dict[str, Any]:
-        """How many faults were recovered from, and how long training stood still for them."""
-        pauses = [injury.pause_s for injury in self.injuries if injury.pause_s is not None]
+        """How many faults the run recovered from, and how long training stood still for them."""
+        pauses = [fault.pause_s for fault in self.faults if fault.pause_s is not None]
         return {
-            # What came too late for another step is recovered from if the run is finished.
-            "recovered": sum(finished or injury.recovered for injury in self.injuries),
+            # If the run finished, it recovered also from a fault that came too late for another step.
+            "recovered": sum(finished or fault.recovered for fault in self.faults),
             "median_pause_s": round(median(pauses), 3) if pauses else None,
         }
 
     # One fault --------------------------------------------------------------------------------
 
-    def _inject(self, drill: ActiveClause) -> str | None:
-        """Do it to somebody, if it can be done now; to whom."""
-        clause = drill.clause
+    def _inject(self, active: ActiveClause) -> str | None:
+        """Inject the fault, if that is possible now. Returns the member."""
+        clause = active.clause
         if clause.fault != PAUSE and not self._calm:
             return None
-        candidates = [name for name in self._candidates(clause) if self._within_reach(name)]
+        candidates = [name for name in self._candidates(clause) if self._is_reachable(name)]
         if not candidates:
-            self._explain(drill)
+            self._explain(active)
             return None
         if clause.fault == CUT:
-            return self._cut_one_of(candidates, drill)
-        member = drill.rng.choice(candidates)
+            return self._cut_one_of(candidates, active)
+        member = active.rng.choice(candidates)
         self._signal(member, signal.SIGKILL if clause.fault == KILL else signal.SIGSTOP)
         return member
 
-    def _cut_one_of(self, candidates: list[str], drill: ActiveClause) -> str | None:
-        drill.rng.shuffle(candidates)
+    def _cut_one_of(self, candidates: list[str], active: ActiveClause) -> str | None:
+        active.rng.shuffle(candidates)
         try:
             for member in candidates:
-                if self._cut(member, drill.rng):
+                if self._cut(member, active.rng):
                     return member
         except OSError as error:
-            drill.over = True
-            self._notice(f"links can't be cut here ({error}); {drill.clause} is left out")
+            active.over = True
+            self._notice(f"links can't be cut here ({error}); {active.clause} is skipped")
             return None
-        self._tell_once(drill, f"{drill.clause} waits: there is no TCP connection to be cut")
+        self._report_once(active, f"{active.clause} waits: there is no TCP connection to cut")
         return None
 
     @property
     def _calm(self) -> bool:
-        """Nobody recovers from anything that the members could be lost by."""
-        grave = [injury for injury in self.injuries if injury.fault != PAUSE]
-        return not self._membership.joining and all(injury.recovered for injury in grave)
+        """If true, the run has recovered from all faults that could lose members."""
+        severe = [fault for fault in self.faults if fault.fault != PAUSE]
+        return not self._membership.views.joining and all(fault.recovered for fault in severe)
 
     def _candidates(self, clause: FaultClause) -> list[str]:
-        members, is_worker = self._coordinator.members, self._membership.is_worker
-        alive = [name for name in self._membership.view.names if members[name].alive]
+        members, is_worker = self._coordinator.members, self._membership.roster.is_worker
+        alive = [name for name in self._membership.views.current.names if members[name].alive]
         workers = [name for name in alive if is_worker(name)]
         servers = [name for name in alive if not is_worker(name)]
         return befallen(clause, workers, servers)
 
-    def _within_reach(self, name: str) -> bool:
-        """A process of this machine, to which nothing is being done."""
+    def _is_reachable(self, name: str) -> bool:
+        """Whether it is a process on this machine without a fault that still lasts."""
         member = self._coordinator.members[name]
-        lasting = any(injury.member == name for injury in self.injuries if injury.lasts)
+        lasting = any(fault.member == name for fault in self.faults if fault.lasts)
         return isinstance(member.handle, LocalHandle) and not lasting
 
-    def _explain(self, drill: ActiveClause) -> None:
-        """Once, and not while somebody is on the way who makes it possible again."""
-        if not self._membership.expects_somebody:
-            why = "a kill leaves two workers, and a server where there are any; see --max-restarts"
-            more = f" ({why})" if drill.clause.fault == KILL else ""
-            self._tell_once(drill, f"{drill.clause} waits: nobody is there for it{more}")
+    def _explain(self, active: ActiveClause) -> None:
+        """Report once why the fault has to wait, unless a member is coming that makes it possible."""
+        if not self._membership.pool.expects_members:
+            why = "a kill leaves two workers, and a server if there are any; see --max-restarts"
+            more = f" ({why})" if active.clause.fault == KILL else ""
+            self._report_once(active, f"{active.clause} waits: no member is left for it{more}")
 
     # What becomes of it -----------------------------------------------------------------------
 
-    def _note(self, clause: FaultClause, member: str, now: float, given_step: int) -> None:
+    def _note(self, clause: FaultClause, member: str, now: float, dispatched_step: int) -> None:
         until, lasts = now + clause.length_s, clause.length_s > 0
-        self.injuries.append(
-            InjectedFault(clause.fault, member, now, until, given_step=given_step, lasts=lasts)
+        self.faults.append(
+            InjectedFault(
+                clause.fault, member, now, until, dispatched_step=dispatched_step, lasts=lasts
+            )
         )
         self._stream.emit(
             events.Injected(fault=clause.fault, member=member, seconds=clause.length_s)
         )
 
     def _follow(self, now: float, committed_step: int, samples: int) -> None:
-        """Which faults are recovered from by now, and how long nothing was committed."""
-        hurt = [injury for injury in self.injuries if not injury.recovered]
+        """Update which faults the run has recovered from, and how long nothing was committed."""
+        open_faults = [fault for fault in self.faults if not fault.recovered]
         if samples > self._samples:
-            for injury in hurt:
-                waited_s = now - max(injury.at, self._last_commit)
-                injury.pause_s = max(waited_s, injury.pause_s or 0.0)
+            for fault in open_faults:
+                waited_s = now - max(fault.at, self._last_commit)
+                fault.pause_s = max(waited_s, fault.pause_s or 0.0)
             self._samples, self._last_commit = samples, now
-        for injury in hurt:
-            injury.recovered = committed_step > injury.given_step and self._is_over(injury)
+        for fault in open_faults:
+            fault.recovered = committed_step > fault.dispatched_step and self._is_over(fault)
 
-    def _is_over(self, injury: InjectedFault) -> bool:
-        if injury.fault == KILL and injury.member in self._membership.view.names:
-            return False  # its death is not even noticed
-        return not injury.lasts and not self._membership.joining
+    def _is_over(self, fault: InjectedFault) -> bool:
+        if fault.fault == KILL and fault.member in self._membership.views.current.names:
+            return False  # its death is not noticed yet
+        return not fault.lasts and not self._membership.views.joining
 
-    def _carry_on(self, now: float, *, ending: bool) -> None:
-        """What lasts: end it when its time is over, or the run's."""
+    def _continue_lasting(self, now: float, *, ending: bool) -> None:
+        """Continue faults that last, until their time is over or the run ends."""
         again = now - self._last_cut >= CUT_EVERY_S
-        for injury in self.injuries:
-            if not injury.lasts:
+        for fault in self.faults:
+            if not fault.lasts:
                 continue
-            injury.lasts = now < injury.until and not ending
-            if injury.fault == PAUSE and not injury.lasts:
-                self._signal(injury.member, signal.SIGCONT)
-            elif injury.fault == CUT and injury.lasts and again:
+            fault.lasts = now < fault.until and not ending
+            if fault.fault == PAUSE and not fault.lasts:
+                self._signal(fault.member, signal.SIGCONT)
+            elif fault.fault == CUT and fault.lasts and again:
                 self._last_cut = now
                 with suppress(OSError):  # it is just ending
-                    self._cut(injury.member, self._rng)
+                    self._cut(fault.member, self._rng)
 
     def _cut(self, member: str, rng: random.Random) -> bool:
         port = self._coordinator.port
@@ -234,9 +236,9 @@ class FaultInjector:
         assert isinstance(handle, LocalHandle)
         handle.signal(number)
 
-    def _tell_once(self, drill: ActiveClause, message: str) -> None:
-        if not drill.told:
-            drill.told = True
+    def _report_once(self, clause: ActiveClause, message: str) -> None:
+        if not clause.reported:
+            clause.reported = True
             self._notice(message)
 
     def _notice(self, message: str) -> None:

@@ -1,12 +1,11 @@
-"""What workers find when they have built the job: whether it fits, the syllabus that follows, and what people
-are told of it."""
+"""Checks of the job that workers have built, the plan config that follows from it, and its events."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.control.messages import EvaluationReport
+from manyhands.control.messages import EvaluationReport, WorkerFacts
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.learning_rate import RateChange
 from manyhands.coordinator.monitor import (
@@ -23,17 +22,17 @@ from manyhands.coordinator.progress import Committed, combine
 from manyhands.errors import JobError, UsageError
 from manyhands.events import events
 
-Facts = Mapping[str, Any]
-"""What a worker says when it is ready."""
-
 
 def check_job(
-    facts: Facts, *, workers: int, scaling: Scaling = FIXED, saved: Facts | None = None
+    facts: WorkerFacts,
+    *,
+    workers: int,
+    scaling: Scaling = FIXED,
+    saved: Mapping[str, Any] | None = None,
 ) -> None:
-    """What only shows when the job is loaded. `saved`: the course of a resumed run."""
-    fields, samples = facts["fields"], facts["train_samples"]
-    batch, metrics = fields["batch_size"], facts["metrics"]
-    monitor = metric_name(fields["monitor"])
+    """Refuse what only shows when the job is loaded. `saved`: the plan of a resumed run."""
+    fields, samples, metrics = facts.fields, facts.train_samples, facts.metrics
+    batch, monitor = fields.batch_size, metric_name(fields.monitor)
     if batch > samples:
         raise JobError(
             f"The data set has {samples} samples, and the global batch_size is {batch}. "
@@ -52,7 +51,7 @@ def check_job(
             f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
             "Set monitor to one of these, or return it from metrics()."
         )
-    if not metrics and fields["patience"] is not None:
+    if not metrics and fields.patience is not None:
         raise JobError("patience needs something to watch: eval_data() must return a data set.")
     monitor_of(facts, saved)
     plateau_of(facts, saved)
@@ -74,26 +73,27 @@ def _check_scaling(scaling: Scaling, batch: int, *, workers: int, samples: int) 
         )
 
 
-def check_same(first: Facts, other: Facts) -> None:
-    """All workers train the same."""
-    for key in ("train_samples", "eval_samples", "parameters", "fields"):
-        if other[key] != first[key]:
+def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
+    """Refuse workers that do not train the same."""
+    for key in ("train_samples", "eval_samples", "parameters", "all_fields"):
+        ours, theirs = getattr(first, key), getattr(other, key)
+        if ours != theirs:
             raise JobError(
-                f"The workers disagree on the job's {key}: {first[key]} and {other[key]}. "
+                f"The workers disagree on the job's {key.removeprefix('all_')}: {ours} and {theirs}. "
                 "model() and data() must give the same in every process."
             )
 
 
-def why_not(workers: Any, present: int, options: RunOptions, facts: Facts) -> str:
-    """Why there can't be so many workers from now on, where so many are present; "" if there can."""
-    config, samples = options.config, facts["train_samples"]
+def why_not(workers: Any, present: int, options: RunOptions, facts: WorkerFacts) -> str:
+    """Why the run can't have so many workers, with `present` now; empty if it can."""
+    config, samples = options.config, facts.train_samples
     if not isinstance(workers, int) or workers < 1:
         return "at least 1 is needed"
     if not config.elastic:
-        return f"{options.strategy} has as many workers as it began with"
+        return f"{options.strategy} keeps the number of workers it started with"
     if workers < present and not config.can_shrink:
-        return f"with {options.strategy} each has something that no other has"
-    batch = options.scaling.batch(facts["fields"]["batch_size"], workers)
+        return f"with {options.strategy} each worker holds state that no other has"
+    batch = options.scaling.batch(facts.fields.batch_size, workers)
     if workers > batch:
         return f"they would share a global batch of {batch}"
     if batch > samples:
@@ -101,67 +101,67 @@ def why_not(workers: Any, present: int, options: RunOptions, facts: Facts) -> st
     return ""
 
 
-def monitor_of(facts: Facts, saved: Facts | None = None) -> Monitor:
-    """The metric that decides which model is best. `saved`: the course of a resumed run, which keeps its
+def monitor_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Monitor:
+    """The metric that decides which model is best. `saved`: the plan of a resumed run, which keeps its
     direction."""
-    text = facts["fields"]["monitor"]
-    if not facts["metrics"]:
-        return Monitor(metric_name(text), lower=True)  # nothing is evaluated, and nothing decided
+    text = facts.fields.monitor
+    if not facts.metrics:
+        return Monitor(metric_name(text), lower=True)  # nothing is evaluated
     before = saved_monitor(saved, metric_name(text))
     return read_monitor(text, option='monitor="{}"', saved=before)
 
 
-def monitor_note(monitor: Monitor, facts: Facts) -> str:
-    """What to say of a direction that a resumed run has kept, and that its name does not say."""
-    text = facts["fields"]["monitor"]
+def monitor_note(monitor: Monitor, facts: WorkerFacts) -> str:
+    """A note about a direction that a resumed run has kept and that its name does not tell; or empty."""
+    text = facts.fields.monitor
     unsaid = text.strip() == monitor.name and lower_is_better(monitor.name) != monitor.lower
-    if not facts["metrics"] or not unsaid:
+    if not facts.metrics or not unsaid:
         return ""
     other = Monitor(monitor.name, not monitor.lower)
-    return (
-        f'the best model is chosen by "{monitor}", as so far; to change it: --set monitor="{other}"'
-    )
+    return f'the best model is still chosen by "{monitor}"; to change it: --set monitor="{other}"'
 
 
-def plateau_of(facts: Facts, saved: Facts | None = None) -> Plateau | None:
+def plateau_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Plateau | None:
     """The job's plateau rule, if it has one, with the name and direction of what it watches."""
-    fields, metrics = facts["fields"], facts["metrics"]
-    if not fields.get("plateau"):
+    fields, metrics = facts.fields, facts.metrics
+    if not fields.plateau:
         return None
-    rule = parse_plateau(fields["plateau"])
-    monitor = str(monitor_of(facts, saved)) if metrics else fields["monitor"]
+    rule = parse_plateau(fields.plateau)
+    monitor = str(monitor_of(facts, saved)) if metrics else fields.monitor
     return resolve(rule, monitor=monitor, metrics=metrics, saved=saved_watch(saved))
 
 
-def syllabus_of(facts: Facts, options: RunOptions, saved: Facts | None = None) -> PlanConfig:
-    fields = facts["fields"]
+def plan_config_of(
+    facts: WorkerFacts, options: RunOptions, saved: Mapping[str, Any] | None = None
+) -> PlanConfig:
+    fields = facts.fields
     return PlanConfig(
-        num_samples=facts["train_samples"],
-        batch_size=fields["batch_size"],
-        epochs=fields["epochs"],
-        eval_every=fields["eval_every"],
-        has_eval=facts["eval_samples"] > 0,
+        num_samples=facts.train_samples,
+        batch_size=fields.batch_size,
+        epochs=fields.epochs,
+        eval_every=fields.eval_every,
+        has_eval=facts.eval_samples > 0,
         checkpoint_every=options.checkpoint_every,
         monitor=monitor_of(facts, saved),
-        patience=fields["patience"],
+        patience=fields.patience,
         scaling=options.scaling,
         plateau=plateau_of(facts, saved),
     )
 
 
-def ready_event(member: str, facts: Facts, plan_config: PlanConfig) -> events.MemberReady:
+def ready_event(member: str, facts: WorkerFacts, plan_config: PlanConfig) -> events.MemberReady:
     return events.MemberReady(
         member=member,
-        device=facts["device"],
-        parameters=facts["parameters"],
-        train_samples=facts["train_samples"],
-        eval_samples=facts["eval_samples"],
+        device=facts.device,
+        parameters=facts.parameters,
+        train_samples=facts.train_samples,
+        eval_samples=facts.eval_samples,
         batch_size=plan_config.batch_size,
         epochs=plan_config.epochs,
         steps=plan_config.num_steps,
-        unit=facts["unit"][0],
-        units_per_sample=facts["unit"][1],
-        tables=facts["tables"],
+        unit=facts.unit[0],
+        units_per_sample=facts.unit[1],
+        tables=facts.tables,
         monitor=str(plan_config.monitor) if plan_config.has_eval else "",
     )
 
@@ -183,32 +183,30 @@ def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
     )
 
 
-def evaluated_event(
-    parts: Sequence[EvaluationReport], training_plan: TrainingPlan
-) -> events.Evaluated:
-    """All workers have evaluated their parts: the course hears of it, too."""
+def evaluated_event(parts: Sequence[EvaluationReport], plan: TrainingPlan) -> events.Evaluated:
+    """Combine the parts of all workers, and give the result to the plan."""
     samples, metrics = combine(parts)
-    if (name := training_plan.plan_config.monitor.name) not in metrics:
+    if (name := plan.config.monitor.name) not in metrics:
         raise JobError(
             f"monitor is {name!r}, and the evaluation gave {', '.join(metrics) or 'none'}."
         )
-    step, epoch = training_plan.step, training_plan.epoch
+    step, epoch = plan.step, plan.epoch
     return events.Evaluated(
         step=step,
         epoch=epoch,
         samples=samples,
         metrics=metrics,
-        best=training_plan.evaluated(metrics),
+        best=plan.evaluated(metrics),
         seconds=max(part.seconds for part in parts),
     )
 
 
-def rate_event(change: RateChange, training_plan: TrainingPlan) -> events.RateChanged:
+def rate_event(change: RateChange, plan: TrainingPlan) -> events.RateChanged:
     return events.RateChanged(
         step=change.step,
         factor=change.factor,
         over=change.over,
-        batch_size=training_plan.batch_size,
-        steps=training_plan.num_steps,
+        batch_size=plan.batch_size,
+        steps=plan.num_steps,
         reason=change.reason,
     )

@@ -1,8 +1,8 @@
-"""What the learning rate of each step is multiplied by, and how large its batch is. Pure.
+"""The factor of the learning rate and the batch size of each step. Pure.
 
 One factor for all workers, decided by the coordinator and sent with the order of each step: that of
-the number of workers (batch_scaling.py) times what the plateau rule has made of it (plateau.py). Without
-either it is 1, and nothing is sent.
+the number of workers (batch_scaling.py) times that of the plateau rule (plateau.py). Without either it
+is 1 and is not sent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from manyhands.coordinator.plateau import Plateau, PlateauWatch
 
 @dataclass(frozen=True)
 class RateChange:
-    """From a step on the learning rate is multiplied by another factor."""
+    """From a step on the learning rate has another factor."""
 
     step: int
-    """The first one that it holds for."""
+    """The first step with it."""
     factor: float
-    """In the end."""
+    """The factor after the warm-up."""
     over: int
-    """Steps until then; 0: at once."""
+    """Steps of warm-up; 0: none."""
     reason: str
 
 
@@ -40,12 +40,12 @@ class LearningRate:
         state = state or {}
         self.scaling = scaling
         self.batch_size = scaling.batch(batch_size, scaling.reference)
-        """Of the next step."""
+        """Samples of the next step."""
         self.watch = PlateauWatch(plateau, state.get("plateau"))
         self._job_batch = batch_size
         self._ramp = Ramp(**state["ramp"]) if scaling.on and "ramp" in state else Ramp()
-        self._seated = False
-        self._news: list[RateChange] = []
+        self._started = False
+        self._changes: list[RateChange] = []
 
     @property
     def counts_losses(self) -> bool:
@@ -54,9 +54,9 @@ class LearningRate:
     def factor(self, step: int) -> float:
         return self._ramp.at(step) * self.watch.factor
 
-    def seat(self, world: int, *, step: int) -> None:
-        """After this step there are so many workers."""
-        first, self._seated = not self._seated, True
+    def set_world(self, world: int, *, step: int) -> None:
+        """Follow the number of workers after this step."""
+        first, self._started = not self._started, True
         self.batch_size = self.scaling.batch(self._job_batch, world)
         end = self.scaling.factor(world)
         turned = end != self._ramp.end
@@ -64,7 +64,7 @@ class LearningRate:
             self._ramp = self._ramp.turn(end, step=step, over=self.scaling.warmup)
         if turned or (first and (self._ramp.end != 1.0 or self.watch.factor != 1.0)):
             workers = f"{world} {'worker' if world == 1 else 'workers'}"
-            self._tell(step, workers if self.scaling.on else "as it was lowered before")
+            self._changed(step, workers if self.scaling.on else "lowered earlier in this run")
 
     def committed(self, loss: float, samples: int) -> None:
         if self.counts_losses:
@@ -76,7 +76,7 @@ class LearningRate:
             self._lowered(self.watch.judge(metrics[rule.metric.name]), step)
 
     def mean_due(self, *, num_open: int, epoch_over: bool) -> bool:
-        """The mean of losses is complete, or will be when the open steps are committed."""
+        """Whether the mean of losses is complete, or will be when the open steps are committed."""
         if not self.counts_losses:
             return False
         assert self.watch.rule is not None
@@ -85,7 +85,7 @@ class LearningRate:
         return num_steps >= every if every else epoch_over and num_steps > 0
 
     def room(self, *, num_open: int) -> int | None:
-        """So many more steps fit into the mean; None: any number."""
+        """How many more steps fit into the mean; None: any number."""
         if not self.counts_losses or self.watch.rule is None or not self.watch.rule.every:
             return None
         return self.watch.rule.every - self.watch.num_steps - num_open
@@ -93,13 +93,13 @@ class LearningRate:
     def close_mean(self, *, step: int) -> None:
         self._lowered(self.watch.close(), step)
 
-    def take_news(self) -> list[RateChange]:
-        """What has changed, each told once."""
-        news, self._news = self._news, []
-        return news
+    def take_changes(self) -> list[RateChange]:
+        """The changes since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def state(self) -> dict[str, Any]:
-        """Nothing, while there is nothing to remember."""
+        """Empty while there is nothing to remember."""
         state: dict[str, Any] = {}
         if self.scaling.on:
             state["ramp"] = dataclasses.asdict(self._ramp)
@@ -109,8 +109,8 @@ class LearningRate:
 
     def _lowered(self, why: str, step: int) -> None:
         if why:
-            self._tell(step, why)
+            self._changed(step, why)
 
-    def _tell(self, step: int, reason: str) -> None:
+    def _changed(self, step: int, reason: str) -> None:
         factor, over = self._ramp.end * self.watch.factor, self._ramp.left(step)
-        self._news.append(RateChange(step + 1, factor, over, reason))
+        self._changes.append(RateChange(step + 1, factor, over, reason))

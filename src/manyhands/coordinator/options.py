@@ -12,6 +12,9 @@ from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.fault_spec import FaultSpec
 from manyhands.coordinator.stuck import STUCK_AFTER_S
+from manyhands.hosts.view import SERVER, WORKER
+
+PROGRAMS = {WORKER: "manyhands.worker.main", SERVER: "manyhands.worker.server"}
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class RunOptions:
     job: str
     """path.py or path.py:Name"""
     strategy: str
-    """The spec."""
+    """The spec, as it was given."""
     workers: int
     """Number of workers at the start."""
     config: Strategy
@@ -29,40 +32,44 @@ class RunOptions:
     threads: int = 1
     """Compute threads of each worker."""
     shared_cores: int = 0
-    """Cores that the workers share: with more of them than at first, each has fewer threads. 0: never."""
+    """Cores that the workers share: more workers than at the start get fewer threads each. 0: never."""
     checkpoint_every: int = 0
-    """Steps between checkpoints besides those after each epoch."""
+    """Steps between checkpoints besides those after each epoch; 0: none."""
     keep: int = 3
     """How many of the newest checkpoints are kept, besides the best."""
     min_workers: int = 1
-    """With fewer, and nobody to take their place, training does not go on."""
+    """With fewer workers and no replacements left, the run ends."""
     max_restarts: int = 3
-    """How many members that died are replaced; and how often all begin again, where nobody can go on."""
+    """How many dead members are replaced, and how often all members start again if nobody has the weights."""
     max_bad_steps: int = MAX_BAD_STEPS
-    """After so many steps in a row without a finite loss the run ends as diverged; 0: never."""
+    """Number of steps in a row without a finite loss after which the run ends as diverged; 0: never."""
     stuck_after_s: float = STUCK_AFTER_S
-    """A worker that hangs in the job's code for so long is named, and given up after ten times as long;
+    """A worker that hangs in the job's code this long is reported, and ended after ten times as long;
     0: never."""
     equal_shares: bool = False
-    """Every worker has as much of a batch, also where one computes faster than another."""
+    """If true, every worker gets the same share of a batch, whatever its speed."""
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
     trust_network: bool = False
-    """Authenticate, but don't encrypt bulk data."""
+    """If true, bulk data is authenticated and not encrypted."""
     chaos: FaultSpec | None = None
     """Faults to inject."""
     schedule: str = ""
-    """How a resumed run goes on with the schedule of the learning rate: keep, stretch or restart."""
+    """How a resumed run continues the learning-rate schedule: keep, stretch or restart."""
     rehearse: bool = False
-    """Do everything but train."""
+    """If true, do everything but train."""
     debug: bool = False
     """If true, the only worker has the terminal."""
+    resumed: bool = False
+    """If true, the run folder has been trained in before."""
+    programs: Mapping[str, str] = field(default_factory=lambda: PROGRAMS)
+    """The Python module that a member runs, by role."""
 
     init_from: Path | None = None
-    """The checkpoint whose weights a training begins with that has none of its own."""
+    """The checkpoint whose weights a new run starts with."""
 
     def assignment(self, run: Path, checkpoint: Path | None) -> dict[str, Any]:
-        """What each member is told of it."""
+        """What each member is told."""
         return {
             "job": self.job,
             "settings": dict(self.settings),
@@ -88,8 +95,8 @@ class RunOptions:
         return self.config.needs_keys(self.workers) and not self.trust_network
 
     @property
-    def may_do_without(self) -> bool:
-        """Whether slow workers may be left out where that is faster: nothing but speed changes by it."""
+    def may_leave_out(self) -> bool:
+        """If true, slow workers may be left out if that is faster: nothing but the speed changes."""
         config = self.config
         shrinks = config.lockstep and config.elastic and config.can_shrink
         return shrinks and not self.equal_shares and not self.scaling.on

@@ -1,7 +1,7 @@
-"""What one member is told: sent in order by a thread of its own.
+"""The messages to one member: sent in order by a thread of their own.
 
-The coordinator must not wait for a member that does not read, because it is stopped or hostile: nobody else
-would be told anything. What waits is bounded; beyond that the link is closed.
+The coordinator must not wait for a member that does not read because it is stopped or hostile: no other
+member would get its messages. The queue is bounded; beyond the limit the link is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from manyhands.errors import LinkError
 from manyhands.threads import OnError, start_thread
 from manyhands.transport import Link
 
-MOST_WAITING_BYTES = 64 << 20
+MAX_WAITING_BYTES = 64 << 20
 
 
 class Outgoing:
@@ -28,13 +28,13 @@ class Outgoing:
         start_thread(self._send, name=name, on_error=on_error)
 
     def put(self, head: Mapping[str, Any]) -> bool:
-        """False if too much waits already: then the link is closed."""
+        """Queue a message; False if too much waits already: then the link is closed."""
         parts = self._link.pack(head)
         with self._changed:
             if self._closed:
                 return True
             self._num_bytes += sum(map(len, parts))
-            fits = self._num_bytes <= MOST_WAITING_BYTES
+            fits = self._num_bytes <= MAX_WAITING_BYTES
             if fits:
                 self._waiting.append(parts)
                 self._changed.notify()
@@ -44,7 +44,7 @@ class Outgoing:
         return fits
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Send nothing more."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -60,6 +60,6 @@ class Outgoing:
             try:
                 self._link.send_packed(parts)
             except LinkError:
-                return  # whoever reads from it knows
+                return  # the thread that reads from the link notices, too
             with self._changed:
                 self._num_bytes -= sum(map(len, parts))

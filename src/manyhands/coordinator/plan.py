@@ -1,28 +1,28 @@
-"""The course of a training: which order comes next. Pure: no clock, no process, no torch.
+"""The plan of a run: which order comes next. Pure: no clock, no process, no torch.
 
     for each epoch:
-        Steps*            until every sample of the epoch is given out
-        Checkpoint?       every so many steps, if asked
-        Wait?             where losses decide what comes next: until what was given out is committed
-        Evaluate?         every `eval_every` epochs and after the last; the course waits for its result
+        TrainSteps*       until every sample of the epoch is dispatched
+        Checkpoint?       every `checkpoint_every` steps, if asked for
+        Wait?             if losses decide what comes next: until what was dispatched is committed
+        Evaluate?         every `eval_every` epochs and after the last; the plan waits for the result
         Checkpoint        after each epoch, so that the best model is always one of them
-    Stop                  when the epochs are over, the patience is, or somebody asked
+    Stop                  at the end of the epochs or of the patience, or on request
 
-Steps may be committed in any order. Samples are counted, not steps: the state of a course is the
-epoch, what is committed of it, and the step number, so it can go on with any number of workers. So
-the batch may change in the middle of an epoch, too (learning_rate.py). The job's schedule then goes by
-samples: it is stepped as often as it would have been for the reference number of workers.
+Steps may be committed in any order. Samples are counted, not steps: the state of a plan is the epoch,
+what is committed of it, and the step number, so training can continue with any number of workers. So
+the batch may also change in the middle of an epoch (learning_rate.py). The job's schedule then follows
+samples: it is stepped as often as it would have been with the reference number of workers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
+from manyhands.coordinator.best_model import BestModel, numbers
 from manyhands.coordinator.learning_rate import LearningRate, RateChange
 from manyhands.coordinator.leases import Leases
 from manyhands.coordinator.monitor import LOSS, Monitor, saved_monitor
@@ -33,7 +33,7 @@ from manyhands.ranges import Range, Ranges, shares, split
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What a course is made from."""
+    """What a plan is made from."""
 
     num_samples: int
     batch_size: int
@@ -51,12 +51,12 @@ class PlanConfig:
 
     @property
     def by_samples(self) -> bool:
-        """The job's schedule goes by samples, for steps are not all of its batch."""
+        """If true, the job's schedule follows samples: not every step is one batch of the job."""
         return self.scaling.on
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of batches of the job's own size."""
+        """With batches of the job's own size."""
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
@@ -72,17 +72,17 @@ class StepPlan:
     epoch: int
     ranges: tuple[Range, ...]
     lr_factor: float = 1.0
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
     ticks: int = 1
-    """How often the job's schedule is stepped after it."""
+    """How often the job's schedule is stepped after this step."""
 
     @property
     def samples(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
     def share_out(self, weights: Sequence[float], *, least: int = 0) -> list[list[Range]]:
-        """The ranges of each worker, in rank order, in proportion to the weights; `least` samples for each
-        that has a weight, if there are as many."""
+        """The ranges of each worker, in rank order and in proportion to the weights; at least `least` samples
+        for each that has a weight, if there are enough."""
         counts = shares(self.samples, weights)
         for rank, weight in enumerate(weights):
             largest = counts.index(max(counts))
@@ -106,12 +106,12 @@ class Evaluate:
 class Checkpoint:
     step: int
     state: Mapping[str, Any]
-    """The course as it is at this step."""
+    """The state of the plan at this step."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing more before every step so far is committed."""
+    """Nothing more until every step so far is committed."""
 
     step: int
 
@@ -124,56 +124,39 @@ class Stop:
 Order = TrainSteps | Evaluate | Checkpoint | Wait | Stop
 
 
-@dataclass
-class Best:
-    """The best evaluation so far."""
-
-    metrics: dict[str, float] | None = None
-    step: int = 0
-    waited: int = 0
-    """Evaluations since."""
-
-
 class TrainingPlan:
-    def __init__(self, plan_config: PlanConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: PlanConfig, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
-        self.plan_config = plan_config
+        self.config = config
         self.epoch: int = state.get("epoch", 0)
         self.step: int = state.get("step", 0)
-        self.best = Best(**state.get("best", {}))
-        before = saved_monitor(state, plan_config.monitor.name)
-        if before is not None and before != plan_config.monitor:
-            self.best = Best()  # what was best is now the worst
-        if self.best.metrics is not None:
-            self.best.metrics = _numbers(self.best.metrics)
-        self._better_before: list[Best] = []
-        """Those that were the best before, oldest first."""
-        self.last_metrics = _numbers(state.get("last_metrics", {}))
-        _check_samples(plan_config, state)
+        before = saved_monitor(state, config.monitor.name)
+        turned = before is not None and before != config.monitor  # the best is the worst now
+        self.best = BestModel(config.monitor, None if turned else state.get("best"))
+        self.last_metrics = numbers(state.get("last_metrics", {}))
+        _check_samples(config, state)
         self._leases = Leases(
-            plan_config.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
+            config.num_samples, [(start, stop) for start, stop in state.get("committed", ())]
         )
         rates = state.get("rates", {})
-        self._rates = LearningRate(
-            plan_config.batch_size, plan_config.scaling, plan_config.plateau, rates
-        )
+        self._rates = LearningRate(config.batch_size, config.scaling, config.plateau, rates)
         self._ticks = self._ticks_due + rates.get("ticks_ahead", 0)
-        """Steps of the job's schedule that were given out, where it does not go by steps."""
+        """Steps of the job's schedule that were dispatched, if it follows samples."""
         self._open: dict[int, StepPlan] = {}
         self._evaluated: bool = state.get("evaluated", False)
         self._awaiting = False
         self._saved = self.step if state else -1
-        self._owed = False
+        self._checkpoint_lost = False
         self._stop: str | None = None
-        self._saves_last = plan_config.checkpoints
-        if self.epoch >= plan_config.epochs:
+        self._saves_last = config.checkpoints
+        if self.epoch >= config.epochs:
             self._stop = "finished"
 
     def next(self, max_steps: int) -> Order | None:
         """The next order, at most `max_steps` of training in it; None while an evaluation is awaited."""
         if self._awaiting:
             return None
-        if self._owed:
+        if self._checkpoint_lost:
             return self._checkpoint()
         if self._stop is not None:
             return self._checkpoint() if self._due_at_the_end() else Stop(self._stop)
@@ -184,7 +167,7 @@ class TrainingPlan:
         if not self._leases.exhausted:
             if self._checkpoint_due:
                 return self._checkpoint()
-            if every := self.plan_config.checkpoint_every:
+            if every := self.config.checkpoint_every:
                 max_steps = min(max_steps, every - self.step % every)
             return self._steps(max_steps)
         if self._open and self._rates.counts_losses:
@@ -193,16 +176,16 @@ class TrainingPlan:
             self._awaiting = True
             return Evaluate(self.step, self.epoch)
         self._next_epoch()
-        if self.plan_config.checkpoints:
+        if self.config.checkpoints:
             return self._checkpoint()
         return self.next(max_steps)
 
-    def seat(self, world: int) -> None:
-        """There are so many workers from now on."""
-        self._rates.seat(world, step=self.step)
+    def set_world(self, world: int) -> None:
+        """Follow the number of workers."""
+        self._rates.set_world(world, step=self.step)
 
     def commit(self, step: int, *, loss: float = math.nan) -> StepPlan:
-        """Record that an open step is in the weights."""
+        """Commit an open step: it is in the weights."""
         assert step in self._open, f"step {step} is committed and not open"
         plan = self._open.pop(step)
         if plan.epoch == self.epoch:
@@ -211,10 +194,9 @@ class TrainingPlan:
         return plan
 
     def take_back(self) -> None:
-        """What is open is void: it is ordered again, step for step and sample for sample (if the batch
-        stays as it is).
+        """Void what is open: the same steps with the same samples come again (if the batch stays the same).
 
-        For steps that are committed in order. An awaited evaluation is ordered again, too.
+        For steps that are committed in order. An awaited evaluation comes again, too.
         """
         self._awaiting = False
         if not self._open:
@@ -226,12 +208,12 @@ class TrainingPlan:
             for plan in plans:
                 self._leases.give_back(plan.ranges)
         else:
-            # The course is ahead of the epoch's last steps; of the next epochs nothing is committed.
-            used = Ranges([(0, self.plan_config.num_samples)])
+            # The plan is past the last steps of an epoch; nothing of later epochs is committed.
+            used = Ranges([(0, self.config.num_samples)])
             for piece in (piece for p in plans if p.epoch == first.epoch for piece in p.ranges):
                 used.remove(piece)
             self.epoch = first.epoch
-            self._leases = Leases(self.plan_config.num_samples, used.to_list())
+            self._leases = Leases(self.config.num_samples, used.to_list())
             if self._stop == "finished":
                 self._stop = None
         self._open.clear()
@@ -241,37 +223,22 @@ class TrainingPlan:
         if self._saved > self.step:
             self._saved = -1
 
-    def owe_checkpoint(self) -> None:
-        """One that was ordered was lost: the next order is another."""
-        self._owed = True
+    def repeat_checkpoint(self) -> None:
+        """Make the next order a checkpoint: one that was ordered is lost."""
+        self._checkpoint_lost = True
 
     def evaluated(self, metrics: Mapping[str, float]) -> bool:
-        """The awaited evaluation's result; True if it is the best so far."""
+        """Take in the awaited evaluation; True if it is the best so far."""
         assert self._awaiting
         self._awaiting, self._evaluated = False, True
         self.last_metrics = dict(metrics)
         self._rates.evaluated(metrics, step=self.step)
-        value = metrics[self.plan_config.monitor.name]
-        if not self._better(value):
-            self.best.waited += 1
-            if (
-                self.plan_config.patience is not None
-                and self.best.waited >= self.plan_config.patience
-            ):
-                self._next_epoch()
-                self._stop = self._stop or "early-stopped"
-            return False
-        if self.best.metrics is not None:
-            self._better_before.append(self.best)
-        self.best = Best(metrics=dict(metrics), step=self.step)
-        return True
-
-    def keep_best(self, saved: Collection[int]) -> None:
-        """The best is the best of these steps: no other has a checkpoint, or will have one."""
-        while self.best.metrics is not None and self.best.step not in saved:
-            waited = self.best.waited + 1
-            before = self._better_before.pop() if self._better_before else Best()
-            self.best = dataclasses.replace(before, waited=before.waited + waited)
+        is_best = self.best.add(metrics, step=self.step)
+        patience = self.config.patience
+        if not is_best and patience is not None and self.best.waited >= patience:
+            self._next_epoch()
+            self._stop = self._stop or "early-stopped"
+        return is_best
 
     def stop(self, reason: str, *, save: bool = True) -> None:
         """End at the next step boundary, with a checkpoint unless there is nothing worth saving."""
@@ -281,32 +248,32 @@ class TrainingPlan:
 
     @property
     def awaiting(self) -> bool:
-        """An evaluation was ordered, and the course waits for its result."""
+        """If true, an evaluation was ordered, and the plan waits for its result."""
         return self._awaiting
 
     @property
     def batch_size(self) -> int:
-        """Of the next step, unless it is the last of an epoch."""
+        """Samples of the next step, unless it is the last of an epoch."""
         return self._rates.batch_size
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole training, if the batch stays as it is."""
-        epochs, batch = self.plan_config.epochs - self.epoch, self.batch_size
+        """Steps of the whole run, if the batch stays the same."""
+        epochs, batch = self.config.epochs - self.epoch, self.batch_size
         if epochs <= 0:
             return self.step
         left = math.ceil(len(self._leases.free) / batch)
-        return self.step + left + (epochs - 1) * math.ceil(self.plan_config.num_samples / batch)
+        return self.step + left + (epochs - 1) * math.ceil(self.config.num_samples / batch)
 
     def take_changes(self) -> list[RateChange]:
-        """Of the learning rate and the batch; each told once."""
-        return self._rates.take_news()
+        """Changes of the learning rate and the batch since the last call."""
+        return self._rates.take_changes()
 
     @property
     def samples_used(self) -> int:
         """Committed samples of all epochs."""
         before = sum(plan.samples for plan in self._open.values() if plan.epoch < self.epoch)
-        return self.epoch * self.plan_config.num_samples - before + len(self._leases.committed)
+        return self.epoch * self.config.num_samples - before + len(self._leases.committed)
 
     @property
     def committed_step(self) -> int:
@@ -315,37 +282,37 @@ class TrainingPlan:
 
     @property
     def open_steps(self) -> Sequence[StepPlan]:
-        """Given out, not yet committed."""
+        """Dispatched and not committed yet."""
         return tuple(self._open.values())
 
     def state(self) -> dict[str, Any]:
-        """The course as it will be when all that was given out is committed."""
-        done = Leases(self.plan_config.num_samples, self._leases.committed.to_list())
+        """The state of the plan once all that was dispatched is committed."""
+        done = Leases(self.config.num_samples, self._leases.committed.to_list())
         for piece in self._leases.leased.to_list():
             done.committed.add(piece)
         rates = self._rates.state()
-        if self.plan_config.by_samples:
+        if self.config.by_samples:
             rates["ticks_ahead"] = self._ticks - self._ticks_due
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "num_samples": self.plan_config.num_samples,
+            "num_samples": self.config.num_samples,
             "committed": [list(piece) for piece in done.committed.to_list()],
             "evaluated": self._evaluated,
-            "monitor": str(self.plan_config.monitor),
-            "best": dataclasses.asdict(self.best),
+            "monitor": str(self.config.monitor),
+            "best": self.best.state(),
             "last_metrics": self.last_metrics,
             **({"rates": rates} if rates else {}),
         }
 
     @property
     def _checkpoint_due(self) -> bool:
-        every = self.plan_config.checkpoint_every
+        every = self.config.checkpoint_every
         return bool(every and self.step and self.step % every == 0 and self._saved != self.step)
 
     @property
     def _mean_due(self) -> bool:
-        """A mean of losses is to be judged before anything else."""
+        """If true, a mean of losses is judged before anything else."""
         over = self._leases.exhausted
         return self._rates.mean_due(num_open=len(self._open), epoch_over=over)
 
@@ -362,8 +329,8 @@ class TrainingPlan:
         return TrainSteps(tuple(plans))
 
     def _tick(self) -> int:
-        """How often the schedule is stepped after the step that was just given out."""
-        if not self.plan_config.by_samples:
+        """How often the schedule is stepped after the step that was just dispatched."""
+        if not self.config.by_samples:
             return 1
         ticks = max(0, self._ticks_due - self._ticks)
         self._ticks += ticks
@@ -371,24 +338,22 @@ class TrainingPlan:
 
     @property
     def _ticks_due(self) -> int:
-        """Steps of the schedule for what was given out: whole batches of the job's own size."""
-        plan_config, left = self.plan_config, len(self._leases.free)
-        whole = (plan_config.num_samples - left) // plan_config.batch_size
-        return self.epoch * plan_config.steps_per_epoch + (
-            whole if left else plan_config.steps_per_epoch
-        )
+        """Steps of the schedule for what was dispatched: whole batches of the job's own size."""
+        config, left = self.config, len(self._leases.free)
+        whole = (config.num_samples - left) // config.batch_size
+        return self.epoch * config.steps_per_epoch + (whole if left else config.steps_per_epoch)
 
     def _evaluation_due(self) -> bool:
-        if not self.plan_config.has_eval:
+        if not self.config.has_eval:
             return False
         number = self.epoch + 1
-        return number % self.plan_config.eval_every == 0 or number == self.plan_config.epochs
+        return number % self.config.eval_every == 0 or number == self.config.epochs
 
     def _next_epoch(self) -> None:
         self.epoch += 1
         self._evaluated = False
-        self._leases = Leases(self.plan_config.num_samples)
-        if self.epoch >= self.plan_config.epochs:
+        self._leases = Leases(self.config.num_samples)
+        if self.epoch >= self.config.epochs:
             self._stop = self._stop or "finished"
 
     def _due_at_the_end(self) -> bool:
@@ -396,31 +361,16 @@ class TrainingPlan:
 
     def _checkpoint(self) -> Checkpoint | Wait:
         if self._open and self._rates.counts_losses:
-            return Wait(self.step)  # else it would not know the losses of what is open
-        self._saved, self._owed = self.step, False
+            return Wait(self.step)  # the losses of what is open belong to its state
+        self._saved, self._checkpoint_lost = self.step, False
         return Checkpoint(self.step, self.state())
 
-    def _better(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False  # infinity too: a model that says so has diverged, and JSON has no name for it
-        best = (self.best.metrics or {}).get(self.plan_config.monitor.name)
-        if best is None or math.isnan(best):
-            return True  # the first one, or the first by this monitor
-        if math.isclose(value, best, rel_tol=1e-6):
-            return False  # equal, but for the order of sums
-        return self.plan_config.monitor.better(value, best)
 
-
-def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Metrics that have been through JSON, which says None for what is no number."""
-    return {name: math.nan if value is None else value for name, value in metrics.items()}
-
-
-def _check_samples(plan_config: PlanConfig, state: Mapping[str, Any]) -> None:
-    """In the middle of an epoch, positions only mean something in the data that they were cut from."""
-    before = state.get("num_samples", plan_config.num_samples)
-    if state.get("committed") and before != plan_config.num_samples:
+def _check_samples(config: PlanConfig, state: Mapping[str, Any]) -> None:
+    """Refuse other data in the middle of an epoch: positions are meaningful only in the same data."""
+    before = state.get("num_samples", config.num_samples)
+    if state.get("committed") and before != config.num_samples:
         raise CheckpointError(
-            f"The checkpoint lies in the middle of an epoch of {before:,} samples, and data() has "
-            f"{plan_config.num_samples:,} now. Go on with the data as it was, or start a new run."
+            f"The checkpoint is from the middle of an epoch of {before:,} samples, and data() has "
+            f"{config.num_samples:,} now. Restore the old data, or start a new run."
         )

@@ -1,10 +1,10 @@
-"""What members report, put together. Pure, and without torch.
+"""Progress of the open steps: combines the reports of members. Pure, and without torch.
 
-A step is cut into parts, one a worker in lockstep; it is committed when every part of it is in the
+A step is cut into parts, one per worker in lockstep. It is committed when every part of it is in the
 weights, in whatever order the reports come. Its loss and its learning rate are weighted means over its
-parts. In lockstep its time is that of the slowest worker; otherwise the workers' time for its parts,
-attempts that were left out included, shared by all of them. An evaluation is the weighted mean of the
-workers' parts.
+parts. In lockstep its time is that of the slowest worker; otherwise it is the workers' time for its
+parts, dropped attempts included, divided by the number of workers. An evaluation is the weighted mean
+of the workers' parts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Sums = tuple[float, float]
 class OpenPart:
     ranges: tuple[Range, ...]
     holder: str | None = None
-    """Whose attempt at it counts."""
+    """The member whose attempt counts."""
     row: StepRow | None = None
     settled: bool = False
-    """In the weights, by what the members say of them; its row was lost."""
+    """If true, it is in the weights according to the members, and its row was lost."""
     sums: Sums | None = None
-    """Then: what they know of it."""
+    """What the members know of a settled part."""
     wasted: list[StepRow] = field(default_factory=list)
-    """Attempts that were left out: their time was spent, and their bytes sent."""
+    """Attempts that were dropped: their time was spent, and their bytes sent."""
 
     @property
     def done(self) -> bool:
@@ -49,16 +49,16 @@ class OpenStep:
     plan: StepPlan
     parts: dict[int, OpenPart]
     sums: Sums | None = None
-    """Of the whole step, where members know it and rows were lost."""
+    """Sums of the whole step, if members know them and rows were lost."""
     left: int = field(init=False)
-    """Parts that are not in the weights yet."""
+    """Number of parts that are not in the weights yet."""
 
     def __post_init__(self) -> None:
         self.left = len(self.parts)
 
     @property
     def missing(self) -> list[str]:
-        """Who is waited for."""
+        """Members that are waited for."""
         return [p.holder for p in self.parts.values() if p.holder is not None and not p.done]
 
 
@@ -74,11 +74,11 @@ class Committed:
     bytes_sent: int
     num_parts: int = 0
     weight: float = 1.0
-    """What its samples count together. A step that weighs nothing has no loss."""
+    """Total weight of its samples. A step without weight has no loss."""
     staleness: tuple[int, ...] = ()
-    """Of each part that was reported."""
+    """Staleness of each part that was reported."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """What the job has logged, each a mean over the step."""
+    """What the job has logged, as means over the step."""
 
     @property
     def mean_staleness(self) -> float | None:
@@ -86,11 +86,11 @@ class Committed:
 
 
 class StepProgress:
-    """The steps that were given out, until all their parts are in the weights."""
+    """The steps that were dispatched, until all their parts are in the weights."""
 
     def __init__(self) -> None:
         self.width: int | None = None
-        """How many workers share the time of a step; None in lockstep, where each takes all of it."""
+        """Number of workers that share the time of a step; None in lockstep, where each takes all of it."""
         self._open: dict[int, OpenStep] = {}
         self._complete: list[OpenStep] = []
         self._last: Committed | None = None
@@ -104,7 +104,7 @@ class StepProgress:
 
     @property
     def steps(self) -> Sequence[OpenStep]:
-        """Those that are open, oldest first."""
+        """The open steps, oldest first."""
         return tuple(self._open.values())
 
     def expect(
@@ -113,20 +113,20 @@ class StepProgress:
         parts: Mapping[int, Sequence[Range]],
         holders: Mapping[int, str] | None = None,
     ) -> None:
-        given = holders or {}
+        holders = holders or {}
         self._open[plan.step] = OpenStep(
-            plan, {n: OpenPart(tuple(ranges), given.get(n)) for n, ranges in parts.items()}
+            plan, {n: OpenPart(tuple(ranges), holders.get(n)) for n, ranges in parts.items()}
         )
 
-    def give(self, key: PartKey, holder: str) -> None:
-        """From now on it is this member's attempt that counts."""
+    def assign(self, key: PartKey, holder: str) -> None:
+        """Make this member the one whose attempt at the part counts."""
         part = self._part(key)
-        assert part is not None, f"part {key} is given and was never expected"
-        assert not part.done, f"part {key} is given and in the weights already"
+        assert part is not None, f"part {key} is assigned and was never expected"
+        assert not part.done, f"part {key} is assigned and in the weights already"
         part.holder = holder
 
     def add(self, member: str, row: StepRow) -> bool:
-        """A report; whether it put an open part into the weights. What is no longer open is ignored."""
+        """Take in a report; True if it put an open part into the weights. Others are ignored."""
         part = self._part((row.step, row.part))
         if part is None or part.done or part.holder != member:
             return False
@@ -139,7 +139,7 @@ class StepProgress:
         return True
 
     def samples(self, key: PartKey) -> int:
-        """How many an open part has; 0 if it is not open."""
+        """Number of samples of an open part; 0 if it is not open."""
         part = self._part(key)
         return 0 if part is None else sum(stop - start for start, stop in part.ranges)
 
@@ -148,8 +148,8 @@ class StepProgress:
         return part is not None and not part.done
 
     def settle(self, applied: Mapping[PartKey, Sums | None], *, whole: bool) -> None:
-        """These parts are in the weights, reported or not, and what is known of each, or of WHOLE steps.
-        `whole`: a step is so wholly or not at all."""
+        """Take in which parts are in the weights, reported or not, and what is known of each, or of WHOLE
+        steps. `whole`: a step is in the weights as a whole or not at all."""
         for step in self.steps:
             number = step.plan.step
             in_weights = [
@@ -163,14 +163,14 @@ class StepProgress:
                     self._count_down(number)
 
     def clear(self) -> None:
-        """Forget what is open: it is void."""
+        """Void what is open."""
         self._open.clear()
 
     def committed(self) -> Iterator[Committed]:
         """The steps that are complete now, oldest first."""
         complete, self._complete = sorted(self._complete, key=lambda s: s.plan.step), []
         for step in complete:
-            self._last = self._together(step)
+            self._last = self._combine(step)
             yield self._last
 
     def _part(self, key: PartKey) -> OpenPart | None:
@@ -183,9 +183,8 @@ class StepProgress:
         if not step.left:
             self._complete.append(self._open.pop(number))
 
-    def _together(self, step: OpenStep) -> Committed:
-        # In order of parts, not in that of arrival: sums of floats depend on it, and two runs must be
-        # equal.
+    def _combine(self, step: OpenStep) -> Committed:
+        # In the order of parts, not of arrival: sums of floats depend on it, and two runs must be equal.
         parts = [step.parts[n] for n in sorted(step.parts)]
         rows = [part.row for part in parts if part.row is not None]
         held: dict[str, Ranges] = {}
@@ -203,7 +202,7 @@ class StepProgress:
         spent = [row for part in parts for row in part.wasted] + rows
         loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
-            loss = last.loss  # of its parts nothing is known but that they count
+            loss = last.loss  # nothing is known of its parts except that they count
         return Committed(
             plan=step.plan,
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
@@ -225,13 +224,13 @@ class StepProgress:
         return sum(row.step_s for row in rows) / self.width
 
     def _mean(self, values: Sequence[float | None]) -> float | None:
-        """Over workers, of what is known."""
+        """Mean over workers of the known values."""
         known = [value for value in values if value is not None]
         return sum(known) / (self.width or len(known)) if known else None
 
 
 def _mean_lr(rows: Sequence[StepRow]) -> float:
-    """What the parts moved the weights by, each as far as it counts."""
+    """Mean learning rate of the parts, by weight."""
     first, whole = rows[0].lr, sum(row.weight for row in rows)
     if not whole or all(row.lr == first for row in rows):
         return first
@@ -248,5 +247,5 @@ class Evaluation(Protocol):
 
 
 def combine(parts: Sequence[Evaluation]) -> tuple[int, dict[str, float]]:
-    """All workers' parts of an evaluation, as (samples, metrics)."""
+    """Combine all workers' parts of an evaluation into (samples, metrics)."""
     return sum(part.samples for part in parts), means([part.sums for part in parts])

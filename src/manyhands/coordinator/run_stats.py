@@ -1,4 +1,4 @@
-"""What a start of a run has done so far, and the summary of it."""
+"""Statistics of one start of a run, and its summary."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.coordinator.bad_steps import BadSteps
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import TrainingPlan
 from manyhands.coordinator.progress import Committed
@@ -14,21 +15,22 @@ from manyhands.coordinator.staleness_stats import StalenessStats
 
 
 class RunStats:
-    """Counts from this start on: a resumed run counts anew, its course does not."""
+    """Counts from this start on. A resumed run starts at 0, its plan does not."""
 
-    def __init__(self, *, lockstep: bool = True, before: RunStats | None = None) -> None:
-        """`before`: that of the same start, from before all began again."""
+    def __init__(self, options: RunOptions, *, before: RunStats | None = None) -> None:
+        """`before`: the statistics from before all members started again from a checkpoint."""
         self.samples = 0
         self.parts = 0
-        """Of committed steps."""
+        """Number of parts of committed steps."""
         self.pushes: Mapping[str, int] | None = None
-        """Applied, by worker, as the servers' books have it at the end; None without servers."""
+        """Pushes applied by the servers, by worker, as reported at the end; None without servers."""
         self.bytes_sent = 0
         self.unit: tuple[str, float] = ("samples", 1.0)
-        """What speed is told in, and how many of them a sample has."""
+        """The unit of throughput, and how many of them a sample has."""
         self.last_loss: float | None = None
-        self.staleness = None if lockstep else StalenessStats()
-        """Of every part that was reported; in lockstep there is none."""
+        self.staleness = None if options.config.lockstep else StalenessStats()
+        """Staleness of every part that was reported; in lockstep there is none."""
+        self.bad_steps = BadSteps(options.max_bad_steps)
         self._started: float = before._started if before else time.monotonic()
         self._training_since: float | None = None
         self._last_commit = 0.0
@@ -36,18 +38,19 @@ class RunStats:
 
     @property
     def trains(self) -> bool:
-        """The members have joined, and training has begun."""
+        """If true, the members have joined, and training has begun."""
         return self._training_since is not None
 
     def training(self) -> None:
         self._training_since = time.monotonic()
 
     def add(self, step: Committed) -> bool:
-        """One more step; True if its loss is the first that is no number."""
+        """Count a committed step; True if its loss is the first one that is not finite."""
         self.samples += step.plan.samples
         self.parts += step.num_parts
         self.bytes_sent += step.bytes_sent
         self.last_loss = step.loss
+        self.bad_steps.add(step.plan.step, step.loss, weight=step.weight)
         if self.staleness is not None:
             for value in step.staleness:
                 self.staleness.add(value)
@@ -59,57 +62,53 @@ class RunStats:
     def summary(
         self,
         options: RunOptions,
-        training_plan: TrainingPlan | None,
+        plan: TrainingPlan | None,
         *,
         outcome: str,
         checkpoint: str | None,
         error: str | None,
         num_lost: int = 0,
         num_replaced: int = 0,
-        num_again: int = 0,
+        num_restarts: int = 0,
         num_injected: int = 0,
         chaos: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """As in summary.json. Steps, samples and epochs are the whole run's, times this start's."""
+        """The content of summary.json. Steps, samples and epochs count the whole run, times this start."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
-        final = training_plan.last_metrics if training_plan else {}
-        none = None if checkpoint else 0  # one that did not come to go on has what is saved
+        final = plan.last_metrics if plan else {}
+        none = None if checkpoint else 0  # a run that failed to resume still has what is saved
         if not final and self.last_loss is not None:
             final = {"loss": self.last_loss}
-        best = training_plan.best if training_plan else None
+        best = plan.best if plan else None
         per_s = round(self.samples / training_s, 1) if training_s > 0 else None
         unit, each = self.unit
         return {
             "outcome": outcome,
             "strategy": options.strategy,
             "workers": options.workers,
-            "steps": training_plan.committed_step if training_plan else none,
-            "samples": training_plan.samples_used if training_plan else none,
-            "epochs": round(training_plan.samples_used / training_plan.plan_config.num_samples, 3)
-            if training_plan
-            else none,
+            "steps": plan.committed_step if plan else none,
+            "samples": plan.samples_used if plan else none,
+            "epochs": round(plan.samples_used / plan.config.num_samples, 3) if plan else none,
             "wall_s": round(time.monotonic() - self._started, 3),
             "samples_per_s": per_s,
             **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),
             "final_metrics": final,
-            "monitor": str(training_plan.plan_config.monitor)
-            if training_plan and training_plan.plan_config.has_eval
-            else None,
+            "monitor": str(plan.config.monitor) if plan and plan.config.has_eval else None,
             "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
             "bytes_sent": self.bytes_sent,
-            "pushes": self._books(),
+            "pushes": self._audit(),
             "staleness": self.staleness.to_dict() if self.staleness else None,
             "lost": num_lost,
             "replaced": num_replaced,
-            "begun_again": num_again,
+            "begun_again": num_restarts,
             "injected": num_injected,
             "chaos": chaos,
             "checkpoint": checkpoint,
             "error": error,
         }
 
-    def _books(self) -> dict[str, int] | None:
-        """For audits: what is in the weights is what was committed, and once. None where nobody kept any."""
+    def _audit(self) -> dict[str, int] | None:
+        """Shows that what is in the weights is what was committed, and once. None without servers."""
         if self.pushes is None:
             return None
         return {"applied": sum(self.pushes.values()), "committed": self.parts}

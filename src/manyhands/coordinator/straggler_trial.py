@@ -90,31 +90,29 @@ class TrialPhase(StrEnum):
     SETTLED = "settled"
 
 
-class TrialMembers(Protocol):
-    """Who takes part, as far as it matters here (see membership.py)."""
+class TrialPool(Protocol):
+    """The workers, as far as a trial needs them (see worker_pool.py)."""
+
+    num_changes: int
 
     @property
-    def occasion(self) -> tuple[int, int]: ...
-    @property
-    def seated(self) -> Sequence[str]: ...
+    def workers(self) -> Sequence[str]: ...
     @property
     def changes_soon(self) -> bool: ...
-    def device(self, worker: str) -> str: ...
-    def may_spare(self, number: int) -> bool: ...
-    def spare(self, workers: Sequence[str]) -> None: ...
-    def recall(self) -> None: ...
+    def device_type(self, worker: str) -> str: ...
+    def can_leave_out(self, number: int) -> bool: ...
+    def leave_out(self, workers: Sequence[str]) -> None: ...
+    def take_back(self) -> None: ...
 
 
 class StragglerTrial:
-    def __init__(
-        self, membership: TrialMembers, meter: Meter, notice: Callable[[str], None]
-    ) -> None:
+    def __init__(self, pool: TrialPool, meter: Meter, notice: Callable[[str], None]) -> None:
         self.phase = TrialPhase.TOGETHER
-        self._membership = membership
+        self._pool = pool
         self._meter = meter
         self._notice = notice
-        self._occasion = membership.occasion
-        self._seated: Sequence[str] = ()
+        self._num_changes = pool.num_changes
+        self._workers: Sequence[str] = ()
         self._parts: Mapping[str, float] = {}
         self._warm = False
         """Nobody's share has changed for a while, and everybody's speed is known."""
@@ -126,23 +124,23 @@ class StragglerTrial:
 
     def tick(self, throughput: Throughput) -> None:
         """Whatever happened; but not while a view is being joined."""
-        membership = self._membership
-        if membership.occasion != self._occasion:
-            self._occasion = membership.occasion
+        pool = self._pool
+        if pool.num_changes != self._num_changes:
+            self._num_changes = pool.num_changes
             self._to(TrialPhase.TOGETHER)
-            membership.recall()
-        if (membership.seated, throughput.parts) != (self._seated, self._parts):
-            self._seated, self._parts = membership.seated, throughput.parts
+            pool.take_back()
+        if (pool.workers, throughput.parts) != (self._workers, self._parts):
+            self._workers, self._parts = pool.workers, throughput.parts
             self._begin()
-        if self.phase == TrialPhase.LEAVING and not set(self._slow) & set(membership.seated):
+        if self.phase == TrialPhase.LEAVING and not set(self._slow) & set(pool.workers):
             self._to(TrialPhase.WITHOUT)
         watched = self.phase in (TrialPhase.TOGETHER, TrialPhase.WITHOUT, TrialPhase.APART)
-        if not watched or membership.changes_soon:
+        if not watched or pool.changes_soon:
             return
         if self.phase == TrialPhase.WITHOUT and self._plainly_slower:
             self._judge(self._meter.take())
             return
-        speeds = throughput.speeds_of(membership.seated)
+        speeds = throughput.speeds_of(pool.workers)
         if not self._warm or speeds is None:
             if self._meter.seconds >= WARM_S:
                 self._warm = speeds is not None
@@ -159,26 +157,26 @@ class StragglerTrial:
     def _try(self, speeds: Mapping[str, float]) -> None:
         self._together = self._meter.take()
         self._slow = self._slow_ones(speeds)
-        may_spare = self._membership.may_spare(len(self._slow)) and self._trials < MOST_TRIALS
-        if not self._slow or not may_spare:
+        can_leave_out = self._pool.can_leave_out(len(self._slow)) and self._trials < MOST_TRIALS
+        if not self._slow or not can_leave_out:
             self._to(TrialPhase.SETTLED)
             return
         self._trials += 1
-        kinds = sorted({self._membership.device(name) for name in self._slow})
+        kinds = sorted({self._pool.device_type(name) for name in self._slow})
         self._names = f"{', '.join(self._slow)} ({', '.join(kinds)})"
-        self._membership.spare(self._slow)
+        self._pool.leave_out(self._slow)
         self._to(TrialPhase.LEAVING)
 
     def _judge(self, without: float) -> None:
         told = f"{without:,.0f} samples/s without {self._names}, {self._together:,.0f} with"
-        left = len(self._seated)
+        left = len(self._workers)
         all_of_them = left + len(self._slow)
         if without > WORTH * self._together:
             self._notice(f"{told}: left out (--workers {all_of_them}:{all_of_them} keeps all)")
             self._to(TrialPhase.APART)
         else:
             self._notice(f"{told}: taken back")
-            self._membership.recall()
+            self._pool.take_back()
             self._to(TrialPhase.SETTLED)
 
     @property
@@ -192,13 +190,13 @@ class StragglerTrial:
         self._doubts = self._doubts + 1 if without < self._together else 0
         if self._doubts == 2:
             self._notice(f"{without:,.0f} samples/s without {self._names} by now: taken back")
-            self._membership.recall()
+            self._pool.take_back()
             self._to(TrialPhase.SETTLED)
 
     def _slow_ones(self, speeds: Mapping[str, float]) -> list[str]:
         """Those that may be a brake, never all."""
         fastest = max(speeds.values())
-        kinds = {name: self._membership.device(name) for name in speeds}
+        kinds = {name: self._pool.device_type(name) for name in speeds}
         mixed = len({kind == "cpu" for kind in kinds.values()}) == 2
         return [
             name

@@ -1,9 +1,9 @@
 """Find members that hang inside the job's code. Pure: the caller has the clock.
 
 A member is stuck if it has been in one section of the job's code (hosts/activity.py) for `after_s`
-without getting anything done. A member that waits for others is never stuck. Where long sections are
-usual, the limit is twice the usual: the second longest that ended by itself, so that one hang that
-resolved does not hide the next.
+without any progress. A member that waits for others is never stuck. If long sections are normal for a
+job, the limit is twice the second longest one that ended by itself, so that one hang that resolved does
+not hide the next.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from manyhands.hosts.activity import SAVING
 
 STUCK_AFTER_S = 60.0
 GIVE_UP_FACTOR = 10
-"""A stuck member is given up after so many times the time after which it is named."""
+"""A stuck member is ended after this many times the time after which it is reported."""
 ENDING_S = 20.0
-"""When the run is being stopped, a stuck member is given up after this long."""
+"""When the run is being stopped, a stuck member is ended after this long."""
 
 
 @dataclass
@@ -25,10 +25,10 @@ class Watched:
     doing: str
     ticks: int
     since: float
-    named: bool = False
-    given_up: bool = False
+    reported: bool = False
+    ended: bool = False
 
-    def words(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         seconds = f"{now - self.since:.0f} s"
         if self.step:
             return f"has been in step {self.step} for {seconds} ({self.doing})"
@@ -43,12 +43,12 @@ class StuckWatch:
         self._longest = (0.0, 0.0)
         """The two longest sections that ended by themselves, the shorter one first."""
 
-    def hear(
+    def on_beat(
         self, member: str, *, step: int, doing: str, ticks: int, now: float, busy: bool = False
     ) -> str | None:
-        """A beat. If the member had been named and goes on, what to say of it.
+        """Take in a beat. If the member was reported as stuck and continues, returns the message to show.
 
-        `busy`: it has used a core since the last one. In its first step that is progress: it may compile.
+        `busy`: it has used a core since the last beat. In its first step that is progress: it may compile.
         """
         known = self._members.get(member)
         if known and (known.step, known.doing, known.ticks) == (step, doing, ticks):
@@ -60,33 +60,33 @@ class StuckWatch:
             return None
         took_s = now - known.since
         self._longest = tuple(sorted((*self._longest, took_s))[1:])  # type: ignore[assignment]
-        return f"goes on after {took_s:.0f} s ({known.doing})" if known.named else None
+        return f"continues after {took_s:.0f} s ({known.doing})" if known.reported else None
 
     def forget(self, member: str) -> None:
         """It has ended."""
         self._members.pop(member, None)
 
     def newly_stuck(self, now: float) -> dict[str, str]:
-        """Members that are to be named now, each once, and what to say of them."""
+        """Members to report as stuck now, each once, with the message to show."""
         if not self._after_s:
             return {}
         found = self._over(self._after_s, now)
-        new = {name: each.words(now) for name, each in found.items() if not each.named}
+        new = {name: each.describe(now) for name, each in found.items() if not each.reported}
         for name in new:
-            found[name].named = True
+            found[name].reported = True
         return new
 
     def hopeless(self, now: float, *, ending: bool = False) -> dict[str, str]:
-        """Members to give up now, each once, and why. Never one that saves: a disk may be slow."""
+        """Members to end now, each once, with the reason. Never one that saves: a disk may be slow."""
         limit_s = self._after_s * GIVE_UP_FACTOR
         if ending:
             limit_s = min(self._after_s or ENDING_S, ENDING_S)
         if not limit_s:
             return {}
         found = {n: each for n, each in self._over(limit_s, now).items() if each.doing != SAVING}
-        new = {name: each.words(now) for name, each in found.items() if not each.given_up}
+        new = {name: each.describe(now) for name, each in found.items() if not each.ended}
         for name in new:
-            found[name].given_up = True
+            found[name].ended = True
         return new
 
     def _over(self, limit_s: float, now: float) -> dict[str, Watched]:

@@ -38,6 +38,7 @@ from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
 from manyhands.compute.train_state import TrainState, begin_with
 from manyhands.contract import Learner
+from manyhands.control.messages import JobFields, Ready, WorkerFacts
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
 from manyhands.hosts.devices import describe_device, device_id, pick_device
@@ -47,6 +48,7 @@ from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, load_state, not_finite
+from manyhands.transport.fields import read, write
 
 REPORT_EVERY_S = 0.1
 POLL_S = 0.02
@@ -118,11 +120,11 @@ class Worker:
 
     def ready(self) -> None:
         model = self.train_state.model
-        self.member.say(
-            "ready",
-            seat=vars(self.me.view.seats[0]),
+        fields = jsonable(self.job.fields())
+        facts = WorkerFacts(
             job=type(self.job).__name__,
-            fields=jsonable(self.job.fields()),
+            fields=read(JobFields, fields),
+            all_fields=fields,
             metrics=self._try_metrics(),
             device=describe_device(self.device),
             torch=torch.__version__,
@@ -134,6 +136,7 @@ class Worker:
             notes=self.train_state.notes,
             tables={name: t.describe() for name, t in self.train_state.tables.specs.items()},
         )
+        self.member.say("ready", **write(Ready(self.me.view.seats[0], facts)))
 
     def run(self) -> None:
         self.ready()

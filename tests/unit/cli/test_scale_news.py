@@ -12,7 +12,7 @@ from manyhands.cli.scale import _events, _wait
 from manyhands.errors import UsageError
 from manyhands.runs.folder import EVENTS, RunFolder
 
-SLOT = "2 workers are started as soon as there are free slots"
+SLOT = "2 workers will start as soon as there are free slots"
 
 
 def view(*workers: str) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunFolder:
 def test_it_tells_once_that_there_is_no_room(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = noticed("another worker is started as soon as there are free slots")
+    before = noticed("another worker will start as soon as there are free slots")
     news = [view("a", "b"), before, noticed("asked for 4 workers"), noticed(SLOT)]
     assert _wait(run, 4, iter([*news, view("a", "b", "c", "d")])) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -187,7 +187,7 @@ class SimulatedWorkers:
     def _commit(self) -> None:
         for step in self.dispatcher.committed():
             self.committed.append(step)
-        self.checkpoint_tracker.settle(self.training_plan)
+        self.checkpoint_tracker.commit_written(self.training_plan)
 
     def _evaluate(self, name: str) -> None:
         self._evaluated.add(name)
@@ -214,7 +214,7 @@ class SimulatedWorkers:
         name, step = self._writing
         self._writing = None
         self.checkpoint_tracker.written(name, step, Saved(view=1, step=step))
-        self.checkpoint_tracker.settle(self.training_plan)
+        self.checkpoint_tracker.commit_written(self.training_plan)
 
 
 def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> StepRow:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.coordinator.coordinator import (
-    MOST_POSTED,
-    MOST_UNHEARD_BYTES,
-    Coordinator,
+from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.fact_board import MAX_CHARS
+from manyhands.coordinator.inbox import (
+    MAX_UNREAD_BYTES,
     HostNotice,
     LinkLost,
     MemberMessage,
@@ -211,24 +211,22 @@ def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
         thread = threading.Thread(target=flood)
         thread.start()
         deadline = time.monotonic() + DEADLINE_S
-        room = coordinator.members["worker-0"].room
-        while room._used < MOST_UNHEARD_BYTES - 300_000:
+        quota = coordinator.members["worker-0"].quota
+        while quota._used < MAX_UNREAD_BYTES - 300_000:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.2)
-        assert room._used <= MOST_UNHEARD_BYTES
+        assert quota._used <= MAX_UNREAD_BYTES
         # It never reads what all are told: nobody waits for it.
         heard: list[object] = []
         while not any(isinstance(happening, LinkLost) for happening in heard):
             heard.append(coordinator.next(0.1))
             assert time.monotonic() < deadline
-        assert HostNotice(
-            "worker-0 does not read what it is told; its link is closed"
-        ) in heard or (
+        assert HostNotice("worker-0 does not read its messages; its link is closed") in heard or (
             coordinator.next(DEADLINE_S)
-            == HostNotice("worker-0 does not read what it is told; its link is closed")
+            == HostNotice("worker-0 does not read its messages; its link is closed")
         )
-        assert sum(map(len, coordinator._board.values())) <= MOST_POSTED
+        assert sum(len(value) for _, value in coordinator._board.items()) <= MAX_CHARS
         thread.join(DEADLINE_S)
 
 

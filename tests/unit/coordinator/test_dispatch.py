@@ -121,7 +121,7 @@ def play(
             due = [e for e in range(plan_config.epochs) if (e + 1) % every == 0 or e == last]
             assert simulation.evaluations == (due if plan_config.has_eval else [])
         # Only the writer's last words are still on their way.
-        simulation.checkpoint_tracker.settle(training_plan)
+        simulation.checkpoint_tracker.commit_written(training_plan)
         if simulation._writing is not None:
             simulation._written()
         if steps:
@@ -425,7 +425,7 @@ def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> Non
     scaling = Scaling("linear", reference=1, warmup=0)
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
     stage.seat("worker-0", "worker-1")
-    stage.dispatcher.listening = {"worker-1"}
+    stage.dispatcher.catching_up = {"worker-1"}
     stage.more()
     (_, first), (_, second), *_ = stage.told
     assert first["portions"] == [[1, 0, 4, [(0, 4)], 0]]
@@ -433,7 +433,7 @@ def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> Non
     for step in (1, 2):
         stage.done("worker-0", step, 0)
         stage.done("worker-1", step, 1)
-    stage.dispatcher.listening.clear()
+    stage.dispatcher.catching_up.clear()
     stage.more()
     (_, first), (_, second), *_ = stage.told
     assert first["portions"] == [[3, 0, 8, [(8, 12)], 0, 2.0, 2]]

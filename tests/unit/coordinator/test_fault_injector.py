@@ -50,10 +50,9 @@ class Play:
             },
         )
         self.membership = SimpleNamespace(
-            joining=False,
-            expects_somebody=False,
-            view=SimpleNamespace(names=names),
-            is_worker=lambda name: name.startswith("worker"),
+            pool=SimpleNamespace(expects_members=False),
+            views=SimpleNamespace(joining=False, current=SimpleNamespace(names=names)),
+            roster=SimpleNamespace(is_worker=lambda name: name.startswith("worker")),
         )
         self.training_plan = SimpleNamespace(step=0, committed_step=0)
         self.kept = Kept()
@@ -77,8 +76,8 @@ class Play:
         self.training_plan.committed_step = self.training_plan.step
 
     def bury(self, name: str) -> None:
-        self.membership.view = SimpleNamespace(
-            names=tuple(n for n in self.membership.view.names if n != name)
+        self.membership.views.current = SimpleNamespace(
+            names=tuple(n for n in self.membership.views.current.names if n != name)
         )
 
     @property
@@ -103,10 +102,10 @@ def test_nobody_is_killed_before_the_last_death_is_recovered_from() -> None:
     assert play.handles[victim].got == [signal.SIGKILL]
 
     play.tick(10.0)  # not even noticed
-    play.membership.joining = True
+    play.membership.views.joining = True
     play.bury(victim)
     play.tick(10.0)
-    play.membership.joining = False
+    play.membership.views.joining = False
     play.tick(10.0)  # no step yet
     assert len(play.faults) == 1
     play.train()
@@ -121,18 +120,18 @@ def test_two_workers_are_left() -> None:
     ((_, victim),) = play.faults
     assert victim.startswith("server")
     play.bury(victim)
-    play.membership.expects_somebody = True
+    play.membership.pool.expects_members = True
     for _ in range(3):
         play.train()
         play.tick(1.0)
     assert len(play.faults) == 1
     assert "waits" not in play.notices
-    play.membership.expects_somebody = False
+    play.membership.pool.expects_members = False
     for _ in range(3):
         play.train()
         play.tick(1.0)
     assert len(play.faults) == 1
-    assert play.notices.count("waits: nobody is there for it (a kill leaves two workers") == 1
+    assert play.notices.count("waits: no member is left for it (a kill leaves two workers") == 1
 
 
 def test_a_paused_member_goes_on_when_its_time_is_over_or_the_runs() -> None:

@@ -7,24 +7,34 @@ from typing import Any
 
 import pytest
 
+from manyhands.control.messages import JobFields, WorkerFacts
 from manyhands.coordinator.batch_scaling import Scaling
-from manyhands.coordinator.job_checks import check_job, monitor_note, syllabus_of
+from manyhands.coordinator.job_checks import check_job, monitor_note, plan_config_of
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plateau import Plateau
 from manyhands.errors import JobError, UsageError
 from manyhands.strategies.allreduce import AllReduce
+from manyhands.transport.fields import read
 
 OPTIONS = RunOptions("job.py", "allreduce", 2, AllReduce())
 
 
-def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> dict[str, Any]:
-    given = {"batch_size": 8, "monitor": "loss", "patience": None, "plateau": None, "epochs": 2}
-    return {
-        "fields": {**given, "eval_every": 1, **fields},
-        "train_samples": 100,
-        "eval_samples": 10 if metrics else 0,
-        "metrics": list(metrics),
-    }
+def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> WorkerFacts:
+    given = {"batch_size": 8, "epochs": 2, "eval_every": 1, "monitor": "loss", "patience": None}
+    all_fields = {**given, **fields}
+    return WorkerFacts(
+        job="Regression",
+        fields=read(JobFields, all_fields),
+        all_fields=all_fields,
+        metrics=list(metrics),
+        device="cpu",
+        torch="2",
+        parameters=7,
+        train_samples=100,
+        eval_samples=10 if metrics else 0,
+        unit=("samples", 1.0),
+        tables={},
+    )
 
 
 def test_a_batch_that_follows_the_workers_has_to_fit_the_data() -> None:
@@ -59,14 +69,14 @@ def test_a_direction_that_no_name_says_has_to_be_stated() -> None:
         check_job(facts(metrics=worst, plateau="watch=worst; patience=2"), workers=1)
     stated = facts(metrics=worst, monitor="min worst", plateau="patience=2")
     check_job(stated, workers=1)
-    plan_config = syllabus_of(stated, OPTIONS)
+    plan_config = plan_config_of(stated, OPTIONS)
     assert str(plan_config.monitor) == "min worst"
     assert plan_config.plateau == Plateau(patience=2, watch="min worst")
-    same = syllabus_of(
-        {**stated, "fields": {**stated["fields"], "plateau": "watch=worst"}}, OPTIONS
+    same = plan_config_of(
+        replace(stated, fields=replace(stated.fields, plateau="watch=worst")), OPTIONS
     )
     assert same.plateau == Plateau(watch="min worst")
-    assert syllabus_of(facts(metrics=("loss", "mae"), monitor="mae"), OPTIONS).monitor.lower
+    assert plan_config_of(facts(metrics=("loss", "mae"), monitor="mae"), OPTIONS).monitor.lower
     check_job(facts(metrics=(), monitor="worst"), workers=1)  # nothing is evaluated
 
 
@@ -78,24 +88,24 @@ def test_a_resumed_run_keeps_its_direction() -> None:
     ):
         told = facts(metrics=worst, monitor="worst")
         check_job(told, workers=1, saved=saved)
-        monitor = syllabus_of(told, OPTIONS, saved).monitor
+        monitor = plan_config_of(told, OPTIONS, saved).monitor
         assert str(monitor) == kept
         assert f'chosen by "{kept}"' in monitor_note(monitor, told)
         stated = facts(metrics=worst, monitor="min worst")
-        assert str(syllabus_of(stated, OPTIONS, saved).monitor) == "min worst"
+        assert str(plan_config_of(stated, OPTIONS, saved).monitor) == "min worst"
     told = facts()
-    assert monitor_note(syllabus_of(told, OPTIONS).monitor, told) == ""
+    assert monitor_note(plan_config_of(told, OPTIONS).monitor, told) == ""
     watched = {"rates": {"plateau": {"watch": "worst", "lower": True}}}
     told = facts(metrics=worst, plateau="watch=worst")
-    assert syllabus_of(told, OPTIONS, watched).plateau == Plateau(watch="min worst")
+    assert plan_config_of(told, OPTIONS, watched).plateau == Plateau(watch="min worst")
 
 
-def test_the_syllabus_has_the_rules() -> None:
+def test_the_plan_config_has_the_rules() -> None:
     scaling = Scaling("sqrt", 3)
     told = facts(plateau="patience=2", monitor="accuracy")
-    plan_config = syllabus_of(told, replace(OPTIONS, scaling=scaling))
+    plan_config = plan_config_of(told, replace(OPTIONS, scaling=scaling))
     assert plan_config.scaling == scaling
     assert plan_config.plateau == Plateau(patience=2, watch="max accuracy")
-    without = syllabus_of(facts(metrics=(), plateau="patience=2"), OPTIONS)
+    without = plan_config_of(facts(metrics=(), plateau="patience=2"), OPTIONS)
     assert without.plateau == Plateau(patience=2, watch="min train_loss")
-    assert syllabus_of(facts(), OPTIONS).plateau is None
+    assert plan_config_of(facts(), OPTIONS).plateau is None

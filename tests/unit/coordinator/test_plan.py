@@ -127,9 +127,7 @@ def test_nothing_is_ordered_while_an_evaluation_is_awaited() -> None:
     assert isinstance(saved, Checkpoint)
     assert training_plan.next(9) == Stop("interrupted")
     # The evaluation that was awaited is the first thing that a resumed run does.
-    assert TrainingPlan(training_plan.plan_config, through_json(saved.state)).next(9) == Evaluate(
-        2, 0
-    )
+    assert TrainingPlan(training_plan.config, through_json(saved.state)).next(9) == Evaluate(2, 0)
 
 
 def test_an_evaluation_that_is_done_is_not_done_again() -> None:
@@ -141,7 +139,7 @@ def test_an_evaluation_that_is_done_is_not_done_again() -> None:
     training_plan.stop("interrupted")
     saved = training_plan.next(1)
     assert isinstance(saved, Checkpoint)
-    again = TrainingPlan(training_plan.plan_config, through_json(saved.state))
+    again = TrainingPlan(training_plan.config, through_json(saved.state))
     assert isinstance(again.next(1), Checkpoint)
     order = again.next(1)
     assert isinstance(order, TrainSteps)
@@ -151,8 +149,8 @@ def test_an_evaluation_that_is_done_is_not_done_again() -> None:
 def test_a_finished_course_trained_longer_goes_on_with_the_next_epoch() -> None:
     training_plan, life = finish([3.0, 2.0])
     state = through_json(life.checkpoints[-1].state)
-    assert TrainingPlan(training_plan.plan_config, state).next(5) == Stop("finished")
-    longer = PlanConfig(**{**vars(training_plan.plan_config), "epochs": 3})
+    assert TrainingPlan(training_plan.config, state).next(5) == Stop("finished")
+    longer = PlanConfig(**{**vars(training_plan.config), "epochs": 3})
     order = TrainingPlan(longer, state).next(5)
     assert isinstance(order, TrainSteps)
     assert [(plan.step, plan.epoch) for plan in order.plans] == [(3, 2)]
@@ -244,7 +242,7 @@ def test_a_checkpoint_that_is_owed_comes_first() -> None:
     training_plan.next(1)
     training_plan.commit(1)
     training_plan.take_back()
-    training_plan.owe_checkpoint()
+    training_plan.repeat_checkpoint()
     saved = training_plan.next(5)
     assert isinstance(saved, Checkpoint)
     assert (saved.step, saved.state["committed"]) == (1, [[0, 4]])

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_driver import assert_once_an_epoch, drive, finish, through_json
 
+from manyhands.coordinator.best_model import BestEvaluation
 from manyhands.coordinator.monitor import Monitor
-from manyhands.coordinator.plan import Best, Checkpoint, Evaluate, PlanConfig, Stop, TrainingPlan
+from manyhands.coordinator.plan import Checkpoint, Evaluate, PlanConfig, Stop, TrainingPlan
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_patience(monitor: str, values: list[float], epochs: int, best: int) -> 
     assert len(life.evaluations) == epochs
     assert training_plan.best.step == best
     assert life.checkpoints[-1].step == epochs
-    assert_once_an_epoch(life.committed, training_plan.plan_config, epochs)
+    assert_once_an_epoch(life.committed, training_plan.config, epochs)
 
 
 @given(
@@ -53,19 +54,19 @@ def test_an_interruption_changes_nothing_of_the_patience(
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
     metric = values.__getitem__
-    first = drive(TrainingPlan(whole.plan_config), chance=chance, metric=metric, **how)
+    first = drive(TrainingPlan(whole.config), chance=chance, metric=metric, **how)
     if first.stop in ("finished", "early-stopped"):
         assert first.stop == life.stop
         return
     state = through_json(first.checkpoints[-1].state) if first.checkpoints else None
-    training_plan = TrainingPlan(whole.plan_config, state)
+    training_plan = TrainingPlan(whole.config, state)
     second = drive(training_plan, chance=chance, metric=metric)
     assert (second.stop, training_plan.step, training_plan.epoch) == (
         life.stop,
         whole.step,
         whole.epoch,
     )
-    assert training_plan.best == whole.best
+    assert training_plan.best.evaluation == whole.best.evaluation
 
 
 def test_without_patience_a_bad_metric_stops_nothing() -> None:
@@ -116,18 +117,20 @@ def test_what_was_best_counts_only_in_its_own_direction() -> None:
     for state in (saved, old):
         kept = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
         turned = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
-        assert (kept.best.step, turned.best) == (1, Best())
+        assert (kept.best.step, turned.best.evaluation) == (1, BestEvaluation())
 
 
 def test_the_best_is_one_that_is_saved() -> None:
     training_plan, _ = finish([3.0, 2.0, 1.0, 1.5], monitor="loss", patience=None)
     assert training_plan.best.step == 3
-    training_plan.keep_best([1, 2, 3, 4])
+    training_plan.best.keep([1, 2, 3, 4])
     assert training_plan.best.step == 3
-    training_plan.keep_best([1, 2, 4])
-    assert training_plan.best == Best({"loss": 2.0, "other": 0.5}, step=2, waited=2)
-    training_plan.keep_best([4])
-    assert training_plan.best == Best(waited=4)
+    training_plan.best.keep([1, 2, 4])
+    assert training_plan.best.evaluation == BestEvaluation(
+        {"loss": 2.0, "other": 0.5}, step=2, waited=2
+    )
+    training_plan.best.keep([4])
+    assert training_plan.best.evaluation == BestEvaluation(waited=4)
 
 
 def test_a_course_that_stops_with_nothing_worth_saving_asks_for_no_checkpoint() -> None:

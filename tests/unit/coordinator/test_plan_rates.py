@@ -129,24 +129,24 @@ def test_step_by_step() -> None:
     training_plan = TrainingPlan(
         PlanConfig(num_samples=22, batch_size=2, epochs=1, scaling=scaling)
     )
-    training_plan.seat(1)
+    training_plan.set_world(1)
     assert not training_plan.take_changes()
     first = training_plan.next(2)
     assert isinstance(first, TrainSteps)
     assert training_plan.num_steps == 11
     for plan in first.plans:
         training_plan.commit(plan.step)
-    training_plan.seat(2)
+    training_plan.set_world(2)
     (grown,) = training_plan.take_changes()
     assert (grown.step, grown.factor, grown.over, grown.reason) == (3, 2.0, 4, "2 workers")
     assert (training_plan.batch_size, training_plan.num_steps) == (4, 7)
     second = training_plan.next(3)
     assert isinstance(second, TrainSteps)
-    training_plan.seat(2)
+    training_plan.set_world(2)
     assert not training_plan.take_changes(), "as many as before: nothing new"
     for plan in second.plans:
         training_plan.commit(plan.step)
-    training_plan.seat(1)
+    training_plan.set_world(1)
     (fallen,) = training_plan.take_changes()
     assert (fallen.step, fallen.factor, fallen.over, fallen.reason) == (6, 1.0, 0, "1 worker")
     third = training_plan.next(99)
@@ -172,7 +172,7 @@ def test_half_a_batch_moves_the_schedule_every_second_time() -> None:
     training_plan = TrainingPlan(
         PlanConfig(num_samples=11, batch_size=4, epochs=2, scaling=scaling)
     )
-    training_plan.seat(1)
+    training_plan.set_world(1)
     steps = training_plan.next(99)
     assert isinstance(steps, TrainSteps)
     assert [(plan.samples, plan.ticks) for plan in steps.plans] == [
@@ -286,7 +286,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
         num_samples=4, batch_size=2, epochs=3, scaling=scaling, plateau=rule, checkpoints=False
     )
     training_plan = TrainingPlan(plan_config)
-    training_plan.seat(2)
+    training_plan.set_world(2)
     seen = []
     for value in (1.0, 2.0, 3.0):
         order = training_plan.next(9)
@@ -302,7 +302,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
     assert told == [(1, 2.0, "2 workers"), (3, 1.0, why), (4, 0.5, why)]
     state = through_json(training_plan.state())
     again = TrainingPlan(plan_config, state)
-    again.seat(2)
+    again.set_world(2)
     assert again.state() == state
     (change,) = again.take_changes()
     assert (change.factor, change.over) == (0.5, 0), "said anew at each start"
@@ -310,7 +310,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
 
 def test_a_course_without_rules_remembers_nothing_of_them() -> None:
     training_plan = TrainingPlan(PlanConfig(num_samples=4, batch_size=2, epochs=1))
-    training_plan.seat(3)
+    training_plan.set_world(3)
     training_plan.next(1)
     assert "rates" not in training_plan.state()
     assert not training_plan.take_changes()

@@ -104,7 +104,7 @@ def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
     progress.width = 2
     parted(progress, 1, 1)
     for member, dropped in (("a", True), ("b", False)):
-        progress.give((1, 0), member)
+        progress.assign((1, 0), member)
         times = {"step_s": 2.0, "compute_s": 0.5, "wait_s": 1.0, "bytes_sent": 5}
         progress.add(member, row(1, 1.0, 6.0, **times, dropped=dropped))
     (step,) = progress.committed()
@@ -160,7 +160,7 @@ def test_parts_in_any_order_commit_each_step_once(
     while todo:
         key = todo.pop(chance.randrange(len(todo)))
         member = chance.choice(["a", "b", "c"])
-        progress.give(key, member)
+        progress.assign(key, member)
         assert not progress.add("d", row(key[0], 1.0, 1.0, part=key[1])), "it is not in d's hands"
         if drops and chance.random() < 0.3:
             drops -= 1
@@ -191,7 +191,7 @@ def test_shares_of_one_member_are_put_together() -> None:
     progress.width = 2
     parted(progress, 0, 3)
     for part, name in enumerate(["a", "b", "a"]):
-        progress.give((0, part), name)
+        progress.assign((0, part), name)
         progress.add(name, row(0, 1.0, 1.0, part=part, step_s=3.0, staleness=part, bytes_sent=5))
     (step,) = progress.committed()
     assert step.shares == {"a": ((0, 1), (2, 3)), "b": ((1, 2),)}
@@ -203,7 +203,7 @@ def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
     progress = StepProgress()
     parted(progress, 0, 1)
     for name, dropped in (("a", True), ("b", False)):
-        progress.give((0, 0), name)
+        progress.assign((0, 0), name)
         progress.add(name, row(0, 1.0, 2.0, dropped=dropped, bytes_sent=100))
     (step,) = progress.committed()
     assert (step.bytes_sent, step.loss, step.shares) == (200, 2.0, {"b": ((0, 1),)})
@@ -214,7 +214,7 @@ def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
     for step in range(3):
         parted(progress, step, 2)
         for part, name in enumerate("ab"):
-            progress.give((step, part), name)
+            progress.assign((step, part), name)
     progress.add("a", row(0, 1.0, 4.0))
     progress.settle(dict.fromkeys([(0, 0), (0, 1), (1, 1), (7, 0)]), whole=False)
     (step0,) = progress.committed()

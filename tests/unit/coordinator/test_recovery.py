@@ -107,15 +107,15 @@ def conduct(
         device="cpu",
         max_restarts=max_restarts,
         config=config,
+        programs={WORKER: "ledger", SERVER: "ledger"},
     )
     run = RunFolder.create("run", path=tmp_path / "run")
     run.write_config({})
     with Coordinator(LocalLauncher(), logs=run.logs, timeouts=timeouts) as coordinator:
-        entries = {WORKER: "ledger", SERVER: "ledger"}
-        driver = Driver(coordinator, options, run, Stream([watcher]), entries=entries)
+        driver = Driver(coordinator, options, run, Stream([watcher]))
         watcher.coordinator = coordinator
         try:
-            assert driver.conduct() == outcome
+            assert driver.drive() == outcome
         finally:
             coordinator.stop()
     return driver
@@ -143,8 +143,8 @@ def assert_whole(driver: Driver, watcher: Watcher) -> None:
     assert not complaints
     assert newest is not None
     assert newest.step == len(steps)
-    assert driver.training_plan is not None
-    assert driver.training_plan.samples_used == used.total()
+    assert driver.plan is not None
+    assert driver.plan.samples_used == used.total()
     evaluated = [event.epoch for event in watcher.of(ev.Evaluated)]
     assert evaluated == list(range(len(evaluated)))
     assert len(evaluated) >= used.total() // SAMPLES - 1
@@ -157,7 +157,7 @@ def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) 
     (view,) = watcher.of(ev.ViewChanged)
     assert (view.placement, view.transport) == ("in one file", "file")
     summary = driver.run_stats.summary(
-        driver.options, driver.training_plan, outcome="finished", checkpoint=None, error=None
+        driver.options, driver.plan, outcome="finished", checkpoint=None, error=None
     )
     assert summary["staleness"]["count"] >= SAMPLES * EPOCHS / BATCH
     assert summary["staleness"]["max"] <= 2
@@ -236,7 +236,7 @@ def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> No
         watcher.kill("worker-1")
 
     def twice(_: ev.Event) -> bool:
-        return len([n for n in watcher.of(ev.Noticed) if "came to nothing" in n.message]) == 2
+        return len([n for n in watcher.of(ev.Noticed) if "failed to start" in n.message]) == 2
 
     watcher.acts += [(at_step(5), kill_and_spoil), (twice, watcher.stop)]
     driver = conduct(
@@ -244,7 +244,7 @@ def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> No
     )
     assert_whole(driver, watcher)
     told = [
-        notice.message for notice in watcher.of(ev.Noticed) if "came to nothing" in notice.message
+        notice.message for notice in watcher.of(ev.Noticed) if "failed to start" in notice.message
     ]
     assert len(told) == 2
     assert "nonesuch" in told[0]
@@ -258,7 +258,7 @@ def test_a_frozen_member_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     driver = conduct(tmp_path, PARTS, watcher, workers=2, timeouts=timeouts)
     assert_whole(driver, watcher)
     (lost,) = watcher.of(ev.MemberLost)
-    assert "said nothing for" in lost.reason
+    assert "sent nothing for" in lost.reason
 
 
 def test_two_deaths_at_once(tmp_path: Path) -> None:

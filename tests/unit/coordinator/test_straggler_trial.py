@@ -29,39 +29,39 @@ class Script:
     """Samples a second, of all."""
     without: float
     least: int = 1
-    occasion: tuple[int, int] = (0, 0)
-    seated: tuple[str, ...] = ()
+    num_changes: int = 0
+    workers: tuple[str, ...] = ()
     changes_soon: bool = False
     spared: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.seated = tuple(self.devices)
+        self.workers = tuple(self.devices)
         self.clock = Clock()
         self.meter = Meter(self.clock)
         self.meter.busy(True)
         self.throughput = Throughput()
         self.straggler_trial = StragglerTrial(self, self.meter, self.notes.append)
 
-    def device(self, worker: str) -> str:
+    def device_type(self, worker: str) -> str:
         return self.devices[worker]
 
-    def may_spare(self, number: int) -> bool:
-        return len(self.seated) - number >= self.least
+    def can_leave_out(self, number: int) -> bool:
+        return len(self.workers) - number >= self.least
 
-    def spare(self, workers: Sequence[str]) -> None:
+    def leave_out(self, workers: Sequence[str]) -> None:
         self.spared = list(workers)
-        self.seated = tuple(name for name in self.seated if name not in self.spared)
+        self.workers = tuple(name for name in self.workers if name not in self.spared)
 
-    def recall(self) -> None:
-        self.seated = (*self.seated, *self.spared)
+    def take_back(self) -> None:
+        self.workers = (*self.workers, *self.spared)
         self.spared = []
 
     def run(self, seconds: float) -> list[TrialPhase]:
         phases = []
         for _ in range(round(seconds * 10)):
             self.clock.now += 0.1
-            for name in self.seated:
+            for name in self.workers:
                 self.throughput.note(name, round(self.speeds[name]), 0.1)
             rate = self.without if self.spared else self.together
             self.meter.note(round(rate * 0.1))
@@ -139,12 +139,12 @@ def test_a_death_brings_all_back_and_three_trials_are_enough() -> None:
     for deaths in range(1, 3):
         run.run(30)
         assert run.spared
-        run.occasion = (deaths, 0)
+        run.num_changes = deaths
         run.run(0.1)
         assert not run.spared
     run.run(30)
     assert run.spared
-    run.occasion = (9, 0)
+    run.num_changes = 9
     assert run.run(60) == [TrialPhase.TOGETHER, TrialPhase.SETTLED]
 
 

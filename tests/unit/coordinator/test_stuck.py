@@ -20,7 +20,7 @@ class Clock:
         for _ in range(seconds):
             self.now += 1
             for name, (step, what, ticks) in doing.items():
-                said = self.watch.hear(name, step=step, doing=what, ticks=ticks, now=self.now)
+                said = self.watch.on_beat(name, step=step, doing=what, ticks=ticks, now=self.now)
                 self.moved += [(name, said)] if said else []
             self.named += self.watch.newly_stuck(self.now).items()
             self.given_up += self.watch.hopeless(self.now, ending=ending).items()
@@ -42,7 +42,7 @@ def test_one_that_goes_on_says_so_and_may_hang_again() -> None:
     clock = Clock()
     clock.beat(80, a=(35, COMPUTING, 70))
     clock.beat(1, a=(36, COMPUTING, 71))
-    assert clock.moved == [("a", "goes on after 80 s (forward and backward)")]
+    assert clock.moved == [("a", "continues after 80 s (forward and backward)")]
     clock.beat(61, a=(36, LOADING, 71))
     assert [words for _, words in clock.named] == [
         "has been in step 35 for 60 s (forward and backward)",
@@ -74,9 +74,9 @@ def test_where_steps_are_long_they_are_not_named_again_and_again() -> None:
 def test_a_first_step_that_keeps_a_core_busy_may_compile() -> None:
     watch = StuckWatch(60.0)
     for now in range(1000):
-        watch.hear("a", step=1, doing=COMPUTING, ticks=0, now=now, busy=True)
-        watch.hear("b", step=1, doing=COMPUTING, ticks=3, now=now, busy=True)
-        watch.hear("c", step=1, doing=COMPUTING, ticks=0, now=now)
+        watch.on_beat("a", step=1, doing=COMPUTING, ticks=0, now=now, busy=True)
+        watch.on_beat("b", step=1, doing=COMPUTING, ticks=3, now=now, busy=True)
+        watch.on_beat("c", step=1, doing=COMPUTING, ticks=0, now=now)
     assert list(watch.newly_stuck(1000)) == ["b", "c"]
 
 

@@ -52,7 +52,7 @@ def play(queue: WorkQueue, seconds: dict[str, float], until_s: float) -> dict[st
 
 def test_parts_follow_speed() -> None:
     queue = WorkQueue()
-    queue.seat(["slow", "fast"])
+    queue.set_workers(["slow", "fast"])
     queue.extend(parts_of(400, 2))
     done = play(queue, {"slow": 0.09, "fast": 0.03}, until_s=10)
     assert done["fast"] / done["slow"] == pytest.approx(3, rel=0.05)
@@ -64,7 +64,7 @@ def test_parts_follow_speed() -> None:
 )
 def test_how_much_is_ahead_follows_the_workers_own_seconds(seconds: float, ahead: int) -> None:
     queue = WorkQueue()
-    queue.seat(["a"])
+    queue.set_workers(["a"])
     assert queue.room() == 1, "one, before anything is known"
     queue.extend(parts_of(600, 1))
     ((_, first),) = queue.deal()
@@ -76,7 +76,7 @@ def test_how_much_is_ahead_follows_the_workers_own_seconds(seconds: float, ahead
 
 def test_a_part_that_was_left_out_is_the_next_for_anybody() -> None:
     queue = WorkQueue()
-    queue.seat(["a", "b"])
+    queue.set_workers(["a", "b"])
     queue.extend(parts_of(3, 1))
     first, second = queue.deal()
     assert [first[1].key, second[1].key] == [(1, 0), (2, 0)]
@@ -89,15 +89,15 @@ def test_a_part_that_was_left_out_is_the_next_for_anybody() -> None:
 
 def test_what_is_in_hand_comes_back_in_front_and_in_order() -> None:
     queue = WorkQueue()
-    queue.seat(["a", "b"])
+    queue.set_workers(["a", "b"])
     queue.extend(parts_of(2, 3))
     queue.deal()
-    assert queue.in_hand == 2
+    assert queue.num_assigned == 2
     assert [part.key for part in queue.take_back()] == [(1, 0), (1, 1)]
-    assert queue.in_hand == 0
+    assert queue.num_assigned == 0
     assert [p.key for p in queue.waiting] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
     queue.remove([(1, 1), (2, 2)])
-    queue.seat(["b"])
+    queue.set_workers(["b"])
     assert [part.key for _, part in queue.deal()] == [(1, 0)]
 
 
@@ -106,7 +106,7 @@ def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> 
     chance = random.Random(seed)
     queue = WorkQueue()
     names = [f"w{i}" for i in range(workers)]
-    queue.seat(names)
+    queue.set_workers(names)
     everything = parts_of(6, 4)
     queue.extend(everything)
     hands: dict[str, list[QueuedPart]] = {name: [] for name in names}
@@ -117,7 +117,7 @@ def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> 
         if chance.random() < 0.1:
             assert len(queue.take_back()) == sum(map(len, hands.values()))
             names = [f"w{chance.randrange(9)}"]
-            queue.seat(names)
+            queue.set_workers(names)
             hands = {name: [] for name in names}
             continue
         name = chance.choice([n for n in hands if hands[n]])
@@ -134,7 +134,7 @@ def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> 
 
 def test_the_last_parts_go_to_whoever_is_free_first() -> None:
     queue = WorkQueue()
-    queue.seat(["slow", "fast"])
+    queue.set_workers(["slow", "fast"])
     queue.extend(parts_of(1, 2))
     for name, part in queue.deal():
         queue.done(name, part.key, {"slow": 0.2, "fast": 0.05}[name])

@@ -1,0 +1,108 @@
+"""The roster: every member that was started, with its role, its place and what it found in the job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.control.messages import Ready, WorkerFacts
+from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.options import RunOptions
+from manyhands.events import events
+from manyhands.events.sinks import Stream
+from manyhands.hosts.view import WORKER
+
+
+class Roster:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        options: RunOptions,
+        stream: Stream,
+        *,
+        assignment: Mapping[str, Any],
+        before: Roster | None = None,
+    ) -> None:
+        """`before`: the roster of the previous start. Its names are not used again."""
+        self.ready: dict[str, Ready] = {}
+        """What each member said when it was ready. Members that are gone stay in it."""
+        self.new: set[str] = set()
+        """Members started later than the first ones that have not joined a view yet."""
+        self._coordinator = coordinator
+        self._options = options
+        self._stream = stream
+        self._assignment = dict(assignment)
+        self._roles: dict[str, str] = {}
+        self._places: dict[str, int] = {}
+        self._numbers: Counter[str] = before._numbers if before else Counter()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All members, in the order in which they were started."""
+        return tuple(self._roles)
+
+    @property
+    def all_ready(self) -> bool:
+        return len(self.ready) == len(self._roles)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """What a worker found in the job. All workers found the same."""
+        return next(iter(self.worker_facts.values()))
+
+    @property
+    def worker_facts(self) -> dict[str, WorkerFacts]:
+        return {name: ready.facts for name, ready in self.ready.items() if ready.facts is not None}
+
+    def role(self, member: str) -> str:
+        return self._roles[member]
+
+    def is_worker(self, member: str) -> bool:
+        return self._roles[member] == WORKER
+
+    def place(self, member: str) -> int:
+        """Its local rank. A replacement takes the place of the member that it replaces, and its device."""
+        return self._places[member]
+
+    def is_alive(self, member: str) -> bool:
+        return self._coordinator.members[member].alive
+
+    def may_save(self, member: str) -> bool:
+        """If true, it sees the run folder and is not new, so that it has weights to save."""
+        return self._coordinator.members[member].handle.sees_run and member not in self.new
+
+    def start(self, role: str, place: int, *, saves: bool = False) -> None:
+        """Start one of the first members. `saves`: it writes the checkpoints for as long as it lives."""
+        self._start(role, place, {**self._assignment, "saves": saves})
+
+    def start_new(self, role: str, place: int) -> None:
+        """Start a member while the others train."""
+        # Not from the checkpoint of the start, which may be deleted by now: its peers send it the state.
+        self.new.add(
+            self._start(role, place, {**self._assignment, "checkpoint": None, "init_from": None})
+        )
+
+    def send(self, member: str, order: Mapping[str, Any]) -> None:
+        self._coordinator.say(member, "order", **order)
+
+    def kill(self, member: str) -> None:
+        self._coordinator.members[member].handle.kill()
+
+    def _start(self, role: str, place: int, assignment: Mapping[str, Any]) -> str:
+        name = f"{role}-{self._numbers[role]}"
+        self._numbers[role] += 1
+        self._roles[name], self._places[name] = role, place
+        member = self._coordinator.start(
+            name,
+            entry=self._options.programs[role],
+            local_rank=place,
+            threads=self._options.threads,
+            assignment={**assignment, "spans_hosts": self._coordinator.launcher.spans_hosts},
+            role=role,
+        )
+        handle = member.handle
+        self._stream.emit(
+            events.MemberStarted(member=name, host=handle.host, pid=handle.pid, log=str(member.log))
+        )
+        return name

@@ -1,0 +1,188 @@
+"""The training itself, once all members are ready: takes in their reports and hands out the next orders."""
+
+from __future__ import annotations
+
+from manyhands.control.messages import (
+    AppliedSteps,
+    CaughtUp,
+    EvaluationReport,
+    Joined,
+    Left,
+    LinkBroken,
+    Notice,
+    PeerRefused,
+    Rehearsed,
+    Report,
+    Saved,
+    Saving,
+    StepsReport,
+    Stopped,
+)
+from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
+from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
+from manyhands.coordinator.failure_handler import FailureHandler
+from manyhands.coordinator.job_checks import committed_event, evaluated_event, rate_event
+from manyhands.coordinator.membership import Membership
+from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.plan import TrainingPlan
+from manyhands.coordinator.run_stats import RunStats
+from manyhands.coordinator.straggler_trial import StragglerTrial
+from manyhands.events import events
+from manyhands.events.sinks import Stream
+from manyhands.runs.folder import RunFolder
+
+MAX_NOTE_CHARS = 500
+"""Length of a member's message to people; the rest is cut off."""
+
+
+class Training:
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        options: RunOptions,
+        run: RunFolder,
+        membership: Membership,
+        checkpoint_tracker: CheckpointTracker,
+        run_stats: RunStats,
+        failures: FailureHandler,
+        stream: Stream,
+    ) -> None:
+        self.plan = plan
+        self.dispatcher: Dispatcher = make_dispatcher(
+            options.config,
+            plan,
+            checkpoint_tracker,
+            membership.roster.send,
+            equal=options.equal_shares,
+        )
+        self._options = options
+        self._run = run
+        self._membership = membership
+        self._checkpoint_tracker = checkpoint_tracker
+        self._run_stats = run_stats
+        self._failures = failures
+        self._stream = stream
+        self._straggler_trial: StragglerTrial | None = None
+        if options.may_leave_out:
+            self._straggler_trial = StragglerTrial(
+                membership.pool, self.dispatcher.meter, self._notice
+            )
+        self._evaluation: dict[str, EvaluationReport] = {}
+        self._rehearsed: set[str] = set()
+        self._stopped: set[str] = set()
+        self._view = 0
+        """Number of the view that counts: reports of older ones are void."""
+
+    @property
+    def rehearsed(self) -> bool:
+        return self._rehearsed.issuperset(self.dispatcher.workers)
+
+    @property
+    def ending(self) -> bool:
+        """If true, the run stops, or was asked to."""
+        return self.dispatcher.finishing is not None or self._failures.stop_signal.received
+
+    def commit_view(self, *, steps_before: int | None = None) -> None:
+        """All have joined the view: commit what is in the weights, and dispatch the rest again.
+
+        `steps_before`: the steps that were committed before all members started again from a checkpoint.
+        """
+        membership, dispatcher, views = self._membership, self.dispatcher, self._membership.views
+        dispatcher.settle(views.applied())
+        self._commit_steps()
+        redone = dispatcher.restart(views.current)
+        if steps_before is not None:
+            redone = steps_before - self.plan.committed_step
+        dispatcher.catching_up, dispatcher.whole_steps = views.catching_up, views.whole_steps
+        self._view = views.current.number
+        self._evaluation, self._stopped = {}, set()
+        seconds = membership.commit_view()
+        if seconds is not None:
+            self._stream.emit(
+                events.Recovered(view=self._view, seconds=seconds, redone_steps=redone)
+            )
+
+    def advance(self) -> None:
+        """Hand out what is to be done next, or change the view if that is due and nothing is open."""
+        dispatcher, pool = self.dispatcher, self._membership.pool
+        if self._straggler_trial is not None:
+            self._straggler_trial.tick(dispatcher.throughput)
+        # A view change waits until nothing is open; a run that ends does not wait for new members.
+        change_view = pool.view_change_due and not self.ending
+        if not self.ending:
+            pool.start_waiting()
+        dispatcher.more(hold=change_view, brief=self._membership.views.changes_soon)
+        for change in self.plan.take_changes():
+            self._stream.emit(rate_event(change, self.plan))
+        if change_view and dispatcher.quiet:
+            pool.change_view()
+
+    def on_report(self, member: str, report: Report) -> None:
+        # Of a view that is being joined, only the joining counts; of older ones, only what was done.
+        membership, views = self._membership, self._membership.views
+        current = report.view == self._view
+        recovers = self._failures.recovers and not membership.leaving
+        match report:
+            case Joined():
+                views.join(member, report)
+            case CaughtUp() if current:
+                views.catching_up.discard(member)
+            case Notice(message=message):
+                self._notice(f"{member}: {message[:MAX_NOTE_CHARS]}")
+            case Rehearsed():
+                self._rehearsed.add(member)
+            case StepsReport() if current:
+                for row in report.rows:
+                    self.dispatcher.add(member, row)
+                self._commit_steps()
+            case EvaluationReport() if current and not views.joining:
+                self._evaluation[member] = report
+                self._on_evaluation()
+            case Stopped() if current and not views.joining:
+                self._stopped.add(member)
+                if self._stopped.issuperset(self.dispatcher.members):
+                    membership.dismiss()
+                    self.dispatcher.tell_all(order="leave")
+            case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
+                membership.reconnect(member, peer)
+            case PeerRefused() if recovers and report.view == views.current.number:
+                membership.expel(report.peer, accuser=member, reason=report.why)
+            case Left(settled=AppliedSteps(pushes=pushes)) if pushes:
+                self._run_stats.pushes = dict(pushes)
+            case Saving():
+                self.dispatcher.saving(member, report.step)
+            case Saved():
+                self._checkpoint_tracker.written(member, report.step, report)
+                self._checkpoint_tracker.commit_written(self.plan)
+
+    def _commit_steps(self) -> None:
+        for step in self.dispatcher.committed():
+            if not self._run_stats.samples:
+                self._run.forget_summary()
+            if self._run_stats.add(step):
+                limit = self._options.max_bad_steps
+                until = f" until {limit} steps in a row have no finite loss" if limit else ""
+                self._notice(
+                    f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
+                    f"rate, warm-up or clip_norm may help; training continues{until}"
+                )
+            self._stream.emit(committed_event(step, lockstep=self._options.config.lockstep))
+        if self._run_stats.bad_steps.too_many:
+            self.plan.stop("diverged", save=False)
+        self._checkpoint_tracker.commit_written(self.plan)
+        for worker, times in self.dispatcher.throughput.news(self.dispatcher.workers):
+            self._notice(f"{worker} computes {times:.1f} times slower than the median")
+
+    def _on_evaluation(self) -> None:
+        workers = self.dispatcher.workers
+        if not self._evaluation.keys() >= set(workers):
+            return
+        parts = [self._evaluation[name] for name in workers]
+        self._evaluation = {}
+        # Otherwise a stop was requested meanwhile, and a resumed run evaluates again.
+        if self.plan.awaiting:
+            self._stream.emit(evaluated_event(parts, self.plan))
+        self.dispatcher.evaluated()
+
+    def _notice(self, message: str) -> None:
+        self._stream.emit(events.Noticed(message=message))

@@ -1,0 +1,199 @@
+"""How many workers there should be: replaces members that died, resizes the run, leaves stragglers out.
+
+New members are started while the others train. Once one is ready, no more work is handed out; when
+nothing is open, the next view includes it, or lacks a worker that is not wanted any more. A new member
+that fails before it has joined a view is not a loss, only a failed attempt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.roster import Roster
+from manyhands.coordinator.views import Views
+from manyhands.errors import ManyhandsError
+from manyhands.events import events
+from manyhands.events.sinks import Stream
+from manyhands.hosts.view import SERVER, WORKER
+
+
+class WorkerPool:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        options: RunOptions,
+        roster: Roster,
+        views: Views,
+        stream: Stream,
+    ) -> None:
+        self.target = options.workers
+        """How many workers there should be."""
+        self.num_changes = 0
+        """Counts losses and resizes: whatever changes the workers besides leaving stragglers out."""
+        self._coordinator = coordinator
+        self._options = options
+        self._roster = roster
+        self._views = views
+        self._stream = stream
+        self._num_restarts = 0
+        self._waiting: list[tuple[str, int]] = []
+        """Role and place of members to start as soon as a host has a free slot."""
+        self._leaving: set[str] = set()
+        """Stragglers that are to leave, one a view."""
+        self._left_out: list[int] = []
+        """The places of stragglers that have left."""
+
+    # The first members ------------------------------------------------------------------------
+
+    @property
+    def has_slots(self) -> bool:
+        """If true, the hosts have free slots for as many members as are needed to start."""
+        options, servers = self._options, self._options.servers
+        fewer = options.config.elastic and not servers
+        workers = options.min_workers if fewer else options.workers
+        return self._coordinator.launcher.room(workers, servers)
+
+    def start_first(self) -> None:
+        launcher = self._coordinator.launcher
+        for role, number in ((WORKER, self._options.workers), (SERVER, self._options.servers)):
+            for place in range(number):
+                if launcher.slots(role):
+                    self._roster.start(role, place, saves=role == WORKER and place == 0)
+                else:
+                    self._waiting.append((role, place))
+
+    # Replacing and resizing -------------------------------------------------------------------
+
+    @property
+    def may_replace(self) -> bool:
+        return self._num_restarts < self._options.max_restarts
+
+    @property
+    def expects_members(self) -> bool:
+        """If true, a member is being started, or will be once there is a slot."""
+        return bool(self._roster.new or self._waiting)
+
+    def replace(self, member: str) -> None:
+        """Start another member in its place, unless there are enough, or too many were replaced already."""
+        if not self.may_replace or (self._roster.is_worker(member) and self._enough_workers):
+            return
+        self._num_restarts += 1
+        self._add(self._roster.role(member), self._roster.place(member))
+
+    def resize(self, workers: int) -> None:
+        self.target = workers
+        self.num_changes += 1
+        self._leaving.clear()
+        self._left_out.clear()
+        self._coordinator.launcher.want(workers)
+        self._waiting = [(role, place) for role, place in self._waiting if role != WORKER]
+        roster = self._roster
+        present = [name for name in self._views.workers if roster.is_alive(name)]
+        coming = [name for name in roster.names if name in roster.new and roster.is_worker(name)]
+        for name in coming[max(0, workers - len(present)) :]:
+            roster.new.discard(name)
+            roster.kill(name)
+        used = {roster.place(name) for name in (*present, *coming)}
+        free = (place for place in itertools.count() if place not in used)
+        missing = max(0, workers - len(present) - len(coming))
+        self._add(WORKER, *itertools.islice(free, missing))
+
+    def start_waiting(self) -> None:
+        """Start those that had to wait for a free slot."""
+        waiting, self._waiting = self._waiting, []
+        for role, place in waiting:
+            self._add(role, place, notify=False)
+
+    @property
+    def view_change_due(self) -> bool:
+        """If true, the next view should be formed as soon as nothing is open."""
+        return bool(self._ready or self._surplus or self._views.needs_other_writer)
+
+    def change_view(self) -> None:
+        """Form the next view: nothing is open, so that a worker may leave, and new members may enter."""
+        released = self._surplus
+        if released is not None:  # what it holds another member has, too
+            if released in self._leaving:
+                self._leaving.discard(released)
+                self._left_out.append(self._roster.place(released))
+            self._coordinator.members[released].left = True
+            self._roster.kill(released)
+        stay = [name for name in self._views.current.names if name != released]
+        self._views.form([*stay, *self._ready])
+
+    def dismiss_new(self) -> None:
+        """The run ends: nobody waits for members that have not joined yet."""
+        for name in self._roster.new:
+            self._roster.kill(name)
+
+    # Stragglers (see straggler_trial.py) ------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return self._views.workers
+
+    @property
+    def changes_soon(self) -> bool:
+        return self._views.changes_soon
+
+    def device_type(self, worker: str) -> str:
+        return self._roster.ready[worker].seat.device.partition(":")[0]
+
+    def can_leave_out(self, number: int) -> bool:
+        return len(self._views.workers) - number >= max(1, self._options.min_workers)
+
+    def leave_out(self, workers: Sequence[str]) -> None:
+        """Let these workers leave, one a view."""
+        self._leaving = set(workers)
+
+    def take_back(self) -> None:
+        """Start others in the places of the stragglers that were left out."""
+        self._leaving.clear()
+        places, self._left_out = self._left_out, []
+        self._add(WORKER, *places)
+
+    # ------------------------------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> list[str]:
+        """New members that are ready and wait to be in a view."""
+        roster, view = self._roster, self._views.current
+        ready = roster.new & roster.ready.keys() - set(view.names)
+        return [name for name in roster.names if name in ready]
+
+    @property
+    def _surplus(self) -> str | None:
+        """A worker that should leave. One at a time: what it serves has only one replica."""
+        workers = self._views.workers
+        if leaving := [name for name in workers if name in self._leaving]:
+            return leaving[-1]
+        return workers[-1] if len(workers) > self.target - len(self._left_out) else None
+
+    @property
+    def _enough_workers(self) -> bool:
+        """If true, as many workers as wanted are here or on their way."""
+        roster = self._roster
+        names = {*self._views.current.names, *roster.new}
+        waiting = sum(role == WORKER for role, _ in self._waiting) + len(self._left_out)
+        alive = sum(roster.is_worker(name) and roster.is_alive(name) for name in names)
+        return waiting + alive >= self.target
+
+    def _add(self, role: str, *places: int, notify: bool = True) -> None:
+        """Start new members in these places, or later where there is no slot."""
+        waiting = []
+        for place in places:
+            if not self._coordinator.launcher.slots(role):
+                waiting.append((role, place))
+                continue
+            try:
+                self._roster.start_new(role, place)
+            except ManyhandsError as error:
+                self._stream.emit(events.Noticed(message=f"no new {role} was started: {error}"))
+        self._waiting += waiting
+        if waiting and notify:
+            who = f"another {role}" if len(waiting) == 1 else f"{len(waiting)} {role}s"
+            message = f"{who} will start as soon as there are free slots"
+            self._stream.emit(events.Noticed(message=message))
