@@ -14,7 +14,6 @@ EXCEPTIONS: dict[str, str] = {
     "Member": "to be split",
     "Acceptor": "to be split",
     "Client": "to be split",
-    "PsLearner": "to be split",
     "Server": "to be split",
     "Link": "to be split",
     "Listener": "to be split",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -125,6 +125,27 @@ class FlatTensors:
     def close(self) -> None:
         if self.segment is not None:
             self.segment.close()
+
+
+@dataclass
+class GradientSums:
+    """The aggregated gradients of the last two versions."""
+
+    flats: Sequence[FlatTensors]
+    versions: list[int] = field(default_factory=lambda: [0, 0])
+
+    def of(self, version: int) -> FlatTensors:
+        return self.flats[version % len(self.flats)]
+
+    def has(self, version: int) -> bool:
+        return self.versions[version % 2] == version
+
+    def begin(self, version: int) -> None:
+        """Forget what was there: it is overwritten."""
+        self.versions[version % 2] = 0
+
+    def note(self, version: int) -> None:
+        self.versions[version % 2] = version
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -1,16 +1,28 @@
-"""Where gradients land: in the flat memory that servers read, as soon as the backward has made them.
+"""A worker's gradients and parameters in flat memory, from backward to push.
 
-A parameter has no gradient of its own when a backward begins, so the backward hands over what it made
-instead of adding it to something; a hook copies it (it adds, from the second micro-batch on) while it is
-still in the cache, and drops it. The large matrices of plain linear layers skip even that: their gradient
-is one matrix product (weights_first.py), which is told to write where it should land.
+    GradientBuffer    a backward puts each gradient into the memory that servers read, as soon as it is made
+    WorkerMemory      the buffers themselves, and the parameters that the model computes with
+    Overlap           over the network: gradients leave while backward goes on, parameters arrive while the
+                      next forward has begun
+
+A parameter has no `.grad` when a backward begins, so autograd hands over what it made instead of adding it
+to something; a hook copies it (from the second micro-batch on it adds) while it is still in the cache, and
+drops it. The large matrices of plain linear layers skip even the copy: their gradient is one matrix product
+(weights_first.py), which is told to write into the buffer.
+
+A span of a gradient is sent as soon as the backward has finished the last parameter in it. A layer's forward
+waits only for the spans with its own parameters. Which layers use which parameters is only certain in a chain
+(nn.Sequential, at any depth); any other module may reach into its children, as attention does, and waits for
+everything below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +30,27 @@ from torch import Tensor, nn
 from manyhands.collectives.weights_first import weights_first
 from manyhands.ps.block_store import FlatTensors
 
+if TYPE_CHECKING:
+    from manyhands.ps.client import Client
+
 
 class GradientBuffer:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.landed: Callable[[Tensor], None] = lambda parameter: None
-        """Told of each parameter whose gradient has landed."""
+        """Called with each parameter whose gradient is complete."""
         self._parameters = dict(parameters)
         self._pieces: dict[int, dict[int, Tensor]] = {}
         self._target: dict[int, Tensor] = {}
         self._written: set[int] = set()
-        # Of the node that ends a parameter's part of the graph: it runs once a backward, when all uses
-        # of the parameter are done, also if each of them has already put its gradient in place.
+        # Hooks on the node that accumulates a parameter's gradient: it runs once per backward, after all
+        # uses of the parameter, also if each of them has already put its gradient in place.
         self._nodes = [_last_node(parameter) for parameter in self._parameters.values()]
         for parameter, node in zip(self._parameters.values(), self._nodes, strict=True):
             node.register_hook(partial(self._land, parameter))
         weights_first(model, self)
 
     def begin(self, flat: FlatTensors) -> None:
-        """The next backward, or several, go here."""
+        """The next backward, or several, write here."""
         if id(flat) not in self._pieces:
             self._pieces[id(flat)] = {
                 id(parameter): flat.piece(name).view_as(parameter)
@@ -47,18 +62,18 @@ class GradientBuffer:
             parameter.grad = None
 
     def finish(self) -> None:
-        """What no backward has reached has a gradient of zero."""
+        """Zero the gradients that no backward has reached."""
         for key, piece in self._target.items():
             if key not in self._written:
                 piece.zero_()
         self._target = {}
 
     def expects(self, weight: Tensor) -> bool:
-        """Whether a gradient of this parameter would land."""
+        """Whether a gradient of this parameter belongs here."""
         return id(weight) in self._target
 
     def multiply(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-        """The gradient of a parameter is, or is also, this product."""
+        """Add this product to a parameter's gradient; returns it if it belongs elsewhere."""
         key = id(weight)
         piece = self._target.get(key)
         if piece is None:
@@ -73,7 +88,7 @@ class GradientBuffer:
     def _land(self, parameter: nn.Parameter, *unused: object) -> None:
         key, gradient = id(parameter), parameter.grad
         if key not in self._target:
-            return  # not a step: somebody looks at gradients on their own
+            return  # not in a step: the job computes gradients of its own
         if gradient is not None:
             piece = self._target[key]
             with torch.no_grad():
@@ -84,6 +99,188 @@ class GradientBuffer:
                     self._written.add(key)
             parameter.grad = None
         self.landed(parameter)
+
+
+class WorkerMemory:
+    """A worker's gradient buffers, and the parameters that its model computes with."""
+
+    def __init__(
+        self,
+        buffer: GradientBuffer,
+        params: FlatTensors,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        num_slots: int,
+        shared: bool,
+        device: str,
+        copies_params: bool,
+    ) -> None:
+        """`parameters` become views of flat memory: of `params`, which the servers update or send, or of a
+        copy on `device`. `copies_params`: if true, there is a copy on the CPU too, because parameters
+        arrive while the model computes."""
+        layout = params.layout
+        self.slots = [
+            FlatTensors.shared(layout, label="manyhands-gradients")
+            if shared
+            else FlatTensors.private(layout)
+            for _ in range(num_slots)
+        ]
+        """What the servers read."""
+        self._buffer, self._params = buffer, params
+        self._copy: FlatTensors | None = None
+        self._on_device: FlatTensors | None = None
+        """Where a backward on a GPU writes, before it is copied to a slot."""
+        if device != "cpu":
+            self._copy = FlatTensors.private(layout, device=device)
+            self._on_device = FlatTensors.private(layout, device=device)
+        elif copies_params:
+            self._copy = FlatTensors.private(layout)
+        self.refresh()
+        for name, parameter in parameters.items():
+            parameter.data = (self._copy or params).piece(name).view_as(parameter)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the model computes with a copy of the parameters."""
+        return self._copy is not None
+
+    def refresh(self) -> None:
+        """Bring a copy of the parameters up to date."""
+        if self._copy is not None:
+            self._copy.copy_(self._params)
+
+    def begin(self, slot: int) -> None:
+        """The next backward, or several, write into this slot."""
+        self._buffer.begin(self._on_device or self.slots[slot])
+
+    def finish(self, slot: int) -> None:
+        """The gradient is complete."""
+        self._buffer.finish()
+        if self._on_device is not None:
+            self.slots[slot].copy_(self._on_device)
+
+
+Where = tuple[str, int]
+"""(server, index of one of its spans)."""
+
+
+class Overlap:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        gradient_buffer: GradientBuffer,
+    ) -> None:
+        self._model = model
+        self._gradient_buffer = gradient_buffer
+        self._parameters = parameters
+        self._client: Client | None = None
+        self._where: dict[int, list[Where]] = {}
+        self._pieces: dict[Where, int] = {}
+        self._left: dict[Where, int] = {}
+        self._order: dict[Where, int] = {}
+        self._unsent: set[Where] = set()
+        self._push: tuple[int, int] | None = None
+        self._accumulating = False
+        self._handles: list[Any] = []
+
+    def follow(self, client: Client, *, enabled: bool) -> None:
+        """Send to the servers of this client. Unless `enabled`, gradients all leave at the end, and forwards
+        do not wait."""
+        self.stop()
+        travelling = client.travelling()
+        if not travelling:
+            return
+        self._client = client
+        self._where, self._pieces, self._order = defaultdict(list), defaultdict(int), {}
+        layout = client.layout
+        for name, parameter in self._parameters.items():
+            slot = layout.slots[name]
+            for server, runs in travelling.items():
+                for i, run in enumerate(runs):
+                    if (
+                        run.buffer == slot.buffer
+                        and run.start < slot.stop
+                        and slot.start < run.stop
+                    ):
+                        self._where[id(parameter)].append((server, i))
+                        self._pieces[server, i] += 1
+                        self._order.setdefault((server, i), len(self._order))
+        for server, runs in travelling.items():
+            for i in range(len(runs)):
+                self._order.setdefault((server, i), len(self._order))
+        if not enabled:
+            return
+        self._gradient_buffer.landed = self._done
+        for module, owned in _waits(self._model):
+            needed: dict[str, set[int]] = defaultdict(set)
+            for parameter in owned:
+                for server, i in self._where.get(id(parameter), ()):
+                    needed[server].add(i)
+            if needed:
+                wanted = {server: sorted(numbers) for server, numbers in needed.items()}
+                self._handles.append(module.register_forward_pre_hook(_waiting_for(client, wanted)))
+
+    def stop(self) -> None:
+        self._gradient_buffer.landed = lambda parameter: None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._client, self._push = None, None
+
+    def begin(self, seq: int, slot: int) -> None:
+        if self._client is not None:
+            self._push = (seq, slot)
+            self._left = dict(self._pieces)
+            self._unsent = set(self._order)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A context in which gradients stay here: another backward will add to them."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def finish(self) -> None:
+        """Backward is over: send what has not left yet."""
+        if self._client is not None:
+            for where in sorted(self._unsent, key=self._order.__getitem__):
+                self._send(where)
+            self._push = None
+
+    def _done(self, parameter: Tensor) -> None:
+        if self._push is None or self._accumulating:
+            return
+        for where in self._where.get(id(parameter), ()):
+            self._left[where] -= 1
+            if not self._left[where]:
+                self._send(where)
+
+    def _send(self, where: Where) -> None:
+        assert self._client is not None
+        assert self._push is not None
+        self._unsent.discard(where)
+        seq, slot = self._push
+        server, i = where
+        self._client.push_run(server, i, seq=seq, slot=slot, priority=self._order[where])
+
+
+def _waits(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Modules that wait before their forward, each with the parameters that it waits for."""
+    if type(module) is nn.Sequential:
+        for child in module.children():
+            yield from _waits(child)
+    else:
+        yield module, list(module.parameters())
+
+
+def _waiting_for(client: Client, runs: Mapping[str, list[int]]) -> Any:
+    def wait(module: nn.Module, arguments: Any) -> None:
+        client.wait_for_runs(runs)
+
+    return wait
 
 
 def _last_node(parameter: nn.Parameter) -> Any:

@@ -1,37 +1,41 @@
 """The worker's half of the parameter-server strategies: computes on what the servers hold.
 
-begin     wait for leave to begin (sync: the round before is over), and for a free gradient buffer
+begin     wait until the step may begin (sync: the previous round is over), and for a free gradient buffer
 compute   forward and backward; gradients are written where the servers read, or travel while the
           backward goes on
 push      tell the servers
-finish    in rounds: until the update is made. Otherwise not at all: the next step begins at once,
-          on the other gradient buffer, and the report of this one is resolved when the news come
+finish    in rounds, wait until the update is made. Otherwise the next step begins at once, on the other
+          gradient buffer, and the report of this one is resolved when the servers answer
+
+How a push reaches the servers is chosen once per view: `RoundWorker` (rounds.py) through a table in shared
+memory, `MessagePushes` by messages.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from manyhands.compute.gradients import StepReport, gradients, row_seed
 from manyhands.contract import Learner
-from manyhands.embeddings.modules import RowModel, bind
+from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.remote import RemoteTables
-from manyhands.embeddings.sparse_grads import SharedGrads
-from manyhands.errors import JobError, SpecError
-from manyhands.ps.block_store import FlatTensors, bytes_of, clip_factor
+from manyhands.errors import JobError
+from manyhands.ps.block_store import bytes_of, clip_factor
 from manyhands.ps.client import Client
 from manyhands.ps.config import ParameterServer
-from manyhands.ps.gradient_buffer import GradientBuffer
+from manyhands.ps.gradient_buffer import GradientBuffer, Overlap, WorkerMemory
 from manyhands.ps.ledger import Contribution
 from manyhands.ps.model_layout import piece_state
 from manyhands.ps.node import PsNode
-from manyhands.ps.overlap import Overlap
 from manyhands.ps.rounds import RoundWorker
+from manyhands.ps.row_pushes import RowPushes, row_pushes
 from manyhands.ps.server_connection import PushOutcome
 
 if TYPE_CHECKING:
@@ -40,27 +44,113 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import Me, View
 
 
+class Pushes(Protocol):
+    """How this worker's gradients reach the servers, and how it learns that an update is made."""
+
+    @property
+    def ticks(self) -> int:
+        """Steps of the schedule that the servers have done."""
+
+    def begin(self) -> tuple[int, int]:
+        """Wait until the next step may begin; returns its number and a free slot for its gradient."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context for backwards whose gradients are not complete."""
+
+    def push(
+        self, push: Contribution, report: StepReport, rows: Mapping[str, memoryview] | None
+    ) -> None:
+        """The gradient is complete. `rows` are gradients of table rows that travel with it."""
+
+    def finish(self) -> None:
+        """Wait until the next step would find its update, where updates are made in rounds."""
+
+    def take_bytes_sent(self) -> int:
+        """Bytes sent over the network since the last call, by this worker and for it by servers."""
+
+
+class MessagePushes:
+    """Pushes by message; gradients lie in shared memory, or travel."""
+
+    def __init__(self, node: PsNode, overlap: Overlap, *, waits_for_params: bool) -> None:
+        """`waits_for_params`: if true, a step begins when all parameters are here, not only the first."""
+        self._overlap = overlap
+        self._rounds, self._lockstep = node.mode.rounds, node.config.lockstep
+        self._counts_bytes = not node.shared
+        self._waits_for_params = waits_for_params
+        self._client: Client | None = None
+        self._reports: dict[int, StepReport] = {}
+        """Of pushes whose outcome is not known."""
+        self._last = self._began = self._sent = 0
+
+    def start(self, client: Client, *, enabled: bool) -> None:
+        self._client = client
+        self._overlap.follow(client, enabled=enabled)
+
+    @property
+    def ticks(self) -> int:
+        return self._joined().ticks
+
+    def begin(self) -> tuple[int, int]:
+        client = self._joined()
+        self._last, slot = client.begin(rounds=self._rounds)
+        self._began = client.version
+        if self._waits_for_params:
+            client.wait_for_runs()
+        self._overlap.begin(self._last, slot)
+        return self._last, slot
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self._overlap.accumulating()
+
+    def push(
+        self, push: Contribution, report: StepReport, rows: Mapping[str, memoryview] | None
+    ) -> None:
+        self._overlap.finish()
+        if not self._lockstep:
+            report.resolved = False
+            self._reports[push.seq] = report
+        self._joined().push(push, began=self._began, baskets=rows)
+
+    def resolve(self, seq: int, outcome: PushOutcome) -> None:
+        """Complete the report of a push; called in a thread of the client's."""
+        if (report := self._reports.pop(seq, None)) is not None:
+            report.staleness, report.dropped = outcome.staleness, outcome.left_out
+            if outcome.lr is not None:
+                report.lr = outcome.lr
+            report.resolved = True
+
+    def finish(self) -> None:
+        if self._rounds:
+            self._joined().finish(self._last)
+
+    def take_bytes_sent(self) -> int:
+        if not self._counts_bytes:
+            return 0
+        client = self._joined()
+        total = client.bytes_sent + client.bytes_of_servers
+        since, self._sent = total - self._sent, total
+        return since
+
+    def _joined(self) -> Client:
+        assert self._client is not None, "a view comes before the first step"
+        return self._client
+
+
 class PsLearner(Learner):
     def __init__(self, config: ParameterServer) -> None:
         self._config = config
         self._client: Client | None = None
-        self._slots: list[FlatTensors] = []
-        self._computed: FlatTensors | None = None
-        """The parameters that the model computes with, where they are not those of the servers."""
-        self._gradient: FlatTensors | None = None
-        """Where the backward writes, where it is not a slot: on a GPU."""
-        self._reports: dict[int, StepReport] = {}
+        self._memory: WorkerMemory | None = None
+        self._pushes: Pushes | None = None
+        self._rows: RowPushes | None = None
+        """For gradients of table rows, if the model has tables."""
         self._in_step: tuple[int, int] | None = None
         self._in_flight: StepReport | None = None
         """Of the step whose push the servers may have; until `step` returns it."""
         self._before: list[Tensor] = []
-        self._sent = 0
+        """The model's buffers before the step."""
         self._exchanges = 0
-        self._turns: RoundWorker | None = None
-        self._baskets: list[SharedGrads] = []
-        """For gradients of table rows, one a slot, where servers change the rows."""
-        self._packed: dict[str, memoryview] | None = None
-        """Gradients of table rows that travel with the next push."""
         self._seen = 0
         """The newest version of the parameters that this worker has computed with."""
 
@@ -69,9 +159,8 @@ class PsLearner(Learner):
         # The scheduler here only tells the rate: the servers' optimizers do the steps.
         train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._node = PsNode(self._config, train_state, me)
-        self._rounds = self._node.mode.rounds
-        self._gradient_buffer = GradientBuffer(train_state.model, self._node.parameters)
-        self._overlap = Overlap(train_state.model, self._node.parameters, self._gradient_buffer)
+        self._buffer = GradientBuffer(train_state.model, self._node.parameters)
+        self._overlap = Overlap(train_state.model, self._node.parameters, self._buffer)
 
     # The view -----------------------------------------------------------------------------------
 
@@ -87,62 +176,78 @@ class PsLearner(Learner):
             self._seen = max(self._seen, self._client.version)
         self._drop_client()
         node.leave(view)
-        self._reports.clear()
         node.check()
-        if not self._slots:
-            node.find_memory(view)
-            self._lay_out()
-        self._find_baskets()
-        node.enter(view, local={me.name: self._slots})
+        if self._memory is None:
+            self._memory = self._lay_out(view)
+            self._rows = row_pushes(node)
+        memory = self._memory
+        node.enter(view, local={me.name: memory.slots})
         assert node.params is not None
-        self._sent, self._exchanges = 0, 0
-        self._client = Client(
+        self._exchanges = 0
+        waits = node.mode.rounds and memory.has_copy
+        pushes = MessagePushes(node, self._overlap, waits_for_params=waits)
+        client = self._client = Client(
             me.name,
             view=view.number,
             servers=node.servers_in(view),
             dial=node.dial,
             params=node.params,
-            slots=self._slots,
+            slots=memory.slots,
             check=node.check,
             timeout_s=me.timeouts.collective_s,
-            resolved=self._resolve,
+            resolved=pushes.resolve,
             refused=node.refused,
             seen=self._seen,
-            baskets=[basket.address for basket in self._baskets],
+            baskets=self._rows.addresses if self._rows is not None else (),
             replica=node.replica_version if node.server is not None else None,
             send_gate=node.send_gate,
             activity=self.train_state.activity,
         )
         if node.server is not None:
-            node.server.followed = self._client.wake_up
+            node.server.followed = client.wake_up
         node.wait_until_begun()
         if isinstance(self.train_state.tables, RemoteTables):
             near = node.server.near if node.server is not None else None
-            self.train_state.tables.connect(self._client, near)
-        self._take_turns()
-        if self._in_step is not None and self._in_step not in self._client.last_parts:
+            self.train_state.tables.connect(client, near)
+        if self._in_step is not None and self._in_step not in client.last_parts:
             for buffer, before in zip(model_buffers(self.train_state), self._before, strict=True):
                 buffer.copy_(before)  # the step will be done again, and must find them as it did
             self._in_flight = None
         self._in_step = None
-        self._client.wait_for_runs()
-        node.schedule_clock.advance(self._client.ticks)
-        self._refresh()
-        self._overlap.follow(self._client, enabled=self._rounds and self._computed is None)
-
-    def _take_turns(self) -> None:
-        """Where rounds are agreed on in shared memory: this worker's half of it."""
-        node, self._turns = self._node, None
+        client.wait_for_runs()
+        node.schedule_clock.advance(client.ticks)
+        memory.refresh()
         if node.rounds is not None:
-            table, bell = node.rounds
-            self._turns = RoundWorker(
-                self.me.name,
-                table,
-                bell,
+            self._pushes = RoundWorker(
+                me.name,
+                *node.rounds,
                 server=node.server.rounds if node.server is not None else None,
-                check=node.check,
-                timeout_s=self.me.timeouts.collective_s,
+                check=self._check,
+                timeout_s=me.timeouts.collective_s,
             )
+        else:
+            pushes.start(client, enabled=node.mode.rounds and not memory.has_copy)
+            self._pushes = pushes
+
+    def _check(self) -> None:
+        """Raises if there is nothing left to wait for."""
+        server = self._node.server
+        if self.me.view_changing or (server is not None and server.error is not None):
+            self._node.check()
+
+    def _lay_out(self, view: View) -> WorkerMemory:
+        node = self._node
+        node.find_memory(view)
+        assert node.params is not None
+        return WorkerMemory(
+            self._buffer,
+            node.params,
+            node.parameters,
+            num_slots=node.mode.slots,
+            shared=node.shared,
+            device=self.train_state.device,
+            copies_params=not node.shared and not self._config.lockstep,
+        )
 
     def rescued(self) -> StepReport | None:
         report, self._in_flight = self._in_flight, None
@@ -171,128 +276,45 @@ class PsLearner(Learner):
         if self._client is not None:
             self._overlap.stop()
             self._client.close()
-            self._client = None
-
-    def _lay_out(self) -> None:
-        """Let the model compute with the flat memory itself, or with flat copies of it."""
-        node, train_state = self._node, self.train_state
-        assert node.params is not None
-        layout, count = node.layout, node.mode.slots
-        on_host = train_state.device == "cpu"
-        if node.shared:
-            self._slots = [
-                FlatTensors.shared(layout, label="manyhands-gradients") for _ in range(count)
-            ]
-        else:
-            self._slots = [FlatTensors.private(layout) for _ in range(count)]
-        if not on_host:
-            self._computed = FlatTensors.private(layout, device=train_state.device)
-            self._gradient = FlatTensors.private(layout, device=train_state.device)
-        elif not node.shared and not self._config.lockstep:
-            # News arrive while the model computes.
-            self._computed = FlatTensors.private(layout)
-        params = self._computed or node.params
-        if self._computed is not None:
-            self._computed.copy_(node.params)
-        for name, parameter in node.parameters.items():
-            parameter.data = params.piece(name).view_as(parameter)
-
-    def _find_baskets(self) -> None:
-        """Where an update is made of several workers' gradients, servers change the rows of tables too;
-        otherwise each worker does."""
-        tables, model = self.train_state.tables, self.train_state.model
-        if not tables.specs or self._baskets or isinstance(tables, RemoteTables):
-            return
-        if not self._node.shared:
-            self.train_state.tables = RemoteTables(
-                tables,
-                adds=isinstance(model, RowModel),
-                bits=self._config.row_bits,
-                age=self._node.mode.row_age,
-            )
-            bind(model, self.train_state.tables)
-        if not self._rounds:
-            return
-        if isinstance(model, RowModel):
-            raise SpecError(
-                f"{self._config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
-                "Use  --strategy ps:async  or  --strategy ps:ssp."
-            )
-        if self._node.shared:
-            self._baskets = [SharedGrads.create(tables.specs) for _ in self._slots]
-
-    def _give_rows(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
-        """The gradients of table rows: to the servers, or straight into the rows."""
-        tables = self.train_state.tables
-        basket = tables.take()
-        if isinstance(tables, RemoteTables):
-            self._packed = tables.give(self.me.name, slot, basket)
-        elif self._baskets:
-            self._baskets[slot].put(basket)
-        elif basket and share.samples:
-            # The part is an update of its own: the mean over it, moving the rows by its part of a step.
-            part = share.samples / share.total
-            mean = 1 / part if self.train_state.weight is None else 1 / float(weight)
-            tables.stores.apply(
-                [basket], [mean], lr=lr * part, base_lr=self.train_state.base_lr, now=share.step
-            )
-
-    def _refresh(self) -> None:
-        if self._computed is not None:
-            assert self._node.params is not None
-            self._computed.copy_(self._node.params)
+            self._client = self._pushes = None
 
     # A step -------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
-        client, train_state, started = self._joined(), self.train_state, time.perf_counter()
-        turns = self._turns
-        seq, slot = (0, 0) if turns else client.begin(rounds=self._rounds)
-        began, version = time.perf_counter(), client.version
+        pushes, memory, train_state = self._pushes, self._memory, self.train_state
+        assert pushes is not None
+        assert memory is not None
+        started = time.perf_counter()
+        seq, slot = pushes.begin()
+        began = time.perf_counter()
         self._in_step = (share.step, share.part)
         self._before = [buffer.clone() for buffer in model_buffers(train_state)]
-        self._node.schedule_clock.advance(turns.ticks if turns else client.ticks)
-        if self._rounds and self._computed is not None:
-            client.wait_for_runs()
-        self._refresh()
+        self._node.schedule_clock.advance(pushes.ticks)
+        memory.refresh()
         lr = train_state.lr
-        self._gradient_buffer.begin(self._gradient or self._slots[slot])
-        self._overlap.begin(seq, slot)
-        weight, loss = gradients(
-            train_state, share, total=_not_known, local=self._overlap.accumulating
-        )
-        self._gradient_buffer.finish()
-        self._give_rows(share, slot, weight, lr)
-        if self._gradient is not None:
-            self._slots[slot].copy_(self._gradient)
-        self._overlap.finish()
+        memory.begin(slot)
+        weight, loss = gradients(train_state, share, total=_not_known, local=pushes.accumulating)
+        memory.finish(slot)
+        rows = self._rows.push(share, slot, weight, lr) if self._rows is not None else None
         report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
+        push = self._contribution(share, seq, slot, weight, float(loss))
         computed = time.perf_counter()
         report.compute_s, report.wait_s = computed - began, began - started
         self._in_flight = report
-        self._push(client, share, seq, slot, weight, version, report)
-        if turns is not None:
-            turns.finish()
-        elif self._rounds:
-            client.finish(seq)
+        pushes.push(push, report, rows)
+        pushes.finish()
         ended = time.perf_counter()
         self._in_step, self._in_flight = None, None
         report.wait_s = (began - started) + (ended - computed)
-        report.bytes_sent = self._bytes_since()
+        report.bytes_sent = pushes.take_bytes_sent()
         return report
 
-    def _push(
-        self,
-        client: Client,
-        share: Share,
-        seq: int,
-        slot: int,
-        weight: float | Tensor,
-        version: int,
-        report: StepReport,
-    ) -> None:
+    def _contribution(
+        self, share: Share, seq: int, slot: int, weight: float | Tensor, loss: float
+    ) -> Contribution:
+        state, limit = self.train_state, self._node.mode.push_clip_norm
         samples, total = float(share.samples), float(share.total)
-        if self.train_state.weight is not None:
+        if state.weight is not None:
             # Scaled by its own weight: the servers know everybody's, and divide by their sum.
             samples, total = float(weight), 1.0
             if not 0 <= samples < math.inf:
@@ -300,49 +322,18 @@ class PsLearner(Learner):
                     f"weight() of the samples of step {share.step} is {samples}; it must be a number, "
                     "0 or more."
                 )
-        parts, loss = (share.samples, share.total), float(report.loss)
-        loss = loss if math.isfinite(loss) else 0.0  # it comes with the report
-        if self._turns is not None:
-            self._turns.push(
-                Contribution(
-                    *(self.me.name, self._turns.seq + 1, 0, share.step, share.part, samples, total),
-                    share=parts,
-                    lr_factor=self.train_state.lr_factor,
-                    ticks=self.train_state.ticks,
-                    loss=loss,
-                )
-            )
-            return
         scale = 1.0
-        if not self._rounds and self.train_state.clip_norm is not None and samples:
-            norm = self._slots[slot].norm() * total / samples
-            scale = clip_factor(norm, self.train_state.clip_norm)
-        if not self._rounds or not self._config.lockstep:
-            report.resolved = False
-            self._reports[seq] = report
-        push = Contribution(
-            self.me.name,
-            seq,
-            slot,
-            share.step,
-            share.part,
-            samples,
-            total,
-            parts,
+        if limit is not None and samples:
+            assert self._memory is not None
+            scale = clip_factor(self._memory.slots[slot].norm() * total / samples, limit)
+        return Contribution(
+            *(self.me.name, seq, slot, share.step, share.part, samples, total),
+            share=(share.samples, share.total),
             scale=scale,
-            lr_factor=self.train_state.lr_factor,
-            ticks=self.train_state.ticks,
-            loss=loss,
+            lr_factor=state.lr_factor,
+            ticks=state.ticks,
+            loss=loss if math.isfinite(loss) else 0.0,  # the report has it
         )
-        client.push(push, began=version, baskets=self._packed)
-
-    def _resolve(self, seq: int, fate: PushOutcome) -> None:
-        """What became of a push; in a thread of the client's."""
-        if (report := self._reports.pop(seq, None)) is not None:
-            report.staleness, report.dropped = fate.staleness, fate.left_out
-            if fate.lr is not None:
-                report.lr = fate.lr
-            report.resolved = True
 
     @property
     def whole_steps(self) -> bool:
@@ -372,8 +363,10 @@ class PsLearner(Learner):
             client.wait_for_runs()
         else:
             client.pull()
-        self._node.schedule_clock.advance(self._turns.ticks if self._turns else client.ticks)
-        self._refresh()
+        assert self._pushes is not None
+        assert self._memory is not None
+        self._node.schedule_clock.advance(self._pushes.ticks)
+        self._memory.refresh()
 
     def rest(self) -> None:
         self._joined().rest()
@@ -416,15 +409,6 @@ class PsLearner(Learner):
     def _joined(self) -> Client:
         assert self._client is not None, "a view comes before the first step"
         return self._client
-
-    def _bytes_since(self) -> int:
-        """Over the network since the last report: by this worker, and by servers that told it."""
-        if self._node.shared:
-            return 0
-        client = self._joined()
-        total = client.bytes_sent + client.bytes_of_servers
-        since, self._sent = total - self._sent, total
-        return since
 
 
 def model_buffers(train_state: TrainState) -> list[Tensor]:

@@ -26,4 +26,6 @@ class PsMode:
     for_all: bool = False
     """An update is everybody's gradients, so that every server knows by itself what comes next."""
     clip_norm: float | None = None
-    """By which the servers clip what they have added up."""
+    """The norm to which the servers clip what they have added up."""
+    push_clip_norm: float | None = None
+    """The norm to which a worker clips its own gradient, where each push is an update of its own."""

@@ -27,11 +27,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LinkTimeout
 from manyhands.ps.ledger import Contribution, Decision, lr_factor, progress_after
@@ -41,6 +41,9 @@ from manyhands.ps.server_state import ServerState
 from manyhands.ps.updates import UpdateExchange, UpdatePipeline, apply_replica
 from manyhands.threads import OnError, start_thread
 from manyhands.transport.shm import Segment
+
+if TYPE_CHECKING:
+    from manyhands.compute.gradients import StepReport
 
 LOOK_S = 0.2
 """How often a waiting member checks whether there is still something to wait for."""
@@ -355,7 +358,22 @@ class RoundWorker:
     def ticks(self) -> int:
         return int(self._table.ticks[0])
 
-    def push(self, push: Contribution) -> None:
+    def begin(self) -> tuple[int, int]:
+        """The number of the next round, and the slot for its gradient: there is one."""
+        return self.seq + 1, 0
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take_bytes_sent(self) -> int:
+        return 0
+
+    def push(
+        self,
+        push: Contribution,
+        report: StepReport | None = None,
+        rows: Mapping[str, memoryview] | None = None,
+    ) -> None:
         """The gradient of the next round is in its place."""
         table = self._table
         self.seq += 1
@@ -371,6 +389,8 @@ class RoundWorker:
             if table.reached(table.applied, self.seq):
                 return
             self._bell.wait(LOOK_S if done else table.patience_s(self.seq))
+            if table.reached(table.applied, self.seq):
+                return
             self._check()
             if time.monotonic() - began > self._timeout_s:
                 raise LinkTimeout(self._too_long(time.monotonic() - began))

@@ -18,6 +18,7 @@ from manyhands.ps.block_store import (
     BlockState,
     BlockStore,
     FlatTensors,
+    GradientSums,
     ScheduleClock,
     Span,
     runs_of,
@@ -45,27 +46,6 @@ class HeldBlocks:
     """By the server that they are replicas of."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of the replicas."""
-
-
-@dataclass
-class GradientSums:
-    """The aggregated gradients of the last two versions."""
-
-    flats: Sequence[FlatTensors]
-    versions: list[int] = field(default_factory=lambda: [0, 0])
-
-    def of(self, version: int) -> FlatTensors:
-        return self.flats[version % len(self.flats)]
-
-    def has(self, version: int) -> bool:
-        return self.versions[version % 2] == version
-
-    def begin(self, version: int) -> None:
-        """What was there is overwritten."""
-        self.versions[version % 2] = 0
-
-    def note(self, version: int) -> None:
-        self.versions[version % 2] = version
 
 
 class ServerState:

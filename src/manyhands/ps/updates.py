@@ -33,6 +33,7 @@ from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import (
     BlockStore,
     FlatTensors,
+    GradientSums,
     Span,
     add_up,
     bytes_of,
@@ -56,7 +57,7 @@ from manyhands.ps.protocol import (
     kind_of,
 )
 from manyhands.ps.rows import step_of
-from manyhands.ps.server_state import GradientSums, HeldBlocks, ServerState, spans, travelling
+from manyhands.ps.server_state import HeldBlocks, ServerState, spans, travelling
 
 if TYPE_CHECKING:
     from manyhands.ps.recovery_plan import RecoveryPlan
@@ -127,6 +128,7 @@ class UpdatePipeline:
         self.decided = server_state.ledger.version
         """The last version that there is a decision on."""
         self._server_state = server_state
+        self._own = server_state.own
         self._clip_norm = mode.clip_norm
         self._exchange = exchange
         self._applied = applied
@@ -156,13 +158,13 @@ class UpdatePipeline:
         """Add up the next decision, once the place for its sum is free."""
         if not self._queue or not self._exchange.is_free(self._queue[0].version):
             return None
-        decision, state = self._queue.popleft(), self._server_state
+        decision, state, own = self._queue.popleft(), self._server_state, self._own
         sums = state.sums.of(decision.version)
-        _add_up(state, decision, sums, self._exchange.spans_to_add(decision, state.own))
+        _add_up(state, decision, sums, self._exchange.spans_to_add(decision, own))
         if self.compensation is not None:
-            self.compensation.correct(decision.contributions[0].worker, sums, state.own)
+            self.compensation.correct(decision.contributions[0].worker, sums, own)
         if self._clip_norm is not None:
-            self._exchange.share_norm(decision.version, squared_norm(sums, state.own.runs))
+            self._exchange.share_norm(decision.version, squared_norm(sums, own.runs))
         self._pending = PendingUpdate(decision)
         return self._pending
 
@@ -175,8 +177,7 @@ class UpdatePipeline:
             # Every server computes the same factor: the same numbers in the same order.
             factor = clip_factor(math.sqrt(math.fsum(norms)), self._clip_norm)
             update.decision = replace(update.decision, factor=factor)
-            state = self._server_state
-            scale(state.sums.of(update.decision.version), state.own.runs, factor)
+            scale(self._server_state.sums.of(update.decision.version), self._own.runs, factor)
         update.clipped = True
         return True
 
@@ -210,7 +211,9 @@ def make_sum(
 
 def apply(state: ServerState, decision: Decision) -> float:
     """Apply the sum of a decision to the server's own blocks; returns the schedule's learning rate."""
-    placement, own, lr = state.held.placement, state.own, state.own.lr
+    placement, own = state.held.placement, state.held.own
+    assert own is not None
+    lr = own.lr
     if state.rows is not None:  # before the blocks, which advance the learning rate
         assert placement is not None
         state.rows.apply(decision, placement.servers, lr=lr, base_lr=state.train_state.base_lr)

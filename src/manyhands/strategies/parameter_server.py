@@ -74,6 +74,7 @@ class PsAsync(ParameterServer):
             lr_rule=self.lr_rule or "none",
             compensate=self.compensate,
             row_age=self.row_age,
+            push_clip_norm=clip_norm,
         )
 
 

@@ -20,6 +20,7 @@ from manyhands.ps.block_store import (
     BlockState,
     BlockStore,
     FlatTensors,
+    GradientSums,
     ScheduleClock,
     Span,
     add_up,
@@ -28,7 +29,7 @@ from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
-from manyhands.ps.server_state import GradientSums, ServerState
+from manyhands.ps.server_state import ServerState
 from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.ps.updates import apply, apply_replica, catch_up, make_sum
 

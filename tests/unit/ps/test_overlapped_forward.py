@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.ps.overlap import _waits
+from manyhands.ps.gradient_buffer import _waits
 
 
 class Block(nn.Module):

@@ -1,0 +1,100 @@
+"""A worker's gradients of table rows on their way to the rows: one class for each way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from manyhands.embeddings.modules import RowModel, bind
+from manyhands.embeddings.remote import RemoteTables
+from manyhands.embeddings.sparse_grads import SharedGrads
+from manyhands.errors import SpecError
+
+if TYPE_CHECKING:
+    from manyhands.compute.feed import Share
+    from manyhands.compute.train_state import TrainState
+    from manyhands.ps.node import PsNode
+
+
+class RowPushes(ABC):
+    def __init__(self, train_state: TrainState) -> None:
+        self._train_state = train_state
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where servers find the gradients in shared memory, one for each slot."""
+        return []
+
+    @abstractmethod
+    def push(
+        self, share: Share, slot: int, weight: float | Tensor, lr: float
+    ) -> Mapping[str, memoryview] | None:
+        """Take the gradients of a step; returns what travels with its push, by server."""
+
+
+class RemoteRows(RowPushes):
+    """Gradients travel to the servers that hold the rows."""
+
+    def __init__(self, train_state: TrainState, worker: str) -> None:
+        super().__init__(train_state)
+        self._worker = worker
+
+    def push(
+        self, share: Share, slot: int, weight: float | Tensor, lr: float
+    ) -> Mapping[str, memoryview] | None:
+        tables = self._train_state.tables
+        assert isinstance(tables, RemoteTables)
+        return tables.give(self._worker, slot, tables.take())
+
+
+class SharedRows(RowPushes):
+    """Gradients are put into shared memory, for servers that apply a whole round of them."""
+
+    def __init__(self, train_state: TrainState, num_slots: int) -> None:
+        super().__init__(train_state)
+        self._grads = [SharedGrads.create(train_state.tables.specs) for _ in range(num_slots)]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [grads.address for grads in self._grads]
+
+    def push(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
+        self._grads[slot].put(self._train_state.tables.take())
+
+
+class OwnRows(RowPushes):
+    """The worker applies its gradients to rows in shared memory itself."""
+
+    def push(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
+        state = self._train_state
+        grads = state.tables.take()
+        if grads and share.samples:
+            # The part is an update of its own: the mean over it, moving the rows by its part of a step.
+            part = share.samples / share.total
+            mean = 1 / part if state.weight is None else 1 / float(weight)
+            state.tables.stores.apply(
+                [grads], [mean], lr=lr * part, base_lr=state.base_lr, now=share.step
+            )
+
+
+def row_pushes(node: PsNode) -> RowPushes | None:
+    """The way for this run; None if the model has no tables. Where tables are not in shared memory, the
+    model's become remote ones."""
+    train_state, config, mode = node.train_state, node.config, node.mode
+    tables, model = train_state.tables, train_state.model
+    if not tables.specs:
+        return None
+    adds = isinstance(model, RowModel)
+    if adds and mode.rounds:
+        raise SpecError(
+            f"{config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
+            "Use  --strategy ps:async  or  --strategy ps:ssp."
+        )
+    if not node.shared:
+        train_state.tables = RemoteTables(tables, adds=adds, bits=config.row_bits, age=mode.row_age)
+        bind(model, train_state.tables)
+        return RemoteRows(train_state, node.me.name)
+    return SharedRows(train_state, mode.slots) if mode.rounds else OwnRows(train_state)
