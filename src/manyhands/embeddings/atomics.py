@@ -1,6 +1,6 @@
-"""What numba lacks for memory that several processes write: compare-and-swap, add, prefetch, match.
+"""Intrinsics that numba lacks for memory shared by processes: compare-and-swap, add, prefetch, match.
 
-Each works at one place of a flat array; there is no check of the index.
+Each works on one element of a flat array, without bounds checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 
 def _element(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    """The address of array[index]."""
+    """Return the address of array[index]."""
     made = context.make_array(kind)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, kind, made, [index], wraparound=False)
 
@@ -25,7 +25,7 @@ def _cas(typing: Any, array: Any, index: Any, old: Any, new: Any) -> tuple[Any, 
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _element(context, builder, signature.args[0], args[0], args[1])
-        # Release: whoever sees the new value sees what was written before it.
+        # Release: a thread that sees the new value also sees everything written before it.
         result = builder.cmpxchg(place, args[2], args[3], "acq_rel", "acquire")
         return builder.extract_value(result, 0)
 
@@ -43,7 +43,7 @@ def _add(typing: Any, array: Any, index: Any, value: Any) -> tuple[Any, Callable
 
 
 def _prefetch(typing: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
-    """prefetch(array, index): the cache line of that element will be wanted soon."""
+    """prefetch(array, index): fetch the cache line of that element into the cache."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _element(context, builder, signature.args[0], args[0], args[1])
@@ -76,7 +76,7 @@ def _match(typing: Any, array: Any, index: Any, half: Any) -> tuple[Any, Callabl
 
 
 def _lowest(typing: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
-    """lowest(bits) -> the number of the lowest bit that is set."""
+    """lowest(bits) -> the index of the lowest set bit."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))

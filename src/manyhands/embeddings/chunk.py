@@ -1,4 +1,4 @@
-"""Rows of a table on their way: to a file, to another server, to a process of another size."""
+"""Copies of rows: for a file, another server, or another table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class RowWeights:
-    """The rows of a table without its optimizer's numbers: what a state dict has of it."""
+    """The rows of a table without the state of its optimizer, as in a state dict."""
 
     ids: Ids
     """Ascending."""
@@ -29,22 +29,22 @@ class RowWeights:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Some rows of a table with all that belongs to them, by ascending id: equal tables, equal chunks."""
+    """Rows of a table with their state and counts, by ascending id. Equal tables give equal chunks."""
 
     ids: Ids
     rows: Floats
     """[n, dim]"""
     state: Floats
-    """What the optimizer remembers, [n, m]: m is dim for each of its slots, and 1 for its scalar."""
+    """State of the optimizer, [n, m]: m is dim for each of its slots, plus 1 for its scalar."""
     counts: Ids
-    """How often each was seen."""
+    """How often each id was looked up."""
     last_used: Ids
-    """The step at which each was last touched."""
+    """The step at which each was last used."""
     waiting_ids: Ids
-    """Ids that were seen and have no row yet (admit_after), ascending."""
+    """Ids that were looked up and have no row yet (admit_after), ascending."""
     waiting_counts: Ids
     shared: Floats
-    """The row that new ids share when the table is full, and its optimizer's: [1, dim + m], or [0, ...]."""
+    """The row that new ids share when the table is full, and its state: [1, dim + m], or [0, ...]."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,7 +59,7 @@ class RowChunk:
 
 
 def fitted(chunk: RowChunk, spec: Table) -> RowChunk:
-    """The chunk for a table with another optimizer: what that remembers begins anew."""
+    """Fit a chunk to a table with another optimizer, whose state is initialized."""
     fresh = untrained(chunk.without_optimizer(0), spec, now=0)
     if fresh.state.shape == chunk.state.shape:
         return chunk
@@ -67,7 +67,7 @@ def fitted(chunk: RowChunk, spec: Table) -> RowChunk:
 
 
 def untrained(weights: RowWeights, spec: Table, *, now: int) -> RowChunk:
-    """Rows whose optimizer remembers nothing yet. They count as admitted, and as used now."""
+    """Make a chunk with initial optimizer state. Its rows count as admitted, and as used now."""
     optimizer = spec.row_optimizer
     width = spec.dim * optimizer.slots + optimizer.scalar
     count, none = len(weights.ids), np.empty(0, np.int64)

@@ -1,7 +1,7 @@
-"""How kernels are compiled: without the GIL, kept on disk, and anew when any of their sources changed.
+"""Decorators that compile kernels: without the GIL, cached on disk, recompiled when any source changed.
 
-numba looks at a kernel's own file only, and would go on using one that was compiled from another
-file's older constants and functions. So all files of this package are in what it compares.
+numba compares only the file of a kernel itself, and would reuse one that was compiled with older constants
+and functions of another file. So the cache key covers all files of this package that kernels use.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SOURCES = ("atomics", "compiled", "index", "kernels", "layout", "shards", "spec
 
 
 def fast(function: Callable[..., Any]) -> Any:
-    """Sums may be taken in any order; NaN and infinity keep their meaning."""
+    """Compile with sums in any order. NaN and infinity keep their meaning."""
     return _compiled(function, {"contract", "reassoc", "nsz"})
 
 
 def exact(function: Callable[..., Any]) -> Any:
-    """The same bits on every machine."""
+    """Compile to the same bits on every machine."""
     return _compiled(function, ())
 
 

@@ -1,4 +1,4 @@
-"""Trained weights out of a run folder: into a model that predicts, or into the beginning of another run.
+"""Loads trained weights from a run folder: into a model for inference, or to start another run.
 
 model = mh.load("runs/clicks-20260101-120000")
 with torch.no_grad():
@@ -36,19 +36,19 @@ def load(
     job: str | os.PathLike[str] | Job | None = None,
     device: str | torch.device = "cpu",
 ) -> nn.Module:
-    """The trained model of a run with its tables, in evaluation mode.
+    """Return the trained model of a run with its tables, in evaluation mode.
 
-    `step`: "best" by the job's monitor, "last", or a number. `job`: path.py:Name, or a Job, where the file
-    named in the run's config.json is gone or not the one to use; a name gets the run's settings.
+    `step`: "best" by the job's monitor, "last", or a number. `job`: path.py:Name or a Job, if the file
+    named in the run's config.json is gone or should not be used; a job given by name gets the run's
+    settings.
     """
     folder = RunFolder.open(Path(run))
     checkpoint = choose(folder.path, step)
     made = job if isinstance(job, Job) else _load_job(folder, job)
     state = read_state(checkpoint.path)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            made.seed
-        )  # for whatever the model draws and does not save
+        # For random numbers that the model draws and does not save.
+        torch.default_generator.manual_seed(made.seed)
         model = made.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"{type(made).__name__}.model() returned no model, but {model!r}.")
@@ -82,7 +82,7 @@ def _load_job(folder: RunFolder, given: str | os.PathLike[str] | None) -> Job:
 
 
 def begin_with(folder: str, model: nn.Module, tables: LocalTables, *, model_of: str) -> None:
-    """Let a training begin with the weights of a checkpoint; all else of it does not count."""
+    """Start a training with the weights of a checkpoint; nothing else of it is used."""
     try:
         put_weights(
             open_state(Path(folder)), model, tables, source=folder, model_of=model_of, anew=True
@@ -100,13 +100,13 @@ def put_weights(
     model_of: str,
     anew: bool,
 ) -> None:
-    """The weights of a checkpoint into a model and its tables. `anew`: to train from them, from step 0 on."""
+    """Load the weights of a checkpoint into a model and its tables. `anew`: to train from step 0 on."""
     saved_tables = state.get("tables", {})
-    mine = dense_state(model)
+    current = dense_state(model)
     saved = {name: value for name, value in state["model"].items() if name != ANCHOR}
-    saved |= {name: value for name, value in mine.items() if name == ANCHOR}
+    saved |= {name: value for name, value in current.items() if name == ANCHOR}
     problems = [
-        *_differences("parameter", _shapes(mine), _shapes(saved)),
+        *_differences("parameter", _shapes(current), _shapes(saved)),
         *_differences("table", _rows_in(tables.specs), _rows_in(saved_tables)),
     ]
     if problems:
@@ -141,8 +141,8 @@ def _differences(what: str, here: Mapping[str, str], saved: Mapping[str, str]) -
         yield f"unexpected {what}s, which it has not: {_listed(unexpected)}"
     both = [name for name in here if name in saved and here[name] != saved[name]]
     if both:
-        told = [f"{name} ({saved[name]} saved, {here[name]} in the model)" for name in both]
-        yield f"{what}s of another shape: {_listed(told)}"
+        differing = [f"{name} ({saved[name]} saved, {here[name]} in the model)" for name in both]
+        yield f"{what}s of another shape: {_listed(differing)}"
 
 
 def _listed(names: Iterable[str], most: int = 12) -> str:

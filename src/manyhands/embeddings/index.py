@@ -1,12 +1,12 @@
-"""Finding an id's slot, and giving it one: the levels of layout.py, without locks.
+"""Finds the slot of an id or gives it a new one: the levels of layout.py, without locks.
 
-A new row is written completely before its entry is swapped into the first empty place of its window,
-from 0: two processes that bring the same id meet at that place, one wins and the other takes the
-winner's slot. A process killed before the swap leaves a slot that nobody has (the next evict finds it);
-killed after it, a complete row. Nobody waits for anybody.
+A new row is written completely before its entry is swapped (compare-and-swap from 0) into the first empty
+place of its window. If two processes insert the same id, both try that place: one wins, and the other takes
+the winner's slot. A process killed before the swap leaks a slot, which the next evict finds; killed after
+it, it leaves a complete row. No process ever waits for another.
 
-Ids are handled in blocks: ask for the windows of all, look for candidates and ask for their counters,
-then compare; so the misses of many ids overlap.
+Ids are handled in blocks: prefetch the windows of all, look for candidates and prefetch their counters,
+then compare. So the cache misses of many ids overlap.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from manyhands.embeddings.layout import (
 )
 
 LOOK, SEE, PUT = range(3)
-"""Find only; count a sight and make a row if admitted; make a row whatever was seen, count nothing."""
+"""Modes: find only; count the lookup and make a row if admitted; make a row in any case, count nothing."""
 DONE, NO_ROOM, NO_WAITING_ROOM = range(3)
 
 HIDDEN = np.uint64(0xA5A5_1D3C_96E7_4B0F)
-"""A waiting id is kept XOR this, since 0 is an empty place. (The id that becomes 0 is admitted at once.)"""
+"""A waiting id is stored XOR this, because 0 is an empty place. (The id that becomes 0 is admitted at
+once.)"""
 
 _BLOCK = 64
 _AHEAD = 16
 _CACHED = 5
-"""The first levels are in the cache anyway."""
+"""Levels that are not prefetched: the first ones are in the cache anyway."""
 _NEXT_LEVEL = np.uint64(0xD6E8_FEB8_6659_FD93)
 _SPREAD = np.uint64(BASE_BITS)
 _64, _32, _1, _0 = (np.uint64(n) for n in (64, 32, 1, 0))
@@ -49,18 +50,19 @@ _SLOT = np.int64(0xFFFF_FFFF)
 
 
 class IndexArrays(NamedTuple):
-    """A table's memory, for kernels. All flat but the records."""
+    """The arrays of a table, for kernels. All are flat except the records."""
 
     head: Any
     """int64 words, see layout."""
     index: Any
-    """uint64 entries of the generation in use: half the hash above, slot + 1 below; 0 is empty."""
+    """uint64 entries of the current generation: half of the hash in the upper bits, slot + 1 below; 0:
+    empty."""
     levels: int
-    """Of the index."""
+    """Number of levels of the index."""
     metas: Any
-    """Two int64 a slot: the id, and what marks shows."""
+    """Two int64 per slot: the id, and the word that `marks` shows."""
     marks: Any
-    """The same memory, four uint32 a slot: [2] sights, [3] step of the last use."""
+    """The same memory as four uint32 per slot: [2] lookup count, [3] step of the last use."""
     records: Any
     """[capacity, width] float32."""
     scalars: Any
@@ -68,25 +70,25 @@ class IndexArrays(NamedTuple):
     waiting: Any
     """uint64: ids that wait for admission."""
     counts: Any
-    """uint32: their sights."""
+    """uint32: how often each was looked up."""
 
 
 @exact
 def _window(spread, level):  # type: ignore[no-untyped-def]
-    """Where the window of a hash begins in a level; `spread` is the hash times a number a level."""
+    """Return where the window of a hash begins in a level. `spread`: the hash times one factor per level."""
     place = spread >> (_64 - _SPREAD - np.uint64(level))
     return np.int64(BASE) * ((np.int64(1) << level) - 1) + np.int64(place) * WINDOW
 
 
 @exact
 def _half(code):  # type: ignore[no-untyped-def]
-    """The part of a hash that an entry holds; never 0, as an empty entry's is."""
+    """Return the part of a hash that an entry holds. Never 0, which marks an empty entry."""
     return (code & _LOW32) | _1
 
 
 @exact
 def _candidate(index, code, levels):  # type: ignore[no-untyped-def]
-    """The slot of the first entry that has this half hash, or -1."""
+    """Return the slot of the first entry with this half hash, or -1. It may belong to another id."""
     half = _half(code)
     spread = code
     for level in range(levels):
@@ -102,7 +104,7 @@ def _candidate(index, code, levels):  # type: ignore[no-untyped-def]
 
 @exact
 def locate(index, levels, metas, code, number):  # type: ignore[no-untyped-def]
-    """The slot of an id, or -1. Exact."""
+    """Return the slot of an id, or -1."""
     half = _half(code)
     spread = code
     for level in range(levels):
@@ -121,7 +123,8 @@ def locate(index, levels, metas, code, number):  # type: ignore[no-untyped-def]
 
 @exact
 def enter(index, levels, metas, code, number, slot):  # type: ignore[no-untyped-def]
-    """Publish a slot under its id: that slot, or the one somebody else published, or -1 (no place)."""
+    """Publish a slot under its id. Returns it, or the slot that another process published, or -1 (no
+    place)."""
     half = _half(code)
     fresh = (half << _32) | np.uint64(slot + 1)
     spread = code
@@ -142,7 +145,7 @@ def enter(index, levels, metas, code, number, slot):  # type: ignore[no-untyped-
 
 @exact
 def take_slot(head, metas):  # type: ignore[no-untyped-def]
-    """A slot that nobody has, or -1. From the free list, whose version tells apart old and new heads."""
+    """Allocate a slot, or return -1. The version in the free list prevents the ABA problem."""
     while True:
         free = head[FREE]
         if free & _SLOT == 0:
@@ -177,7 +180,7 @@ def give_slots(head, metas, marks, slots):  # type: ignore[no-untyped-def]
 
 @exact
 def raise_word(head, word, value):  # type: ignore[no-untyped-def]
-    """head[word] = the larger of the two."""
+    """Set head[word] to the larger of its value and this one."""
     while True:
         old = head[word]
         if old >= value or swap(head, word, old, value) == old:
@@ -186,10 +189,10 @@ def raise_word(head, word, value):  # type: ignore[no-untyped-def]
 
 @exact
 def see_waiting(head, waiting, counts, code, number, times, waits):  # type: ignore[no-untyped-def]
-    """Add to the sights of an id without a row; how many there are now, or -1: take another level.
+    """Count lookups of an id without a row. Returns the new count, or -1 if another level is needed.
 
-    If there is no other level to take (not `waits`), it takes the place of some other id, which begins
-    anew: what matters comes back, what came once makes room.
+    If there is no further level (`waits` is false), the id replaces another one, whose count restarts:
+    frequent ids come back, ids that came once make space.
     """
     key = np.uint64(number) ^ HIDDEN
     if key == _0:
@@ -220,7 +223,7 @@ def see_waiting(head, waiting, counts, code, number, times, waits):  # type: ign
 
 @exact
 def put_waiting(t, ids, times, begin, waits):  # type: ignore[no-untyped-def]
-    """Let ids have been seen so many times at least; where it stopped for want of another level."""
+    """Raise the counts of ids. Returns the index at which it stopped because another level is needed."""
     for i in range(begin, ids.size):
         code = hash_id(ids[i])
         seen = see_waiting(t.head, t.waiting, t.counts, code, ids[i], 0, waits)
@@ -233,25 +236,25 @@ def put_waiting(t, ids, times, begin, waits):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _count(marks, slot, now):  # type: ignore[no-untyped-def]
+def _mark_used(marks, slot, now):  # type: ignore[no-untyped-def]
     add(marks, 4 * slot + 2, 1)
     if marks[4 * slot + 3] < now:
         marks[4 * slot + 3] = now
 
 
 @exact
-def _bring(t, code, number, sights, now, spare, birth):  # type: ignore[no-untyped-def]
-    """Make a row in the spare slot and publish it: the id's slot, or -1 if the index has no place."""
+def _insert(t, code, number, count, now, spare, init):  # type: ignore[no-untyped-def]
+    """Make a row in the spare slot and publish it. Returns the slot of the id, or -1 if the index is full."""
     t.metas[2 * spare] = number
-    t.marks[4 * spare + 2] = sights
+    t.marks[4 * spare + 2] = count
     t.marks[4 * spare + 3] = now
-    make_record(t.records, t.scalars, spare, number, birth)
+    make_record(t.records, t.scalars, spare, number, init)
     return enter(t.index, t.levels, t.metas, code, number, spare)
 
 
 @exact
-def _missing(t, code, number, mode, now, admit_after, waits, spare, birth):  # type: ignore[no-untyped-def]
-    """The slot of an id that has none: (slot, spare slot that is left, why it stopped)."""
+def _missing(t, code, number, mode, now, admit_after, waits, spare, init):  # type: ignore[no-untyped-def]
+    """Handle an id without a slot. Returns (slot, spare slot that is left, reason to stop)."""
     none = np.int64(-1)
     head = t.head
     seen = np.int64(0)
@@ -260,43 +263,43 @@ def _missing(t, code, number, mode, now, admit_after, waits, spare, birth):  # t
     if mode == LOOK:
         known = head[FULL] != 0 and (admit_after <= 1 or seen >= admit_after)
         return (np.int64(0) if known else none), spare, DONE
-    # Room first: what stops here is begun again, and its sight must not be counted twice.
+    # Allocate first: an id that stops here is tried again, and must not be counted twice.
     if spare < 0 and (mode == PUT or seen + 1 >= admit_after):
         spare = take_slot(head, t.metas)
         if spare < 0 and head[FULL] == 0:
             return none, spare, NO_ROOM
-    sights = seen + 1
+    count = seen + 1
     if admit_after > 1 and mode == SEE:
-        sights = see_waiting(head, t.waiting, t.counts, code, number, 1, waits)
-        if sights < 0:
+        count = see_waiting(head, t.waiting, t.counts, code, number, 1, waits)
+        if count < 0:
             return none, spare, NO_WAITING_ROOM
-        if sights < admit_after:
+        if count < admit_after:
             return none, spare, DONE
-    if spare < 0:  # others' sights count too: it may be admitted sooner than was expected
+    if spare < 0:  # other processes count too, so the id may be admitted sooner than expected
         spare = take_slot(head, t.metas)
         if spare < 0 and head[FULL] == 0:
             return none, spare, DONE
     slot = none
     if spare >= 0:
-        # Not `sights`: of those who race for it, each adds its own.
+        # Not `count`: each process that races for it adds its own.
         first = 0 if mode == PUT else admit_after
-        slot = _bring(t, code, number, first, now, spare, birth)
+        slot = _insert(t, code, number, first, now, spare, init)
         if slot == spare:
             return slot, none, DONE
         if slot < 0:
             head[FULL] = 1
     if mode == SEE:
         slot = max(slot, np.int64(0))
-        _count(t.marks, slot, now)
+        _mark_used(t.marks, slot, now)
     return slot, spare, DONE
 
 
 @exact
-def find(t, ids, begin, out, mode, now, admit_after, waits, birth):  # type: ignore[no-untyped-def]
-    """out[i] = the slot of ids[i] for i from `begin` on: where it stopped, and why.
+def find(t, ids, begin, out, mode, now, admit_after, waits, init):  # type: ignore[no-untyped-def]
+    """Set out[i] to the slot of ids[i], from `begin` on. Returns where it stopped, and why.
 
-    NO_ROOM: memory for more slots is wanted (or the word FULL set); NO_WAITING_ROOM: for another level
-    of the waiting room (or `waits` False, when it has all that it may have).
+    NO_ROOM: it needs memory for more slots (or the word FULL set). NO_WAITING_ROOM: it needs another level
+    for waiting ids (or `waits` false, if there may be no more).
     """
     codes = np.empty(_BLOCK, dtype=np.uint64)
     guesses = np.empty(_BLOCK, dtype=np.int64)
@@ -322,10 +325,10 @@ def find(t, ids, begin, out, mode, now, admit_after, waits, birth):  # type: ign
                 slot = locate(t.index, t.levels, t.metas, codes[i], number)
             if slot >= 0:
                 if mode == SEE:
-                    _count(t.marks, slot, now)
+                    _mark_used(t.marks, slot, now)
             else:
                 slot, spare, reason = _missing(
-                    t, codes[i], number, mode, now, admit_after, waits, spare, birth
+                    t, codes[i], number, mode, now, admit_after, waits, spare, init
                 )
                 if reason != DONE:
                     break
@@ -337,11 +340,11 @@ def find(t, ids, begin, out, mode, now, admit_after, waits, birth):  # type: ign
 
 
 @exact
-def find_fixed(t, ids, out, mode, now, admit_after, birth):  # type: ignore[no-untyped-def]
-    """As find, where the slot is the id. The id's word says whether the row has been made.
+def find_fixed(t, ids, out, mode, now, admit_after, init):  # type: ignore[no-untyped-def]
+    """Like find, for tables in which the slot is the id. The id's word tells whether the row was made.
 
-    Two processes that make one row at once write the same numbers; an update that comes between them
-    may be lost, as any update may that races with another of the same row.
+    Two processes that make the same row write the same numbers. An update between their writes may be
+    lost, like any update that races with another one of the same row.
     """
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
@@ -349,20 +352,20 @@ def find_fixed(t, ids, out, mode, now, admit_after, birth):  # type: ignore[no-u
         slot = ids[i]
         made = t.metas[2 * slot] != 0
         if mode != LOOK and not made:
-            sights = np.int64(add(t.marks, 4 * slot + 2, 1)) + 1 if mode == SEE else admit_after
-            if sights >= admit_after:
-                make_record(t.records, t.scalars, slot, slot, birth)
+            count = np.int64(add(t.marks, 4 * slot + 2, 1)) + 1 if mode == SEE else admit_after
+            if count >= admit_after:
+                make_record(t.records, t.scalars, slot, slot, init)
                 swap(t.metas, 2 * slot, 0, 1)
                 made = True
                 t.marks[4 * slot + 3] = max(np.int64(t.marks[4 * slot + 3]), now)
         elif mode == SEE:
-            _count(t.marks, slot, now)
+            _mark_used(t.marks, slot, now)
         out[i] = slot if made else np.int64(-1)
 
 
 @exact
 def slots_in(index, begin, end, out, found):  # type: ignore[no-untyped-def]
-    """Append the slots of a stretch of the index to `out`; how many there are now."""
+    """Append the slots in a range of the index to `out`. Returns how many there are now."""
     for place in range(begin, end):
         if index[place] != _0:
             if found == out.size:
@@ -374,7 +377,7 @@ def slots_in(index, begin, end, out, found):  # type: ignore[no-untyped-def]
 
 @exact
 def enter_all(t, index, slots):  # type: ignore[no-untyped-def]
-    """Enter live slots into an empty index: True if all found a place."""
+    """Insert live slots into an empty index. Returns whether all found a place."""
     for i in range(slots.size):
         number = t.metas[2 * slots[i]]
         if enter(index, t.levels, t.metas, hash_id(number), number, slots[i]) < 0:

@@ -1,10 +1,10 @@
-"""What is done to rows: make, gather, update, merge. Compiled, one core each, without the GIL.
+"""Kernels on rows: make, gather, update, merge. Compiled, single-threaded, without the GIL.
 
-A kernel gets the table's arrays themselves: records [capacity, width] (row, then its optimizer's
-numbers), scalars [capacity] (one number more for a row, where the optimizer has one) and marks (four
-uint32 a slot, of which [2] is how often the id was seen and [3] the step of its last use).
+Kernels take the arrays of a table: records [capacity, width] (the row, then the state of its optimizer),
+scalars [capacity] (one more number per row, if the optimizer has one) and marks (four uint32 per slot:
+[2] is the lookup count of the id, [3] the step of its last use).
 
-Initial rows use integers and a single rounding a number, so that all machines make the same bits.
+Initial rows are computed with integers and a single rounding per number, so all machines make the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyhands.embeddings.spec import Table
 
 ZEROS, UNIFORM, NORMAL = range(3)
 AHEAD = 16
-"""Rows between asking for one and using it."""
+"""Prefetch distance in rows."""
 LINE = 16
 """float32 numbers in a cache line."""
 
@@ -31,7 +31,7 @@ _LOW16 = np.uint64(0xFFFF)
 
 
 class RowInit(NamedTuple):
-    """What a new row is made of."""
+    """How a new row is made."""
 
     dim: int
     salt: np.uint64
@@ -39,11 +39,11 @@ class RowInit(NamedTuple):
     """ZEROS, UNIFORM or NORMAL."""
     scale: float
     state: np.float32
-    """What its optimizer's numbers begin with."""
+    """Initial value of the optimizer's state."""
     scalar: np.float32
 
 
-def birth_of(spec: Table, salt: np.uint64) -> RowInit:
+def row_init(spec: Table, salt: np.uint64) -> RowInit:
     kind, scale = spec.initial_scale()
     kinds = {"zeros": ZEROS, "uniform": UNIFORM, "normal": NORMAL}
     optimizer = spec.row_optimizer
@@ -60,22 +60,22 @@ def mix(x):  # type: ignore[no-untyped-def]
 
 @exact
 def hash_id(number):  # type: ignore[no-untyped-def]
-    """As shards.hash_ids."""
+    """Like shards.hash_ids."""
     return mix(np.uint64(number) + _STEP)
 
 
 @exact
-def make_row(out, number, birth):  # type: ignore[no-untyped-def]
-    """out[:dim] = the initial row of an id. A normal number is a sum of twelve uniform ones."""
-    key = mix(hash_id(number) ^ birth.salt)
-    if birth.kind == UNIFORM:
-        unit = np.float32(birth.scale / 8388608.0)
-        for j in range(birth.dim):
+def make_row(out, number, init):  # type: ignore[no-untyped-def]
+    """Write the initial row of an id to out[:dim]. A normal number is the sum of twelve uniform ones."""
+    key = mix(hash_id(number) ^ init.salt)
+    if init.kind == UNIFORM:
+        unit = np.float32(init.scale / 8388608.0)
+        for j in range(init.dim):
             x = mix(key + np.uint64(j + 1) * _STEP)
             out[j] = np.float32(np.int64(x >> _40) - np.int64(8388608)) * unit
-    elif birth.kind == NORMAL:
-        unit = np.float32(birth.scale / 65536.0)
-        for j in range(birth.dim):
+    elif init.kind == NORMAL:
+        unit = np.float32(init.scale / 65536.0)
+        for j in range(init.dim):
             total = np.int64(-393210)
             for k in range(3):
                 x = mix(key + np.uint64(3 * j + k + 1) * _STEP)
@@ -83,45 +83,45 @@ def make_row(out, number, birth):  # type: ignore[no-untyped-def]
                 total += np.int64(low + ((x >> _32) & _LOW16) + (x >> _48))
             out[j] = np.float32(total) * unit
     else:
-        out[: birth.dim] = np.float32(0.0)
+        out[: init.dim] = np.float32(0.0)
 
 
 @exact
-def make_record(records, scalars, slot, number, birth):  # type: ignore[no-untyped-def]
-    """A slot as it is before its first update."""
+def make_record(records, scalars, slot, number, init):  # type: ignore[no-untyped-def]
+    """Write a slot as it is before its first update."""
     record = records[slot]
-    make_row(record, number, birth)
-    record[birth.dim :] = birth.state
+    make_row(record, number, init)
+    record[init.dim :] = init.state
     if scalars.size:
-        scalars[slot] = birth.scalar
+        scalars[slot] = init.scalar
 
 
 @exact
-def make_rows(out, ids, birth):  # type: ignore[no-untyped-def]
+def make_rows(out, ids, init):  # type: ignore[no-untyped-def]
     for i in range(ids.size):
-        make_row(out[i], ids[i], birth)
+        make_row(out[i], ids[i], init)
 
 
 @fast
-def _ask(flat, width, slots, i, numbers):  # type: ignore[no-untyped-def]
-    """Have the first numbers of a record to come fetched."""
+def _prefetch_row(flat, width, slots, i, numbers):  # type: ignore[no-untyped-def]
+    """Prefetch the first numbers of a later record."""
     if i < slots.size and slots[i] >= 0:
         for j in range(0, numbers, LINE):
             prefetch(flat, slots[i] * width + j)
 
 
 @exact
-def gather(records, flat, slots, ids, out, birth):  # type: ignore[no-untyped-def]
+def gather(records, flat, slots, ids, out, init):  # type: ignore[no-untyped-def]
     width = records.shape[1]
     for i in range(min(AHEAD, slots.size)):
-        _ask(flat, width, slots, i, birth.dim)
+        _prefetch_row(flat, width, slots, i, init.dim)
     for i in range(slots.size):
-        _ask(flat, width, slots, i + AHEAD, birth.dim)
+        _prefetch_row(flat, width, slots, i + AHEAD, init.dim)
         if slots[i] < 0:
-            make_row(out[i], ids[i], birth)
+            make_row(out[i], ids[i], init)
         else:
             source, target = records[slots[i]], out[i]
-            for j in range(birth.dim):
+            for j in range(init.dim):
                 target[j] = source[j]
 
 
@@ -134,7 +134,7 @@ def _touch(marks, slot, now):  # type: ignore[no-untyped-def]
 @fast
 def update_sgd(records, flat, dim, marks, slots, grads, lr, keep, now):  # type: ignore[no-untyped-def]
     for i in range(slots.size):
-        _ask(flat, records.shape[1], slots, i + AHEAD, dim)
+        _prefetch_row(flat, records.shape[1], slots, i + AHEAD, dim)
         if slots[i] < 0:
             continue
         row, grad = records[slots[i]], grads[i]
@@ -144,26 +144,26 @@ def update_sgd(records, flat, dim, marks, slots, grads, lr, keep, now):  # type:
 
 
 @fast
-def move(records, flat, dim, marks, slots, given, turns, modulo, now):  # type: ignore[no-untyped-def]
-    """Add what a worker has made of rows, and how often each had been changed when it was read: as much
-    less as others have changed it since."""
+def add_differences(records, flat, dim, marks, slots, given, versions, modulo, now):  # type: ignore[no-untyped-def]
+    """Add the differences that a worker made to rows. The last column of `given` is the version of the row
+    when it was read; the more updates it has had since, the less is added."""
     for i in range(slots.size):
         slot = slots[i]
-        _ask(flat, records.shape[1], slots, i + AHEAD, dim)
+        _prefetch_row(flat, records.shape[1], slots, i + AHEAD, dim)
         if slot < 0:
             continue
         row, difference = records[slot], given[i]
-        behind = (turns[slot] - difference[dim]) % modulo
+        behind = (versions[slot] - difference[dim]) % modulo
         part = np.float32(1.0) / (np.float32(1.0) + behind)
         for j in range(dim):
             row[j] += part * difference[j]
-        turns[slot] = (turns[slot] + np.float32(1.0)) % modulo
+        versions[slot] = (versions[slot] + np.float32(1.0)) % modulo
         _touch(marks, slot, now)
 
 
 @exact
 def changes(ids, before, after, out_ids, out):  # type: ignore[no-untyped-def]
-    """Of rows that were changed the ids and the differences, and what else `before` has of them; how many."""
+    """Write ids and differences of changed rows, with the further columns of `before`. Returns how many."""
     dim, found = after.shape[1], 0
     for i in range(ids.size):
         old, new, target = before[i], after[i], out[found]
@@ -182,7 +182,7 @@ def changes(ids, before, after, out_ids, out):  # type: ignore[no-untyped-def]
 @fast
 def update_momentum(records, flat, dim, marks, slots, grads, lr, keep, now, beta):  # type: ignore[no-untyped-def]
     for i in range(slots.size):
-        _ask(flat, records.shape[1], slots, i + AHEAD, 2 * dim)
+        _prefetch_row(flat, records.shape[1], slots, i + AHEAD, 2 * dim)
         if slots[i] < 0:
             continue
         row, speed, grad = records[slots[i], :dim], records[slots[i], dim:], grads[i]
@@ -195,7 +195,7 @@ def update_momentum(records, flat, dim, marks, slots, grads, lr, keep, now, beta
 @fast
 def update_adagrad(records, flat, dim, marks, slots, grads, lr, keep, now, eps):  # type: ignore[no-untyped-def]
     for i in range(slots.size):
-        _ask(flat, records.shape[1], slots, i + AHEAD, 2 * dim)
+        _prefetch_row(flat, records.shape[1], slots, i + AHEAD, 2 * dim)
         if slots[i] < 0:
             continue
         row, square, grad = records[slots[i], :dim], records[slots[i], dim:], grads[i]
@@ -208,7 +208,7 @@ def update_adagrad(records, flat, dim, marks, slots, grads, lr, keep, now, eps):
 @fast
 def update_rowwise(records, flat, dim, marks, slots, grads, lr, keep, now, eps, scalars):  # type: ignore[no-untyped-def]
     for i in range(slots.size):
-        _ask(flat, records.shape[1], slots, i + AHEAD, dim)
+        _prefetch_row(flat, records.shape[1], slots, i + AHEAD, dim)
         if slots[i] < 0:
             continue
         row, grad = records[slots[i]], grads[i]
@@ -226,11 +226,11 @@ def update_rowwise(records, flat, dim, marks, slots, grads, lr, keep, now, eps, 
 def update_adam(  # type: ignore[no-untyped-def]
     records, flat, dim, marks, slots, grads, lr, keep, now, eps, scalars, betas, known
 ):
-    """scalars: the row's number of updates. known[t]: the two corrections of bias at its t-th."""
+    """scalars: number of updates of each row. known[t]: the two bias corrections of update t."""
     first, second = np.float32(betas[0]), np.float32(betas[1])
     first_new, second_new = np.float32(1.0 - betas[0]), np.float32(1.0 - betas[1])
     for i in range(slots.size):
-        _ask(flat, records.shape[1], slots, i + AHEAD, 3 * dim)
+        _prefetch_row(flat, records.shape[1], slots, i + AHEAD, 3 * dim)
         if slots[i] < 0:
             continue
         record = records[slots[i]]
@@ -251,7 +251,7 @@ def update_adam(  # type: ignore[no-untyped-def]
 
 
 def adam_corrections(betas: tuple[float, float]) -> np.ndarray:
-    """[t] = 1 / (1 - beta1**t), 1 / sqrt(1 - beta2**t): a power a row and update would cost more."""
+    """Return a table of 1 / (1 - beta1**t), 1 / sqrt(1 - beta2**t): cheaper than powers in each update."""
     times = np.arange(4096, dtype=np.float64)
     times[0] = 1.0  # no row has its 0th update
     return np.stack(
@@ -261,7 +261,8 @@ def adam_corrections(betas: tuple[float, float]) -> np.ndarray:
 
 @exact
 def unique(ids, fresh, inverse):  # type: ignore[no-untyped-def]
-    """fresh = each id once, in the order of first sight; ids[i] is fresh[inverse[i]]. How many."""
+    """Write each id once to `fresh`, in the order of first occurrence; ids[i] is fresh[inverse[i]]. Returns
+    how many there are."""
     size = np.int64(16)
     while size < 2 * ids.size:
         size *= 2
@@ -287,7 +288,7 @@ def unique(ids, fresh, inverse):  # type: ignore[no-untyped-def]
 
 @exact
 def add_rows(inverse, grads, sums, found):  # type: ignore[no-untyped-def]
-    """sums[inverse[i]] += grads[i], in order; the first of each is copied, not added to zero."""
+    """Do sums[inverse[i]] += grads[i], in order. The first of each is copied, not added to zero."""
     begun = np.zeros(found, dtype=np.bool_)
     for i in range(inverse.size):
         total, grad = sums[inverse[i]], grads[i]

@@ -1,15 +1,15 @@
-"""Where everything of a table lies in its memory. Pure.
+"""The memory layout of a table. Pure.
 
-One stretch of address space holds header, counters, index and records for as many rows as there can ever
-be; memory is taken only where it is used, so a table grows without moving anything.
+One range of address space holds header, counters, index and records for the maximum number of rows. Memory
+is allocated only where it is used, so a table grows without moving anything.
 
-The index is a row of levels, each twice the last. An id has one window of 8 entries (a cache line) in
-each level. It lives in the first of its windows that had room when it came, and entries never go away,
-so a window with an empty entry ends every search: the index grows by itself, and nobody ever waits for
-somebody who is growing it. An entry is 8 bytes: half the hash, and the row's slot. A level comes
-into use when those before it are about three quarters full; so the index takes 11 to 22 bytes a row.
+The index is a sequence of levels, each twice as large as the one before. An id has one window of 8 entries
+(a cache line) in each level. Its entry is in the first of its windows that had space when it was inserted,
+and entries are never removed, so a window with an empty entry ends every search. The index grows without
+any process waiting for another. An entry is 8 bytes: half of the hash, and the slot of the row. A level
+comes into use when those before it are about three quarters full, so the index takes 11 to 22 bytes a row.
 
-Cost of a search: a cache line a level, the levels of the common ids being small and in the cache.
+Cost of a search: one cache line per level; the levels of frequent ids are small and in the cache.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from manyhands.embeddings.spec import MAX_ROWS, META_BYTES, Table
 WINDOW = 8
 """Entries: one cache line."""
 BASE_BITS = 7
-"""Of the number of windows in level 0."""
+"""log2 of the number of windows in level 0."""
 BASE = WINDOW << BASE_BITS
 """Entries in level 0; level k has BASE << k."""
 EXTENDED_AT = 0.75
-"""How full the levels may be in all before memory is taken for the next."""
+"""Fraction of entries in use at which memory for the next level is allocated."""
 SPILLED_AT = 0.6
-"""Below this the next level is as good as untouched: what a bound on bytes must reckon with."""
+"""Below this fraction the next level is practically unused; the limit on bytes is computed with it."""
 WAITING_SHARE = 8
-"""One part in 8 of a table's bytes is for ids that wait for admission."""
+"""1/8 of the bytes of a table is for ids that wait for admission."""
 WAITING_BYTES = 12
-"""Of an entry: id and count."""
+"""Bytes of an entry: id and count."""
 
 GROW_PART = 32
-"""Memory for rows is taken ahead, one part in 32 of what there is."""
+"""Memory for rows is allocated ahead: 1/32 of what there is."""
 GROW_LEAST = 512
 GROW_MOST_BYTES = 64 << 20
 
-# Words of the header. Those that many processes write stand in cache lines of their own.
+# Words of the header. Those that many processes write are in cache lines of their own.
 MAGIC_WORD, DIGEST, CAPACITY, SALT, WAITING_MOST = range(5)
 GENERATION = 8
-"""Which of the two indexes is the one in use."""
+"""Which of the two indexes is in use."""
 LEVELS = 9
-"""Levels of the index that have their memory."""
+"""Levels of the index that have memory."""
 WAITING_LEVELS = 10
 FULL = 11
-"""Not 0 when an id was refused a row for want of room."""
+"""Not 0 if an id was refused a row because the table was full."""
 READY = 16
-"""Slots below have their memory."""
+"""Slots below this one have memory."""
 NEXT = 24
-"""Slots below have been given out at least once."""
+"""Slots below this one were allocated at least once."""
 FREE = 32
 """The free list: a version in the upper half, the first slot + 1 in the lower."""
 HEADER_BYTES = 4096
@@ -60,12 +60,12 @@ MAGIC = 0x6D68_7461_626C_6531
 
 
 def entries_in(levels: int) -> int:
-    """Entries in the first so many levels."""
+    """Return the number of entries in the first levels."""
     return BASE * ((1 << levels) - 1)
 
 
 def levels_for(rows: int, *, filled: float) -> int:
-    """Levels in use with so many rows, when one is added as soon as those before are `filled`."""
+    """Return the number of levels for some rows, if one is added when those before are `filled`."""
     levels = 1
     while rows > filled * entries_in(levels):
         levels += 1
@@ -78,15 +78,16 @@ class TableLayout:
 
     spec: Table
     capacity: int
-    """Slots. A table of any ids has one more than rows: slot 0 is the row that new ids share when full."""
+    """Number of slots. A hashed table has one more than rows: slot 0 is the row that new ids share when
+    full."""
     waiting_levels: int
-    """Levels of the waiting room at most; 0: every id is admitted at once."""
+    """Maximum number of levels for waiting ids; 0: every id is admitted at once."""
     spread: bool = False
-    """A part of a table of numbered rows: found by hash all the same."""
+    """If true, this is a part of a table with numbered rows, which are found by hash all the same."""
 
     @classmethod
     def within(cls, spec: Table, limit: int, *, spread: bool = False) -> TableLayout:
-        """The layout of most rows that fits into so many bytes."""
+        """Return the layout with the most rows that fits into `limit` bytes."""
         if spec.rows is not None and not spread:
             return cls(spec, spec.rows, 0)
         waiting = 0
@@ -109,34 +110,36 @@ class TableLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot without its index."""
+        """Bytes of a slot, without the index."""
         return 4 * self.spec.width + 4 * self.spec.row_optimizer.scalar + META_BYTES
 
     @cached_property
     def levels(self) -> int:
-        """So many that an id without a place is as good as impossible."""
+        """Number of levels; enough that an id without a place is practically impossible."""
         return levels_for(self.capacity, filled=SPILLED_AT) + 2 if self.hashed else 0
 
     @property
     def most_bytes(self) -> int:
-        """What a full table takes."""
+        """Bytes of a full table."""
         index = 8 * entries_in(levels_for(self.capacity, filled=SPILLED_AT)) if self.hashed else 0
         waiting = WAITING_BYTES * entries_in(self.waiting_levels)
-        ragged = 10 * mmap.PAGESIZE  # where regions begin and end, and the first that spill over
+        ragged = (
+            10 * mmap.PAGESIZE
+        )  # partial pages of the regions, and the first entries of the next level
         return HEADER_BYTES + self.capacity * self.slot_bytes + index + waiting + ragged
 
     def bytes_ready(self, slots: int) -> int:
-        """What is taken when so many slots have their memory, the waiting room aside."""
+        """Return the bytes in use when `slots` slots have memory, without the waiting ids."""
         index = 8 * entries_in(levels_for(slots, filled=EXTENDED_AT)) if self.hashed else 0
         return HEADER_BYTES + slots * self.slot_bytes + index
 
     def ready_after(self, slots: int) -> int:
-        """How many slots get their memory next."""
+        """Return how many slots have memory after growing."""
         most = max(GROW_MOST_BYTES // self.slot_bytes, 1)
         return min(self.capacity, slots + min(max(slots // GROW_PART, GROW_LEAST), most))
 
     def slot_ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The (offset, bytes) of what belongs to slots [begin, end)."""
+        """Return the (offset, bytes) ranges of slots [begin, end)."""
         wide = 4 * self.spec.width
         ranges = [
             (self.metas + META_BYTES * begin, META_BYTES * (end - begin)),
@@ -147,12 +150,12 @@ class TableLayout:
         return ranges
 
     def level_ranges(self, generation: int, begin: int, end: int) -> list[tuple[int, int]]:
-        """The (offset, bytes) of levels [begin, end) of an index."""
+        """Return the (offset, bytes) ranges of levels [begin, end) of an index."""
         start = self.index(generation)
         return [(start + 8 * entries_in(k), 8 * BASE << k) for k in range(begin, end)]
 
     def waiting_ranges(self, level: int) -> list[tuple[int, int]]:
-        """The (offset, bytes) of a level of the waiting room."""
+        """Return the (offset, bytes) ranges of a level of waiting ids."""
         begin, size = entries_in(level), BASE << level
         return [
             (self.waiting_ids + 8 * begin, 8 * size),
@@ -198,7 +201,7 @@ class TableLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of address space."""
+        """Size of the address range."""
         return self._ends[8]
 
 

@@ -1,7 +1,7 @@
-"""A table's memory: a stretch of address space that is filled as it is needed, or refused in words.
+"""The memory of a table: a range of address space that is allocated as needed, or refused with an error.
 
-Writing where the kernel has no memory left ends a process (SIGBUS, or the kernel picks a victim). So
-memory is asked for before it is written: first whether the host can spare it, then of the kernel.
+A write where the kernel has no memory left kills a process (SIGBUS, or the OOM killer). So memory is
+allocated before it is written: first check what the host has available, then ask the kernel.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from manyhands.hosts.cgroup import memory_limit
 from manyhands.transport.shm import Segment
 
 SPARE_PART = 50
-"""One part in 50 of the host's memory is left to others."""
+"""1/50 of the host's memory is left to other programs."""
 
 
 def total_bytes() -> int:
-    """Memory that this process could have at most: the host's, or its container's."""
+    """Return the memory of the host, or of the container."""
     limit = memory_limit()
     total = _meminfo()["MemTotal"]
     return total if limit is None else min(total, limit.limit_bytes)
 
 
 def available_bytes() -> int:
-    """Memory that can still be had without taking from others."""
-    said = _meminfo()
-    free = said["MemAvailable"]
-    # Where the kernel promises only what it has, promises run out before memory does.
+    """Return the memory that can still be allocated without harming other programs."""
+    info = _meminfo()
+    free = info["MemAvailable"]
+    # Without overcommit, the commit limit is reached before memory runs out.
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-        free = min(free, said["CommitLimit"] - said["Committed_AS"])
+        free = min(free, info["CommitLimit"] - info["Committed_AS"])
     limit = memory_limit()
     if limit is not None:
         free = min(free, limit.limit_bytes - limit.used_bytes)
@@ -46,11 +46,11 @@ def available_bytes() -> int:
 
 
 class Memory:
-    """A segment, and what of it has really been taken."""
+    """A segment whose pages are allocated on demand."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        # The address names the descriptor; a second one is ours as long as we need it.
+        # The address names a descriptor of the segment; this one stays open as long as we need it.
         number = segment.address.split(":")[2]
         self._descriptor: int | None = os.open(f"/proc/self/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -59,21 +59,21 @@ class Memory:
         return self.segment.address
 
     def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
-        """A flat array in the memory itself. It keeps the memory alive, also after close()."""
+        """Return a flat array in this memory. It keeps the memory alive, also after close()."""
         return np.frombuffer(self.segment.memory, dtype=dtype, offset=offset, count=count)
 
-    def take(
+    def allocate(
         self, table: str, ranges: list[tuple[int, int]], *, advice: str, brief: bool = False
     ) -> None:
-        """Have memory for these (offset, bytes); a JobError if the host can't spare it.
+        """Allocate memory for (offset, bytes) ranges. Raises a JobError if the host can't spare it.
 
-        `brief`: it is given back soon, so it may come from what is otherwise left to others.
+        `brief`: it is freed soon, so it may use what is otherwise left to other programs.
         """
-        wanted = sum(size for _, size in ranges)
+        needed = sum(size for _, size in ranges)
         spare = available_bytes() + (total_bytes() // SPARE_PART if brief else 0)
-        if wanted > spare:
+        if needed > spare:
             raise JobError(
-                f"The table {table!r} has {show_bytes(self.used)} and needs {show_bytes(wanted)} more; "
+                f"The table {table!r} has {show_bytes(self.used)} and needs {show_bytes(needed)} more; "
                 f"this host can spare {show_bytes(spare)}. {advice}"
             )
         for offset, size in ranges:
@@ -83,23 +83,24 @@ class Memory:
             except OSError as error:
                 raise JobError(
                     f"The table {table!r} has {show_bytes(self.used)}; the kernel refuses "
-                    f"{show_bytes(wanted)} more ({error.strerror}). {advice}"
+                    f"{show_bytes(needed)} more ({error.strerror}). {advice}"
                 ) from error
 
-    def forget(self, offset: int, size: int) -> None:
-        """Give whole pages back; they read as zeros from now on."""
+    def free_pages(self, offset: int, size: int) -> None:
+        """Free whole pages. They read as zeros from now on."""
         whole = self.segment.memory.obj
         assert isinstance(whole, mmap.mmap)
         if size:
             whole.madvise(mmap.MADV_REMOVE, offset, size)
 
     def extents(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
-        """The (offset, bytes) in this range that are taken: to read elsewhere would take memory too."""
+        """Yield the (offset, bytes) in this range that are allocated. Reading elsewhere would allocate
+        memory."""
         at, end = offset, offset + size
         while at < end:
             try:
                 begin = os.lseek(self._file, at, os.SEEK_DATA)
-            except OSError:  # nothing but holes from here on
+            except OSError:  # only holes from here on
                 return
             if begin >= end:
                 return
@@ -108,7 +109,7 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """Bytes really taken, by whichever process."""
+        """Bytes allocated, by all processes."""
         return os.fstat(self._file).st_blocks * 512
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class Memory:
     @property
     def _file(self) -> int:
         if self._descriptor is None:
-            raise JobError("This table was closed here; open it again with Store.attach.")
+            raise JobError("This table was closed here; open it again with TableStore.attach.")
         return self._descriptor
 
 

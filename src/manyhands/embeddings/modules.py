@@ -1,11 +1,11 @@
-"""Tables in a model: modules that look rows up, and models that change rows themselves.
+"""Modules with sparse tables: embeddings that look rows up, and models that change rows themselves.
 
-SparseEmbedding and SparseEmbeddingBag take the places of torch's. They have no parameters: a forward
-gets the rows of the batch's distinct ids from wherever the strategy keeps them, as one leaf of the
-autograd graph, whose gradient is all that a push carries.
+SparseEmbedding and SparseEmbeddingBag replace torch's. They have no parameters: a forward pass gets the
+rows of the distinct ids of the batch from wherever the strategy keeps them, as one leaf of the autograd
+graph. Only the gradient of that leaf is pushed.
 
 A RowModel computes without autograd: it reads and changes rows in place, in one pass, as word2vec does.
-Not bound to a training, a module keeps its rows to itself, and they learn in the backward.
+A module that is not bound to a training has its own rows, which are updated in the backward pass.
 
 A state dict has for each table
 
@@ -14,7 +14,7 @@ A state dict has for each table
     PATH.salt     what the initial row of any other id is made from
     PATH.shared   the row that new ids share, where the table is full
 
-Modules that share a table all have it, in the same tensors, as torch does with tied weights.
+Modules that share a table all save it, as the same tensors, like tied weights in torch.
 """
 
 from __future__ import annotations
@@ -40,28 +40,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALONE = "table"
-"""The name of a table whose module is bound to no model."""
+"""Name of a table whose module is not bound to a training."""
 ANCHOR = "manyhands_anchor"
-"""The one parameter of a model that is all tables."""
+"""Name of the only parameter of a model that consists of tables."""
 
 
 class Access(Protocol):
-    """Where a module gets its rows."""
+    """The source of a module's rows."""
 
     def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
-        """The rows of distinct ids, of which some may be new. `source`: the ids as they were given."""
+        """Return the rows of distinct ids, of which some may be new. `source`: the ids before
+        deduplication."""
 
     def look(self, name: str, ids: Tensor) -> Tensor:
-        """The same, and nothing is made or counted."""
+        """Like pull, but make no rows and count nothing."""
 
     def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
-        """These rows are part of a graph: their gradient is wanted."""
+        """Record rows that are part of a graph, to collect their gradient."""
 
     def weights(self, name: str) -> RowWeights:
-        """All rows, as they are now."""
+        """Copy all rows."""
 
     def put_weights(self, name: str, weights: RowWeights) -> None:
-        """Let these be all rows that there are."""
+        """Replace all rows."""
 
 
 class Rows(Protocol):
@@ -69,27 +70,27 @@ class Rows(Protocol):
 
     @property
     def ids(self) -> NDArray[np.int64] | None:
-        """Those that are in reach, ascending, as the rows of the matrix; None: all, wherever `find` says."""
+        """The available ids, ascending, in the order of the matrix. None: all; `find` tells where each is."""
 
     @property
     def matrix(self) -> NDArray[np.float32]:
-        """Rows under each other; others may change them at the same time."""
+        """The rows. Other workers may change them at the same time."""
 
     @property
     def writers(self) -> int:
-        """How many workers change these rows at the same time, this one among them."""
+        """Number of workers that change these rows at the same time, including this one."""
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which rows of the matrix the ids have; new ids get one."""
+        """Return the indices of ids in the matrix. New ids get a row."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Where a module gets the rows of one of its tables."""
+    """The source of one of a module's tables."""
 
     access: Access
     name: str
-    """Of the table, there."""
+    """Name of the table in `access`."""
 
 
 class TableHolder(nn.Module):
@@ -100,27 +101,27 @@ class TableHolder(nn.Module):
         self._bound: dict[str, Bound] = {}
 
     def own_tables(self) -> dict[str, Table]:
-        """By its name in this module; empty for the only one."""
+        """Return the tables by their name in this module; the empty string if there is only one."""
         raise NotImplementedError
 
     def bind(self, names: Mapping[int, str], access: Access) -> None:
-        """`names`: by the id of the table's object."""
+        """Bind all tables to a source. `names`: by `id(table)`."""
         self._bound = {
             own: Bound(access, names[id(table)]) for own, table in self.own_tables().items()
         }
 
     def bound(self, own: str) -> Bound | None:
-        """None if the table was never bound, loaded or trained."""
+        """Return the source of a table, or None if it was never bound, loaded or trained."""
         return self._bound.get(own)
 
     def bind_alone(self, own: str) -> Bound:
-        """To a training of its own, which other modules with the same table share."""
+        """Bind a table to rows of its own, which other modules with the same table share."""
         if own not in self._bound:
             self._bound[own] = Bound(_alone(self.own_tables()[own]), ALONE)
         return self._bound[own]
 
     def known(self, own: str) -> Bound:
-        """Where the rows are; refuses a table that was never bound, loaded or trained."""
+        """Return the source of a table. Raises a JobError if it was never bound, loaded or trained."""
         bound = self.bound(own)
         if bound is None:
             raise JobError(
@@ -191,16 +192,16 @@ class TableHolder(nn.Module):
 
 
 KEYS = ("ids", "rows", "salt", "shared")
-"""Of a table in a state dict."""
+"""Keys of a table in a state dict."""
 
 
 class _Written:
-    """Where the tables of an access are in the state dict that is being made."""
+    """Paths of tables in the state dict that is being made."""
 
     def __init__(self, destination: dict[str, Any]) -> None:
         self.paths: dict[str, str] = {}
         self._destination: Callable[[], Any] = lambda: None
-        with suppress(TypeError):  # a plain dict that somebody gave
+        with suppress(TypeError):  # a plain dict has no weak references
             self._destination = weakref.ref(destination)
 
     @classmethod
@@ -213,7 +214,7 @@ class _Written:
 
 _written: weakref.WeakKeyDictionary[Access, _Written] = weakref.WeakKeyDictionary()
 _trained_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""By the id of the table's object, which lives as long as this."""
+"""By `id(table)`; the entry keeps the table alive."""
 
 
 def _alone(table: Table) -> Access:
@@ -241,7 +242,7 @@ def _to_tensors(weights: RowWeights) -> dict[str, Tensor]:
 
 
 def _problem(found: Mapping[str, Any], table: Table) -> str:
-    """Why these can't be rows of the table, or nothing."""
+    """Return why these can't be rows of the table, or an empty string."""
     if not all(isinstance(value, Tensor) for value in found.values()):
         return "ids, rows, salt and shared must be tensors"
     ids, rows = found["ids"], found["rows"]
@@ -257,12 +258,12 @@ def _problem(found: Mapping[str, Any], table: Table) -> str:
     if len(ids) and table.rows is not None and not 0 <= ids.min() <= ids.max() < table.rows:
         return f"ids must be 0 to {table.rows - 1}, and are {int(ids.min())} to {int(ids.max())}"
     if len(torch.unique(ids)) != len(ids):
-        return "an id is there more than once"
+        return "an id occurs more than once"
     return ""
 
 
 def _to_weights(found: Mapping[str, Tensor], table: Table) -> RowWeights:
-    """Copies, as load_state_dict makes them."""
+    """Copy the tensors, as load_state_dict does."""
     order = torch.argsort(found["ids"].cpu())
     shared = found.get("shared", torch.empty(0, table.dim))
     salt = salt_of(ALONE, torch.initial_seed())
@@ -294,7 +295,7 @@ class TableModule(TableHolder):
             table = Table(dim=embedding_dim, rows=num_embeddings, **options)
         elif embedding_dim is not None or num_embeddings is not None or options:
             raise JobError(
-                f"{type(self).__name__}: what the table says can't be said beside it. "
+                f"{type(self).__name__}: give either a table, or its options. "
                 "Write  SparseEmbedding(table=table)."
             )
         self.table = table
@@ -307,14 +308,16 @@ class TableModule(TableHolder):
         return self.table.describe()
 
     def _rows(self, ids: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids, and for each id the number of its row. `source`: the ids as they
-        were given."""
+        """Return the rows of the distinct ids, and for each id the index of its row. `source`: the ids as
+        they were given."""
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise JobError(f"{type(self).__name__} looks up whole numbers, and got {ids.dtype}.")
         training = torch.is_grad_enabled()
         bound = self.bind_alone("") if training and self.training else self.known("")
         access, name = bound.access, bound.name
-        distinct, places = torch.unique(ids.reshape(-1).to("cpu", torch.int64), return_inverse=True)
+        distinct, inverse = torch.unique(
+            ids.reshape(-1).to("cpu", torch.int64), return_inverse=True
+        )
         padding = None
         if self.padding_idx is not None:
             place = int(torch.searchsorted(distinct, self.padding_idx))
@@ -328,12 +331,12 @@ class TableModule(TableHolder):
         if padding is not None:
             kept = torch.ones(len(distinct), 1, device=ids.device)
             kept[padding] = 0.0
-            return rows * kept, places.to(ids.device)
-        return rows, places.to(ids.device)
+            return rows * kept, inverse.to(ids.device)
+        return rows, inverse.to(ids.device)
 
 
 class SparseEmbedding(TableModule):
-    """As torch.nn.Embedding, with rows in a table: `SparseEmbedding(None, 64)` takes any 64-bit id."""
+    """Like torch.nn.Embedding, with rows in a table: `SparseEmbedding(None, 64)` takes any 64-bit id."""
 
     def __init__(
         self,
@@ -344,16 +347,16 @@ class SparseEmbedding(TableModule):
         table: Table | None = None,
         **options: Any,
     ) -> None:
-        """`table` is one that several modules share; otherwise `options` are those of mh.Table."""
+        """`table`: a table that several modules share. Otherwise `options` are those of mh.Table."""
         super().__init__(num_embeddings, embedding_dim, padding_idx, table, options)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows, places = self._rows(ids, ids)
-        return functional.embedding(places, rows).view(*ids.shape, self.table.dim)
+        rows, inverse = self._rows(ids, ids)
+        return functional.embedding(inverse, rows).view(*ids.shape, self.table.dim)
 
 
 class SparseEmbeddingBag(TableModule):
-    """As torch.nn.EmbeddingBag, with rows in a table."""
+    """Like torch.nn.EmbeddingBag, with rows in a table."""
 
     def __init__(
         self,
@@ -373,7 +376,7 @@ class SparseEmbeddingBag(TableModule):
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Ids as [bags, ids a bag], or flat with the offset at which each bag begins."""
+        """Ids are [bags, ids per bag], or flat with the offset at which each bag begins."""
         if per_sample_weights is not None and self.mode != "sum":
             raise JobError("SparseEmbeddingBag: per_sample_weights are for mode='sum'.")
         if ids.dim() == 2:
@@ -386,19 +389,19 @@ class SparseEmbeddingBag(TableModule):
                 f"ids of shape {tuple(ids.shape)} {'with' if offsets is not None else 'without'} offsets."
             )
         flat = ids.reshape(-1)
-        rows, places = self._rows(flat, ids)
+        rows, inverse = self._rows(flat, ids)
         if per_sample_weights is None and self.padding_idx is not None and self.mode == "mean":
-            # The mean is over what is no padding.
-            return self._mean_without_padding(rows, places, flat, offsets)
+            # The mean excludes padding.
+            return self._mean_without_padding(rows, inverse, flat, offsets)
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         return functional.embedding_bag(
-            places, rows, offsets, mode=self.mode, per_sample_weights=weights
+            inverse, rows, offsets, mode=self.mode, per_sample_weights=weights
         )
 
     def _mean_without_padding(
-        self, rows: Tensor, places: Tensor, flat: Tensor, offsets: Tensor
+        self, rows: Tensor, inverse: Tensor, flat: Tensor, offsets: Tensor
     ) -> Tensor:
-        summed = functional.embedding_bag(places, rows, offsets, mode="sum")
+        summed = functional.embedding_bag(inverse, rows, offsets, mode="sum")
         assert self.padding_idx is not None
         counted = flat.ne(self.padding_idx).to(rows.dtype)
         bag = torch.bucketize(torch.arange(len(flat), device=flat.device), offsets, right=True) - 1
@@ -407,11 +410,11 @@ class SparseEmbeddingBag(TableModule):
 
 
 class RowModel(TableHolder):
-    """A model that is all tables, and changes their rows itself.
+    """A model that consists of tables and changes their rows itself.
 
-    Give `tables` a name for each table in `__init__`, and write `touch`. The rows are shared with
-    whoever trains beside this worker, so only strategies that need no order can train it: `single`,
-    and the parameter servers that do not wait for all.
+    Set `tables` in `__init__`, by name, and implement `ids` and `touch`. Other workers change the same rows
+    at the same time, so only strategies without synchronous updates can train it: `single`, and the
+    asynchronous parameter servers.
     """
 
     tables: dict[str, Table]
@@ -421,16 +424,16 @@ class RowModel(TableHolder):
 
     @abstractmethod
     def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
-        """The ids of each table whose rows `touch` will want, with or without repetition."""
+        """Return by table the ids whose rows `touch` will need. Ids may repeat."""
 
     @abstractmethod
     def touch(
         self, batch: Any, rows: Mapping[str, Rows], *, lr: float, seed: int
     ) -> tuple[float, float]:
-        """One pass over the batch; (sum of the losses, what it was summed over)."""
+        """Train on a batch. Returns (sum of the losses, number of terms)."""
 
     def look_up(self, table: str, ids: Tensor) -> Tensor:
-        """The rows of some ids of a table, one below the other. Nothing is made or counted."""
+        """Return the rows of ids of a table. Makes no rows and counts nothing."""
         if table not in self.tables:
             raise JobError(
                 f"{type(self).__name__} has no table {table!r}{closest(table, self.tables)} "
@@ -444,7 +447,7 @@ class RowModel(TableHolder):
 
 
 def tables_of(model: nn.Module) -> dict[str, Table]:
-    """The tables of a model by name: the path of the first module that has it."""
+    """Return the tables of a model by name: the path of the first module that has the table."""
     found: dict[str, Table] = {}
     known: set[int] = set()
     for path, module in model.named_modules():
@@ -458,7 +461,7 @@ def tables_of(model: nn.Module) -> dict[str, Table]:
 
 
 def bind(model: nn.Module, access: Access) -> None:
-    """From now on the modules of a model get their rows there."""
+    """Set the source of rows of all modules of a model."""
     names = {id(table): name for name, table in tables_of(model).items()}
     for module in model.modules():
         if isinstance(module, TableHolder):
@@ -466,6 +469,6 @@ def bind(model: nn.Module, access: Access) -> None:
 
 
 def add_anchor(model: nn.Module) -> None:
-    """A model that is all tables gets one number to train, which stays 0: optimizers, schedules and
-    whatever shares gradients want a parameter."""
+    """Give a model that consists of tables one parameter, which stays 0: optimizers, schedules and gradient
+    exchange need one."""
     model.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1)))

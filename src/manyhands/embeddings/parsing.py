@@ -1,4 +1,4 @@
-"""The words of tables: `name(option=value,...)` and "2GiB", and errors that say what to type. Pure."""
+"""Parses options of tables: `name(option=value,...)` and "2GiB". Errors say what to type. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def split_call(what: str, text: Any, example: str) -> tuple[str, str]:
-    """ "adam(eps=1e-8)" is ("adam", "eps=1e-8")."""
+    """Split "adam(eps=1e-8)" into ("adam", "eps=1e-8")."""
     parts = _CALL.fullmatch(text) if isinstance(text, str) else None
     if parts is None:
         raise JobError(f"The {what} {text!r} of a table does not parse. Write  {example}.")
@@ -23,13 +23,13 @@ def split_call(what: str, text: Any, example: str) -> tuple[str, str]:
 
 
 def options_of(what: str, inside: str, allowed: Sequence[str], example: str) -> dict[str, str]:
-    """ "a=1,b=2" as a dict; only keys that are allowed, each once."""
+    """Parse "a=1,b=2" to a dict. Only allowed keys, each once."""
     options: dict[str, str] = {}
-    for said in inside.split(",") if inside else []:
-        key, equals, value = (part.strip() for part in said.partition("="))
+    for option in inside.split(",") if inside else []:
+        key, equals, value = (part.strip() for part in option.partition("="))
         if not equals or not value:
             raise JobError(
-                f"The {what} of a table: {said.strip()!r} is no key=value. Write  {example}."
+                f"The {what} of a table: {option.strip()!r} is no key=value. Write  {example}."
             )
         if key not in allowed:
             raise JobError(
@@ -43,7 +43,7 @@ def options_of(what: str, inside: str, allowed: Sequence[str], example: str) -> 
 
 
 def number_in(what: str, value: Any, low: float, high: float, *, below: bool = False) -> float:
-    """The value, if it is a number from low to high (and below high, where that is asked)."""
+    """Return the value if it is a number from low to high. `below`: high itself is not allowed."""
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fits or not low <= value <= high or (below and value == high):
         upto = f"to below {high:g}" if below else f"to {high:g}"
@@ -51,19 +51,19 @@ def number_in(what: str, value: Any, low: float, high: float, *, below: bool = F
     return float(value)
 
 
-def parse_bytes(what: str, given: Any) -> int:
-    """A number of bytes, or words such as "2GiB" (1024s) and "2GB" (1000s)."""
-    number = given
-    if isinstance(given, str) and (parts := _SIZE.fullmatch(given)):
+def parse_bytes(what: str, value: Any) -> int:
+    """Parse a number of bytes, or text such as "2GiB" (powers of 1024) and "2GB" (of 1000)."""
+    number = value
+    if isinstance(value, str) and (parts := _SIZE.fullmatch(value)):
         base = 1024 if parts.group(3) else 1000
         number = int(float(parts.group(1)) * base ** _POWER[parts.group(2)])
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise JobError(f"{what} can't be {given!r}: give bytes as 2000000000, '2GB' or '1.5GiB'.")
+        raise JobError(f"{what} can't be {value!r}: give bytes as 2000000000, '2GB' or '1.5GiB'.")
     return number
 
 
 def show_bytes(num_bytes: float) -> str:
-    """1536 is "1.5 KiB"."""
+    """Format bytes: 1536 as "1.5 KiB"."""
     power = 0
     while abs(num_bytes) >= 1023.95 and power < 4:
         num_bytes /= 1024

@@ -1,9 +1,9 @@
-"""What a model will look up in the next batch, learnt from what it looked up in the last.
+"""Predicts what a model will look up in the next batch from what it looked up in the last one.
 
-A model mostly looks up what it was given: a tensor of the batch, or some columns of it. So which piece of
-which tensor of a batch was looked up in which table is noted, and of the next batch the same pieces are
-asked for before its turn comes. It is only a guess: what else is looked up is asked for when it is, and
-what is not was asked for in vain. Ids that the model computes are not foreseen.
+Most lookups are of a tensor of the batch, or of some of its columns. The prefetcher records which slice of
+which tensor was looked up in which table, and returns the same slices of the next batch, so that their rows
+can be requested ahead. It is a guess: other rows are requested when they are looked up, and rows that are not
+looked up were requested in vain. Ids that the model computes are not predicted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SampleSlice:
-    """Of a tensor whose first dimension is the samples."""
+    """A slice of a tensor whose first dimension is the samples."""
 
     tensor: int
-    """Which one of the batch, in the order in which they are found there."""
+    """Index of the tensor in the batch, in the order of `tensors_of`."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Of the tensor, but for its first dimension: another batch has to be built alike."""
+    """Of the tensor, without its first dimension. Another batch must have the same."""
     inner: tuple[int, ...]
     inner_strides: tuple[int, ...]
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The same piece of a tensor of another batch."""
+        """Return the same slice of a tensor of another batch."""
         if tuple(tensor.shape[1:]) != self.shape or tensor.stride()[1:] != self.strides:
             return None
         return tensor.as_strided(
@@ -42,13 +42,13 @@ class SampleSlice:
 
 class Prefetcher:
     def __init__(self) -> None:
-        self._pieces: dict[str, set[SampleSlice]] = {}
+        self._slices: dict[str, set[SampleSlice]] = {}
 
     def learn(self, name: str, ids: Tensor, batch: Any) -> None:
-        """These ids were looked up in a table while this batch was trained on."""
+        """Record that these ids were looked up in a table in the forward pass of this batch."""
         for number, tensor in enumerate(tensors_of(batch)):
-            if _within(ids, tensor):
-                piece = SampleSlice(
+            if _is_slice(ids, tensor):
+                slice_ = SampleSlice(
                     number,
                     tuple(tensor.shape[1:]),
                     tensor.stride()[1:],
@@ -56,23 +56,23 @@ class Prefetcher:
                     ids.stride()[1:],
                     int(ids.storage_offset() - tensor.storage_offset()),
                 )
-                self._pieces.setdefault(name, set()).add(piece)
+                self._slices.setdefault(name, set()).add(slice_)
                 return
 
     def ids_in(self, batch: Any) -> dict[str, Tensor]:
-        """By table the ids, distinct and ascending, that will be looked up in this batch."""
+        """Return by table the ids that will be looked up in this batch, distinct and ascending."""
         tensors = list(tensors_of(batch))
         found: dict[str, Tensor] = {}
-        for name, pieces in self._pieces.items():
-            parts = [p.of(tensors[p.tensor]) for p in pieces if p.tensor < len(tensors)]
+        for name, slices in self._slices.items():
+            parts = [p.of(tensors[p.tensor]) for p in slices if p.tensor < len(tensors)]
             flat = [part.reshape(-1) for part in parts if part is not None]
             if flat:
                 found[name] = torch.unique(torch.cat(flat).to("cpu", torch.int64))
         return found
 
 
-def _within(ids: Tensor, tensor: Tensor) -> bool:
-    """Whether some ids are all samples' part of a tensor, and not a copy of it."""
+def _is_slice(ids: Tensor, tensor: Tensor) -> bool:
+    """Return whether ids are a slice of a tensor over all its samples, and not a copy."""
     return (
         ids.dim() > 0
         and tensor.dim() > 0

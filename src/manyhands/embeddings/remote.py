@@ -1,9 +1,8 @@
-"""The tables of a model whose rows are at servers of other hosts: asked for by id, changed by what is pushed.
+"""The tables of a model whose rows are at parameter servers of other hosts: pulled by id, changed by pushes.
 
-A pull asks each server for the distinct ids that it is asked for, and waits for all. Where nobody waits for
-all workers anyway, rows are asked for one batch ahead, as far as they are foreseen, and may be kept for a
-while. A RowModel gets copies of the rows of its batch, and what it has changed in them is pushed as
-differences.
+A pull requests distinct ids from their servers and waits for all answers. In asynchronous modes, rows are
+requested one batch ahead as far as they can be predicted, and may be cached for some steps. A RowModel gets
+copies of the rows of its batch; what it changes in them is pushed as differences.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from manyhands.embeddings.sparse_grads import (
     from_wire,
     num_bytes,
     pack_into,
-    travelling,
+    wire_specs,
 )
 from manyhands.errors import JobError
 from manyhands.runs.table_files import KEYED
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
 
 
 ROLE = "rows "
-"""Of parcels that carry rows: this and the name of the table."""
+"""Role of messages with rows: this, followed by the name of the table."""
 
 
 class Servers(Protocol):
-    """A client, as far as rows go."""
+    """What this module needs of a client."""
 
     homes: RowPlacement | None
 
@@ -64,143 +63,139 @@ class Arrived(Protocol):
 
 
 class LocalRows(Protocol):
-    """A server in this very process: asked without a message."""
+    """A server in this process, called without messages."""
 
     name: str
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]: ...
-    def put(self, worker: str, slot: int, basket: TableGrads) -> None: ...
+    def put(self, worker: str, slot: int, grads: TableGrads) -> None: ...
 
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Rows that are on their way."""
+    """Rows that were requested."""
 
     tag: int
     ids: NDArray[np.int64]
     """Distinct, ascending."""
     places: Mapping[str, NDArray[np.int64]]
-    """By server: which of the ids it was asked for."""
+    """By server: indices of the ids that were requested from it."""
     here: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
-    """Which of the ids are at the server that is near, and their rows."""
+    """Indices of the ids at the local server, and their rows."""
 
 
 class RemoteTables(LocalTables):
-    """As Tables; `servers` is set anew for each view."""
+    """Tables at servers. `servers` changes with each view."""
 
     def __init__(
         self, tables: LocalTables, *, adds: bool, bits: int = 32, age: int | None = None
     ) -> None:
-        """`adds`: for a RowModel, which pushes differences. `bits`: of a number on the wire. `age`: steps
-        that a row may be used for before it is asked for again; None: it has to be of the last step."""
+        """`adds`: for a RowModel, which pushes differences. `bits`: of each number on the wire. `age`: steps
+        for which a row may be cached; None: rows are always requested."""
         super().__init__(tables.specs, seed=tables.seed)
         self.stores.salts = tables.stores.salts
         self.in_place = adds
         self._bits = bits
-        self._wire = travelling(tables.specs, adds=adds)
-        self._kept: dict[str, RowCache] = {}
+        self._wire = wire_specs(tables.specs, adds=adds)
+        self._caches: dict[str, RowCache] = {}
         if age is not None and not adds:
-            self._kept = {name: RowCache(table.dim, age) for name, table in self._wire.items()}
-        self._foresight = Prefetcher()
+            self._caches = {name: RowCache(table.dim, age) for name, table in self._wire.items()}
+        self._prefetcher = Prefetcher()
         self.servers: Servers | None = None
-        self._near: LocalRows | None = None
-        self._tags = 0
-        self._ahead: dict[int, dict[str, RowRequest]] = {}
-        self._coming: list[tuple[str, int, RowRequest]] = []
-        """Rows that will be looked up, with their table and the step."""
+        self._local: LocalRows | None = None
+        self._last_tag = 0
+        self._requested_batches: dict[int, dict[str, RowRequest]] = {}
+        self._requested: list[tuple[str, int, RowRequest]] = []
+        """Requested rows that will be looked up, with their table and step."""
         self._changed: list[TableGrads] = []
 
-    def connect(self, servers: Servers, near: LocalRows | None) -> None:
-        self.servers, self._near = servers, near
-        self._ahead.clear()
-        self._coming.clear()
+    def connect(self, servers: Servers, local: LocalRows | None) -> None:
+        self.servers, self._local = servers, local
+        self._requested_batches.clear()
+        self._requested.clear()
         self._changed.clear()
-        for kept in self._kept.values():
-            kept.clear()
+        for cache in self._caches.values():
+            cache.clear()
         self.forget()
 
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
-        return torch.from_numpy(self._wait(name, self._ask(name, ids.numpy())))
+        return torch.from_numpy(self._wait(name, self._request(name, ids.numpy())))
 
     def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
-        if name not in self._kept:
+        if name not in self._caches:
             return self.look(name, ids)
-        self._foresight.learn(name, source, self.batch)
-        return torch.from_numpy(self._read_kept(name, ids.numpy()))
+        self._prefetcher.learn(name, source, self.batch)
+        return torch.from_numpy(self._read_cached(name, ids.numpy()))
 
     @property
     def foresees(self) -> bool:
-        """Rows may be asked for before the step before is done."""
-        return self.in_place or bool(self._kept)
+        """If true, rows may be requested before the previous step is done."""
+        return self.in_place or bool(self._caches)
 
     def expect(self, batch: Any, step: int) -> None:
-        """Ask for the rows that will be looked up in the next batch."""
+        """Request the rows that the next batch is predicted to look up."""
         assert self.servers is not None
         assert self.servers.homes is not None
-        for name, foreseen in self._foresight.ids_in(batch).items():
-            ids = self._kept[name].missing(foreseen.numpy(), step)
-            if self._near is not None:  # what is at hand is read when it is needed
-                ids = ids[~self.servers.homes.held_by(self._near.name, ids)]
+        for name, predicted in self._prefetcher.ids_in(batch).items():
+            ids = self._caches[name].missing(predicted.numpy(), step)
+            if self._local is not None:  # local rows are read when they are needed
+                ids = ids[~self.servers.homes.held_by(self._local.name, ids)]
             if len(ids):
-                self._coming.append((name, step, self._ask(name, ids)))
+                self._requested.append((name, step, self._request(name, ids)))
 
-    def _read_kept(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Ask only for rows that are not here, or too old."""
-        kept = self._kept[name]
-        arrived = [c for c in self._coming if c[0] == name and c[1] <= self.now]
-        for coming in arrived:
-            self._coming.remove(coming)
-            kept.put(coming[2].ids, self._wait(name, coming[2]), coming[1])
-        rows, missing = kept.get(ids, self.now)
+    def _read_cached(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Request only rows that are not cached, or too old."""
+        cache = self._caches[name]
+        arrived = [c for c in self._requested if c[0] == name and c[1] <= self.now]
+        for each in arrived:
+            self._requested.remove(each)
+            cache.put(each[2].ids, self._wait(name, each[2]), each[1])
+        rows, missing = cache.get(ids, self.now)
         if missing.any():
-            rows[missing] = self._wait(name, self._ask(name, ids[missing]))
-            kept.put(ids[missing], rows[missing], self.now)
+            rows[missing] = self._wait(name, self._request(name, ids[missing]))
+            cache.put(ids[missing], rows[missing], self.now)
         return rows
 
-    def _ask(self, name: str, ids: NDArray[np.int64]) -> RowRequest:
+    def _request(self, name: str, ids: NDArray[np.int64]) -> RowRequest:
         servers = self.servers
         assert servers is not None
         assert servers.homes is not None
-        self._tags += 1
-        near = self._near
-        whom = servers.homes.asked(ids, near.name if near is not None else None)
+        self._last_tag += 1
+        local = self._local
+        server_of = servers.homes.server_of(ids, local.name if local is not None else None)
         places = {
-            server: np.flatnonzero(whom == i)
+            server: np.flatnonzero(server_of == i)
             for i, server in enumerate(servers.homes.servers)
-            if (whom == i).any()
+            if (server_of == i).any()
         }
         here = None
-        if near is not None and (chosen := places.pop(near.name, None)) is not None:
-            here = chosen, near.look_up(name, ids[chosen])
-        asked = {
-            server: np.ascontiguousarray(ids[chosen]).view(np.uint8).data
-            for server, chosen in places.items()
+        if local is not None and (indices := places.pop(local.name, None)) is not None:
+            here = indices, local.look_up(name, ids[indices])
+        request = {
+            server: np.ascontiguousarray(ids[indices]).view(np.uint8).data
+            for server, indices in places.items()
         }
-        servers.rows(name, self._tags, asked)
-        return RowRequest(self._tags, ids, places, here)
+        servers.rows(name, self._last_tag, request)
+        return RowRequest(self._last_tag, ids, places, here)
 
-    def _wait(self, name: str, asked: RowRequest) -> NDArray[np.float32]:
+    def _wait(self, name: str, request: RowRequest) -> NDArray[np.float32]:
         assert self.servers is not None
-        if asked.here is not None and not asked.places:
-            return asked.here[1]
-        rows = np.empty((len(asked.ids), self._wire[name].dim), np.float32)
-        if asked.here is not None:
-            rows[asked.here[0]] = asked.here[1]
-        heard = self.servers.wait_for_rows(asked.tag, list(asked.places))
-        for chosen, payload in zip(asked.places.values(), heard, strict=True):
-            rows[chosen] = from_wire(payload, self._wire[name].dim, self._bits)
+        if request.here is not None and not request.places:
+            return request.here[1]
+        rows = np.empty((len(request.ids), self._wire[name].dim), np.float32)
+        if request.here is not None:
+            rows[request.here[0]] = request.here[1]
+        payloads = self.servers.wait_for_rows(request.tag, list(request.places))
+        for indices, payload in zip(request.places.values(), payloads, strict=True):
+            rows[indices] = from_wire(payload, self._wire[name].dim, self._bits)
         return rows
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
         assert self.servers is not None
-        tensor_messages = self.servers.table_states(since)
+        states = self.servers.table_states(since)
         return {
-            name: _one_of(
-                [
-                    m.state
-                    for (role, _), m in tensor_messages.complete.items()
-                    if role == ROLE + name
-                ]
+            name: _concatenate(
+                [m.state for (role, _), m in states.complete.items() if role == ROLE + name]
             )
             for name in self.specs
         }
@@ -218,20 +213,20 @@ class RemoteTables(LocalTables):
     # For a RowModel -----------------------------------------------------------------------------
 
     def ahead(self, model: RowModel, batch: Any, seed: int) -> None:
-        """Ask for the rows of a batch that will be trained on soon."""
-        self._ahead[seed] = self._ask_all(model, batch, seed)
+        """Request the rows of the next batch."""
+        self._requested_batches[seed] = self._request_all(model, batch, seed)
 
-    def _ask_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, RowRequest]:
-        wanted = model.ids(batch, seed=seed)
-        return {name: self._ask(name, _distinct(ids)) for name, ids in wanted.items()}
+    def _request_all(self, model: RowModel, batch: Any, seed: int) -> dict[str, RowRequest]:
+        needed = model.ids(batch, seed=seed)
+        return {name: self._request(name, _distinct(ids)) for name, ids in needed.items()}
 
     @contextmanager
     def lend(self, model: RowModel, batch: Any, seed: int) -> Iterator[Mapping[str, Rows]]:
-        asked = self._ahead.pop(seed, None) or self._ask_all(model, batch, seed)
-        before = {name: self._wait(name, each) for name, each in asked.items()}
+        request = self._requested_batches.pop(seed, None) or self._request_all(model, batch, seed)
+        before = {name: self._wait(name, each) for name, each in request.items()}
         rows = {
-            name: CopiedRows(asked[name].ids, before[name][:, : self.specs[name].dim].copy())
-            for name in asked
+            name: CopiedRows(request[name].ids, before[name][:, : self.specs[name].dim].copy())
+            for name in request
         }
         yield rows
         changed = {name: _changed(before[name], each) for name, each in rows.items()}
@@ -241,7 +236,7 @@ class RemoteTables(LocalTables):
         changed, self._changed = self._changed, []
         found = super().take()
         for name in self.specs:
-            parts = [basket[name] for basket in changed if name in basket]
+            parts = [grads[name] for grads in changed if name in grads]
             if parts:
                 found[name] = self._merged(parts)
         return found
@@ -255,25 +250,25 @@ class RemoteTables(LocalTables):
         starts = np.flatnonzero(np.diff(ids[order], prepend=ids[order][:1] - 1))
         return SparseGrads(ids[order][starts], np.add.reduceat(grads[order], starts, axis=0))
 
-    def give(self, worker: str, slot: int, basket: TableGrads) -> dict[str, memoryview]:
-        """To each server what it holds of a basket: at once to the one that is near, to others as the
-        bytes that are to travel with the push."""
+    def give(self, worker: str, slot: int, grads: TableGrads) -> dict[str, memoryview]:
+        """Split gradients by server. Those of the local server are put there at once; for the others,
+        returns the bytes to send with the push."""
         assert self.servers is not None
         assert self.servers.homes is not None
-        homes, told = self.servers.homes, {}
+        homes, payloads = self.servers.homes, {}
         for server in homes.servers:
-            mine = {name: s.part(homes.held_by(server, s.ids)) for name, s in basket.items()}
-            if self._near is not None and server == self._near.name:
-                self._near.put(worker, slot, mine)
+            selected = {name: s.part(homes.held_by(server, s.ids)) for name, s in grads.items()}
+            if self._local is not None and server == self._local.name:
+                self._local.put(worker, slot, selected)
                 continue
-            memory = memoryview(bytearray(num_bytes(mine, self._wire, bits=self._bits)))
-            pack_into(memory, mine, self._wire, bits=self._bits)
-            told[server] = memory
-        return told
+            memory = memoryview(bytearray(num_bytes(selected, self._wire, bits=self._bits)))
+            pack_into(memory, selected, self._wire, bits=self._bits)
+            payloads[server] = memory
+        return payloads
 
 
 class RowCache:
-    """Rows that were fetched lately, by ascending id."""
+    """Recently fetched rows, by ascending id."""
 
     def __init__(self, dim: int, age: int) -> None:
         self._dim, self._age = dim, age
@@ -287,14 +282,14 @@ class RowCache:
     def get(
         self, ids: NDArray[np.int64], now: int
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """The rows of ids, and which of them are missing."""
+        """Return the rows of ids, and a mask of those that are missing."""
         rows = np.empty((len(ids), self._dim), np.float32)
         places, here = self._find(ids, now)
         rows[here] = self._rows[places[here]]
         return rows, ~here
 
     def missing(self, ids: NDArray[np.int64], now: int) -> NDArray[np.int64]:
-        """Those of ids whose rows are not here, or too old by then."""
+        """Return the ids whose rows are not cached, or too old by then."""
         return ids[~self._find(ids, now)[1]]
 
     def _find(
@@ -315,7 +310,7 @@ class RowCache:
 
 
 class CopiedRows:
-    """Rows that were fetched, and will be pushed as far as they have changed."""
+    """Copies of rows. Those that change will be pushed."""
 
     def __init__(self, ids: NDArray[np.int64], matrix: NDArray[np.float32]) -> None:
         self.ids = ids
@@ -327,26 +322,25 @@ class CopiedRows:
 
 
 def _distinct(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ascending; mostly they are."""
+    """Return distinct ids, ascending; usually they are already."""
     return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
 
 
 def _changed(before: NDArray[np.float32], rows: CopiedRows) -> SparseGrads:
-    """What was made of rows, and what travels along with them."""
+    """Return the differences of the changed rows, with the further columns of `before`."""
     from manyhands.embeddings.kernels import changes
 
-    ids = np.empty(
-        len(before) + 1, np.int64
-    )  # one more: written to before it is known to be for nothing
-    given = np.empty((len(before) + 1, before.shape[1]), np.float32)
-    count = changes(rows.ids, before, rows.matrix, ids, given)
-    return SparseGrads(ids[:count], given[:count])
+    # One more than rows: an entry is written before it is known whether the row changed.
+    ids = np.empty(len(before) + 1, np.int64)
+    differences = np.empty((len(before) + 1, before.shape[1]), np.float32)
+    count = changes(rows.ids, before, rows.matrix, ids, differences)
+    return SparseGrads(ids[:count], differences[:count])
 
 
-def _one_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Chunks of several shards as one, by ascending id."""
+def _concatenate(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate chunks of several shards, by ascending id."""
     whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    whole["shared"] = parts[0]["shared"]  # each server has one of its own
+    whole["shared"] = parts[0]["shared"]  # each server has its own; take one
     for by, keys in KEYED.items():
         order = torch.argsort(whole[by])
         whole |= {key: whole[key][order] for key in keys}

@@ -1,8 +1,8 @@
-"""Rows that leave a table and come into one: export, load, drop, evict.
+"""Copies rows out of a table and into one, and deletes them: export, load, drop, evict.
 
-Drop and evict make the index anew beside the old one and then change over with one word, so that a
-process killed in between leaves the old index or the new one, never half of either. What no index
-names is free afterwards, also slots that were lost with a killed process.
+Drop and evict build a new index beside the old one and switch to it by writing one word. A process killed in
+between leaves either the old index or the new one. Slots that no index refers to are free afterwards, also
+those that a killed process leaked.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from manyhands.embeddings.store import TableStore
 
 KEPT_WHEN_FULL = 7 / 8
-"""Of all rows, by an evict of a table that was full."""
+"""Fraction of rows that stay when a full table is evicted."""
 _LOW = (1 << 32) - 1
 
 
 def live(store: TableStore) -> Ids:
-    """The slots of all ids that have a row of their own.
+    """Return the slots of all ids with a row of their own.
 
-    Other workers may make rows meanwhile. Those may be missing; rows that were there before are not.
+    Rows that other workers make meanwhile may be missing; older rows are not.
     """
     t, layout = store.arrays, store.layout
     if not layout.hashed:
@@ -51,7 +51,7 @@ def live(store: TableStore) -> Ids:
         for offset, size in store.memory.extents(begin, t.index.nbytes):
             first = (offset - begin) // 8
             found = finding.slots_in(t.index, first, first + size // 8, slots, found)
-        if found < slots.size:  # else so many rows were made that the scan ended early
+        if found < slots.size:  # otherwise so many rows were made that the scan ended early
             return slots[:found]
 
 
@@ -69,20 +69,20 @@ def export(
 ) -> RowChunk:
     """Copy all rows, those of some shards (see `shard_of`), or only those touched after step `since`."""
     t, dim = store.arrays, store.spec.dim
-    wanted = None if shards is None else np.zeros(of, dtype=np.bool_)
-    if wanted is not None:
-        wanted[list(shards or ())] = True
+    chosen = None if shards is None else np.zeros(of, dtype=np.bool_)
+    if chosen is not None:
+        chosen[list(shards or ())] = True
     slots = live(store)
     ids = ids_of(store, slots)
-    mine = np.ones(ids.size, dtype=np.bool_) if wanted is None else wanted[shard_of(ids, of)]
+    selected = np.ones(ids.size, dtype=np.bool_) if chosen is None else chosen[shard_of(ids, of)]
     if since is not None:
-        mine &= t.marks[4 * slots + 3] > since
-    slots, ids = slots[mine], ids[mine]
+        selected &= t.marks[4 * slots + 3] > since
+    slots, ids = slots[selected], ids[selected]
     order = np.argsort(ids)
     slots, ids = slots[order], ids[order]
-    waiting, sights = _waiting(store)
-    mine = (
-        np.ones(waiting.size, dtype=np.bool_) if wanted is None else wanted[shard_of(waiting, of)]
+    waiting, counts = _waiting(store)
+    selected = (
+        np.ones(waiting.size, dtype=np.bool_) if chosen is None else chosen[shard_of(waiting, of)]
     )
     shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
     return RowChunk(
@@ -91,8 +91,8 @@ def export(
         state=_state(store, slots),
         counts=t.marks[4 * slots + 2].astype(np.int64),
         last_used=t.marks[4 * slots + 3].astype(np.int64),
-        waiting_ids=waiting[mine],
-        waiting_counts=sights[mine],
+        waiting_ids=waiting[selected],
+        waiting_counts=counts[selected],
         shared=np.concatenate([t.records[shared, :dim], _state(store, shared)], axis=1),
     )
 
@@ -108,7 +108,7 @@ def weights(store: TableStore) -> RowWeights:
         ids=ids[order],
         rows=t.records[slots[order], :dim],
         shared=t.records[shared, :dim],
-        salt=int(store.birth.salt),
+        salt=int(store.init.salt),
     )
 
 
@@ -136,7 +136,7 @@ def load(store: TableStore, chunk: RowChunk) -> None:
     if len(chunk.shared) and store.layout.hashed and not t.marks[2]:
         _put(store, np.zeros(1, dtype=np.int64), chunk.shared[:, :dim], chunk.shared[:, dim:])
         t.marks[2] = 1
-    # Ids that had to share go on sharing, unless there is more room here.
+    # Ids that shared a row keep sharing it, unless this table has more space.
     if store.layout.hashed and t.marks[2] and not _has_room(store):
         t.head[FULL] = 1
 
@@ -148,10 +148,10 @@ def drop(store: TableStore, ids: ArrayLike) -> int:
     gone = gone[gone > 0] if store.layout.hashed else gone[gone >= 0]
     all_live = live(store)
     _keep(store, all_live[~np.isin(all_live, gone)], gone)
-    waiting, sights = _waiting(store)
-    _forget_waiting(store)
+    waiting, counts = _waiting(store)
+    _clear_waiting(store)
     others = ~np.isin(waiting, ids)
-    _put_waiting(store, waiting[others], sights[others])
+    _put_waiting(store, waiting[others], counts[others])
     return len(gone)
 
 
@@ -164,24 +164,24 @@ def evict(store: TableStore, now: int) -> int:
     slots = live(store)
     ids = ids_of(store, slots)
     last = t.marks[4 * slots + 3].astype(np.int64)
-    goes = np.zeros(slots.size, dtype=np.bool_)
+    evicted = np.zeros(slots.size, dtype=np.bool_)
     if spec.evict_unused is not None:
-        goes |= now - last >= spec.evict_unused
+        evicted |= now - last >= spec.evict_unused
     if spec.evict_below is not None:
-        goes |= t.marks[4 * slots + 2] < spec.evict_below
+        evicted |= t.marks[4 * slots + 2] < spec.evict_below
     if spec.when_full == "evict" and store.full:
-        over = int((~goes).sum()) - int(KEPT_WHEN_FULL * (store.layout.capacity - 1))
-        stay = np.flatnonzero(~goes)
+        over = int((~evicted).sum()) - int(KEPT_WHEN_FULL * (store.layout.capacity - 1))
+        stay = np.flatnonzero(~evicted)
         if over > 0:
-            # By id where the step is the same, so that every run drops the same rows.
-            goes[stay[np.lexsort((ids[stay], last[stay]))[:over]]] = True
-    _keep(store, slots[~goes], slots[goes])
-    _forget_waiting(store)
-    return int(goes.sum())
+            # By id where the step is the same, so that every run evicts the same rows.
+            evicted[stay[np.lexsort((ids[stay], last[stay]))[:over]]] = True
+    _keep(store, slots[~evicted], slots[evicted])
+    _clear_waiting(store)
+    return int(evicted.sum())
 
 
 def _keep(store: TableStore, kept: Ids, gone: Ids) -> None:
-    """Let these slots be all that is live."""
+    """Rebuild the index with these slots alone."""
     t, head = store.arrays, store.arrays.head
     if not store.layout.hashed:
         t.metas[2 * gone] = 0
@@ -189,17 +189,17 @@ def _keep(store: TableStore, kept: Ids, gone: Ids) -> None:
         return
     new = 1 - int(head[GENERATION])
     begin = store.layout.index(new)
-    store.memory.forget(begin, t.index.nbytes)
-    store.memory.take(
+    store.memory.free_pages(begin, t.index.nbytes)
+    store.memory.allocate(
         store.name,
         store.layout.level_ranges(new, 0, int(head[LEVELS])),
-        advice="Evict before memory is as short as this: the index is made anew beside the old one.",
+        advice="Evict earlier: the index is rebuilt beside the old one.",
         brief=True,
     )
     fresh = store.memory.array(np.uint64, begin, t.index.size)
-    assert finding.enter_all(t, fresh, kept), "what had a place in one index has one in the other"
+    assert finding.enter_all(t, fresh, kept), "an index of the same size has a place for each entry"
     head[GENERATION] = new
-    store.memory.forget(store.layout.index(1 - new), t.index.nbytes)
+    store.memory.free_pages(store.layout.index(1 - new), t.index.nbytes)
     used = np.zeros(int(head[NEXT]), dtype=np.bool_)
     used[kept] = True
     used[0] = True
@@ -215,7 +215,7 @@ def _has_room(store: TableStore) -> bool:
 
 
 def _waiting(store: TableStore) -> tuple[Ids, Ids]:
-    """Ids that were seen and have no row, ascending, and how often they were."""
+    """Return the ids that were looked up and have no row, ascending, and their counts."""
     t, layout = store.arrays, store.layout
     if not layout.hashed:
         ids = np.flatnonzero((t.metas[::2] == 0) & (t.marks[2::4] > 0))
@@ -229,31 +229,31 @@ def _waiting(store: TableStore) -> tuple[Ids, Ids]:
     return ids[rowless], t.counts[places][rowless].astype(np.int64)
 
 
-def _put_waiting(store: TableStore, ids: Ids, sights: Ids) -> None:
+def _put_waiting(store: TableStore, ids: Ids, counts: Ids) -> None:
     t = store.arrays
     if not store.layout.hashed:
         rowless = t.metas[2 * ids] == 0
-        t.marks[4 * ids[rowless] + 2] = sights[rowless]
+        t.marks[4 * ids[rowless] + 2] = counts[rowless]
         return
     at, most = 0, store.layout.waiting_levels
     while most and at < ids.size:
-        at = finding.put_waiting(t, ids, sights, at, int(t.head[WAITING_LEVELS]) < most)
+        at = finding.put_waiting(t, ids, counts, at, int(t.head[WAITING_LEVELS]) < most)
         if at < ids.size:
             store.grow_waiting()
 
 
-def _forget_waiting(store: TableStore) -> None:
+def _clear_waiting(store: TableStore) -> None:
     t, layout = store.arrays, store.layout
     if not layout.hashed:
         ids = np.flatnonzero(t.metas[::2] == 0)
         t.metas[2 * ids + 1] = 0
         return
     t.head[WAITING_LEVELS] = 0
-    store.memory.forget(layout.waiting_ids, layout.records - layout.waiting_ids)
+    store.memory.free_pages(layout.waiting_ids, layout.records - layout.waiting_ids)
 
 
 def _state(store: TableStore, slots: Ids) -> Floats:
-    """What the optimizer remembers of some slots: its numbers, then its scalar."""
+    """Copy the state of the optimizer for some slots: its slots, then its scalar."""
     t, dim, optimizer = store.arrays, store.spec.dim, store.spec.row_optimizer
     state: Floats = t.records[slots, dim : dim * (1 + optimizer.slots)]
     if optimizer.scalar:

@@ -1,4 +1,4 @@
-"""Which shard an id belongs to. The same on every host, for ever: checkpoints and placements rest on it."""
+"""Maps ids to shards. Must never change: checkpoints and placements depend on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST, SECOND = 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB
 
 
 def hash_ids(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 bits that look like chance (the last step of splitmix64); no two ids have the same."""
+    """Hash ids to 64 bits (the last step of splitmix64). No two ids have the same hash."""
     x = ids.astype(np.uint64) + np.uint64(STEP)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
@@ -18,5 +18,5 @@ def hash_ids(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def shard_of(ids: NDArray[np.int64], of: int) -> NDArray[np.int64]:
-    """The shard of each id, 0 to of - 1."""
+    """Return the shard of each id, 0 to of - 1."""
     return (hash_ids(np.asarray(ids, dtype=np.int64)) % np.uint64(of)).astype(np.int64)

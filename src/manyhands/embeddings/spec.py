@@ -1,10 +1,10 @@
-"""What a table is: its rows, its optimizer, and what may become of a row. Pure.
+"""The configuration of a table: its rows, its optimizer, admission and eviction of rows. Pure.
 
-A table maps 64-bit ids to rows of `dim` float32. A row is made on its first use from a hash of (seed,
-name of the table, id, column), so that every process, every server and every run makes the same one.
+A table maps 64-bit ids to rows of `dim` float32. A row is made on its first use from a hash of (seed, name of
+the table, id, column), so every process, every server and every run makes the same one.
 
-Memory a row: the row itself, what its optimizer remembers, 16 bytes of counters, and at most 24 bytes
-of index where ids are not simply 0..rows-1.
+Memory per row: the row itself, the state of its optimizer, 16 bytes of counters, and at most 24 bytes of
+index if ids are not simply 0..rows-1.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from manyhands.embeddings.parsing import number_in, options_of, parse_bytes, sho
 from manyhands.errors import JobError, closest
 
 META_BYTES = 16
-"""Of a row: its id, how often it was seen, when it was last used."""
+"""Counters of a row: its id, how often it was looked up, when it was last used."""
 INDEX_BYTES = 24
-"""At most, of a row that is found by its hash."""
+"""Maximum bytes of index per row, for rows found by hash."""
 
 INITS = ("uniform", "normal", "zeros")
 WHEN_FULL = ("share", "evict", "error")
 MAX_DIM = 1 << 16
 MAX_ROWS = (1 << 32) - 2
-"""A row's place is a number of 32 bits."""
-MAX_SIGHTS = 1 << 31
+"""Slots are 32-bit numbers."""
+MAX_COUNT = 1 << 31
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("weight_decay",),
@@ -43,19 +43,20 @@ OPTIMIZERS = tuple(_OPTIONS)
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """How a row follows its gradients. It looks at one row at a time and knows no global counter."""
+    """The optimizer of a table. It updates one row at a time, without a global step counter."""
 
     name: str = "adagrad"
     beta: float = 0.9
-    """momentum: how much of the last direction is kept."""
+    """momentum: decay of the velocity."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """adam: of the mean and of the square. Bias is corrected by the row's own number of updates."""
+    """adam: decay of the mean and of the square. Bias correction uses the row's own number of updates."""
     eps: float = 1e-10
-    """adagrad, rowwise_adagrad, adam: beside the square root. adam has 1e-8 when it is named by a word."""
+    """adagrad, rowwise_adagrad, adam: added to the square root. Given as text, adam has 1e-8."""
     initial: float = 0.0
-    """adagrad, rowwise_adagrad: the sum of squares that a row begins with."""
+    """adagrad, rowwise_adagrad: initial sum of squares."""
     weight_decay: float = 0.0
-    """Decoupled: a row that is touched shrinks by lr * weight_decay first. Rows at rest don't."""
+    """Decoupled: each update first shrinks the row by lr * weight_decay. Rows without updates don't shrink.
+    Decoupled: each update first shrinks the row by lr * weight_decay. Rows without updates don't shrink."""
 
     def __post_init__(self) -> None:
         if self.name not in _OPTIONS:
@@ -73,11 +74,11 @@ class RowOptimizer:
 
     @classmethod
     def of(cls, text: str) -> RowOptimizer:
-        """From words: "adagrad", "momentum(beta=0.9)", "adam(betas=0.9:0.999,eps=1e-8)"."""
+        """Parse "adagrad", "momentum(beta=0.9)" or "adam(betas=0.9:0.999,eps=1e-8)"."""
         example = "adam(betas=0.9:0.999,eps=1e-8)"
         name, inside = split_call("optimizer", text, example)
         if name not in _OPTIONS:
-            return cls(name)  # which says what is allowed
+            return cls(name)  # raises an error that lists what is allowed
         given: dict[str, Any] = {"eps": 1e-8} if name == "adam" else {}
         for key, value in options_of(f"optimizer {name}", inside, _OPTIONS[name], example).items():
             many = value.split(":") if key == "betas" else [value]
@@ -92,25 +93,25 @@ class RowOptimizer:
         return cls(name, **given)
 
     def __str__(self) -> str:
-        said = []
+        parts = []
         for key in _OPTIONS[self.name]:
             value = getattr(self, key)
-            said.append(f"{key}={':'.join(map(repr, value)) if key == 'betas' else repr(value)}")
-        return f"{self.name}({','.join(said)})"
+            parts.append(f"{key}={':'.join(map(repr, value)) if key == 'betas' else repr(value)}")
+        return f"{self.name}({','.join(parts)})"
 
     @property
     def slots(self) -> int:
-        """Numbers that it remembers for each number of a row."""
+        """State numbers for each number of a row."""
         return {"momentum": 1, "adagrad": 1, "adam": 2}.get(self.name, 0)
 
     @property
     def scalar(self) -> bool:
-        """Whether it remembers one number more for a row as a whole."""
+        """If true, there is one more state number per row."""
         return self.name in ("rowwise_adagrad", "adam")
 
     @property
     def first(self) -> float:
-        """What each number that it remembers begins with."""
+        """Initial value of all state numbers."""
         return self.initial if "adagrad" in self.name else 0.0
 
 
@@ -130,15 +131,16 @@ class Table:
     init: str = "uniform"
     """uniform (between ±1/(2*dim)), uniform(0.05), normal(0.01), zeros."""
     admit_after: int = 1
-    """An id has a row of its own from this sight on; before, it reads the initial row and learns nothing."""
+    """An id gets a row of its own at this lookup. Before that it reads the initial row and learns nothing."""
     evict_unused: int | None = None
-    """evict() drops rows that nobody touched for this many steps."""
+    """Evict rows that were not used for this many steps."""
     evict_below: int | None = None
-    """evict() drops rows that were seen fewer times than this."""
+    """Evict rows that were looked up fewer times than this."""
     max_bytes: int | str | None = None
-    """Of rows, optimizer and index together: a number, or "2GiB". None: as much as the host has."""
+    """Limit for rows, optimizer and index together: a number, or "2GiB". None: the memory of the host."""
     when_full: str = "share"
-    """share: new ids share one row; evict: so too, until evict() drops the least recently used; error."""
+    """share: new ids share one row. evict: the same until the least recently used rows are evicted. error:
+    fail."""
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, str):
@@ -154,9 +156,9 @@ class Table:
             )
         _whole("dim", self.dim, MAX_DIM)
         _whole("rows", self.rows, MAX_ROWS, none="any 64-bit id")
-        _whole("admit_after", self.admit_after, MAX_SIGHTS)
-        _whole("evict_unused", self.evict_unused, MAX_SIGHTS, none="never")
-        _whole("evict_below", self.evict_below, MAX_SIGHTS, none="never")
+        _whole("admit_after", self.admit_after, MAX_COUNT)
+        _whole("evict_unused", self.evict_unused, MAX_COUNT, none="never")
+        _whole("evict_below", self.evict_below, MAX_COUNT, none="never")
         if self.lr is not None:
             number_in("lr of a table", self.lr, 0.0, 1e30)
         if self.when_full not in WHEN_FULL:
@@ -164,7 +166,7 @@ class Table:
                 f"Table(when_full={self.when_full!r}) can't be{closest(self.when_full, WHEN_FULL)} "
                 f"Allowed: {', '.join(WHEN_FULL)}."
             )
-        self.initial_scale()  # an init that does not parse is told here
+        self.initial_scale()  # raises if init does not parse
         if self.rows is not None and self.limit is not None and self._all_bytes() > self.limit:
             raise JobError(
                 f"Table(rows={self.rows}, max_bytes={self.max_bytes}) can't be: {self.rows:,} rows of "
@@ -185,10 +187,10 @@ class Table:
 
     @property
     def width(self) -> int:
-        """float32 numbers from one row to the next: the row, behind it its optimizer's, and padding.
+        """float32 numbers per record: the row, the state of its optimizer, and padding.
 
-        They lie together because an update touches both: one page, one run of cache lines. Rows begin
-        at cache lines, or at the largest part of one that wastes no more than an eighth.
+        They are adjacent because an update touches both: one page, adjacent cache lines. Records are aligned
+        to cache lines, or to the largest fraction of one that wastes no more than an eighth.
         """
         used = self.dim * (1 + self.row_optimizer.slots)
         for unit in (16, 8, 4, 2):
@@ -198,7 +200,7 @@ class Table:
         return used
 
     def initial_scale(self) -> tuple[str, float]:
-        """The kind of the initial numbers, and their bound (uniform) or deviation (normal)."""
+        """Return the kind of the initial numbers, and their bound (uniform) or deviation (normal)."""
         example = "uniform, uniform(0.05), normal(0.01) or zeros"
         name, inside = split_call("init", self.init, example)
         if name not in INITS:
@@ -216,41 +218,41 @@ class Table:
         return name, number_in(f"the number of init {name}", scale, 0.0, 1e30)
 
     def bytes_per_row(self) -> int:
-        """Of memory, at most: row, optimizer, counters, index."""
+        """Return the maximum memory per row: row, optimizer, counters, index."""
         index = INDEX_BYTES if self.rows is None else 0
         return 4 * self.width + 4 * self.row_optimizer.scalar + META_BYTES + index
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the table in one line."""
         ids = "any id" if self.rows is None else f"ids 0..{self.rows - 1:,}"
-        said = [f"{self.dim} numbers a row, {ids}", str(self.row_optimizer.name)]
+        parts = [f"{self.dim} numbers a row, {ids}", str(self.row_optimizer.name)]
         if self.lr is not None:
-            said.append(f"lr {self.lr:g}")
-        said.append(f"{self.bytes_per_row()} bytes a row")
+            parts.append(f"lr {self.lr:g}")
+        parts.append(f"{self.bytes_per_row()} bytes a row")
         if self.admit_after > 1:
-            said.append(f"a row after {self.admit_after} sights")
+            parts.append(f"a row after {self.admit_after} lookups")
         if self.evict_unused is not None:
-            said.append(f"dropped when unused for {self.evict_unused:,} steps")
+            parts.append(f"evicted when unused for {self.evict_unused:,} steps")
         if self.evict_below is not None:
-            said.append(f"dropped below {self.evict_below:,} sights")
+            parts.append(f"evicted below {self.evict_below:,} lookups")
         if self.limit is not None:
-            said.append(f"at most {show_bytes(self.limit)}, then {self.when_full}")
-        return ", ".join(said)
+            parts.append(f"at most {show_bytes(self.limit)}, then {self.when_full}")
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        said = {one.name: getattr(self, one.name) for one in fields(self)}
-        said["optimizer"] = asdict(self.row_optimizer)
-        said["optimizer"]["betas"] = list(self.row_optimizer.betas)
-        return said
+        """Return a JSON object."""
+        record = {one.name: getattr(self, one.name) for one in fields(self)}
+        record["optimizer"] = asdict(self.row_optimizer)
+        record["optimizer"]["betas"] = list(self.row_optimizer.betas)
+        return record
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> Table:
-        return cls(**{**said, "optimizer": RowOptimizer(**said["optimizer"])})
+    def from_dict(cls, record: Mapping[str, Any]) -> Table:
+        return cls(**{**record, "optimizer": RowOptimizer(**record["optimizer"])})
 
     @property
     def digest(self) -> int:
-        """The same for two tables only if they lie in memory alike and treat rows alike. 63 bits."""
+        """63 bits that are equal only for tables with the same layout and options."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -259,13 +261,13 @@ class Table:
 
 
 def salt_of(name: str, seed: int) -> int:
-    """What makes the initial rows of one table and one seed different from all others'. 64 bits."""
+    """Return 64 bits that make the initial rows of a table and seed differ from all others."""
     text = f"{seed}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def check_name(name: str) -> str:
-    """Names of tables stand in paths, labels and messages."""
+    """Check the name of a table, which is part of paths, labels and messages."""
     if not re.fullmatch(r"\w[\w.-]{0,199}", name):
         raise JobError(
             f"{name!r} can't be the name of a table, which is the path of its module: letters, digits, '_', "

@@ -1,16 +1,15 @@
 """A table in memory: rows by id, used by many processes and threads of a host at once, without locks.
 
-    store = Store.create("users", Table(64), seed=7)        # elsewhere: Store.attach("users", spec, address)
-    slots = store.find(ids, create=True, now=step)          # makes the rows that are missing
-    store.gather(slots, out, ids)
-    ids, grads = merge(ids, grads)                          # each id once
+    store = TableStore.create("users", Table(64), seed=7)   # elsewhere: TableStore.attach("users", spec,
+    address) slots = store.find(ids, create=True, now=step)          # makes missing rows
+    store.gather(slots, out, ids) ids, grads = merge(ids, grads)                          # each id once
     store.update(store.find(ids, create=False), grads, lr=0.1, now=step)
 
-A row never moves while it lives, so a slot stays right until `evict` or `drop`. Rows are read and
-written as they are (hogwild): who reads while another writes may see half of an update, never another
-row. A process may be killed at any instruction: nobody waits for it, and no id gets two rows.
+A row never moves, so a slot stays valid until `evict` or `drop` (row_transfer.py). Rows are read and written
+without synchronization (Hogwild): a reader may see half of an update, but never another row. A process may be
+killed at any instruction: no other process waits for it, and no id gets two rows.
 
-Costs: see layout for memory; find, gather and update each touch a row's cache lines once.
+Cost: see layout.py for memory; find, gather and update each touch the cache lines of a row once.
 """
 
 from __future__ import annotations
@@ -53,23 +52,23 @@ from manyhands.errors import JobError, LinkError, UsageError
 from manyhands.transport.shm import Segment
 
 SHARED = 0
-"""The slot of the row that new ids share when a table of any ids is full."""
+"""Slot of the row that new ids share when a hashed table is full."""
 SPREAD_FROM = 64 << 20
-"""Bytes of a table from which on a part of it takes no memory for the rest: finding rows takes longer."""
+"""From this size on, a part of a table takes memory only for its own rows; finding them takes longer."""
 _SHARED_ID = -(1 << 63)
-"""Whose initial row it begins with."""
+"""The id whose initial row the shared row begins with."""
 
 
 class TableStore:
-    """One table. All calls but `evict` and `drop` may be made by any number of processes at once."""
+    """One table. All methods may be called by any number of processes at once."""
 
     def __init__(self, name: str, spec: Table, layout: TableLayout, memory: Memory) -> None:
-        """Made by `create` and `attach`."""
+        """Use `create` or `attach`."""
         self.name = name
         self.spec = spec
         self.layout = layout
         self.memory = memory
-        self._shared = True
+        self.shared = True
         self._head = memory.array(np.int64, 0, HEADER_BYTES // 8)
         metas = memory.array(np.int64, layout.metas, META_BYTES // 8 * layout.capacity)
         width, slots = spec.width, layout.capacity
@@ -101,9 +100,9 @@ class TableStore:
         shared: bool = True,
         spread: bool = False,
     ) -> TableStore:
-        """A new table without rows. Refused with the numbers if the host has no memory for it. `salt`: what
-        initial rows are made from, where it is not the seed and the name. `spread`: other hosts have other
-        rows, so a large table takes memory only for those that come here."""
+        """Create a table without rows. Raises a JobError if the host has no memory for it. `salt`: what
+        initial rows are made from, if not from the seed and the name. `spread`: other hosts have other rows,
+        so a large table takes memory only for those that are here."""
         check_name(name)
         spread = spread and spec.rows is not None and spec.rows * spec.bytes_per_row() > SPREAD_FROM
         limit = total_bytes() if spec.limit is None else spec.limit
@@ -111,7 +110,7 @@ class TableStore:
         least = 2 if layout.hashed else 1
         if layout.capacity < least:
             raise JobError(
-                f"The table {name!r} can't be: not one row of {spec.bytes_per_row()} bytes and its "
+                f"The table {name!r} is too small: not one row of {spec.bytes_per_row()} bytes and its "
                 f"index fit into max_bytes={spec.limit}. Give it 1MiB or more."
             )
         if not layout.hashed and layout.most_bytes > (spare := available_bytes()):
@@ -123,7 +122,7 @@ class TableStore:
             )
         memory = Memory(Segment.create(layout.nbytes, label=f"manyhands-table-{name[:50]}"))
         store = cls(name, spec, layout, memory)
-        store._shared = shared
+        store.shared = shared
         try:
             store._begin(salt_of(name, seed) if salt is None else salt)
         except BaseException:
@@ -133,7 +132,7 @@ class TableStore:
 
     @classmethod
     def attach(cls, name: str, spec: Table, address: str) -> TableStore:
-        """The table of another process of this host, by its address. The spec must be the same."""
+        """Open the table of another process of this host. The spec must be the same."""
         memory = Memory(Segment.attach(address))
         head = memory.array(np.int64, 0, HEADER_BYTES // 8)
         if head[MAGIC_WORD] != MAGIC:
@@ -150,45 +149,41 @@ class TableStore:
 
     @property
     def address(self) -> str:
-        """What to tell a process of this host that should attach; a private table has none."""
-        if not self._shared:
+        """The address for `attach` in another process of this host; a private table has none."""
+        if not self.shared:
             raise UsageError(
                 f"The table {self.name!r} is private to its process; create it with shared=True."
             )
         return self.memory.address
 
-    @property
-    def shared(self) -> bool:
-        """Whether other processes may use it too."""
-        return self._shared
-
     def close(self) -> None:
-        """Nobody can attach by way of this process any more, and here the table can't grow."""
+        """Close the table in this process: it can't grow here, and nobody can attach to this address any
+        more."""
         self.memory.close()
 
     def find(self, ids: ArrayLike, *, create: bool, now: int = 0) -> Ids:
-        """The slot of each id, -1 for an id without a row. Ids may repeat.
+        """Return the slot of each id, -1 for an id without a row. Ids may repeat.
 
-        With `create` each id counts as seen once more, is marked as used at step `now`, and gets a row
-        if it is admitted. In a full table that shares, the slot of new ids is 0, the shared row.
+        With `create`, each id is counted once more, is marked as used at step `now`, and gets a row if it
+        is admitted. In a full table with when_full="share", new ids get slot 0, the shared row.
         """
         return self.look_up(ids, finding.SEE if create else finding.LOOK, now)
 
     def look_up(self, ids: ArrayLike, mode: int, now: int = 0) -> Ids:
-        """`find` in the modes of the index."""
+        """Like `find`, in one of the modes of index.py."""
         numbers = _ids(ids)
         slots = np.empty(numbers.size, dtype=np.int64)
         admit_after = self.spec.admit_after
         if self.spec.rows is not None:
             self._check_range(numbers, self.spec.rows)
         if not self.layout.hashed:
-            finding.find_fixed(self.arrays, numbers, slots, mode, now, admit_after, self.birth)
+            finding.find_fixed(self.arrays, numbers, slots, mode, now, admit_after, self.init)
             return slots
         at = 0
         while True:
             waits = int(self._head[WAITING_LEVELS]) < self.layout.waiting_levels
             at, reason = finding.find(
-                self.arrays, numbers, at, slots, mode, now, admit_after, waits, self.birth
+                self.arrays, numbers, at, slots, mode, now, admit_after, waits, self.init
             )
             if reason == finding.NO_ROOM:
                 self._grow()
@@ -199,26 +194,26 @@ class TableStore:
 
     @property
     def rows(self) -> Floats:
-        """[capacity, dim], a view with gaps (`records[:, :dim]`); rows never move."""
+        """View of all rows, [capacity, dim], with gaps between them. Rows never move."""
         return self.arrays.records[:, : self.spec.dim]
 
     @property
     def records(self) -> Floats:
-        """[capacity, width] in one piece: a row, behind it its optimizer's numbers. For kernels."""
+        """All records, [capacity, width], contiguous: each row is followed by the state of its optimizer."""
         return self.arrays.records
 
     def gather(self, slots: Ids, out: Floats, ids: ArrayLike) -> Floats:
-        """out[i] = the row of slots[i], or the initial row of ids[i] where that is -1. Returns `out`."""
+        """Set out[i] to the row of slots[i], or to the initial row of ids[i] if that is -1. Returns `out`."""
         numbers = _ids(ids)
-        assert out.shape[0] == slots.size, "one row of the table's for each slot"
-        assert out.shape[1] >= self.spec.dim, "the row, and whatever else the caller will put there"
+        assert out.shape[0] == slots.size, "one row for each slot"
+        assert out.shape[1] >= self.spec.dim, "the row, and columns for the caller"
         assert numbers.size == slots.size, "one id for each slot"
         slots = np.ascontiguousarray(slots)
-        kernels.gather(self.records, self._flat, slots, numbers, out, self.birth)
+        kernels.gather(self.records, self._flat, slots, numbers, out, self.init)
         return out
 
     def update(self, slots: Ids, grads: Floats, *, lr: float, now: int) -> None:
-        """One step of the optimizer on each row; -1 is skipped. One after the other where slots repeat."""
+        """Step the optimizer on each row; -1 is skipped. Repeated slots are stepped one after the other."""
         assert grads.shape == (slots.size, self.spec.dim), "one gradient for each slot"
         kind = self.spec.row_optimizer
         rate, keep = np.float32(lr), np.float32(1.0 - lr * kind.weight_decay)
@@ -226,72 +221,75 @@ class TableStore:
         slots = np.ascontiguousarray(slots)
         grads = np.ascontiguousarray(grads, dtype=np.float32)
         rows = (arrays.records, self._flat, self.spec.dim, arrays.marks)
-        given = (*rows, slots, grads, rate, keep, now)
+        arguments = (*rows, slots, grads, rate, keep, now)
         eps = np.float32(kind.eps)
         if kind.name == "sgd":
-            kernels.update_sgd(*given)
+            kernels.update_sgd(*arguments)
         elif kind.name == "momentum":
-            kernels.update_momentum(*given, np.float32(kind.beta))
+            kernels.update_momentum(*arguments, np.float32(kind.beta))
         elif kind.name == "adagrad":
-            kernels.update_adagrad(*given, eps)
+            kernels.update_adagrad(*arguments, eps)
         elif kind.name == "rowwise_adagrad":
-            kernels.update_rowwise(*given, eps, arrays.scalars)
+            kernels.update_rowwise(*arguments, eps, arrays.scalars)
         else:
-            kernels.update_adam(*given, eps, arrays.scalars, kind.betas, self._corrections)
+            kernels.update_adam(*arguments, eps, arrays.scalars, kind.betas, self._corrections)
 
-    def move(self, slots: Ids, given: Floats, turns: Floats, *, modulo: int, now: int) -> None:
-        """Add to each row, -1 is skipped, what `given` has in its columns, whatever the optimizer. Its last
-        column is the `turns` of the slot when the row was read; since then others may have changed it."""
+    def add_differences(
+        self, slots: Ids, differences: Floats, versions: Floats, *, modulo: int, now: int
+    ) -> None:
+        """Add differences to rows, whatever the optimizer; -1 is skipped. The last column of `differences`
+        is the version of the row when it was read; others may have changed it since."""
         arrays = self.arrays
-        given = np.ascontiguousarray(given, dtype=np.float32)
+        differences = np.ascontiguousarray(differences, dtype=np.float32)
         rows = (arrays.records, self._flat, self.spec.dim, arrays.marks)
-        kernels.move(*rows, np.ascontiguousarray(slots), given, turns, np.float32(modulo), now)
+        slots = np.ascontiguousarray(slots)
+        kernels.add_differences(*rows, slots, differences, versions, np.float32(modulo), now)
 
     def check(self, ids: ArrayLike) -> None:
-        """Refuse ids that no row of this table can have."""
+        """Raise a JobError for ids that are out of range."""
         if self.spec.rows is not None:
             self._check_range(_ids(ids), self.spec.rows)
 
     def __len__(self) -> int:
-        """Ids that have a row of their own. Looks through the index."""
+        """Count the ids with a row of their own. Scans the index."""
         return len(row_transfer.live(self))
 
     def ids(self) -> Ids:
-        """Ids that have a row of their own, ascending."""
+        """Return the ids with a row of their own, ascending."""
         return row_transfer.ids_of(self, row_transfer.live(self), ascending=True)
 
     @property
     def nbytes(self) -> int:
-        """Memory really used: rows, optimizer, counters, index."""
+        """Bytes allocated for rows, optimizer, counters and index."""
         return self.memory.used
 
     @property
     def full(self) -> bool:
-        """Whether an id has been refused a row of its own for want of room since the last evict."""
+        """If true, an id was refused a row of its own since the last evict, because the table was full."""
         return bool(self._head[FULL])
 
-    # What the other modules of this package use.
+    # For other modules of this package.
 
     @property
     def arrays(self) -> IndexArrays:
         return self._generations[int(self._head[GENERATION])]
 
     @cached_property
-    def birth(self) -> RowInit:
-        return kernels.birth_of(self.spec, self._head[SALT : SALT + 1].view(np.uint64)[0])
+    def init(self) -> RowInit:
+        return kernels.row_init(self.spec, self._head[SALT : SALT + 1].view(np.uint64)[0])
 
     def grow_waiting(self) -> None:
-        """Have memory for one more level of the waiting room."""
+        """Allocate one more level for waiting ids."""
         have = int(self._head[WAITING_LEVELS])
-        self.memory.take(
+        self.memory.allocate(
             self.name,
             self.layout.waiting_ranges(have),
-            advice="Call evict() more often: it forgets the sights of ids that have no row.",
+            advice="Evict more often: that drops the counts of ids without a row.",
         )
         finding.raise_word(self._head, WAITING_LEVELS, have + 1)
 
     def _grow(self) -> None:
-        """Have memory for more slots, or declare the table full."""
+        """Allocate more slots, or mark the table as full."""
         head, layout = self._head, self.layout
         ready = int(head[READY])
         if ready >= layout.capacity:
@@ -305,7 +303,7 @@ class TableStore:
             return
         target = layout.ready_after(ready)
         have, levels = int(head[LEVELS]), levels_for(target, filled=EXTENDED_AT)
-        self.memory.take(
+        self.memory.allocate(
             self.name,
             [
                 *layout.slot_ranges(ready, target),
@@ -313,13 +311,13 @@ class TableStore:
             ],
             advice="Give the table max_bytes, more servers, a smaller dim, or evict rows.",
         )
-        # Whoever sees a slot as ready finds its memory there, and its part of the index.
+        # In this order: a process that sees a slot as ready finds its memory and its part of the index.
         finding.raise_word(head, LEVELS, levels)
         finding.raise_word(head, READY, target)
 
     def _begin(self, salt: int) -> None:
         head, layout = self._head, self.layout
-        self.memory.take(self.name, [(0, HEADER_BYTES)], advice="End other programs.")
+        self.memory.allocate(self.name, [(0, HEADER_BYTES)], advice="End other programs.")
         head[CAPACITY], head[WAITING_MOST] = layout.capacity, layout.waiting_levels
         head[SALT : SALT + 1].view(np.uint64)[0] = salt
         head[DIGEST] = _digest(self.name, self.spec)
@@ -327,10 +325,10 @@ class TableStore:
             head[NEXT] = SHARED + 1
             self._grow()
             arrays = self.arrays
-            kernels.make_record(arrays.records, arrays.scalars, SHARED, _SHARED_ID, self.birth)
+            kernels.make_record(arrays.records, arrays.scalars, SHARED, _SHARED_ID, self.init)
         else:
             whole = layout.slot_ranges(0, layout.capacity)
-            self.memory.take(self.name, whole, advice="Spread it over more servers.")
+            self.memory.allocate(self.name, whole, advice="Spread it over more servers.")
             head[READY] = head[NEXT] = layout.capacity
         head[MAGIC_WORD] = MAGIC
 

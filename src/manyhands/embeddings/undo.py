@@ -1,12 +1,12 @@
-"""What rows were before a server changed them, where others of the host can read it.
+"""Undo logs in shared memory: rows as they were before a server changed them.
 
-A server that dies in the middle of an update leaves some of its rows changed and others not. Whoever takes
-over puts them back, and makes the update again: each is in the rows once. One log a server; a log holds the
-last update, in memory that outlives its writer:
+A server that dies in the middle of an update leaves some of its rows changed and others not. The server that
+takes over restores them and applies the update again, so each update is in the rows once. Each server has
+one log. It holds the last update, in memory that outlives its writer:
 
     begun, done    versions; begun > done while rows are being changed
-    bytes          of what follows: for each table the number of rows, their slots, their records, and
-                   what else the optimizer remembers of each
+    bytes          of what follows: for each table the number of rows, their slots, their records, and the
+                   scalars of the optimizer
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from manyhands.embeddings.store import TableStore
 
 RESERVED_BYTES = 4 << 30
-"""Of address space; memory is taken where it is written."""
+"""Size of the address range; only written pages take memory."""
 _HEADER = 64
 
 
@@ -56,21 +56,21 @@ class UndoLog:
         return int(self._numbers[1])
 
     def reset(self, version: int) -> None:
-        """All is as after this version."""
+        """Empty the log: all rows have this version."""
         self._numbers[:3] = version, version, 0
 
     def begin(
         self, version: int, rows: Mapping[str, NDArray[np.int64]], stores: Mapping[str, TableStore]
     ) -> None:
-        """Before these rows (table to slots) are changed."""
+        """Save rows (table to slots) before they are changed."""
         at = _HEADER
         for name, slots in sorted(rows.items()):
             arrays = stores[name].arrays
             where = _Place.at(at, len(slots), arrays)
             if where.end > len(self._raw):
                 raise JobError(
-                    f"One step changes {len(slots):,} rows of {name}, more than can be kept in case a "
-                    "server dies. Use a smaller batch."
+                    f"One step changes {len(slots):,} rows of {name}, more than the undo log can "
+                    "hold. Use a smaller batch."
                 )
             self._raw[at : at + 8].view(np.int64)[0] = len(slots)
             self._raw[where.slots].view(np.int64)[:] = slots
@@ -87,7 +87,7 @@ class UndoLog:
         self._numbers[1] = self._numbers[0]
 
     def restore(self, stores: Mapping[str, TableStore]) -> None:
-        """Put the rows of the last update back."""
+        """Restore the rows of the last update."""
         at, stop = _HEADER, int(self._numbers[2])
         for name in sorted(stores):
             if at >= stop:
@@ -107,7 +107,7 @@ class UndoLog:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the rows of one table are, in bytes."""
+    """Byte ranges of the rows of one table."""
 
     slots: slice
     records: slice

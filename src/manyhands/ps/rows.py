@@ -23,7 +23,7 @@ from manyhands.embeddings.chunk import RowChunk
 from manyhands.embeddings.remote import ROLE
 from manyhands.embeddings.row_placement import SHARDS, RowPlacement
 from manyhands.embeddings.shards import shard_of
-from manyhands.embeddings.sparse_grads import SharedGrads, TableGrads, to_wire, travelling, unpack
+from manyhands.embeddings.sparse_grads import SharedGrads, TableGrads, to_wire, unpack, wire_specs
 from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError, LinkError, ProtocolError
@@ -76,7 +76,7 @@ class RowServerState:
         """Of the other servers."""
         self._adds = adds
         self._bits = bits
-        self._wire = travelling(tables.specs, adds=adds)
+        self._wire = wire_specs(tables.specs, adds=adds)
         self._turns = {name: np.zeros(0, np.float32) for name in tables.specs}
         """How often each row was changed, modulo TURNS, where differences are pushed."""
         self._coming: RowPlacement | None = None
@@ -185,7 +185,7 @@ class RowServerState:
         place.basket = basket
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The rows of some ids, as they travel. Rows are made, and sights counted, when they are changed, at
+        """The rows of some ids, as they travel. Rows are made, and lookups counted, when they are changed, at
         both who hold them alike."""
         if name not in self.tables.specs:
             raise ProtocolError(f"rows of {name!r}, which is no table")
@@ -265,7 +265,9 @@ class RowServerState:
         for name, sparse in basket.items():
             store = self.tables.store(name)
             slots = store.find(sparse.ids, create=True, now=now)
-            store.move(slots, sparse.grads, self._turns_for(name, slots), modulo=TURNS, now=now)
+            store.add_differences(
+                slots, sparse.grads, self._turns_for(name, slots), modulo=TURNS, now=now
+            )
 
     def _turns_for(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
         """The turns of a table, with room for these slots."""

@@ -21,5 +21,5 @@ def initial(store: TableStore, ids: ArrayLike) -> Floats:
     """The row that each id begins with."""
     numbers = np.asarray(ids, dtype=np.int64)
     out = np.empty((numbers.size, store.spec.dim), dtype=np.float32)
-    kernels.make_rows(out, numbers, store.birth)
+    kernels.make_rows(out, numbers, store.init)
     return out

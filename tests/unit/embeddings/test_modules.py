@@ -104,7 +104,7 @@ def test_a_module_on_its_own_works_as_any_module() -> None:
     ("make", "words"),
     [
         (lambda: SparseEmbedding(10), "needs embedding_dim"),
-        (lambda: SparseEmbedding(10, 4, table=Table(dim=4)), "can't be said beside it"),
+        (lambda: SparseEmbedding(10, 4, table=Table(dim=4)), "give either a table"),
         (lambda: SparseEmbeddingBag(10, 4, mode="max"), "none of sum, mean"),
         (lambda: SparseEmbedding(10, 4)(torch.rand(3)), "whole numbers, and got torch.float32"),
         (lambda: SparseEmbedding(10, 4)(torch.tensor([11])), "11"),

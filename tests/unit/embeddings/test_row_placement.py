@@ -67,7 +67,7 @@ def test_rows_without_a_holder_are_lost_and_it_says_on_whom() -> None:
 def test_ids_are_asked_of_the_first_and_held_by_both() -> None:
     homes = RowPlacement.fresh(NAMES[:3], replicas=1)
     ids = np.arange(-500, 500, dtype=np.int64) * 1_000_003
-    asked = homes.asked(ids)
+    asked = homes.server_of(ids)
     held = np.stack([homes.held_by(name, ids) for name in homes.servers])
     assert (held.sum(axis=0) == 2).all()
     assert held[asked, np.arange(len(ids))].all()

@@ -321,7 +321,7 @@ def test_differences_are_added_less_where_others_were_quicker() -> None:
         read_at = (turns[slots] - draw.integers(0, 4, 20)) % 8
         given = np.column_stack([draw.normal(size=(20, 5)), read_at]).astype(np.float32)
         before, was = read(store, range(20)), turns.copy()
-        store.move(slots, given, turns, modulo=8, now=7)
+        store.add_differences(slots, given, turns, modulo=8, now=7)
         behind = (was[slots] - read_at) % 8
         expected = before + given[:, :5] / (1 + behind)[:, None]
         expected[4] = before[4]

@@ -1,4 +1,4 @@
-"""Baskets, and rows put back as they were."""
+"""Sparse gradients, and undoing an update of rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from manyhands.embeddings.remote import RowCache
 from manyhands.embeddings.sparse_grads import (
     SharedGrads,
     SparseGrads,
-    narrow,
+    from_bfloat16,
     num_bytes,
     pack_into,
+    to_bfloat16,
     unpack,
     weighted_sum,
-    widen,
 )
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.store import merge
@@ -56,8 +56,8 @@ def test_sixteen_bits_are_the_nearest_that_there_are() -> None:
         [np.float32([0, -0.0, 1, -1, 1e-38, 3e38]), basket(3)["large"].grads.ravel()]
     )
     expected = torch.from_numpy(numbers).bfloat16()
-    assert np.array_equal(narrow(numbers), expected.view(torch.int16).numpy().view(np.uint16))
-    assert np.array_equal(widen(narrow(numbers)), expected.float().numpy())
+    assert np.array_equal(to_bfloat16(numbers), expected.view(torch.int16).numpy().view(np.uint16))
+    assert np.array_equal(from_bfloat16(to_bfloat16(numbers)), expected.float().numpy())
     given = basket(5)
     memory = memoryview(bytearray(num_bytes(given, SPECS, bits=16)))
     assert pack_into(memory, given, SPECS, bits=16) == memory.nbytes
@@ -88,7 +88,7 @@ def test_what_is_no_basket_is_refused(cut: int) -> None:
     }
     memory = bytearray(num_bytes(given, SPECS))
     pack_into(memoryview(memory), given, SPECS)
-    with pytest.raises(ValueError, match=r"basket ends|do not fit"):
+    with pytest.raises(ValueError, match=r"gradients end|do not fit"):
         unpack(memoryview(memory)[:cut], SPECS)
 
 

@@ -65,7 +65,7 @@ def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
         (pushed(basket(few=[-1])), "-1"),
         (pushed(basket(few=[1]), slot=2), "slot 2"),
         (pushed(basket(few=[1]), slot=-1), "slot -1"),
-        ((RowGradients(1, 0, 7), memoryview(b"garbage")), "basket"),
+        ((RowGradients(1, 0, 7), memoryview(b"garbage")), "gradients end"),
         ((RowsRequest(1, "few", 8), memoryview(np.array([10]).data).cast("B")), "10"),
         ((RowsRequest(1, "none", 8), memoryview(bytes(8))), "'none'"),
         ((RowsRequest(1, "few", 7), memoryview(bytes(7))), "7 bytes"),
