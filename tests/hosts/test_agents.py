@@ -24,7 +24,7 @@ from manyhands.hosts.view import WORKER
 from manyhands.testing.harness import gone
 from manyhands.transport import Authority, connect
 
-CHATTY = Path(__file__).parents[1] / "unit" / "cluster"
+CHATTY = Path(__file__).parents[1] / "unit" / "coordinator"
 OTHER_VERSION = """
 import sys
 import manyhands
@@ -129,7 +129,9 @@ def test_members_are_spread_over_hosts_and_watched_there(tmp_path: Path) -> None
         assert made.launcher.slots(WORKER) == 3
         handles = [made.start(f"worker-{n}", print=f"I am {n}") for n in range(3)]
         assert len({handle.host for handle in handles}) == 3
-        assert handles[0].host == made.launcher._machine.host, "the first is beside the run folder"
+        assert handles[0].host == made.launcher.roster.machine.host, (
+            "the first is beside the run folder"
+        )
         for n in range(3):
             made.ready(f"worker-{n}")
         with pytest.raises(ManyhandsError, match="no host has a free slot"):
@@ -148,7 +150,7 @@ def test_members_are_spread_over_hosts_and_watched_there(tmp_path: Path) -> None
         for agent in agents:
             serves, ends = agent.out.splitlines()  # and no more
             assert " serves " in serves
-            assert "ends with the run, exit code 7" in ends
+            assert "ends with exit code 7" in ends
             assert "serves" in agent.out
 
 
@@ -169,7 +171,7 @@ def test_who_dies_with_its_host_is_dead_and_another_may_come(tmp_path: Path) -> 
         made.start("worker-2")
         made.ready("worker-2")
         assert "is lost: its agent closed its link" in made.told
-        assert "has come" in made.told
+        assert "has joined" in made.told
 
 
 def test_another_key_and_another_version_are_refused_on_both_sides(tmp_path: Path) -> None:
@@ -218,8 +220,8 @@ def test_agents_that_lose_the_coordinator_for_good_end(tmp_path: Path) -> None:
         handle = made.start("worker-1")
         made.ready("worker-1")
         made.coordinator._listener.close()
-        for post in made.launcher._remote:
-            post.link.close()
+        for node in made.launcher.roster.agents:
+            node.link.close()
         assert gone([handle.pid], LONG_S)
         assert agent.wait() == 70
         assert "has ended" in agent.out
@@ -264,7 +266,7 @@ def test_nobody_comes(tmp_path: Path) -> None:
         assert time.monotonic() - began < LONG_S
     with scene(tmp_path, world=2, timeouts=Timeouts(gather_s=0.2)) as made:
         time.sleep(0.3)
-        with pytest.raises(UsageError, match=r"rank-1 of 2 processes did not connect to tcp://"):
+        with pytest.raises(UsageError, match=r"rank-1 of 2 did not connect to tcp://"):
             made.launcher.complete()
     with scene(tmp_path, world=2, timeouts=Timeouts(grace_s=0.2), least=1) as made:
         assert not made.launcher.complete(), "the other may come yet"
@@ -294,7 +296,7 @@ def test_a_log_that_cannot_be_written_ends_nothing_and_a_kill_is_noticed(tmp_pat
     [
         ({"kind": "exited", "name": "worker-9", "code": 0}, "worker-9"),
         ({"kind": "started", "name": "worker-1"}, "pid is missing"),
-        ({"kind": "nonsense"}, "which nobody knows"),
+        ({"kind": "nonsense"}, "not one of "),
     ],
     ids=["unknown", "short", "kind"],
 )
@@ -305,14 +307,14 @@ def test_an_agent_that_talks_nonsense_is_given_up(
         credentials = Authority.from_secret("manyhands run", KEY).issue("agent-bad")
         address = f"tcp://127.0.0.1:{made.coordinator.port}"
         with connect(address, credentials=credentials, timeout_s=LONG_S) as link:
-            machine = {**vars(made.launcher._machine), "host": "bad", "identity": "bad"}
+            machine = {**vars(made.launcher.roster.machine), "host": "bad", "identity": "bad"}
             entry = {"name": "rank-1", "role": WORKER, "rank": 1, "devices": []}
             link.send({"kind": "agent", "machine": machine, "entry": entry, "process": "p"})
-            assert link.recv(timeout_s=LONG_S).head["kind"] == "engaged"
-            link.send({"kind": "settled", "sees_run": False})
+            assert link.recv(timeout_s=LONG_S).head["kind"] == "admitted"
+            link.send({"kind": "ready", "sees_run": False})
             made.gather()
             link.send(said)
             until(lambda: made.listen(0.01) or "bad is lost" in made.told)
-            assert "sent a message that makes no sense: " in made.told
+            assert "sent an invalid message: " in made.told
             assert why in made.told
         made.coordinator.stop()

@@ -31,8 +31,8 @@ def test_a_host_that_does_not_reach_the_coordinator(tmp_path: Path, lab: Lab) ->
     lab.cut("host-0", "host-2")
     cast = Cast(lab, tmp_path, command(tmp_path / "run", "--wait", "5"), tmp_path / "run")
     assert cast.codes() == {"host-0": 2, "host-1": 2, "host-2": 1}
-    assert "Not all came within 5 s: rank-2 of 3 processes did not connect" in cast.out("host-0")
-    assert "host-1 ends with the run, exit code 2; host-0 has said why" in cast.out("host-1")
+    assert "Not all processes joined within 5 s: rank-2 of 3 did not connect" in cast.out("host-0")
+    assert "host-1 ends with exit code 2; see the output of host-0" in cast.out("host-1")
     lost = "host-2 found no coordinator at tcp://host-0:29500 within 5 s: timed out"
     assert lost in cast.out("host-2")
 

@@ -78,7 +78,7 @@ def test_another_key_and_another_version_are_told_by_host(tmp_path: Path) -> Non
         assert (stranger.wait(), lead.wait(), older.wait()) == (2, 1, 1)
         assert "do not have the same key" in stranger.out
         assert "(127.0.0.1) was refused: it has another key" in lead.out
-        assert "rank-1  did not come to tcp://127.0.0.1:" in lead.out
+        assert "rank-1  did not connect to tcp://127.0.0.1:" in lead.out
         assert "it has manyhands 9.9, and the coordinator manyhands 0" in lead.out
         assert 'pip install "manyhands==0' in lead.out
         for text in (KEY, "another key than the others"):
@@ -95,7 +95,7 @@ def test_a_rank_that_two_processes_have_is_told_by_both_hosts(tmp_path: Path) ->
         text = "rank-1 is the process on "
         assert text in lead.out
         assert text in first.out + second.out
-        assert "rank-2  did not come" in lead.out
+        assert "rank-2  did not connect" in lead.out
 
 
 @pytest.mark.long
@@ -103,7 +103,7 @@ def test_who_does_not_come_is_named_also_when_it_is_stopped(tmp_path: Path) -> N
     with together(tmp_path) as hosts:
         lead = Cluster(hosts, 2, "--wait", "1").start(0)
         assert lead.wait() == 1
-        assert "rank-1  did not come" in lead.out
+        assert "rank-1  did not connect" in lead.out
         assert "To fix: rank-1." in lead.out
         guest = Cluster(hosts, 2, "--wait", "-9").start(1)
         assert guest.wait() == 1
@@ -113,3 +113,31 @@ def test_who_does_not_come_is_named_also_when_it_is_stopped(tmp_path: Path) -> N
         lead.signal(signal.SIGTERM)
         assert lead.wait() == 128 + signal.SIGTERM
         assert "Stopped before the end." in lead.out
+
+
+def test_a_process_that_trains_is_refused_by_the_doctor(
+    tmp_path: Path,
+) -> None:
+    job = tmp_path / "job.py"
+    job.touch()
+    training = manyhands("train", str(job), "--on", "env")
+    with together(tmp_path) as hosts:
+        cluster = Cluster(hosts, 2)
+        lead = cluster.start(0)
+        agent = hosts.start(training, environ=place(1, 2, cluster._port))
+        assert (lead.wait(), agent.wait()) == (1, 2)
+        assert "Start the same command on every host" in agent.out
+        assert "(rank-1) trains, and " in lead.out
+        assert "Nothing to fix" not in lead.out
+
+
+def test_a_process_that_is_killed_meanwhile_is_a_finding(tmp_path: Path) -> None:
+    with together(tmp_path) as hosts:
+        cluster = Cluster(hosts, 3)
+        lead, lost = cluster.start(0), cluster.start(1)
+        until(lambda: " is probed by " in lost.out)
+        lost.signal(signal.SIGKILL)
+        cluster.start(2)
+        assert lead.wait() == 1
+        assert "rank-1 joined and was lost: its process closed its link" in lead.out
+        assert "rank-1  did not connect" not in lead.out

@@ -10,7 +10,6 @@ from class_limits import over_limits, repeated_names
 PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
-    "AgentLauncher": "to be split",
     "Member": "to be split",
     "Acceptor": "to be split",
     "Client": "to be split",

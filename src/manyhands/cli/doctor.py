@@ -1,7 +1,7 @@
-"""What this machine has, whether what manyhands needs works here, and what to fix.
+"""Checks what this machine has, whether everything that manyhands needs works here, and what to fix.
 
-Everything is tried for real: links make a round trip, and fresh processes form a process group and
-all-reduce. Takes some seconds; changes nothing. Exit code 0 when there is nothing to fix, else 1.
+Everything is really tried: links make a round trip, and new processes form a process group and all-reduce.
+Takes some seconds and changes nothing. Exit code 0 if there is nothing to fix, else 1.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from typing import Any, TextIO
 from manyhands.cli.options import Resolved
 from manyhands.cli.where import meeting_place, trust
 from manyhands.doctor import Check, Finding, checks, wants_colour
-from manyhands.doctor.hosts import Attendant, PairFacts, ProbeLead, judge, tell
+from manyhands.doctor.hosts import ClusterProbe, agent_timeouts, find_problems, format_table
 from manyhands.errors import Interrupted
 from manyhands.events.units import clean
+from manyhands.hosts.agent import Agent
 from manyhands.hosts.discovery import describe, detect
+from manyhands.hosts.host_facts import PairFacts
 from manyhands.hosts.rendezvous import dialled_address
 from manyhands.hosts.spec import EVALUATOR, ClusterSpec
 
-HELP = "what this machine has, what works, and what to fix"
+HELP = "check this machine, or the hosts of a cluster, and say what to fix"
 EXAMPLES = """\
 examples:
   manyhands doctor
-  manyhands doctor /scratch/runs      where the run folders shall go, if not to runs/
+  manyhands doctor /scratch/runs      where run folders go, if not to runs/
   manyhands doctor --json             for programs: name, ok (true, false, null), detail, remedy
-  manyhands doctor --cluster cluster.toml --as gpu-a --show      who takes part, as it was understood
+  manyhands doctor --cluster cluster.toml --as gpu-a --show      only print who takes part
   srun manyhands doctor --cluster env --key-file run.key         on all hosts: every pair is tested
   manyhands lab run --hosts 3 -- manyhands doctor --cluster env --key-file run.key
 """
@@ -52,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="FILE|env",
-        help="who takes part, as a cluster file says, or as the environment does (torchrun, srun, "
-        "Kubernetes, TF_CONFIG, or RANK and WORLD_SIZE), and what works between each two hosts; run "
-        "on all of them, as training is; exit code 2 if what is said of the cluster is wrong",
+        help="print who takes part, by a cluster file or the environment (torchrun, srun, Kubernetes, "
+        "TF_CONFIG, or RANK and WORLD_SIZE), and test every pair of hosts; run it on all of them, as "
+        "for training; exit code 2 if the description of the cluster is wrong",
     )
     parser.add_argument(
-        "--show", action="store_true", help="with --cluster: who takes part, and no tests"
+        "--show", action="store_true", help="with --cluster: print who takes part, without tests"
     )
     parser.add_argument(
         "--as", dest="entry", metavar="NAME", help="which entry of the cluster file this host is"
@@ -82,18 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster or arguments.entry:
         return _check_cluster(arguments)
-    todo = checks(arguments.folder)
+    to_run = checks(arguments.folder)
     if arguments.json:
-        findings = [check.run() for check in todo]
+        findings = [check.run() for check in to_run]
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:
-        findings = list(_told(todo, sys.stdout))
+        findings = list(_run_all(to_run, sys.stdout))
         print(_verdict(findings))
     return int(any(finding.ok is False for finding in findings))
 
 
 def _check_cluster(arguments: argparse.Namespace) -> int:
-    """What was understood; then, with all other processes, whether it works between their hosts."""
+    """Print the cluster as it was read; then, with all other processes, test the network between hosts."""
     file = None if arguments.cluster in (None, "env") else Path(arguments.cluster)
     spec = detect(cluster=file, name=arguments.entry)
     if arguments.show or spec.mine is None:
@@ -105,66 +107,65 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     key_file = resolved.get("key_file", None, Path)
     authority = trust(spec, control, key_file, command=f"doctor --cluster {arguments.cluster}")
     if spec.mine.role == EVALUATOR:
-        print(f"{spec.mine.name} is in no count: the workers evaluate. Nothing is tested here.")
+        print(f"{spec.mine.name} has nothing to do: the workers evaluate. Nothing is tested here.")
         return 0
     if spec.mine.rank:
         address = dialled_address(spec, control, keyed=authority is not None)
-        return Attendant(spec, address, authority=authority, wait_s=wait_s).run()
+        timeouts = agent_timeouts(wait_s)
+        return Agent(spec, address, authority=authority, timeouts=timeouts, doctor=True).run()
     address = meeting_place(spec, control, authority)
     if not arguments.json:
         print(describe(spec), end="\n\n", flush=True)
-    say = _say_aside if arguments.json else _say
-    with ProbeLead(spec, address, authority=authority, wait_s=wait_s, tell=say) as lead:
-        return _lead(lead, spec, as_json=arguments.json)
+    out = sys.stderr if arguments.json else sys.stdout
+    with ClusterProbe(
+        spec,
+        address,
+        authority=authority,
+        wait_s=wait_s,
+        tell=lambda text: print(f"note: {text}", file=out, flush=True),
+    ) as cluster:
+        return _probe(cluster, spec, as_json=arguments.json)
 
 
-def _lead(lead: ProbeLead, spec: ClusterSpec, *, as_json: bool) -> int:
+def _probe(cluster: ClusterProbe, spec: ClusterSpec, *, as_json: bool) -> int:
     pairs: list[PairFacts] = []
     before = signal.signal(signal.SIGTERM, _stop)
     stopped = 0
     try:
-        lead.gather()
-        pairs = lead.measure()
+        cluster.gather()
+        pairs = cluster.measure()
     except Interrupted as interrupt:
-        stopped = interrupt.exit_code  # what is known by now is told
+        stopped = interrupt.exit_code  # the results so far are printed
     finally:
-        # Whoever ends all processes when the first has ended shall not cut off what is told now.
+        # A scheduler that ends all processes when one has ended must not cut off the output now.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    hosts = lead.hosts
-    findings = [*lead.findings, *judge(hosts, pairs)]
+    hosts = cluster.hosts
+    findings = [*cluster.findings, *find_problems(hosts, pairs)]
     if as_json:
-        told: dict[str, list[Any]] = {"hosts": hosts, "pairs": pairs, "findings": findings}
-        shown = {name: [each.to_dict() for each in several] for name, several in told.items()}
+        results: dict[str, list[Any]] = {"hosts": hosts, "pairs": pairs, "findings": findings}
+        shown = {name: [dataclasses.asdict(each) for each in r] for name, r in results.items()}
         print(json.dumps({"cluster": dataclasses.asdict(spec), **shown}, indent=2))
     else:
-        print(tell(hosts, pairs), end="\n\n")
+        print(format_table(hosts, pairs), end="\n\n")
         cells = max((len(finding.name) for finding in findings), default=0)
         for finding in findings:
             print("\n".join(_lines(finding, cells, wants_colour(sys.stdout))))
         print("Stopped before the end." if stopped else _verdict(findings), flush=True)
     code = stopped or int(any(finding.ok is False for finding in findings))
-    lead.end(code)
+    cluster.end(code)
     signal.signal(signal.SIGTERM, before)
     return code
-
-
-def _say(text: str) -> None:
-    print(f"note: {text}", flush=True)
-
-
-def _say_aside(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _stop(number: int, _frame: object) -> None:
     raise Interrupted("stopped by SIGTERM", exit_code=128 + number)
 
 
-def _told(todo: list[Check], out: TextIO) -> Iterator[Finding]:
-    """Run the checks, and print what each one found as soon as it has."""
-    name_cells = max(len(check.name) for check in todo)
+def _run_all(to_run: list[Check], out: TextIO) -> Iterator[Finding]:
+    """Run the checks, and print each finding as soon as it is there."""
+    name_cells = max(len(check.name) for check in to_run)
     colour, live = wants_colour(out), out.isatty()
-    for check in todo:
+    for check in to_run:
         waiting = f"{'...':{MARK_CELLS}}{check.name}"
         if live:
             out.write(waiting)

@@ -62,20 +62,20 @@ class RayCluster:
         servers, least = options.servers, options.min_workers if is_range else None
         cpus = options.threads * (options.workers + servers)
         ship = str(self.ship.resolve()) if self.ship else None
-        line = BrokerClient(self.address, cpus=cpus, ship=ship)
+        broker = BrokerClient(self.address, cpus=cpus, ship=ship)
         try:
             slots = slots_for(
                 workers=options.workers,
                 servers=servers,
                 threads=options.threads,
                 device=options.device,
-                gpus=sum(node.gpus for node in line.nodes),
+                gpus=sum(node.gpus for node in broker.cluster.nodes),
             )
             if self.wait_s is None:
-                check_possible(in_order(slots, least)[0], line.nodes)
+                check_possible(in_order(slots, least)[0], broker.cluster.nodes)
             key = fresh_key()
             launcher = RayLauncher(
-                line,
+                broker,
                 slots,
                 key=key,
                 job=self._job(options.job),
@@ -85,12 +85,12 @@ class RayCluster:
                 shares_memory=make_strategy(options.strategy).shares_memory,
             )
         except BaseException:
-            line.close()
+            broker.close()
             raise
         launcher.shares_cores = self.address == LOCAL  # it is given as many as are asked for
         launcher.again = f"--on ray={self.address}" if self.address else "--on ray"
         return LaunchPlan(
-            self.control or str(Address(host=line.host, port=0)),
+            self.control or str(Address(host=broker.cluster.host, port=0)),
             launcher,
             Authority.from_secret("manyhands run", key),
             None if self.wait_s is None else Timeouts(gather_s=self.wait_s),

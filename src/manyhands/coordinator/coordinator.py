@@ -328,7 +328,7 @@ class Coordinator:
                 if self._over_network and not link.peer.startswith(AGENT):
                     link.close()  # a member's certificate does not make an agent
                 else:
-                    self.launcher.welcome(link, hello)
+                    self.launcher.accept_agent(link, hello)
                 return
             with self._starting:
                 member = self.members.get(str(hello.get("member")))

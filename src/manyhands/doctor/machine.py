@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import resource
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from manyhands.events.units import plural, size
 from manyhands.hosts import cgroup
 from manyhands.hosts.cgroup import MemoryLimit
 from manyhands.hosts.launchers import cores
+from manyhands.hosts.machine import MEMINFO, machine_memory
 
 LEAST_MEMORY_BYTES = 10**9
 """Two workers take most of this before they have a model: Python and torch themselves."""
@@ -26,7 +26,6 @@ LEAST_SHARED_BYTES = 128 << 20
 LEAST_FILES = 1024
 """What systems give by default; a member takes a handful, a loader or a link some more."""
 LEAST_DISK_BYTES = 10**9
-MEMINFO = Path("/proc/meminfo")
 
 
 def check_cores() -> Finding:
@@ -49,21 +48,7 @@ def judge_cores(usable: int, total: int, quota: float | None) -> Finding:
 
 
 def check_memory(meminfo: Path = MEMINFO) -> Finding:
-    return judge_memory(*_memory(meminfo), cgroup.memory_limit())
-
-
-def available_memory(meminfo: Path = MEMINFO) -> tuple[int, int]:
-    """What this process may have in all, and what of it is free."""
-    total, available = _memory(meminfo)
-    if (limit := cgroup.memory_limit()) is not None and limit.limit_bytes < total:
-        left = max(0, limit.limit_bytes - limit.used_bytes)
-        total, available = limit.limit_bytes, min(available, left)
-    return total, available
-
-
-def _memory(meminfo: Path) -> tuple[int, int]:
-    kb = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE))
-    return int(kb["MemTotal"]) * 1024, int(kb["MemAvailable"]) * 1024
+    return judge_memory(*machine_memory(meminfo), cgroup.memory_limit())
 
 
 def judge_memory(total: int, available: int, limit: MemoryLimit | None) -> Finding:

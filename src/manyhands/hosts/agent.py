@@ -1,35 +1,60 @@
-"""An agent: a process that stands on a host, and starts and ends members there for the coordinator.
+"""An agent: a process on a host that starts and ends members there for the coordinator.
 
-    dial        the coordinator, until it is there
-    engage      say who it is; be let in, or be told why not
-    serve       start, terminate and kill members, tell how they end, send what they print
-    lose        the link is lost or silent: kill every member, and dial again, with free slots
+    connect     to the coordinator, waiting until it is there
+    join        send AgentHello; be admitted or refused
+    serve       start, terminate and kill members, report their ends, send their output; answer probes
+    reconnect   when the link is lost or silent: kill every member and connect again, with free slots
     end         when the coordinator says so, with its exit code
 
-Members are children of the agent: the kernel kills them when it dies. The coordinator's word comes in order,
-in the main thread, which also starts the members, for the kernel means the thread that has started them.
+Members are children of the agent, and the kernel kills them when it dies. Orders of the coordinator are
+handled in sequence by the main thread, which also starts the members: the kernel's parent-death signal is
+bound to the thread that started a process.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError, UsageError
+from manyhands.hosts.agent_messages import (
+    FROM_AGENT,
+    TO_AGENT,
+    AgentAdmitted,
+    AgentBeat,
+    AgentHello,
+    AgentReady,
+    AgentRefused,
+    CheckReach,
+    EndAgent,
+    KillMember,
+    Leaving,
+    Measured,
+    MeasureHost,
+    MemberEnded,
+    MemberOutput,
+    ProbeInfo,
+    RankTaken,
+    ReachChecked,
+    Started,
+    StartFailed,
+    StartMember,
+    TerminateMember,
+)
 from manyhands.hosts.connect import Connector
+from manyhands.hosts.host_facts import HostFacts
 from manyhands.hosts.interfaces import reach
 from manyhands.hosts.launchers.base import AGENT, StartRequest
 from manyhands.hosts.launchers.local import LocalHandle, LocalLauncher
 from manyhands.hosts.log_stream import LogStream
 from manyhands.hosts.machine import Machine
+from manyhands.hosts.probe import Probe
 from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.spec import ClusterSpec
 from manyhands.hosts.stop_signals import on_stop_signals
@@ -37,8 +62,9 @@ from manyhands.hosts.timeouts import Timeouts
 from manyhands.threads import describe, start_thread
 from manyhands.transport import Authority, Link
 
-LAST_WORDS_S = 2.0
-"""What a member has printed before its end has been read and sent."""
+OUTPUT_S = 2.0
+"""How long the rest of a member's output may take to be read and sent after its end."""
+FINAL_SIGNALS = (signal.SIGINT.name, signal.SIGTERM.name)
 
 
 class Agent:
@@ -49,164 +75,167 @@ class Agent:
         *,
         authority: Authority | None,
         timeouts: Timeouts | None = None,
+        doctor: bool = False,
     ) -> None:
-        """`address`: of the coordinator; None: the spec's store knows it."""
-        self.spec = spec
+        """`address`: of the coordinator; None: it is in the spec's store. `doctor`: answer probes only."""
         self.entry = spec.me
         self.machine = Machine.here()
         self.timeouts = timeouts or Timeouts()
         host, credentials = self.machine.host, None
         if authority is not None:
             credentials = authority.issue(f"{AGENT}{host}"[:64])
-        self._dialler = Connector(spec, address, host=host, credentials=credentials)
-        self._say = self._dialler.say
+        self._connector = Connector(spec, address, host=host, credentials=credentials)
+        self._say = self._connector.say
+        self._doctor = doctor
         self._process = secrets.token_hex(8)
-        self._engaged = False
+        self._joined = False
         self._coordinator = ""
         self._signals: list[str] = []
-        self._engagement: AgentSession | None = None
+        self._session: AgentSession | None = None
 
     def run(self) -> int:
-        """Serve until the coordinator ends; its exit code."""
+        """Serve until the coordinator ends; return its exit code."""
         on_stop_signals(self._on_signal)
         while True:
-            limit_s = self.timeouts.rejoin_s if self._engaged else self.timeouts.gather_s
-            address, link = self._dialler.dial(limit_s, again=self._engaged)
+            limit_s = self.timeouts.rejoin_s if self._joined else self.timeouts.gather_s
+            address, link = self._connector.connect(limit_s, again=self._joined)
             with link:
                 code = self._serve(link, address)
             if code is not None:
                 if code and not self._signals:
-                    self._say(
-                        f"ends with the run, exit code {code}; {self._coordinator} has said why"
-                    )
+                    self._say(f"ends with exit code {code}; see the output of {self._coordinator}")
                 return code
 
-    # The coordinator --------------------------------------------------------------------------
-
     def _serve(self, link: Link, address: str) -> int | None:
-        """What the coordinator asks for, until it ends (its exit code) or is lost (None)."""
+        """Serve the coordinator until it ends (its exit code) or is lost (None)."""
         try:
-            engagement = self._engage(link, address)
-        except LinkError as error:
-            self._say(
-                f"lost the coordinator before it was let in ({str(error).rstrip('.')}); dials again"
-            )
+            admitted = self._join(link)
+        except (LinkError, ProtocolError) as error:
+            reason = str(error).rstrip(".")
+            self._say(f"lost the coordinator before it was admitted ({reason}); connects again")
+            admitted = None
+        if admitted is None:
             time.sleep(1)
             return None
-        if engagement is None:
-            time.sleep(1)
-            return None
-        self._engagement = engagement
+        session = AgentSession(link, address, admitted, self.machine, self._signals)
+        self._session = session
+        if not self._joined:
+            self._introduce(session, admitted.coordinator)
+        self._joined, self._coordinator = True, admitted.coordinator
         try:
-            code = engagement.serve()
+            code = session.serve()
         finally:
-            self._engagement = None
-            engagement.close()
+            self._session = None
+            session.close()
         if code is None:
-            self._say(f"{engagement.trouble}; its members are ended, and it dials again")
+            self._say(f"{session.trouble}; its members are killed, and it connects again")
         return code
 
-    def _engage(self, link: Link, address: str) -> AgentSession | None:
-        link.send(
-            {
-                "kind": "agent",
-                "machine": dataclasses.asdict(self.machine),
-                "entry": dataclasses.asdict(self.entry),
-                "process": self._process,
-            }
-        )
-        answer = link.recv(timeout_s=self.timeouts.host_s).head
-        match answer:
-            case {"kind": "engaged"}:
-                terms = {**answer, "identity": self.machine.identity}
-                engagement = AgentSession(link, address, terms, self._signals)
-                if not self._engaged:
-                    slots = self.entry.slots
-                    self._say(
-                        f"serves {answer['coordinator']}: {self.entry.name}, "
-                        f"{slots} slot{'s' * (slots != 1)}, over {engagement.reach}"
-                    )
-                self._engaged, self._coordinator = True, answer["coordinator"]
-                return engagement
-            case {"kind": "refused", "reason": str(reason)}:
+    def _introduce(self, session: AgentSession, coordinator: str) -> None:
+        slots = self.entry.slots
+        work = "is probed by" if self._doctor else "serves"
+        room = "" if self._doctor else f", {slots} slot{'s' * (slots != 1)}"
+        self._say(f"{work} {coordinator}: {self.entry.name}{room}, over {session.reach}")
+
+    def _join(self, link: Link) -> AgentAdmitted | None:
+        """Send the hello; None if another agent has this rank."""
+        hello = AgentHello(self.machine, self.entry, self._process, self._doctor)
+        link.send(FROM_AGENT.write(hello))
+        match TO_AGENT.read(link.recv(timeout_s=self.timeouts.host_s).head):
+            case AgentAdmitted() as admitted:
+                return admitted
+            case AgentRefused(reason):
                 raise UsageError(reason)
-            case {"kind": "taken", "by": str(other)}:
-                self._say(f"waits: {other} is {self.entry.name} already")
+            case RankTaken(by):
+                self._say(f"waits: {by} is {self.entry.name} already")
                 return None
         raise ManyhandsError(f"{link.peer} is no coordinator of this version.")
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """The first one is the coordinator's to act on, too; a second one ends this process at once."""
+        """Pass the first signal on to the coordinator, which acts on it; a second one ends this process."""
         name = signal.Signals(number).name
-        final = [signal.SIGINT.name, signal.SIGTERM.name]
-        if self._engagement is None or (name in final and any(s in final for s in self._signals)):
-            os._exit(self._end(128 + number))
+        again = name in FINAL_SIGNALS and any(s in FINAL_SIGNALS for s in self._signals)
+        if self._session is None or self._doctor or again:
+            # In a signal handler: nothing here may wait for a lock.
+            if self._session is not None:
+                self._session.kill_all()
+            os._exit(128 + number)
         if not self._signals:
             self._say(f"{name}: ends with the run; a second one ends it now")
         self._signals.append(name)
 
-    def _end(self, code: int) -> int:
-        """In a signal's handler: no lock may be waited for."""
-        if self._engagement is not None:
-            self._engagement.kill_all()
-        return code
-
 
 class AgentSession:
-    """From being let in by the coordinator to its end, or to the loss of the link."""
+    """One link to the coordinator, from being admitted to its end or its loss."""
 
     def __init__(
-        self, link: Link, address: str, terms: Mapping[str, Any], signals: list[str]
+        self,
+        link: Link,
+        address: str,
+        admitted: AgentAdmitted,
+        machine: Machine,
+        signals: list[str],
     ) -> None:
         self.trouble = ""
+        """Why the session ended without an order of the coordinator."""
         self.reach = reach(link.own_host or "127.0.0.1")
         self._link = link
         self._address = address
-        self._terms = terms
+        self._admitted = admitted
         self._signals = signals
-        self._told = 0
         self._launcher = LocalLauncher(self.reach.interface)
         self._handles: dict[str, LocalHandle] = {}
         self._scratch: Scratch | None = None
-        self._scratch_path = terms["scratch"]  # the coordinator's, if it is on this host
-        if self._scratch_path is None:
-            # The same for all agents of this run here.
-            self._scratch = Scratch(f"{terms['token']}-{terms['identity'][:8]}")
-            self._scratch_path = str(self._scratch.path)
+        if admitted.scratch is None:
+            # One folder for all agents of this run on this host.
+            self._scratch = Scratch(f"{admitted.token}-{machine.identity[:8]}")
         self._logs = LogStream(
-            lambda name, data: self._tell("log", data, name=name), on_error=self._fail
+            lambda name, data: self._send(MemberOutput(name), data), on_error=self._fail
         )
-        self._over = threading.Event()
+        self._ended = threading.Event()
         start_thread(self._beat, name="beat", on_error=self._fail)
-        link.send({"kind": "settled", "sees_run": Path(terms["marker"]).exists()})
+        self._probe: Probe | None = None
+        probe_info = None
+        if admitted.probe_secret:
+            self._probe = Probe(admitted.host, self.reach.address, admitted.probe_secret)
+            facts = HostFacts.here(admitted.host, self.reach)
+            probe_info = ProbeInfo(facts, self._probe.address)
+        self._send(AgentReady(Path(admitted.marker).exists(), probe_info))
 
     def serve(self) -> int | None:
-        silence_s = float(self._terms["host_s"])
+        """Handle orders until the coordinator ends (its exit code) or is lost (None)."""
+        limit_s = self._admitted.host_s
         while True:
             try:
-                head = self._link.recv(timeout_s=silence_s).head
+                order = TO_AGENT.read(self._link.recv(timeout_s=limit_s).head)
             except LinkTimeout:
-                self.trouble = f"has heard nothing of the coordinator for {silence_s:.0f} s"
+                self.trouble = f"has heard nothing of the coordinator for {limit_s:.0f} s"
                 return None
-            except LinkError as error:
+            except (LinkError, ProtocolError) as error:
                 lost = f"has lost the coordinator ({str(error).rstrip('.')})"
                 self.trouble = self.trouble or lost
                 return None
-            match head:
-                case {"kind": "start"}:
-                    self._start(head)
-                case {"kind": "terminate", "name": str(name)} if name in self._handles:
+            match order:
+                case StartMember():
+                    self._start(order)
+                case TerminateMember(name) if name in self._handles:
                     self._handles[name].terminate()
-                case {"kind": "kill", "name": str(name)} if name in self._handles:
+                case KillMember(name) if name in self._handles:
                     self._handles[name].kill()
-                case {"kind": "end", "code": int(code)}:
+                case MeasureHost(other, address, seconds) if self._probe is not None:
+                    self._send(Measured(self._probe.measure(other, address, seconds)))
+                case CheckReach(other, address) if self._probe is not None:
+                    self._send(ReachChecked(self._probe.reach(other, address)))
+                case EndAgent(code):
                     return code
 
     def close(self) -> None:
-        """Nobody is left of those that were started here."""
-        self._over.set()
+        """End every member that was started here."""
+        self._ended.set()
         self._launcher.close()
         self._logs.close()
+        if self._probe is not None:
+            self._probe.close()
         if self._scratch is not None:
             self._scratch.close()
 
@@ -214,47 +243,47 @@ class AgentSession:
         for handle in self._handles.values():
             handle.kill()
 
-    def _start(self, head: Mapping[str, Any]) -> None:
-        name = head["name"]
+    def _start(self, order: StartMember) -> None:
+        scratch = self._admitted.scratch if self._scratch is None else str(self._scratch.path)
         invitation = {
-            **head["invitation"],
-            "scratch": self._scratch_path,
+            **order.invitation,
+            "scratch": scratch,
             "reach": self.reach.address,
-            "address": self._address,  # where this agent has found it, members will, too
+            "address": self._address,  # this agent has reached the coordinator there
         }
+        request = StartRequest(order.name, order.entry, invitation, None, order.threads)
         try:
-            handle = self._launcher.start(
-                StartRequest(name, head["entry"], invitation, None, head["threads"])
-            )
+            handle = self._launcher.start(request)
         except OSError as error:
-            self._tell("unstarted", name=name, reason=str(error))
+            self._send(StartFailed(order.name, str(error)))
             return
-        self._handles[name] = handle
+        self._handles[order.name] = handle
         assert handle.output is not None
-        reader = self._logs.follow(name, handle.output)
-        self._tell("started", name=name, pid=handle.pid)
-        start_thread(self._reap, handle, reader, name=f"reap-{name}", on_error=self._fail)
+        reader = self._logs.follow(order.name, handle.output)
+        self._send(Started(order.name, handle.pid))
+        start_thread(self._reap, handle, reader, name=f"reap-{order.name}", on_error=self._fail)
 
     def _fail(self, error: BaseException) -> None:
-        """A thread has: the coordinator would not hear of something. It gives this agent up, which then
-        dials again."""
+        """A thread has failed, so the coordinator would miss something: close the link. The coordinator then
+        drops this agent, which connects again."""
         self.trouble = f"failed ({describe(error)})"
         self._link.close()
 
     def _reap(self, handle: LocalHandle, reader: threading.Thread) -> None:
         code = handle.wait()
-        # What it has printed is there before its end is known.
-        reader.join(LAST_WORDS_S)
-        self._logs.flush(LAST_WORDS_S)
-        self._tell("exited", name=handle.name, code=code)
+        # A member's output arrives before its end is reported.
+        reader.join(OUTPUT_S)
+        self._logs.flush(OUTPUT_S)
+        self._send(MemberEnded(handle.name, code))
 
     def _beat(self) -> None:
-        while not self._over.wait(float(self._terms["beat_s"])):
-            self._tell("beat")
-            if self._signals and not self._told:
-                self._told = 1
-                self._tell("leaving", signal=self._signals[0])
+        leaving_sent = False
+        while not self._ended.wait(self._admitted.beat_s):
+            self._send(AgentBeat())
+            if self._signals and not leaving_sent:
+                leaving_sent = True
+                self._send(Leaving(self._signals[0]))
 
-    def _tell(self, kind: str, payload: bytes | None = None, **fields: Any) -> None:
-        with suppress(LinkError):  # the main thread sees the same
-            self._link.send({"kind": kind, **fields}, payload)
+    def _send(self, message: Any, payload: bytes | None = None) -> None:
+        with suppress(LinkError):  # the main thread sees the same error
+            self._link.send(FROM_AGENT.write(message), payload)

@@ -1,4 +1,4 @@
-"""How a process that serves the coordinator gets through to it, whoever of them was started first."""
+"""Connects a process to the coordinator, whichever of the two was started first."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from manyhands.hosts.spec import ClusterSpec
 from manyhands.transport import Authority, Credentials, Limits, Link, connect
 
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
-DIAL_S = 5.0
-"""Of one attempt; in between it says that it waits."""
-SAY_EVERY_S = 10.0
+ATTEMPT_S = 5.0
+"""How long one attempt may take; between attempts the process prints that it waits."""
+PRINT_EVERY_S = 10.0
 RIVAL_S = 3.0
-"""How long is looked for another process that leads."""
+"""How long to look for another process that is rank 0."""
 GONE_S = 4.0
-"""Whose port is closed for so long, and was open before, has ended."""
+"""A coordinator whose port was open and has been closed for so long has ended."""
 
 
 class Connector:
     def __init__(
         self, spec: ClusterSpec, address: str | None, *, host: str, credentials: Credentials | None
     ) -> None:
-        """`address`: of the coordinator; None: the spec's store knows it. `host`: the own name."""
+        """`address`: of the coordinator; None: it is in the spec's store. `host`: the name of this host."""
         self._spec = spec
         self._address = address
         self._host = host
         self._credentials = credentials
 
-    def dial(self, limit_s: float, *, again: bool = False) -> tuple[str, Link]:
-        """The coordinator's address and a link to it. `again`: it was there before."""
-        began = said = time.monotonic()
+    def connect(self, limit_s: float, *, again: bool = False) -> tuple[str, Link]:
+        """Return the coordinator's address and a link to it. If `again` is true, it was there before."""
+        began = printed = time.monotonic()
         closed_since: float | None = None
         with ExitStack() as stack:
             reader = None
@@ -47,11 +47,11 @@ class Connector:
             address, trouble = self._address, "its address is not known yet"
             while True:
                 if reader is not None:
-                    address = reader.wait(DIAL_S if address is None else 0, other_than=None)
+                    address = reader.wait(ATTEMPT_S if address is None else 0, other_than=None)
                 if address is not None:
                     try:
                         left_s = began + limit_s - time.monotonic()
-                        return address, self._connect(address, max(0.1, min(DIAL_S, left_s)))
+                        return address, self._attempt(address, max(0.1, min(ATTEMPT_S, left_s)))
                     except LinkTimeout as error:
                         cause = error.__cause__
                         trouble = str(getattr(cause, "strerror", None) or cause or error)
@@ -71,16 +71,17 @@ class Connector:
                         f"{trouble}. Was the first process (rank 0) started? Can this host reach it? Give "
                         "all processes another address with  --control tcp://HOST:PORT."
                     )
-                if now - said > SAY_EVERY_S:
-                    said = now
+                if now - printed > PRINT_EVERY_S:
+                    printed = now
                     self.say(f"waits for the coordinator at {where} ({trouble})")
 
     def say(self, text: str) -> None:
-        # One write, also from a signal's handler: lines of several processes on one terminal stay whole.
+        """Print a line. One write, safe in a signal handler: lines of several processes on one terminal stay
+        whole."""
         with suppress(OSError):
             os.write(1, f"{self._host} {text}\n".encode())
 
-    def _connect(self, address: str, timeout_s: float) -> Link:
+    def _attempt(self, address: str, timeout_s: float) -> Link:
         try:
             return connect(
                 address,
@@ -101,20 +102,20 @@ class Connector:
 
 
 def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> None:
-    """Refuse to lead where another process does, at the address that all were told.
+    """Refuse to be the coordinator if another process is one, at the address that all were given.
 
-    Only where that address is not known to be this host's: else listening there tells.
+    Needed only if that address is not known to be this host's; otherwise listening there fails.
     """
     if spec.store is not None or own_address(spec.host) is not None:
         return
     address = dialled_address(spec, None, keyed=True)
-    dialler = Connector(spec, address, host=host, credentials=authority.issue("coordinator"))
+    connector = Connector(spec, address, host=host, credentials=authority.issue("coordinator"))
     try:
-        _, link = dialler.dial(RIVAL_S)
+        _, link = connector.connect(RIVAL_S)
     except UsageError:
         raise
     except ManyhandsError:
-        return  # nobody is there: this host may be reached by that name all the same
+        return  # nothing answers: this host may be reached by that name all the same
     link.close()
     raise UsageError(
         f"{host} is rank 0 by {spec.source}, and so is another process, which leads at {address}. Give "
@@ -123,5 +124,5 @@ def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> No
 
 
 def _is_closed(error: BaseException | None) -> bool:
-    """Whether nobody listens there, by the word of that host."""
+    """Whether that host itself has answered that nothing listens there."""
     return isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)

@@ -6,13 +6,17 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import manyhands
+from manyhands.hosts import cgroup
 from manyhands.hosts.launchers.local import cores
+
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,21 @@ def identity() -> str:
         parts.append(os.readlink(f"/proc/self/ns/{space}"))
     parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def available_memory() -> tuple[int, int]:
+    """Return the bytes that this process may use in all, and how many of them are free."""
+    total, available = machine_memory(MEMINFO)
+    if (limit := cgroup.memory_limit()) is not None and limit.limit_bytes < total:
+        left = max(0, limit.limit_bytes - limit.used_bytes)
+        total, available = limit.limit_bytes, min(available, left)
+    return total, available
+
+
+def machine_memory(meminfo: Path) -> tuple[int, int]:
+    """Return the machine's memory and how much of it is available, in bytes."""
+    kb = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE))
+    return int(kb["MemTotal"]) * 1024, int(kb["MemAvailable"]) * 1024
 
 
 def versions() -> dict[str, str]:

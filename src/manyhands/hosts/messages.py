@@ -1,4 +1,4 @@
-"""What members and agents say to the coordinator, but for what is a matter of training (control/messages.py).
+"""Messages from members to the coordinator that are not about training (those are in control/messages.py).
 
 One dataclass a message, by its `kind`. What does not fit is a ProtocolError, and closes that link.
 """
@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from manyhands.errors import ProtocolError
-from manyhands.hosts.machine import Machine
-from manyhands.hosts.spec import ROLES, Entry
 from manyhands.transport.fields import Count, Seconds, read
 
 MOST_POSTED_BYTES = 1 << 18
 """Of one fact on the board."""
-MOST_SLOTS = 1 << 12
-
-
-# Members ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -79,78 +73,6 @@ OF_MEMBERS: Mapping[str, type[Any]] = {
     "post": BoardPost,
     "bye": Bye,
     "failed": Failed,
-}
-
-
-# Agents -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AgentHello:
-    machine: Machine
-    entry: Entry
-    process: str
-
-    def __post_init__(self) -> None:
-        entry = self.entry
-        if entry.role not in ROLES or entry.rank < 0 or not 0 <= entry.slots <= MOST_SLOTS:
-            raise ProtocolError(f"it is {entry.role!r} of rank {entry.rank}, {entry.slots} slots")
-
-
-@dataclass(frozen=True)
-class RunFolderSeen:
-    sees_run: bool
-
-
-@dataclass(frozen=True)
-class Started:
-    name: str
-    pid: Count
-
-
-@dataclass(frozen=True)
-class StartFailed:
-    name: str
-    reason: str
-
-
-def _exit_code(value: int) -> int:
-    if not -255 <= value <= 255:
-        raise ValueError("is no exit code")
-    return value
-
-
-@dataclass(frozen=True)
-class MemberEnded:
-    name: str
-    code: Annotated[int, _exit_code]
-
-
-@dataclass(frozen=True)
-class MemberOutput:
-    """Its payload is what a member has printed."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Leaving:
-    signal: str
-
-
-@dataclass(frozen=True)
-class AgentBeat:
-    pass
-
-
-OF_AGENTS: Mapping[str, type[Any]] = {
-    "settled": RunFolderSeen,
-    "started": Started,
-    "unstarted": StartFailed,
-    "exited": MemberEnded,
-    "log": MemberOutput,
-    "leaving": Leaving,
-    "beat": AgentBeat,
 }
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from manyhands.control.messages import REPORTS, Joined, Ready, StepsReport, parse
 from manyhands.errors import ProtocolError
-from manyhands.hosts.messages import OF_AGENTS, OF_MEMBERS, AgentHello, read_kind
+from manyhands.hosts.agent_messages import FROM_AGENT, TO_AGENT, AgentHello
+from manyhands.hosts.messages import OF_MEMBERS
 from manyhands.transport.fields import read
 
 ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False]
@@ -183,7 +184,8 @@ def test_any_change_of_a_message_is_read_or_refused(
 def test_anything_is_read_or_refused(head: dict[str, Any]) -> None:
     for read_any in (
         parse,
-        lambda head: read_kind(OF_AGENTS, head),
+        FROM_AGENT.read,
+        TO_AGENT.read,
         lambda head: read(AgentHello, head),
     ):
         try:
@@ -227,7 +229,7 @@ def test_any_change_of_an_agents_hello_is_read_or_refused(
         {"kind": "exited", "name": "worker-0", "code": 10**9},
         {"kind": "exited", "name": "worker-0"},
         {"kind": "started", "name": "worker-0", "pid": -1},
-        {"kind": "settled", "sees_run": "yes"},
+        {"kind": "ready", "sees_run": "yes"},
         {"kind": "leaving"},
         {"kind": "what"},
         {"kind": []},
@@ -236,4 +238,4 @@ def test_any_change_of_an_agents_hello_is_read_or_refused(
 )
 def test_what_an_agent_says_wrong_is_refused(head: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
-        read_kind(OF_AGENTS, head)
+        FROM_AGENT.read(head)

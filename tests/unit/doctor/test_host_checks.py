@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.doctor.hosts import HostFacts, PairFacts, judge, tell
-from manyhands.doctor.hosts.judge import rate
-from manyhands.doctor.hosts.probe import Probe
+from manyhands.doctor.hosts import find_problems, format_table
+from manyhands.doctor.hosts.findings import rate
+from manyhands.hosts.host_facts import HostFacts, PairFacts
+from manyhands.hosts.probe import Probe
 
 VERSIONS = {"manyhands": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}
 NAMES = ("a", "b", "c", "d")
@@ -34,8 +35,8 @@ def hosts(**other: object) -> list[HostFacts]:
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
-    assert judge(HOSTS, pairs()) == []
-    assert judge(HOSTS[:1], []) == []
+    assert find_problems(HOSTS, pairs()) == []
+    assert find_problems(HOSTS[:1], []) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_nothing_is_said_where_all_is_well() -> None:
     ],
 )
 def test_what_a_host_has(there: list[HostFacts], ok: bool | None, says: str) -> None:
-    found = judge(there, pairs())
+    found = find_problems(there, pairs())
     if ok:
         assert not found
         return
@@ -62,43 +63,43 @@ def test_what_a_host_has(there: list[HostFacts], ok: bool | None, says: str) -> 
 
 def test_a_way_that_is_closed_is_told_from_its_own_side() -> None:
     one_way = pairs(bc=replace(GOOD, trouble_back="timed out"))
-    (finding,) = judge(HOSTS, one_way)
+    (finding,) = find_problems(HOSTS, one_way)
     assert (finding.name, finding.ok) == ("c", False)
     assert "does not reach b (10.0.0.1, eth0): timed out" in finding.detail
     closed = PairFacts("", "", trouble="timed out", trouble_back="No route to host")
-    assert [finding.name for finding in judge(HOSTS, pairs(bc=closed))] == ["b", "c"]
-    assert "b - c    none" in tell(HOSTS, pairs(bc=closed))
+    assert [finding.name for finding in find_problems(HOSTS, pairs(bc=closed))] == ["b", "c"]
+    assert "b - c    none" in format_table(HOSTS, pairs(bc=closed))
 
 
 def test_a_slow_host_is_told_and_not_those_it_talks_to() -> None:
     slow = replace(GOOD, back_bytes_per_s=1e7)
-    (finding,) = judge(HOSTS, pairs(ac=slow, bc=slow, cd=slow))
+    (finding,) = find_problems(HOSTS, pairs(ac=slow, bc=slow, cd=slow))
     assert (finding.name, finding.ok) == ("c", False)
-    assert "80 Mbit/s at best over eth0, and 960 Mbit/s is usual here" in finding.detail
+    assert "80 Mbit/s at best over eth0, and the median here is 960 Mbit/s" in finding.detail
 
 
 def test_a_busy_host_that_seems_slow_is_no_fault_of_its_network() -> None:
     slow = replace(GOOD, back_bytes_per_s=1e7)
-    findings = judge(hosts(idle_cores=0.5), pairs(ab=slow, bc=slow, bd=slow))
+    findings = find_problems(hosts(idle_cores=0.5), pairs(ab=slow, bc=slow, bd=slow))
     assert [(finding.name, finding.ok) for finding in findings] == [("b", None), ("b", None)]
     assert "80 Mbit/s at best" in findings[0].detail
     assert "0.5 of 8 cores idle" in findings[1].detail
 
 
 def test_a_far_host_and_a_wrong_clock() -> None:
-    (finding,) = judge(HOSTS, pairs(bd=replace(GOOD, round_trip_s=0.04)))
+    (finding,) = find_problems(HOSTS, pairs(bd=replace(GOOD, round_trip_s=0.04)))
     assert (finding.name, finding.ok) == ("b", None)
-    assert "40 ms to d and back" in finding.detail
-    (finding,) = judge(HOSTS, pairs(ad=replace(GOOD, clock_s=-90.0)))
+    assert "40 ms round trip to d" in finding.detail
+    (finding,) = find_problems(HOSTS, pairs(ad=replace(GOOD, clock_s=-90.0)))
     assert (finding.name, finding.ok) == ("d", None)
     assert "1 m 30 s behind that of a" in finding.detail
-    (finding,) = judge(HOSTS, pairs(ad=replace(GOOD, clock_s=86_000.0)))
+    (finding,) = find_problems(HOSTS, pairs(ad=replace(GOOD, clock_s=86_000.0)))
     assert finding.ok is False
 
 
 def test_of_many_pairs_the_slowest_are_shown() -> None:
     many = [replace(GOOD, one=f"h{n}", other="x", there_bytes_per_s=1e6 * n) for n in range(40)]
-    text = tell(HOSTS, many)
+    text = format_table(HOSTS, many)
     assert "h0 - x" in text
     assert "h39 - x" not in text
     assert "and 12 faster ones: --json has them all" in text

@@ -1,17 +1,15 @@
 """Do these hosts reach each other, and how well? The checks behind `manyhands doctor --cluster`.
 
-    facts.py      what a host says of itself, and what was measured between two
-    probe.py      one host's part: a listener that echoes, and the measuring of another host
-    meeting.py    the first process gathers the others, has the pairs measured, and ends them
-    judge.py      from all that to findings. Pure
-    table.py      and to a table. Pure
+    cluster.py    rank 0 gathers the agents, has the pairs measured, and ends them
+    findings.py   what is wrong, and what to do; pure
+    table.py      the measurements as a table; pure
 
-Every process of the cluster runs the same command, as for training. One process of each host measures.
+Every process of the cluster runs the same command, as for training. All but rank 0 are agents
+(hosts/agent.py), and one agent of each host measures with its probe (hosts/probe.py).
 """
 
-from manyhands.doctor.hosts.facts import HostFacts, PairFacts
-from manyhands.doctor.hosts.judge import judge
-from manyhands.doctor.hosts.meeting import Attendant, ProbeLead
-from manyhands.doctor.hosts.table import tell
+from manyhands.doctor.hosts.cluster import ClusterProbe, agent_timeouts
+from manyhands.doctor.hosts.findings import find_problems
+from manyhands.doctor.hosts.table import format_table
 
-__all__ = ["Attendant", "HostFacts", "PairFacts", "ProbeLead", "judge", "tell"]
+__all__ = ["ClusterProbe", "agent_timeouts", "find_problems", "format_table"]

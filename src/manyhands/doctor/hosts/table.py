@@ -1,33 +1,33 @@
-"""Hosts and the ways between them, for a person. Pure."""
+"""Hosts and their connections as a table. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from manyhands.doctor.hosts.facts import HostFacts, PairFacts
-from manyhands.doctor.hosts.judge import milliseconds, rate
+from manyhands.doctor.hosts.findings import milliseconds, rate
 from manyhands.events.units import size
+from manyhands.hosts.host_facts import HostFacts, PairFacts
 
 MAX_PAIRS = 28
-"""Of eight hosts; of more, the slowest are told."""
-HOST_HEADS = (
+"""All pairs of eight hosts; of more, the slowest are shown."""
+HOST_COLUMNS = (
     "host",
     "ranks",
-    "found at",
+    "address",
     "cores (idle)",
     "memory free",
     "manyhands, torch, Python",
 )
-PAIR_HEADS = ("between", "round trip", "there", "back", "clock ahead")
+PAIR_COLUMNS = ("between", "round trip", "there", "back", "clock ahead")
 
 
-def tell(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> str:
+def format_table(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> str:
     shown = list(pairs)
     if len(pairs) > MAX_PAIRS:
         shown = sorted(pairs, key=lambda pair: pair.slower_bytes_per_s)[:MAX_PAIRS]
-    lines = [*_laid_out([HOST_HEADS, *map(_host_row, hosts)])]
+    lines = [*_aligned([HOST_COLUMNS, *map(_host_row, hosts)])]
     if shown:
-        lines += ["", *_laid_out([PAIR_HEADS, *map(_pair_row, shown)])]
+        lines += ["", *_aligned([PAIR_COLUMNS, *map(_pair_row, shown)])]
     if len(shown) < len(pairs):
         lines.append(f"... and {len(pairs) - len(shown)} faster ones: --json has them all")
     return "\n".join(lines)
@@ -58,7 +58,7 @@ def _pair_row(pair: PairFacts) -> tuple[str, ...]:
     )
 
 
-def _laid_out(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,114 +1,89 @@
-"""Members on many hosts: each host has an agent, which starts and ends members for the coordinator.
+"""Starts members on many hosts: each host has an agent, which starts and ends members for the coordinator.
 
-A *post* (posts.py) is a place where members can be started: the coordinator's own host, or that of an agent
-(hosts/agent.py), known by its link. What is said on that link, as the `kind` of each message:
-
-    agent:        agent, settled, started, unstarted, exited, log (its payload), leaving, beat
-    coordinator:  engaged or refused or taken; then start, terminate, kill, beat, end
-
-A post whose link is lost or silent is given up, and its members count as dead; its agent kills them when it
-misses the coordinator, so that none goes on alone. When it dials again it is a new post.
-
-Cost: one thread and one small message a second for each agent; a start is a round trip.
+The launcher waits until the announced hosts have joined (roster.py), and places each member on the host
+with the fewest members of its role. Starting a member takes one round trip to its agent (nodes.py). An agent
+whose link breaks or falls silent counts as lost, and so do its members; the agent kills them when it misses
+the coordinator, so that none keeps running alone.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
+from manyhands.errors import ManyhandsError, UsageError
+from manyhands.hosts.agent_messages import AgentHello, KillMember
 from manyhands.hosts.interfaces import Endpoint, is_any, is_loopback, reach, way_out
 from manyhands.hosts.launchers.base import Handle, Launcher, LauncherContext, StartRequest
-from manyhands.hosts.launchers.posts import AgentNode, LocalNode, Node
-from manyhands.hosts.log_stream import LogFiles
-from manyhands.hosts.machine import Machine, unfit
-from manyhands.hosts.messages import AgentHello
+from manyhands.hosts.launchers.nodes import AgentNode, Node
+from manyhands.hosts.launchers.roster import AgentRoster, Refusal, describe_entries
+from manyhands.hosts.machine import unfit
 from manyhands.hosts.rendezvous import publish
-from manyhands.hosts.spec import EVALUATOR, ClusterSpec, Entry
+from manyhands.hosts.spec import ClusterSpec, Entry
 from manyhands.hosts.view import SERVER, WORKER
-from manyhands.threads import describe, start_thread
 from manyhands.transport import Link, parse_address
-from manyhands.transport.fields import read
-
-logger = logging.getLogger("manyhands.hosts")
-
-END_S = 3.0
-"""Agents that were told of the end have hung up."""
 
 
 class AgentLauncher(Launcher):
-    """Members where a ClusterSpec says: on this host, and by agents on the others."""
+    """Starts members where a ClusterSpec says: on this host, and through agents on the others."""
 
     kind = "env"
     again = "--on env"
     ask_every_s = 10.0
-    """How often it is said who is waited for."""
+    """How often to print which hosts are missing."""
 
     def __init__(
         self, spec: ClusterSpec, *, least: int | None = None, shares_memory: bool = False
     ) -> None:
-        """`least`: so many workers are enough to begin with, after a while. `shares_memory`: members of a
-        run that begins inside one host can't be joined by others."""
+        """`least`: so many workers are enough to begin with, after a while. `shares_memory`: members of other
+        hosts can't join a run that begins inside one host."""
         self.spec = spec
+        self.roster = AgentRoster(spec, self)
+        self.gathered = False
+        """If true, training may begin, or has begun."""
         self._least = least
         self._shares_memory = shares_memory
-        self._machine = Machine.here()
-        self._own = LocalNode(spec.me, self._machine)
-        self._posts: list[Node] = [self._own]
-        self._hosts = {self._machine.identity: self._machine.host}
-        """The name of each machine."""
         self._refused = ""
-        self._lock = threading.Lock()
-        self._ground: LauncherContext | None = None
-        self._logs: LogFiles | None = None
+        """Why training can't begin."""
+        self._context: LauncherContext | None = None
         self._began = time.monotonic()
         self._asked = self._began
-        self._complete = False
-        self._over = threading.Event()
-        self._token = secrets.token_hex(8)
 
     @property
-    def ground(self) -> LauncherContext:
-        assert self._ground is not None, "attached to a coordinator"
-        return self._ground
+    def context(self) -> LauncherContext:
+        assert self._context is not None, "attached to a coordinator"
+        return self._context
 
-    # Who is there -----------------------------------------------------------------------------
+    # Gathering --------------------------------------------------------------------------------
 
-    def attach(self, ground: LauncherContext) -> None:
-        self._ground = ground
+    def attach(self, context: LauncherContext) -> None:
+        self._context = context
         self._began = self._asked = time.monotonic()
-        self._logs = LogFiles(ground.logs, ground.tell)
-        (ground.logs / f".{self._token}").touch()
-        self._own.reach = self._reach(ground.address)
+        self.roster.own.reach = _own_endpoint(context.address)
+        self.roster.attach(context)
         if self.spec.store is not None:
-            publish(self.spec.store, ground.address, ground.tell)
-        start_thread(self._beat, name="beat", on_error=ground.on_error)
+            publish(self.spec.store, context.address, context.tell)
 
     def complete(self) -> bool:
-        """All that were announced are there; or enough, after a while. A run that began goes on without."""
-        if self._complete:
+        """Whether all announced hosts are there; or, after a while, enough of them. Stays true afterwards."""
+        if self.gathered:
             return True
         if self._refused:
             raise UsageError(self._refused)
         waited = time.monotonic() - self._began
-        missing = self._missing
+        missing = self.roster.missing
         if not missing or (self._enough(missing) and waited > self._grace_s):
-            self._complete = True
-            self.spans_hosts = len({post.host for post in self._all}) > 1
+            self.gathered = True
+            self.spans_hosts = len({node.host for node in self.roster.nodes}) > 1
             if self.spans_hosts:
-                self.ground.tell(self._introduction())
+                self.context.tell(self._introduction())
             return True
-        if waited > self.ground.timeouts.gather_s:
+        if waited > self.context.timeouts.gather_s:
             raise UsageError(self._too_late(missing))
         if time.monotonic() - self._asked > self.ask_every_s:
             self._asked = time.monotonic()
-            self.ground.tell(self._waiting(missing))
+            self.context.tell(self._waiting(missing))
         return False
 
     def _enough(self, missing: Sequence[Entry]) -> bool:
@@ -120,176 +95,77 @@ class AgentLauncher(Launcher):
     @property
     def _grace_s(self) -> float:
         """How long to wait for the rest when there are enough."""
-        return self.ground.timeouts.grace_s
+        return self.context.timeouts.grace_s
 
     def _too_late(self, missing: Sequence[Entry]) -> str:
         return (
-            f"Not all came within {self.ground.timeouts.gather_s:.0f} s: {_names(missing)} of "
-            f"{self.spec.size} processes did not connect to {self.ground.address}. Were they started, with "
-            "the same command? Can they reach that address? Give another with  --control tcp://HOST:PORT."
+            f"Not all processes joined within {self.context.timeouts.gather_s:.0f} s: "
+            f"{describe_entries(missing)} of {self.spec.size} did not connect to {self.context.address}. "
+            "Were they started, with the same command? Can they reach that address? Give another with  "
+            "--control tcp://HOST:PORT."
         )
 
     def _waiting(self, missing: Sequence[Entry]) -> str:
-        return f"waiting at {self.ground.address} for {_names(missing)}"
-
-    @property
-    def _missing(self) -> list[Entry]:
-        there = {post.entry.rank for post in self._all if post.settled and not post.lost}
-        wanted = (entry for entry in self.spec.entries if entry.role != EVALUATOR)
-        return [entry for entry in wanted if entry.rank not in there]
+        return f"waiting at {self.context.address} for {describe_entries(missing)}"
 
     def _introduction(self) -> str:
-        """Who takes part, and over which interface, said once."""
-        told = []
-        everywhere = self._all
-        for host in dict.fromkeys(post.host for post in everywhere):
-            posts = [post for post in everywhere if post.host == host]
-            num_slots = sum(post.entry.slots for post in posts)
-            told.append(f"{host} ({posts[0].machine}, {num_slots} slot{'s' * (num_slots != 1)})")
-        return f"hosts: {', '.join(told)}; reached over {self._own.reach}"
+        """List the hosts and the interface, printed once."""
+        parts, everywhere = [], self.roster.nodes
+        for host in dict.fromkeys(node.host for node in everywhere):
+            nodes = [node for node in everywhere if node.host == host]
+            num_slots = sum(node.entry.slots for node in nodes)
+            parts.append(f"{host} ({nodes[0].machine}, {num_slots} slot{'s' * (num_slots != 1)})")
+        return f"hosts: {', '.join(parts)}; reached over {self.roster.own.reach}"
 
-    def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
-        try:
-            post = self._engage(link, hello)
-        except ProtocolError as error:
-            link.close()
-            self.ground.tell(f"an agent of {link.peer} was refused: {error}")
-            return
-        except LinkError:
-            link.close()  # it is gone
-            return
-        if post is None:
-            return
-        try:
-            why = post.listen(self._on_settled)
-        except Exception as error:  # whatever it is, its members count as dead, and not as silent
-            logger.error("%s can't be listened to any more", post.host, exc_info=error)
-            why = f"can't be listened to any more ({describe(error)})"
-        with self._lock:
-            there = post in self._posts
-            if there:
-                self._posts.remove(post)
-        post.give_up()
-        if there and not self._over.is_set():
-            self._on_lost(post, why)
+    def accept_agent(self, link: Link, hello: Mapping[str, Any]) -> None:
+        self.roster.serve(link, hello)
 
-    def _on_lost(self, post: AgentNode, why: str) -> None:
-        self.ground.tell(f"{post.host} is lost: its agent {why}")
+    # The roster's owner: called in the threads of agents' links -------------------------------
 
-    def _on_settled(self, post: AgentNode) -> None:
-        """It can start members now."""
-        if not is_loopback(post.link.own_host or "127.0.0.1") and not self._complete:
-            self._own.reach = reach(post.link.own_host)  # where it has found us, others will
-        self._on_come(post)
-
-    def _on_come(self, post: AgentNode) -> None:
-        if self._complete:
-            self.ground.tell(f"{post.host} has come, with {post.machine}")
-
-    def _engage(self, link: Link, hello: Mapping[str, Any]) -> AgentNode | None:
-        """Let an agent in, or tell it why not."""
-        agent = read(AgentHello, hello)
-        machine, entry = agent.machine, agent.entry
-        if problem := unfit(self._machine.versions, machine.versions):
-            text = f"{machine.host} ({entry.name}) can't take part: {problem}. Install the same on both."
-            self._turn_away(link, text)
-            return None
-        same = machine.identity == self._machine.identity
-        if self._complete and self._shares_memory and not self.spans_hosts and not same:
-            text = (
-                f"{machine.host} comes too late: all members are on {self._machine.host} and share its "
-                "memory. Begin with several hosts, or with transport=tcp in the strategy."
+    def refusal(self, hello: AgentHello) -> Refusal | None:
+        machine, own = hello.machine, self.roster.machine
+        who = f"{machine.host} ({hello.entry.name})"
+        if hello.doctor:
+            return Refusal(
+                f"{who} runs  manyhands doctor --cluster, and {own.host} trains",
+                "Start the same command on every host.",
             )
-            self._turn_away(link, text)
-            return None
-        with self._lock:
-            if self._ground is None or self._logs is None or self._over.is_set():
-                link.close()
-                return None
-            host = self._name_of(machine)
-            post = AgentNode(
-                *(entry, machine, host, link, self._ground),
-                process=agent.process,
-                logs=self._logs,
+        if problem := unfit(own.versions, machine.versions):
+            return Refusal(f"{who} can't take part: {problem}", "Install the same on both.")
+        other_host = machine.identity != own.identity
+        if self.gathered and self._shares_memory and not self.spans_hosts and other_host:
+            return Refusal(
+                f"{machine.host} joins too late: all members are on {own.host} and share its memory",
+                "Begin with several hosts, or with transport=tcp in the strategy.",
             )
-            old = next((p for p in self._posts if p.entry.rank == entry.rank), None)
-            if isinstance(old, AgentNode) and old.process == post.process:
-                self._posts.remove(old)  # it has given up that link itself
-                old.give_up()
-                old = None
-            if old is None:
-                self._posts.append(post)
-                self._posts.sort(key=lambda post: post.entry.rank)
-        if old is not None:
-            self._turn_down(post, old)
-            return None
-        link.send(
-            {
-                "kind": "engaged",
-                "host": host,
-                "coordinator": self._machine.host,
-                "scratch": str(self._ground.scratch) if same else None,
-                "token": self._token,
-                "marker": str((self._ground.logs / f".{self._token}").resolve()),
-                "beat_s": self._ground.timeouts.beat_s,
-                "host_s": self._ground.timeouts.host_s,
-            }
-        )
-        return post
+        return None
 
-    def _turn_down(self, post: AgentNode, old: Node) -> None:
-        """Its rank is another's. That may be one that died just now; not if it is heard again."""
-        asked = time.monotonic()
-        while not self._complete and not old.lost:
-            if not isinstance(old, AgentNode) or old.heard > asked:
-                text = (
-                    f"{post.entry.name} is the process on {old.host} already, and one on {post.host}, too. "
-                    "Give each process a rank of its own: RANK=0, 1, 2, ..."
-                )
-                self._turn_away(post.link, text)
-                return
-            time.sleep(0.05)
-        post.say("taken", by=old.host)
-        post.link.close()
-
-    def _turn_away(self, link: Link, text: str) -> None:
-        with suppress(LinkError):
-            link.send({"kind": "refused", "reason": text})
-        if self._complete:
-            self.ground.tell(text)
+    def on_refused(self, host: str, refusal: Refusal) -> None:
+        if self.gathered:
+            self.context.tell(str(refusal))
         else:
-            self._refused = self._refused or text
-        with suppress(LinkError):
-            link.recv(timeout_s=END_S)  # it hangs up when it has read that
-        link.close()
+            self._refused = self._refused or str(refusal)
 
-    def _name_of(self, machine: Machine) -> str:
-        """The machine's name, with a number if another machine has the same."""
-        taken = {name for identity, name in self._hosts.items() if identity != machine.identity}
-        name, number = machine.host, 2
-        while name in taken:
-            name, number = f"{machine.host}~{number}", number + 1
-        return self._hosts.setdefault(machine.identity, name)
+    def on_ready(self, node: AgentNode) -> None:
+        own_host = node.link.own_host
+        if own_host and not is_loopback(own_host) and not self.gathered:
+            self.roster.own.reach = reach(own_host)  # other hosts reach this one there, too
+        self._on_joined(node)
 
-    def _reach(self, address: str) -> Endpoint:
-        where = parse_address(address)
-        host = "127.0.0.1" if where.path else where.host
-        return reach(way_out() if is_any(host) else host)
+    def _on_joined(self, node: AgentNode) -> None:
+        if self.gathered:
+            self.context.tell(f"{node.host} has joined, with {node.machine}")
 
-    def _beat(self) -> None:
-        while not self._over.wait(self.ground.timeouts.beat_s):
-            for post in self._remote:
-                if post.settled:  # else it waits for another word
-                    post.say("beat")
-            self._on_beat()
+    def on_lost(self, node: AgentNode, why: str) -> None:
+        self.context.tell(f"{node.host} is lost: its agent {why}")
 
-    def _on_beat(self) -> None:
-        """About once a second."""
+    def on_beat(self) -> None:
+        pass
 
     # Members ----------------------------------------------------------------------------------
 
     def slots(self, role: str) -> int:
-        return sum(post.free for post in self._fitting(role))
+        return sum(node.free for node in self._fitting(role))
 
     def room(self, workers: int, servers: int) -> bool:
         shared = 0 if self.spec.servers else servers  # else they have slots of their own
@@ -297,70 +173,56 @@ class AgentLauncher(Launcher):
             return True
         if time.monotonic() - self._asked > self.ask_every_s:
             self._asked = time.monotonic()
-            self.ground.tell(f"waiting for free slots: {workers + servers} are needed")
+            self.context.tell(f"waiting for free slots: {workers + servers} are needed")
         return False
 
-    def start(self, start: StartRequest) -> Handle:
-        """On the host that has the fewest of its role; of several, the first by rank."""
+    def start(self, request: StartRequest) -> Handle:
+        """Start a member on the host with the fewest of its role; of several, the first by rank."""
         tried: set[int] = set()
-        trouble = f"{start.name} can't be started: no host has a free slot"
+        trouble = f"{request.name} can't be started: no host has a free slot"
         while True:
-            posts = self._fitting(start.role)
-            free = [post for post in posts if post.free > 0 and id(post) not in tried]
+            nodes = self._fitting(request.role)
+            free = [node for node in nodes if node.free > 0 and id(node) not in tried]
             if not free:
                 raise ManyhandsError(trouble)
-            post = min(free, key=lambda post: self._num_on(post.host, start.role))
-            tried.add(id(post))
-            num_slots = sum(p.entry.slots for p in self._all if p.host == post.host)
+            node = min(free, key=lambda node: self._num_on(node.host, request.role))
+            tried.add(id(node))
+            num_slots = sum(n.entry.slots for n in self.roster.nodes if n.host == node.host)
             try:
-                return post.place(start, threads=max(1, post.machine.cores // max(1, num_slots)))
+                return node.place(request, threads=max(1, node.machine.cores // max(1, num_slots)))
             except ManyhandsError as error:
                 trouble = str(error)
 
     def _fitting(self, role: str) -> list[Node]:
         any_role = not self.spec.servers
-        return [post for post in self._all if post.takes(role, any_role=any_role)]
+        return [node for node in self.roster.nodes if node.takes(role, any_role=any_role)]
 
     def _num_on(self, host: str, role: str) -> int:
         return sum(
-            post.members[name][2] == role
-            for post in self._all
-            if post.host == host
-            for name in post.here
+            node.members[name][2] == role
+            for node in self.roster.nodes
+            if node.host == host
+            for name in node.running
         )
 
     def close(self) -> None:
-        self._own.launcher.close()
-        for post in self._remote:
-            for name in post.here:
-                post.say("kill", name=name)
-        deadline = time.monotonic() + self.ground.timeouts.host_s if self._ground else 0.0
-        for post in self._remote:
-            while post.here and not post.lost and time.monotonic() < deadline:
+        self.roster.own.launcher.close()
+        for node in self.roster.agents:
+            for name in node.running:
+                node.send(KillMember(name))
+        deadline = time.monotonic() + self.context.timeouts.host_s if self._context else 0.0
+        for node in self.roster.agents:
+            while node.running and not node.lost and time.monotonic() < deadline:
                 time.sleep(0.01)
-        if self._ground is not None:
-            (self._ground.logs / f".{self._token}").unlink(missing_ok=True)
+        self.roster.remove_marker()
 
     def end(self, code: int) -> None:
-        """The run is over: agents end with the same exit code."""
-        self._over.set()
-        for post in self._remote:
-            post.say("end", code=code)
-        deadline = time.monotonic() + END_S
-        for post in self._remote:
-            while not post.lost and time.monotonic() < deadline:
-                time.sleep(0.01)
-            post.link.close()
-
-    @property
-    def _all(self) -> list[Node]:
-        with self._lock:
-            return list(self._posts)
-
-    @property
-    def _remote(self) -> list[AgentNode]:
-        return [post for post in self._all if isinstance(post, AgentNode)]
+        """End the agents with the run's exit code."""
+        self.roster.end(code)
 
 
-def _names(entries: Sequence[Entry]) -> str:
-    return ", ".join(entry.name + (f" ({entry.host})" if entry.host else "") for entry in entries)
+def _own_endpoint(address: str) -> Endpoint:
+    """Where this host is reached, by the address at which the coordinator listens."""
+    where = parse_address(address)
+    host = "127.0.0.1" if where.path else where.host
+    return reach(way_out() if is_any(host) else host)

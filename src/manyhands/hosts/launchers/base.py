@@ -1,6 +1,6 @@
 """A launcher starts members somewhere and can end them; it knows nothing of training.
 
-Lifecycle: `attach(ground)` once there is a coordinator; `complete()` until it is true; `start(start)` for
+Lifecycle: `attach(context)` once there is a coordinator; `complete()` until it is true; `start(request)` for
 each member, in any order, returns a Handle; `Handle.wait()` returns the exit code when the process is
 gone; `close()` ends whatever is left. A launcher must see to it that its members can't outlive the
 coordinator, also when that is killed with SIGKILL.
@@ -20,12 +20,12 @@ from manyhands.threads import OnError, fail_process
 from manyhands.transport import Link
 
 AGENT = "agent-"
-"""How the names in certificates of agents begin."""
+"""Prefix of the names in agents' certificates."""
 
 
 @dataclass(frozen=True)
 class LauncherContext:
-    """What a launcher is told of the coordinator that it starts members for."""
+    """The coordinator that a launcher starts members for."""
 
     address: str
     """Where the coordinator listens."""
@@ -34,24 +34,24 @@ class LauncherContext:
     logs: Path
     timeouts: Timeouts
     tell: Callable[[str], None]
-    """Says something to whoever watches the run, from any thread."""
+    """Prints a notice of the run; may be called from any thread."""
     on_error: OnError = fail_process
     """Ends the run with an error of one of the launcher's threads."""
 
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What a launcher needs to start one member."""
+    """One member to start."""
 
     name: str
     entry: str
     """The Python module that is the member's program."""
     invitation: Mapping[str, Any]
-    """How to reach the coordinator and what to do. Holds secrets: never on a command line."""
+    """How to reach the coordinator, and the assignment. Holds secrets: never put it on a command line."""
     log: Path | None
-    """Where its output goes; None: to whoever reads the handle's `output`."""
+    """File for its output; None: the output is read from the handle's `output`."""
     threads: int
-    """Compute threads of this member; 0: as many as its host has for it."""
+    """Compute threads of this member; 0: its share of the host's cores."""
     role: str = "worker"
 
 
@@ -62,11 +62,11 @@ class Handle(ABC):
     pid: int
     host: str
     sees_run: bool = True
-    """The run folder is there, where it runs."""
+    """If true, the run folder is visible on its host."""
     gone: bool = False
-    """The process has ended, and `wait` has returned once."""
+    """If true, the process has ended, and `wait` has returned once."""
     why: str = ""
-    """What its exit code does not tell of its end."""
+    """Why it ended, where the exit code does not tell."""
 
     @abstractmethod
     def wait(self) -> int:
@@ -85,36 +85,36 @@ class Launcher(ABC):
     kind: str
     """As in `--on KIND`."""
     again: str = ""
-    """What `resume` has to be given to find the same place."""
+    """The flag that makes `resume` use the same place."""
     shares_cores: bool = False
-    """All members are on this machine, whose cores nobody counts for them."""
+    """If true, all members are on this machine and no scheduler divides its cores among them."""
     spans_hosts: bool = False
-    """Members may run on several hosts, now or later. It is known once `complete()` is true."""
+    """If true, members may run on several hosts, now or later. Known once `complete()` is true."""
 
-    def attach(self, ground: LauncherContext) -> None:  # noqa: B027 - most need not know
-        """There is a coordinator now."""
+    def attach(self, context: LauncherContext) -> None:  # noqa: B027 - most need not know
+        """Called once the coordinator listens."""
 
     def complete(self) -> bool:
-        """Whether the hosts are there that were announced. Raises when they won't be."""
+        """Whether the announced hosts have joined. Raises when they won't."""
         return True
 
     def slots(self, role: str) -> int:
-        """How many members of this role could be started now."""
+        """The number of members of this role that could be started now."""
         return sys.maxsize
 
     def room(self, workers: int, servers: int) -> bool:
         """Whether all of these could be started now. Raises when they never could."""
         return True
 
-    def want(self, workers: int) -> None:  # noqa: B027 - most have room or have not
-        """So many workers are wanted from now on: make room for them, if that can be done."""
+    def want(self, workers: int) -> None:  # noqa: B027 - most have a fixed number of slots
+        """Make room for this number of workers, if possible."""
 
-    def welcome(self, link: Link, hello: Mapping[str, Any]) -> None:
-        """Somebody has connected who is no member, and says he is an agent. Returns when he is gone."""
+    def accept_agent(self, link: Link, hello: Mapping[str, Any]) -> None:
+        """Handle a connection that began with an agent's hello. Returns when the agent is gone."""
         link.close()
 
     @abstractmethod
-    def start(self, start: StartRequest) -> Handle: ...
+    def start(self, request: StartRequest) -> Handle: ...
 
     @abstractmethod
     def close(self) -> None:

@@ -77,57 +77,59 @@ class LocalLauncher(Launcher):
         self._modes = _terminal_modes() if terminal else None
         self._handles: list[LocalHandle] = []
 
-    def start(self, start: StartRequest) -> LocalHandle:
+    def start(self, request: StartRequest) -> LocalHandle:
         if self.terminal:
-            return self._start_at_terminal(start)
+            return self._start_at_terminal(request)
         with ExitStack() as stack:
             # Appended to: a resumed run keeps what was logged before.
             output = (
-                subprocess.PIPE if start.log is None else stack.enter_context(open(start.log, "ab"))
+                subprocess.PIPE
+                if request.log is None
+                else stack.enter_context(open(request.log, "ab"))
             )
             # No bufsize: the invitation must be on its way when write() returns.
             process = subprocess.Popen(
-                [sys.executable, "-m", start.entry],
+                [sys.executable, "-m", request.entry],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 bufsize=0,
-                env=self._environment(start),
+                env=self._environment(request),
             )
         assert process.stdin is not None
-        invitation = {**start.invitation, "parent": os.getpid()}
+        invitation = {**request.invitation, "parent": os.getpid()}
         with suppress(BrokenPipeError):  # it died at once: wait() tells
             process.stdin.write(json.dumps(invitation).encode())
             process.stdin.close()
-        handle = LocalHandle(start.name, process)
+        handle = LocalHandle(request.name, process)
         self._handles.append(handle)
         return handle
 
-    def _start_at_terminal(self, start: StartRequest) -> LocalHandle:
-        if start.log is not None:
-            start.log.touch()  # what it prints is on the terminal
+    def _start_at_terminal(self, request: StartRequest) -> LocalHandle:
+        if request.log is not None:
+            request.log.touch()  # what it prints is on the terminal
         reading, writing = os.pipe()
         with open(writing, "wb") as pipe:
             process = subprocess.Popen(
-                [sys.executable, "-m", start.entry, str(reading)],
+                [sys.executable, "-m", request.entry, str(reading)],
                 pass_fds=(reading,),
-                env=self._environment(start),
+                env=self._environment(request),
             )
             os.close(reading)
             with suppress(BrokenPipeError):
-                pipe.write(json.dumps({**start.invitation, "parent": os.getpid()}).encode())
-        handle = LocalHandle(start.name, process, own_group=False)
+                pipe.write(json.dumps({**request.invitation, "parent": os.getpid()}).encode())
+        handle = LocalHandle(request.name, process, own_group=False)
         self._handles.append(handle)
         return handle
 
-    def _environment(self, start: StartRequest) -> dict[str, str]:
+    def _environment(self, request: StartRequest) -> dict[str, str]:
         # Its invitation has all the secrets that it needs, and the variables of whoever started us are
         # not about it: it has a rank of its own.
         theirs = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
         interfaces = {} if self.interface == "lo" else {"NCCL_SOCKET_IFNAME": self.interface}
         ours = {
-            "OMP_NUM_THREADS": str(start.threads or cores()),
+            "OMP_NUM_THREADS": str(request.threads or cores()),
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
         }

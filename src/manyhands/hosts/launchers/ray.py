@@ -1,18 +1,17 @@
-"""Members on a Ray cluster: an actor in each slot that Ray gives is an agent, and starts one member.
+"""Members on a Ray cluster: the actor in each slot that Ray gives is an agent, and starts one member.
 
-The broker (cluster/on_ray) asks Ray for the slots; from then on all is as with other agents: their links tell
-of a lost node, members there count as dead, and the run goes on. The broker asks for another actor in that
-slot, which Ray makes as soon as it has room, on that node or another, and a member is started there.
+The broker (hosts/ray) reserves the slots; everything else works as with other agents: their links tell of a
+lost node, members there count as dead, and the run continues. The broker then starts another actor in that
+slot. Ray places it as soon as it has room, on that node or another, and a member is started there.
 
-Cost: an idle process of Ray a member, and one beside the coordinator.
+Cost: one idle process of Ray for each member, and one beside the coordinator.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,31 @@ from typing import Any
 from manyhands.errors import ManyhandsError
 from manyhands.hosts.launchers.agents import AgentLauncher
 from manyhands.hosts.launchers.base import LauncherContext
-from manyhands.hosts.launchers.posts import AgentNode
+from manyhands.hosts.launchers.nodes import AgentNode
 from manyhands.hosts.ray.broker_client import BrokerClient
+from manyhands.hosts.ray.messages import (
+    ActorDied,
+    ActorRefused,
+    AddSlot,
+    AgentJoined,
+    AgentLost,
+    AgentTask,
+    FreeResources,
+    ReleaseSlot,
+    ReserveSlots,
+)
 from manyhands.hosts.ray.resources import RaySlot, describe, in_order, waits
 from manyhands.hosts.spec import COORDINATOR, ClusterSpec, Entry
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER
 
-HANDED_ON = ("MANYHANDS_DATA",)
-"""Variables of the coordinator that members have, too, where a node does not say otherwise."""
+PASSED_ON = ("MANYHANDS_DATA",)
+"""Variables of the coordinator that members get, unless their node sets them."""
 ROOM_S = 6.0
-"""Where fewer are enough to begin with, and nothing is free for the rest: how long to wait for them."""
+"""How long to wait for the remaining slots if enough are there and the cluster has no room for more."""
 
 MAX_DEATHS = 5
-"""Of actors, before training has begun."""
+"""Deaths of actors before training begins that end the run."""
 
 
 class RayLauncher(AgentLauncher):
@@ -42,7 +53,7 @@ class RayLauncher(AgentLauncher):
 
     def __init__(
         self,
-        line: BrokerClient,
+        broker: BrokerClient,
         slots: Sequence[RaySlot],
         *,
         key: str,
@@ -53,50 +64,52 @@ class RayLauncher(AgentLauncher):
         shares_memory: bool = False,
     ) -> None:
         """`job`: its file, as members find it. `least`: so many workers are enough to begin with."""
-        here = Entry("coordinator", COORDINATOR, 0, host=line.host, slots=0)
-        theirs = (
+        host = broker.cluster.host
+        own = Entry("coordinator", COORDINATOR, 0, host=host, slots=0)
+        agents = (
             Entry(f"ray-{slot.rank}", slot.role, slot.rank, devices=(slot.device,))
             for slot in slots
         )
-        spec = ClusterSpec((here, *theirs), line.host, None, "Ray", mine=here)
+        spec = ClusterSpec((own, *agents), host, None, "Ray", mine=own)
         super().__init__(spec, least=least, shares_memory=shares_memory)
-        self._line = line
+        self._broker = broker
         first, spare = in_order(slots, least)
-        self._slots = [*first, *spare]
-        self._num_together = len(first)
-        self._free: dict[str, float] = {}
-        self._told: set[str] = set()
-        self._num_deaths = 0
+        self._request = ReserveSlots(
+            (*first, *spare),
+            len(first),
+            placement,
+            AgentTask(
+                address="",  # known when there is a coordinator, and so are its timeouts
+                key=key,
+                job=str(job),
+                folder=os.getcwd(),
+                shipped=shipped,
+                variables={name: os.environ[name] for name in PASSED_ON if name in os.environ},
+                timeouts=Timeouts(),
+            ),
+        )
+        self._slots = list(self._request.slots)
         self._slots_lock = threading.Lock()
+        self._free: dict[str, float] = {}
+        self._printed: set[str] = set()
+        self._num_deaths = 0
         self._lost = ""
-        """Why Ray gives nothing any more."""
+        """Why Ray provides no more slots."""
         self._surplus = 0
-        """How many slots are to be given back."""
+        """How many slots are to be released."""
         self._next_rank = 1 + max(slot.rank for slot in slots)
-        self._mode = {
-            "key": key,
-            "placement": placement,
-            "job": str(job),
-            "folder": os.getcwd(),
-            "shipped": shipped,
-            "variables": {name: os.environ[name] for name in HANDED_ON if name in os.environ},
-        }
 
-    def attach(self, ground: LauncherContext) -> None:
-        super().attach(ground)
-        if self._line.started:
-            why = ", as none was found" if self._line.none_found else ""
-            ground.tell(
+    def attach(self, context: LauncherContext) -> None:
+        super().attach(context)
+        cluster = self._broker.cluster
+        if cluster.started:
+            why = ", as none was found" if cluster.none_found else ""
+            context.tell(
                 f"a Ray cluster of this machine alone was started{why}; it ends with the run"
             )
-        self._line.listen(self._hear)
-        told = {"address": ground.address, "timeouts": ground.timeouts.to_dict()}
-        self._line.say(
-            "gather",
-            slots=[dataclasses.astuple(slot) for slot in self._slots],
-            together=self._num_together,
-            mode={**self._mode, **told},
-        )
+        self._broker.listen(self._handle)
+        task = replace(self._request.task, address=context.address, timeouts=context.timeouts)
+        self._broker.send(replace(self._request, task=task))
 
     def room(self, workers: int, servers: int) -> bool:
         if super().room(workers, servers):
@@ -106,62 +119,65 @@ class RayLauncher(AgentLauncher):
         return False
 
     def want(self, workers: int) -> None:
-        """Ask Ray for more; what is too much is given back when nobody is in it."""
+        """Request more slots from Ray; surplus slots are released when no member is in them."""
         with self._slots_lock:
-            here = [slot for slot in self._slots if slot.role == WORKER]
-            self._surplus = max(0, len(here) - workers)
-            for number in range(len(here), workers):
-                model = here[number % len(here)]  # as devices take turns
+            present = [slot for slot in self._slots if slot.role == WORKER]
+            self._surplus = max(0, len(present) - workers)
+            for number in range(len(present), workers):
+                model = present[number % len(present)]  # as devices take turns
                 slot = replace(model, rank=self._next_rank)
                 self._next_rank += 1
                 self._slots.append(slot)
-                self._line.say("more", slots=[dataclasses.astuple(slot)])
+                self._broker.send(AddSlot(slot))
 
-    def _on_beat(self) -> None:
+    def on_beat(self) -> None:
         with self._slots_lock:
-            posts = {post.entry.rank: post for post in self._remote}
+            nodes = {node.entry.rank: node for node in self.roster.agents}
             for slot in [slot for slot in reversed(self._slots) if slot.role == WORKER]:
-                post = posts.get(slot.rank)
-                if self._surplus and (post is None or not post.here):
+                node = nodes.get(slot.rank)
+                if self._surplus and (node is None or not node.running):
                     self._surplus -= 1
                     self._slots.remove(slot)
-                    if post is not None:
-                        post.leaving = True
-                    self._line.say("fewer", rank=slot.rank)
+                    if node is not None:
+                        node.leaving = True
+                    self._broker.send(ReleaseSlot(slot.rank))
 
-    # What the broker says ---------------------------------------------------------------------
+    # Messages of the broker -------------------------------------------------------------------
 
-    def _hear(self, said: Mapping[str, Any] | None) -> None:
-        if self._over.is_set():
+    def _handle(self, message: Any) -> None:
+        if self.roster.ended.is_set():
             return
-        match said:
+        match message:
             case None:
                 self._on_ray_lost()
-            case {"kind": "free", "free": dict(free)}:
-                self._free = free
-            case {"kind": "refused", "text": str(text)}:
-                if self._complete and text not in self._told:
-                    self._told.add(text)
-                    self.ground.tell(text)
+            case FreeResources(amounts):
+                self._free = amounts
+            case ActorRefused(_, text):
+                if self.gathered and text not in self._printed:
+                    self._printed.add(text)
+                    self.context.tell(text)
                 self._refused = self._refused or text
-            case {"kind": "died", "rank": int(rank), "why": str(why)}:
+            case ActorDied(rank, why):
                 self._on_death(rank, why)
 
     def _on_ray_lost(self) -> None:
-        text = f"the Ray cluster at {self._line.address} is lost ({self._line.last_words()})"
+        text = (
+            f"the Ray cluster at {self._broker.cluster.address} is lost "
+            f"({self._broker.last_words()})"
+        )
         self._lost = f"{text[0].upper()}{text[1:]}."
         self._refused = self._refused or self._lost
-        if self._complete:
-            self.ground.tell(f"{text}; whoever is lost now is not replaced")
+        if self.gathered:
+            self.context.tell(f"{text}; members that are lost from now on are not replaced")
 
     def _on_death(self, rank: int, why: str) -> None:
-        """Ray's word counts: the link of a node that is cut off says nothing."""
-        for post in self._remote:
-            if post.entry.rank == rank:
-                post.link.close()
-        if self._complete:
+        """Close the link of a dead actor's agent: the link of a node that is cut off says nothing."""
+        for node in self.roster.agents:
+            if node.entry.rank == rank:
+                node.link.close()
+        if self.gathered:
             return
-        self.ground.tell(f"the actor of ray-{rank} has ended ({why}); Ray is asked for another")
+        self.context.tell(f"the actor of ray-{rank} has ended ({why}); Ray is asked for another")
         self._num_deaths += 1
         if self._num_deaths >= MAX_DEATHS:
             self._refused = self._refused or (
@@ -169,7 +185,7 @@ class RayLauncher(AgentLauncher):
                 f"begun: {why} Ray's own logs on the nodes say more (/tmp/ray/session_latest/logs)."
             )
 
-    # Who is there -----------------------------------------------------------------------------
+    # Gathering --------------------------------------------------------------------------------
 
     @property
     def _grace_s(self) -> float:
@@ -181,22 +197,22 @@ class RayLauncher(AgentLauncher):
         return waits(len(missing), len(self._slots), self._free)
 
     def _too_late(self, missing: Sequence[Entry]) -> str:
-        waited = self.ground.timeouts.gather_s
+        waited = self.context.timeouts.gather_s
         return (
             f"Ray has not given {describe(self._slots)} within {waited:.0f} s: "
             f"{self._waiting(missing)}. Ask for fewer, or wait longer with  --wait SECONDS."
         )
 
-    def _on_come(self, post: AgentNode) -> None:
-        self._line.say("there", rank=post.entry.rank)
-        if self._complete:
-            self.ground.tell(f"Ray has given {post.entry.name}, on {post.host}")
+    def _on_joined(self, node: AgentNode) -> None:
+        self._broker.send(AgentJoined(node.entry.rank))
+        if self.gathered:
+            self.context.tell(f"Ray has given {node.entry.name}, on {node.host}")
 
-    def _on_lost(self, post: AgentNode, why: str) -> None:
-        if any(slot.rank == post.entry.rank for slot in self._slots):  # else it was given back
-            self.ground.tell(f"{post.entry.name} on {post.host} is lost: its agent {why}")
-            self._line.say("lost", rank=post.entry.rank)
+    def on_lost(self, node: AgentNode, why: str) -> None:
+        if any(slot.rank == node.entry.rank for slot in self._slots):  # else it was released
+            self.context.tell(f"{node.entry.name} on {node.host} is lost: its agent {why}")
+            self._broker.send(AgentLost(node.entry.rank))
 
     def end(self, code: int) -> None:
         super().end(code)
-        self._line.close()
+        self._broker.close()

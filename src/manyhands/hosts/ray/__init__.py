@@ -1,9 +1,10 @@
-"""Members on a Ray cluster: Ray is asked for slots, and in each of them an actor is an agent.
+"""Members on a Ray cluster: Ray provides slots, and the actor in each slot is an agent.
 
-    resources.py     what is asked of Ray, and whether a cluster could ever give it; pure
-    broker.py   a process beside the coordinator, the only one that loads Ray: asks for slots, holds actors
-    broker_client.py     the coordinator's end of what it and the broker tell each other
-    actor.py    what an actor does where Ray has put it: it is an agent (hosts/agent.py)
+    resources.py       what is requested from Ray, and whether a cluster could ever provide it; pure
+    broker.py          a process beside the coordinator that alone loads Ray: reserves slots, holds actors
+    broker_client.py   the coordinator's connection to the broker
+    messages.py        the messages between them
+    actor.py           the actor in a slot: an agent (hosts/agent.py)
 
-The launcher (hosts/launchers/ray.py) is that of agents, which come up in another way.
+The launcher is hosts/launchers/ray.py.
 """

@@ -1,7 +1,7 @@
-"""What an actor does in the slot that Ray has given it: it is an agent of the coordinator.
+"""The actor in a slot that Ray has given: an agent of the coordinator.
 
-The actor's class is made in a function, so that it travels as it is and not by its name: a node without
-manyhands can say so, where Ray would only say that the actor has died.
+The actor's class is defined in a function, so that Ray sends its code and not its name: a node without
+manyhands can then report that, where Ray would only report that the actor has died.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from typing import Any
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.agent import Agent
 from manyhands.hosts.member import ORPHANED
+from manyhands.hosts.ray.messages import ActorEnd, ActorTask, AgentTask
+from manyhands.hosts.ray.resources import RaySlot
 from manyhands.hosts.spec import COORDINATOR, ClusterSpec, Entry
-from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER
 from manyhands.threads import start_thread
 from manyhands.transport import Authority
+from manyhands.transport.fields import read, write
 
-NOT_THEIRS = ("PYTHONBREAKPOINT", "RAY_AUTH_TOKEN")
-"""What Ray's workers have, and members should not."""
+NOT_FOR_MEMBERS = ("PYTHONBREAKPOINT", "RAY_AUTH_TOKEN")
+"""Variables of Ray's workers that members should not have."""
 
 WATCH_S = 0.5
 
 
 def actor_class() -> type:
     class ManyhandsAgent:
-        def serve(self, told: dict[str, Any]) -> dict[str, Any]:
+        def serve(self, task: dict[str, Any]) -> dict[str, Any]:
             try:
                 from manyhands.hosts.ray.actor import serve
             except ImportError as error:
@@ -40,56 +42,57 @@ def actor_class() -> type:
                     "refused": f"The node {platform.node()} can't load manyhands ({error}; Python is "
                     f"{sys.executable}). Install it there: pip install 'manyhands[ray]'"
                 }
-            return serve(told)
+            return serve(task)
 
     return ManyhandsAgent
 
 
-def serve(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Be an agent until the coordinator ends; how it ended."""
+def serve(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Be an agent until the coordinator ends."""
     start_thread(_end_with, os.getppid(), name="raylet", on_error=lambda error: os._exit(ORPHANED))
+    return write(_serve(read(ActorTask, task)))
+
+
+def _serve(actor: ActorTask) -> ActorEnd:
+    task = actor.task
     try:
-        _settle_in(told)
-        authority = Authority.from_secret("manyhands run", told["key"])
-        timeouts = Timeouts.from_dict(told["timeouts"])
-        return {
-            "code": Agent(
-                _spec(told), told["address"], authority=authority, timeouts=timeouts
-            ).run()
-        }
+        _prepare(task)
+        authority = Authority.from_secret("manyhands run", task.key)
+        agent = Agent(_spec(actor.slot), task.address, authority=authority, timeouts=task.timeouts)
+        return ActorEnd(code=agent.run())
     except UsageError as error:
-        return {"refused": str(error)}
+        return ActorEnd(refused=str(error))
     except ManyhandsError as error:
-        return {"ended": str(error)}
+        return ActorEnd(ended=str(error))
 
 
-def _settle_in(told: Mapping[str, Any]) -> None:
-    """The coordinator's folder, where this node has it: a job may be named from there."""
-    for name in NOT_THEIRS:
+def _prepare(task: AgentTask) -> None:
+    """Change to the coordinator's folder, where this node has it: the job's path may be relative to it."""
+    for name in NOT_FOR_MEMBERS:
         os.environ.pop(name, None)
-    for name, value in told["variables"].items():
+    for name, value in task.variables.items():
         os.environ.setdefault(name, value)
-    if not told["shipped"] and Path(told["folder"]).is_dir():
-        os.chdir(told["folder"])
-    if not Path(told["job"]).is_file():
+    if not task.shipped and Path(task.folder).is_dir():
+        os.chdir(task.folder)
+    if not Path(task.job).is_file():
         raise UsageError(
-            f"The node {os.uname().nodename} does not see the job file {told['job']}. Put it where all nodes "
+            f"The node {os.uname().nodename} does not see the job file {task.job}. Put it where all nodes "
             "see it, or send its folder to them: --ray-ship FOLDER."
         )
 
 
 def _end_with(raylet: int) -> None:
-    """End when Ray has ended on this node: an actor that is busy may go on without it."""
+    """End when Ray has ended on this node: a busy actor may outlive it."""
     while os.getppid() == raylet:
         time.sleep(WATCH_S)
-    os._exit(ORPHANED)  # the kernel ends the members
+    os._exit(ORPHANED)  # the kernel kills the members
 
 
-def _spec(told: Mapping[str, Any]) -> ClusterSpec:
-    """What an agent has to know of the cluster: itself."""
-    rank = int(told["rank"])
+def _spec(slot: RaySlot) -> ClusterSpec:
+    """The cluster as far as an agent needs it: its own entry."""
     others = tuple(
-        Entry(f"ray-{number}", WORKER if number else COORDINATOR, number) for number in range(rank)
+        Entry(f"ray-{number}", WORKER if number else COORDINATOR, number)
+        for number in range(slot.rank)
     )
-    me = Entry(f"ray-{rank}", told["role"], rank, devices=(told["device"],))
+    me = Entry(f"ray-{slot.rank}", slot.role, slot.rank, devices=(slot.device,))
     return ClusterSpec((*others, me), "", None, "Ray", mine=me)

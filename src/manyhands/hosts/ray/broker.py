@@ -1,17 +1,10 @@
-"""The broker: a process beside the coordinator that asks Ray for slots and holds an actor in each.
+"""The broker: a process beside the coordinator that reserves slots in Ray and holds an actor in each.
 
-It is the only one that loads Ray, which may end a process that has lost its cluster, and has threads, signal
-handlers and ways to print of its own. Both sides tell each other one JSON object a line, by `kind`:
+It is the only process that loads Ray, which may end a process that has lost its cluster, and has threads,
+signal handlers and output of its own. Coordinator and broker exchange one message a line (messages.py). At
+the end of the run, or of standard input when the coordinator is gone, no actor and no group is left.
 
-    coordinator:  connect; then gather, more, fewer, there, lost, end
-    broker:       connected or failed; then free, died, refused
-
-    connect   to a cluster, or start one
-    gather    slots: the first in one placement group, all or none; each of the others as it comes
-    lost      an agent's link is closed: another actor for that slot
-    end       or the end of standard input, when the coordinator is gone: no actor and no group is left
-
-Ray ends actors and groups when it misses this process, so a broker that is killed leaves none either.
+Ray ends actors and groups when their driver is gone, so a broker that is killed leaves none either.
 """
 
 from __future__ import annotations
@@ -27,186 +20,206 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.errors import UsageError
-from manyhands.hosts.ray.resources import CLIENT, LOCAL, RaySlot, no_clients
+from manyhands.hosts.ray.messages import (
+    FROM_BROKER,
+    TO_BROKER,
+    ActorDied,
+    ActorEnd,
+    ActorRefused,
+    ActorTask,
+    AddSlot,
+    AgentJoined,
+    AgentLost,
+    ConnectRay,
+    EndBroker,
+    FreeResources,
+    RayConnected,
+    RayFailed,
+    ReleaseSlot,
+    ReserveSlots,
+)
+from manyhands.hosts.ray.resources import CLIENT, LOCAL, RayNode, RaySlot, no_clients
 from manyhands.threads import describe, start_thread
+from manyhands.transport.fields import read, write
 
-DIAL_S = 5.0
-"""Somebody listens where Ray's head should be."""
+CONNECT_S = 5.0
+"""How long Ray's head node may take to accept a connection."""
 NODE_S = 10
-"""Ray has found its node on this machine."""
+"""How long Ray may look for its node on this machine."""
 POLL_S = 0.2
 FREE_EVERY_S = 2.0
-"""How often what is free is told, while slots are missing."""
-PATIENCE_S = 0.5
-MAX_PATIENCE_S = 8.0
-"""Before an actor is asked for again that has ended by itself, the next time twice as long."""
+"""How often free resources are reported, while slots are missing."""
+RETRY_S = 0.5
+MAX_RETRY_S = 8.0
+"""Delay before an actor that ended by itself is replaced; doubles each time."""
 END_S = 3.0
-"""Agents that the coordinator has ended have returned, before their actors are killed."""
+"""How long agents may take to return after the end, before their actors are killed."""
 STUCK_S = 10.0
-"""From the end of standard input to the end of this process, whatever Ray does."""
+"""Time from the end of standard input to the end of this process, whatever Ray does."""
 STORE_BYTES = 100 << 20
-"""Of Ray's object store in a cluster that is started here: nothing of ours lies in it."""
+"""Object store of a cluster that is started here; this package puts nothing into it."""
 
 
 @dataclass
 class ActorSlot:
-    """A slot, and who is in it."""
+    """A reserved slot and its actor."""
 
     slot: RaySlot
     group: Any
     index: int
     actor: Any = None
     result: Any = None
-    there: bool = False
-    """Its agent serves the coordinator."""
-    ask_at: float | None = None
-    """When to ask for an actor again."""
-    patience_s: float = PATIENCE_S
+    joined: bool = False
+    """If true, its agent has connected to the coordinator."""
+    start_at: float | None = None
+    """When to start an actor; None: it has one."""
+    retry_s: float = RETRY_S
 
 
 class Broker:
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._berths: dict[int, ActorSlot] = {}
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Messages of the coordinator; None: it is gone."""
+        self._slots: dict[int, ActorSlot] = {}
+        """By rank."""
         self._groups: list[Any] = []
-        self._mode: dict[str, Any] = {}
-        self._actor: Any = None
+        self._request: ReserveSlots | None = None
+        self._actor_class: Any = None
         self._folder: Path | None = None
-        self._freed = 0.0
+        self._reported_at = 0.0
 
     def run(self) -> int:
-        start_thread(self._read, name="read", on_error=self._deaf)
-        asked = self._inbox.get()
-        if asked["kind"] != "connect":
+        start_thread(self._read, name="read", on_error=self._on_unreadable)
+        request = self._inbox.get()
+        if not isinstance(request, ConnectRay):
             return 0
         try:
-            self._connect(asked)
+            self._connect(request)
         except UsageError as error:
-            self._tell("failed", text=str(error))
+            self._send(RayFailed(str(error)))
             return 1
         try:
-            while self._handle(self._next()):
-                self._look()
-                self._ask()
+            while True:
+                with suppress(queue.Empty):
+                    if not self._handle(self._inbox.get(timeout=POLL_S)):
+                        return 0
+                self._check_actors()
+                self._start_actors()
         finally:
             self._end()
-        return 0
 
-    # What the coordinator says ----------------------------------------------------------------
+    # Messages of the coordinator --------------------------------------------------------------
 
     def _read(self) -> None:
         for line in sys.stdin:
-            self._inbox.put(json.loads(line))
-        self._inbox.put({"kind": "gone"})
-        time.sleep(STUCK_S)
-        os._exit(1)
+            self._inbox.put(TO_BROKER.read(json.loads(line)))
+        self._coordinator_gone()
 
-    def _deaf(self, error: BaseException) -> None:
-        """The coordinator can't be understood any more: give everything back."""
+    def _on_unreadable(self, error: BaseException) -> None:
+        """The coordinator's messages can't be read any more: release everything."""
         print(describe(error), file=sys.stderr, flush=True)
-        self._inbox.put({"kind": "gone"})
+        self._coordinator_gone()
+
+    def _coordinator_gone(self) -> None:
+        self._inbox.put(None)
         time.sleep(STUCK_S)
         os._exit(1)
 
-    def _next(self) -> dict[str, Any] | None:
-        try:
-            return self._inbox.get(timeout=POLL_S)
-        except queue.Empty:
-            return None
-
-    def _handle(self, said: Mapping[str, Any] | None) -> bool:
-        """False: it is over."""
-        match said:
-            case {"kind": "gather", "slots": list(slots), "together": int(together)}:
-                assert said is not None
-                self._mode = dict(said["mode"])
-                self._gather([RaySlot(*slot) for slot in slots], together)
-            case {"kind": "more", "slots": list(slots)}:
-                for slot in slots:
-                    self._reserve([RaySlot(*slot)])
-            case {"kind": "fewer", "rank": int(rank)} if rank in self._berths:
-                self._give_back(rank)
-            case {"kind": "there", "rank": int(rank)} if rank in self._berths:
-                self._berths[rank].there = True
-                self._berths[rank].patience_s = PATIENCE_S
-            case {"kind": "lost", "rank": int(rank)} if rank in self._berths:
-                if self._berths[rank].there:  # else Ray has told it before, and there is another
-                    self._dismiss(self._berths[rank])
-            case {"kind": "end"}:
+    def _handle(self, message: Any) -> bool:
+        """Handle a message; false at the end."""
+        match message:
+            case ReserveSlots(slots, num_together):
+                self._request = message
+                if num_together:
+                    self._reserve(slots[:num_together])
+                for slot in slots[num_together:]:
+                    self._reserve([slot])
+            case AddSlot(slot):
+                self._reserve([slot])
+            case ReleaseSlot(rank) if rank in self._slots:
+                self._release(rank)
+            case AgentJoined(rank) if rank in self._slots:
+                self._slots[rank].joined = True
+                self._slots[rank].retry_s = RETRY_S
+            case AgentLost(rank) if rank in self._slots:
+                if self._slots[rank].joined:  # else Ray reported it before, and there is another
+                    self._replace(self._slots[rank])
+            case EndBroker():
                 self._await_agents()
                 return False
-            case {"kind": "gone"}:
+            case None:
                 return False
         return True
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        with suppress(BrokenPipeError):  # standard input tells the same
-            self._out.write(json.dumps({"kind": kind, **fields}) + "\n")
+    def _send(self, message: Any) -> None:
+        with suppress(BrokenPipeError):  # standard input ends, too
+            self._out.write(json.dumps(FROM_BROKER.write(message)) + "\n")
             self._out.flush()
 
     # The cluster ------------------------------------------------------------------------------
 
-    def _connect(self, asked: Mapping[str, Any]) -> None:
-        # Else Ray looks for its node on this machine for a minute.
+    def _connect(self, request: ConnectRay) -> None:
+        # Otherwise Ray looks for its node on this machine for a minute.
         os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(NODE_S))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
-        address = asked["address"] or os.environ.get("RAY_ADDRESS", "") or "auto"
+        address = request.address or os.environ.get("RAY_ADDRESS", "") or "auto"
         if address.startswith(CLIENT):
             raise UsageError(f"RAY_ADDRESS: {no_clients(address)}")
         if address not in ("auto", LOCAL):
-            dial(address)
+            check_port(address)
         common: dict[str, Any] = {
             "log_to_driver": False,
             "logging_level": logging.ERROR,
             "namespace": "manyhands",
         }
-        if asked["ship"]:
-            common["runtime_env"] = {"working_dir": asked["ship"]}
+        if request.ship:
+            common["runtime_env"] = {"working_dir": request.ship}
             # A submitted job (ray job submit) may have a folder of its own already.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         try:
             if address == LOCAL:
-                self._start_here(asked, common)
+                self._start_here(request, common)
             else:
                 ray.init(address=address, **common)
         except ConnectionError as error:
             if address != "auto":
                 raise UsageError(trouble(address, error)) from None
-            self._start_here(asked, common)
+            self._start_here(request, common)
         except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(trouble(address, error)) from None
         # `ray job stop` sends it to every process of a job; the coordinator says when this one ends. After
         # ray.init, which has a handler of its own.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self._tell(
-            "connected",
-            started=self._folder is not None,
-            none_found=self._folder is not None and address != LOCAL,
-            address=ray.get_runtime_context().gcs_address,
-            host=ray.util.get_node_ip_address(),
-            nodes=[node for node in ray.nodes() if node["Alive"]],
+        self._send(
+            RayConnected(
+                address=ray.get_runtime_context().gcs_address,
+                host=ray.util.get_node_ip_address(),
+                started=self._folder is not None,
+                none_found=self._folder is not None and address != LOCAL,
+                nodes=tuple(RayNode.of(node) for node in ray.nodes() if node["Alive"]),
+            )
         )
 
-    def _start_here(self, asked: Mapping[str, Any], common: Mapping[str, Any]) -> None:
-        """A cluster of this machine alone, whose CPUs are as many as are asked for."""
+    def _start_here(self, request: ConnectRay, common: Mapping[str, Any]) -> None:
+        """Start a cluster of this machine alone, with as many CPUs as requested."""
         import ray
 
-        # Its own, in this process and its children alone: Ray would leave one in the person's home.
+        # A token of its own, for this process and its children only: Ray would leave one in the user's home.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         self._folder = Path(tempfile.mkdtemp(prefix="mh-ray-"))
         ray.init(
             address=LOCAL,
-            num_cpus=max(len(os.sched_getaffinity(0)), asked["cpus"]),
+            num_cpus=max(len(os.sched_getaffinity(0)), request.cpus),
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
             _temp_dir=str(self._folder),
@@ -215,102 +228,98 @@ class Broker:
 
     # Slots and actors -------------------------------------------------------------------------
 
-    def _gather(self, slots: list[RaySlot], together: int) -> None:
-        if together:
-            self._reserve(slots[:together])
-        for slot in slots[together:]:
-            self._reserve([slot])
-
-    def _reserve(self, slots: list[RaySlot]) -> None:
-        """All of these, or none until there is room for all."""
+    def _reserve(self, slots: Sequence[RaySlot]) -> None:
+        """Reserve all of these slots, or none until there is room for all."""
         from ray.util.placement_group import placement_group
 
+        assert self._request is not None
         group = placement_group(
-            [slot.resources for slot in slots], strategy=self._mode["placement"].upper()
+            [slot.resources for slot in slots], strategy=self._request.placement.upper()
         )
         self._groups.append(group)
         for index, slot in enumerate(slots):
-            self._berths[slot.rank] = ActorSlot(slot, group, index, ask_at=0.0)
+            self._slots[slot.rank] = ActorSlot(slot, group, index, start_at=0.0)
 
-    def _ask(self) -> None:
-        """An actor for each slot that should have one. Ray makes it as soon as the slot is reserved."""
+    def _start_actors(self) -> None:
+        """Create an actor for each slot that lacks one. Ray starts it as soon as the slot is reserved."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from manyhands.hosts.ray.actor import actor_class
 
-        self._actor = self._actor or ray.remote(actor_class())
+        self._actor_class = self._actor_class or ray.remote(actor_class())
         now = time.monotonic()
-        for rank, berth in self._berths.items():
-            if berth.ask_at is None or now < berth.ask_at:
+        for held in self._slots.values():
+            if held.start_at is None or now < held.start_at:
                 continue
-            slot, berth.ask_at = berth.slot, None
-            berth.actor = self._actor.options(
+            assert self._request is not None
+            slot, held.start_at = held.slot, None
+            held.actor = self._actor_class.options(
                 num_cpus=slot.cpus,
                 num_gpus=int(slot.gpu),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    berth.group, placement_group_bundle_index=berth.index
+                    held.group, placement_group_bundle_index=held.index
                 ),
             ).remote()
-            told = {**self._mode, "rank": rank, "role": slot.role, "device": slot.device}
-            berth.result = berth.actor.serve.remote(told)
+            held.result = held.actor.serve.remote(write(ActorTask(slot, self._request.task)))
 
-    def _look(self) -> None:
-        """Which actors have ended, and what is free for those that are waited for."""
+    def _check_actors(self) -> None:
+        """Handle actors that have ended; report free resources while slots are missing."""
         import ray
 
-        by_result = {b.result: rank for rank, b in self._berths.items() if b.result is not None}
+        by_result = {
+            held.result: rank for rank, held in self._slots.items() if held.result is not None
+        }
         if by_result:
             ended, _ = ray.wait(list(by_result), num_returns=len(by_result), timeout=0)
             for result in ended:
                 self._on_end(by_result[result], result)
-        missing = [berth for berth in self._berths.values() if not berth.there]
-        if missing and time.monotonic() - self._freed > FREE_EVERY_S:
-            self._freed = time.monotonic()
+        missing = [held for held in self._slots.values() if not held.joined]
+        if missing and time.monotonic() - self._reported_at > FREE_EVERY_S:
+            self._reported_at = time.monotonic()
             free, total = ray.available_resources(), ray.cluster_resources()
             kinds = [kind for kind in ("CPU", "GPU") if kind in total or kind == "CPU"]
-            self._tell("free", free={kind: free.get(kind, 0.0) for kind in kinds})
+            self._send(FreeResources({kind: free.get(kind, 0.0) for kind in kinds}))
 
     def _on_end(self, rank: int, result: Any) -> None:
         import ray
 
-        berth = self._berths[rank]
         try:
-            how = ray.get(result)
+            end = read(ActorEnd, ray.get(result))
         except ray.exceptions.RayError as error:
-            how = {"ended": str(error).strip().partition("\n")[0]}
-        if "refused" in how:
-            self._tell("refused", rank=rank, text=how["refused"])
-        elif "code" not in how:
-            self._tell("died", rank=rank, why=how["ended"])
-        self._dismiss(berth)
+            end = ActorEnd(ended=str(error).strip().partition("\n")[0])
+        if end.refused:
+            self._send(ActorRefused(rank, end.refused))
+        elif end.code is None:
+            self._send(ActorDied(rank, end.ended))
+        self._replace(self._slots[rank])
 
-    def _dismiss(self, berth: ActorSlot) -> None:
-        """Another actor in its place, in a while."""
+    def _replace(self, held: ActorSlot) -> None:
+        """Kill the actor; another one is started in its slot after a delay."""
         import ray
 
-        if berth.actor is not None:
+        if held.actor is not None:
             with suppress(ray.exceptions.RayError):
-                ray.kill(berth.actor)
-        berth.actor = berth.result = None
-        berth.there = False
-        berth.ask_at = time.monotonic() + berth.patience_s
-        berth.patience_s = min(2 * berth.patience_s, MAX_PATIENCE_S)
+                ray.kill(held.actor)
+        held.actor = held.result = None
+        held.joined = False
+        held.start_at = time.monotonic() + held.retry_s
+        held.retry_s = min(2 * held.retry_s, MAX_RETRY_S)
 
-    def _give_back(self, rank: int) -> None:
+    def _release(self, rank: int) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        berth = self._berths.pop(rank)
-        self._dismiss(berth)
-        if not any(other.group is berth.group for other in self._berths.values()):
-            self._groups.remove(berth.group)
-            remove_placement_group(berth.group)
+        held = self._slots.pop(rank)
+        self._replace(held)
+        if not any(other.group is held.group for other in self._slots.values()):
+            self._groups.remove(held.group)
+            remove_placement_group(held.group)
 
     def _await_agents(self) -> None:
-        """The coordinator has told them that it ends."""
+        """Wait for the agents, which the coordinator has told to end."""
         import ray
 
-        results = [berth.result for berth in self._berths.values() if berth.there and berth.result]
+        results = [held.result for held in self._slots.values() if held.joined and held.result]
         if results:
             ray.wait(results, num_returns=len(results), timeout=END_S)
 
@@ -319,9 +328,9 @@ class Broker:
         from ray.util.placement_group import remove_placement_group
 
         with suppress(ray.exceptions.RayError):
-            for berth in self._berths.values():
-                if berth.actor is not None:
-                    ray.kill(berth.actor)
+            for held in self._slots.values():
+                if held.actor is not None:
+                    ray.kill(held.actor)
             for group in self._groups:
                 remove_placement_group(group)
         ray.shutdown()
@@ -329,21 +338,21 @@ class Broker:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def dial(address: str) -> None:
-    """Whether anybody listens there, which Ray itself asks for minutes."""
+def check_port(address: str) -> None:
+    """Check that something listens there; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=DIAL_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise UsageError(trouble(address, error)) from None
 
 
 def trouble(address: str, error: BaseException) -> str:
-    """What to say of a cluster that can't be connected to, and what to type."""
-    told = [error]
-    while (cause := told[-1].__cause__ or told[-1].__context__) is not None:
-        told.append(cause)
-    text = "\n".join(f"{type(each).__name__}: {each}" for each in told)
+    """Explain why a cluster can't be connected to, and what to type."""
+    errors = [error]
+    while (cause := errors[-1].__cause__ or errors[-1].__context__) is not None:
+        errors.append(cause)
+    text = "\n".join(f"{type(each).__name__}: {each}" for each in errors)
     where = "" if address in ("auto", LOCAL) else f" at {address}"
     if "resolve node to connect to" in text:
         return (
@@ -353,7 +362,7 @@ def trouble(address: str, error: BaseException) -> str:
         )
     if "AuthenticationError" in text or "UNAUTHENTICATED" in text:
         return (
-            f"The Ray cluster{where} wants its token, and has not got it. Set RAY_AUTH_MODE=token, and keep "
+            f"The Ray cluster{where} requires a token, and got none. Set RAY_AUTH_MODE=token, and keep "
             "the token of that cluster where Ray looks for it: RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
         )
     reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
@@ -365,7 +374,7 @@ def trouble(address: str, error: BaseException) -> str:
 
 
 def main() -> int:
-    """What Ray and its daemons print goes to standard error, which the coordinator keeps."""
+    """Run with the output of Ray and its daemons on standard error, which the coordinator keeps."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return Broker(out).run()

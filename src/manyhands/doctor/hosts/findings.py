@@ -1,4 +1,4 @@
-"""What is wrong between hosts, with the host's name and what to do. Pure."""
+"""Problems between hosts, with the host's name and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from manyhands.doctor.finding import Finding
-from manyhands.doctor.hosts.facts import HostFacts, PairFacts
 from manyhands.doctor.machine import LEAST_MEMORY_BYTES
 from manyhands.events.units import duration, size
+from manyhands.hosts.host_facts import HostFacts, PairFacts
 from manyhands.hosts.machine import unfit
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WRONG_S = 3600.0
-"""Certificates are made with a day's play; beyond an hour a clock was never set."""
+"""Certificates tolerate a day's difference; a clock that is off by more than an hour was never set."""
 SLOW = 0.5
-"""A host whose best way is slower than this part of what is usual here has something wrong with it."""
+"""A host whose best connection is slower than this fraction of the median has a problem."""
 FAR = 5.0
 FAR_S = 0.002
-"""A round trip this many times the usual one, and not below this, is told."""
+"""A round trip is reported if it is this many times the median, and at least this long."""
 
 
-def judge(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> list[Finding]:
-    """The first host is the coordinator's, whose versions are the measure."""
+def find_problems(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> list[Finding]:
+    """Compare all hosts; versions are compared with those of the first, the coordinator's."""
     return [
         *_versions(hosts),
         *_reach(hosts, pairs),
         *_clocks(hosts, pairs),
         *_bandwidth(hosts, pairs),
         *_latency(pairs),
-        *_room(hosts),
+        *_resources(hosts),
     ]
 
 
 def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    ours = dict(hosts[0].versions)
+    expected = hosts[0].versions
     for host in hosts[1:]:
-        theirs = dict(host.versions)
-        if problem := unfit(ours, theirs):
-            yield Finding(host.host, False, f"{problem} ({hosts[0].host})", _install(ours))
-        elif _minor(ours) != _minor(theirs):
+        if problem := unfit(expected, host.versions):
+            yield Finding(host.host, False, f"{problem} ({hosts[0].host})", _install(expected))
+        elif _minor(expected) != _minor(host.versions):
             yield Finding(
                 host.host,
                 None,
-                f"it has Python {theirs.get('python')}, and {hosts[0].host} {ours['python']}",
+                f"it has Python {host.versions.get('python')}, and {hosts[0].host} "
+                f"{expected['python']}",
                 "A job that works with one may not with the other; the same on all is safer.",
             )
 
@@ -60,8 +60,11 @@ def _minor(versions: dict[str, str]) -> list[str]:
 def _reach(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
     where = {host.host: f"{host.address}, {host.interface}" for host in hosts}
     for pair in pairs:
-        ways = [(pair.one, pair.other, pair.trouble), (pair.other, pair.one, pair.trouble_back)]
-        for one, other, trouble in ways:
+        directions = [
+            (pair.one, pair.other, pair.trouble),
+            (pair.other, pair.one, pair.trouble_back),
+        ]
+        for one, other, trouble in directions:
             if trouble:
                 yield Finding(
                     one,
@@ -78,36 +81,36 @@ def _clocks(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[
         off_s = abs(pair.clock_s)
         if first != pair.one or off_s < max(CLOCK_NOTE_S, pair.round_trip_s):
             continue
-        way = "ahead of" if pair.clock_s > 0 else "behind"
+        direction = "ahead of" if pair.clock_s > 0 else "behind"
         yield Finding(
             pair.other,
             False if off_s > CLOCK_WRONG_S else None,
-            f"its clock is {duration(off_s)} {way} that of {first}",
-            "Let it follow a time server:  timedatectl set-ntp true",
+            f"its clock is {duration(off_s)} {direction} that of {first}",
+            "Synchronize it with a time server:  timedatectl set-ntp true",
         )
 
 
 def _bandwidth(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Of each host by its best way: a slow one makes all of its pairs slow. On a host whose cores are busy,
-    what was measured may be the cores and not the network: only a note."""
+    """Compare hosts by their best connection: a slow host makes all of its pairs slow. On a host whose cores
+    are busy, the measurement may show the cores and not the network: only a note."""
     best: dict[str, float] = {}
     for pair in pairs:
         for name in (pair.one, pair.other):
             if not pair.trouble:
                 best[name] = max(best.get(name, 0.0), pair.slower_bytes_per_s)
     if len(best) < 3:
-        return  # of two, nobody can tell which one is slow
-    usual = statistics.median(best.values())
+        return  # between two hosts, either one may be the slow one
+    median = statistics.median(best.values())
     by_name = {host.host: host for host in hosts}
     for name, bytes_per_s in best.items():
-        if bytes_per_s < SLOW * usual:
+        if bytes_per_s < SLOW * median:
             interface = by_name[name].interface
             yield Finding(
                 name,
                 None if _busy(by_name[name]) else False,
-                f"{rate(bytes_per_s)} at best over {interface}, and {rate(usual)} is usual here; the "
+                f"{rate(bytes_per_s)} at best over {interface}, and the median here is {rate(median)}; the "
                 "slowest host sets the pace",
-                f"ethtool {interface}  tells the speed of its link; another interface: "
+                f"ethtool {interface}  shows the speed of its link; another interface: "
                 "export GLOO_SOCKET_IFNAME=...",
             )
 
@@ -120,12 +123,12 @@ def _latency(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
     for pair in pairs:
         if not pair.trouble and pair.round_trip_s > limit_s:
             detail = (
-                f"{milliseconds(pair.round_trip_s)} to {pair.other} and back; others are nearer"
+                f"{milliseconds(pair.round_trip_s)} round trip to {pair.other}; others are faster"
             )
             yield Finding(pair.one, None, detail)
 
 
-def _room(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+def _resources(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         if host.free_bytes < LEAST_MEMORY_BYTES:
             yield Finding(
@@ -133,13 +136,13 @@ def _room(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
                 False,
                 f"{size(host.free_bytes)} of memory free; two workers need {size(LEAST_MEMORY_BYTES)} for "
                 "Python and torch alone",
-                "End other programs there, or start fewer members:  --slots 1",
+                "Stop other programs there, or start fewer members:  --slots 1",
             )
         if _busy(host):
             yield Finding(
                 host.host,
                 None,
-                f"{host.idle_cores:.1f} of {host.cores} cores idle: others compute there, too",
+                f"{host.idle_cores:.1f} of {host.cores} cores idle: other programs compute there, too",
             )
 
 
@@ -148,7 +151,7 @@ def _busy(host: HostFacts) -> bool:
 
 
 def rate(bytes_per_s: float) -> str:
-    """As networks are sold: 117500000 is "940 Mbit/s"."""
+    """Format a bandwidth in bits: 117500000 is "940 Mbit/s"."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.0f} Mbit/s"
 

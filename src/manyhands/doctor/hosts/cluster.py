@@ -1,0 +1,276 @@
+"""Gathers the agents of a cluster as a training run does, and has every pair of hosts measured.
+
+Rank 0 of `manyhands doctor --cluster` is a ClusterProbe; every other process is an agent (hosts/agent.py)
+that answers probes. Rendezvous, links, authentication and the roster of agents are those of training runs.
+Pairs are measured one at a time, so that none disturbs another; with many hosts each pair gets less time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from manyhands.doctor.finding import Finding
+from manyhands.errors import LinkError, UsageError
+from manyhands.hosts.agent_messages import (
+    AgentHello,
+    CheckReach,
+    Measured,
+    MeasureHost,
+    ReachChecked,
+)
+from manyhands.hosts.connect import LIMITS
+from manyhands.hosts.host_facts import HostFacts, PairFacts
+from manyhands.hosts.interfaces import reach
+from manyhands.hosts.launchers import AGENT, LauncherContext
+from manyhands.hosts.launchers.nodes import AgentNode
+from manyhands.hosts.launchers.roster import AgentRoster, Refusal, describe_entries
+from manyhands.hosts.probe import REACH_S, STUCK_S, Probe
+from manyhands.hosts.refused_peers import RefusedPeers
+from manyhands.hosts.rendezvous import publish
+from manyhands.hosts.scratch import Scratch
+from manyhands.hosts.spec import ClusterSpec
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.transport import Authority, Link, Listener
+
+HELLO_S = 5.0
+LATER_S = 10.0
+"""Agents wait longer than rank 0, which reports who is missing."""
+PAIR_S = 0.4
+"""How long to send between two hosts, in each direction; less if all pairs would take longer than ALL_S."""
+ALL_S = 60.0
+PRINT_AFTER_S = 4.0
+LOST_S = 2.0
+"""How long the roster may take to report an agent lost after its link was closed."""
+
+
+def agent_timeouts(wait_s: float) -> Timeouts:
+    """Timeouts of the other processes."""
+    return Timeouts(gather_s=wait_s + LATER_S, rejoin_s=LATER_S)
+
+
+class ClusterProbe:
+    """Rank 0. Use as a context manager; call `end` with the exit code of all processes."""
+
+    gathered = False
+    """A rank that two processes have is always an error here."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        address: str,
+        *,
+        authority: Authority | None,
+        wait_s: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.findings: list[Finding] = []
+        """About processes that are missing, lost or were refused."""
+        self._spec = spec
+        self._wait_s = wait_s
+        self._tell = tell
+        self._keyed = authority is not None
+        self._secret = secrets.token_hex(32)
+        self._roster = AgentRoster(spec, self, probe_secret=self._secret)
+        self._lost_ranks: set[int] = set()
+        self._news: queue.SimpleQueue[Finding | BaseException] = queue.SimpleQueue()
+        """Findings from the threads of links, or why no more agents can connect."""
+        try:
+            self._listener = Listener(
+                address,
+                credentials=authority.issue("coordinator") if authority else None,
+                limits=LIMITS,
+                on_refused=RefusedPeers(lambda text: self._news.put(_wrong_key(text))),
+            )
+        except LinkError as error:
+            raise UsageError(
+                f"{error} If another process of this cluster is rank 0, too, give each its own rank; else "
+                "give all processes another address:  --control tcp://HOST:PORT"
+            ) from error
+        self._scratch = Scratch()
+        self._probe: Probe | None = None
+        self._own_facts = HostFacts.here(self._roster.machine.host, self._roster.own.reach)
+        folder = self._scratch.path
+        self._roster.attach(
+            LauncherContext(self._listener.address, folder, folder, agent_timeouts(wait_s), tell)
+        )
+        if spec.store is not None:
+            publish(spec.store, self._listener.address, tell)
+        self._listener.hand_over(self._accept, name="agent", on_error=self._news.put)
+
+    def _accept(self, link: Link) -> None:
+        with suppress(LinkError):
+            hello = link.recv(timeout_s=HELLO_S).head
+            if hello.get("kind") == "agent" and (not self._keyed or link.peer.startswith(AGENT)):
+                self._roster.serve(link, hello)
+        link.close()
+
+    # The roster's owner -----------------------------------------------------------------------
+
+    def refusal(self, hello: AgentHello) -> Refusal | None:
+        """Other versions may join: they are findings."""
+        if hello.doctor:
+            return None
+        return Refusal(
+            f"{hello.machine.host} ({hello.entry.name}) trains, and {self._roster.machine.host} runs  "
+            "manyhands doctor --cluster",
+            "Start the same command on every host.",
+        )
+
+    def on_refused(self, host: str, refusal: Refusal) -> None:
+        self._news.put(Finding(host, False, refusal.problem, refusal.remedy))
+
+    def on_ready(self, node: AgentNode) -> None:
+        pass
+
+    def on_lost(self, node: AgentNode, why: str) -> None:
+        self._lost_ranks.add(node.entry.rank)
+        self._news.put(
+            Finding(
+                node.host,
+                False,
+                f"{node.entry.name} joined and was lost: its process {why}",
+                "Look at its output, and whether that host still runs.",
+            )
+        )
+
+    def on_beat(self) -> None:
+        pass
+
+    # Gathering --------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Wait until all processes have joined or were refused, or time is up; missing ones are findings."""
+        began, printed = time.monotonic(), False
+        while len(self._roster.missing) > len(self.findings):
+            now = time.monotonic()
+            if now - began > self._wait_s:
+                break
+            if now - began > PRINT_AFTER_S and not printed:
+                printed = True
+                names = describe_entries(self._roster.missing)
+                self._tell(f"waiting at {self._listener.address} for {names}")
+            self._collect(0.2)
+        waited_s = time.monotonic() - began
+        in_time = f" within {waited_s:.0f} s" if waited_s > self._wait_s else ""
+        instead = "; another process was refused" if self.findings and not in_time else ""
+        for entry in self._roster.missing:
+            if entry.rank in self._lost_ranks:
+                continue
+            self.findings.append(
+                Finding(
+                    describe_entries([entry]),
+                    False,
+                    f"did not connect to {self._listener.address}{in_time}{instead}",
+                    "Was this command started there, with the same key? Does that host reach this address? "
+                    f"Look at its output. More time:  --wait {max(60, round(2 * self._wait_s))}",
+                )
+            )
+
+    def _collect(self, timeout_s: float) -> None:
+        """Take findings from the threads of links."""
+        with suppress(queue.Empty):
+            while True:
+                news = self._news.get(timeout=timeout_s)
+                if isinstance(news, BaseException):
+                    raise news
+                self.findings.append(news)
+                timeout_s = 0.0
+
+    # Measuring --------------------------------------------------------------------------------
+
+    @property
+    def hosts(self) -> list[HostFacts]:
+        """The coordinator's own host first."""
+        found = {self._own_facts.host: replace(self._own_facts, ranks=(0,))}
+        for node in self._ready:
+            assert node.probe is not None
+            facts = found.get(node.host, replace(node.probe.facts, host=node.host, ranks=()))
+            found[node.host] = replace(facts, ranks=(*facts.ranks, node.entry.rank))
+        return list(found.values())
+
+    @property
+    def _ready(self) -> list[AgentNode]:
+        return [node for node in self._roster.agents if node.probe is not None]
+
+    def measure(self) -> list[PairFacts]:
+        """Measure every pair of hosts, one after the other."""
+        joined = self._ready
+        own_host = next((node.link.own_host for node in joined if node.link.own_host), "")
+        own = reach(own_host or "127.0.0.1")  # one host has reached us there, so others will
+        facts = self._own_facts
+        self._own_facts = replace(facts, address=own.address, interface=own.interface)
+        self._probe = Probe(facts.host, own.address, self._secret)
+        # One process of each host.
+        by_host = {node.host: node for node in reversed(joined) if node.host != facts.host}
+        nodes = sorted(by_host.values(), key=lambda node: node.entry.rank)
+        num_pairs = len(nodes) * (len(nodes) + 1) // 2
+        seconds = min(PAIR_S, ALL_S / max(1, num_pairs) / 2)
+        pairs = [self._measure_from_here(self._probe, node, seconds) for node in nodes]
+        pairs += [self._measure(*both, seconds) for both in itertools.combinations(nodes, 2)]
+        self._collect(0.0)
+        return [pair for pair in pairs if pair is not None]
+
+    def _measure_from_here(self, probe: Probe, node: AgentNode, seconds: float) -> PairFacts | None:
+        if node.lost:
+            return None
+        pair = probe.measure(node.host, _address(node), seconds)
+        return self._with_way_back(pair, node, probe.address)
+
+    def _measure(self, one: AgentNode, other: AgentNode, seconds: float) -> PairFacts | None:
+        if one.lost or other.lost:
+            return None
+        request = MeasureHost(other.host, _address(other), seconds)
+        try:
+            answer = one.ask(request, Measured, timeout_s=2 * seconds + REACH_S + 2 * STUCK_S)
+        except LinkError:
+            self._lose(one)
+            return None
+        return self._with_way_back(answer.pair, other, _address(one))
+
+    def _with_way_back(self, pair: PairFacts, other: AgentNode, address: str) -> PairFacts:
+        request = CheckReach(pair.one, address)
+        try:
+            answer = other.ask(request, ReachChecked, timeout_s=REACH_S + 2 * STUCK_S)
+        except LinkError:
+            self._lose(other)
+            return pair
+        return replace(pair, trouble_back=answer.trouble)
+
+    def _lose(self, node: AgentNode) -> None:
+        """Close the link of an agent that does not answer; the roster then reports it lost."""
+        node.link.close()
+        self._collect(LOST_S)
+
+    # The end ----------------------------------------------------------------------------------
+
+    def end(self, code: int) -> None:
+        self._roster.end(code)
+
+    def __enter__(self) -> ClusterProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._roster.ended.set()
+        self._listener.close()
+        if self._probe is not None:
+            self._probe.close()
+        for node in self._roster.agents:
+            node.link.close()
+        self._scratch.close()
+
+
+def _address(node: AgentNode) -> str:
+    assert node.probe is not None
+    return node.probe.address
+
+
+def _wrong_key(text: str) -> Finding:
+    return Finding(
+        "key", False, text, "Give the same MANYHANDS_KEY, or the same --key-file, to all processes."
+    )

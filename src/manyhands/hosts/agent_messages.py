@@ -1,0 +1,227 @@
+"""Messages between the coordinator and agents: one dataclass each, by `kind`.
+
+A message that does not fit closes the link. The coordinator then drops the agent; an agent kills its members
+and connects again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from manyhands.hosts.host_facts import HostFacts, PairFacts
+from manyhands.hosts.machine import Machine
+from manyhands.hosts.spec import ROLES, Entry
+from manyhands.transport.fields import Count, MessageSet, Seconds
+
+MAX_SLOTS = 1 << 12
+
+
+def _exit_code(value: int) -> int:
+    if not -255 <= value <= 255:
+        raise ValueError("is no exit code")
+    return value
+
+
+ExitCode = Annotated[int, _exit_code]
+
+
+# From an agent ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentHello:
+    machine: Machine
+    entry: Entry
+    process: str
+    """Stays the same when this agent connects again; unique among agents."""
+    doctor: bool = False
+    """If true, the agent answers probes and starts no members (`manyhands doctor --cluster`)."""
+
+    def __post_init__(self) -> None:
+        entry = self.entry
+        if entry.role not in ROLES or entry.rank < 0 or not 0 <= entry.slots <= MAX_SLOTS:
+            raise ValueError(f"it is {entry.role!r} of rank {entry.rank}, {entry.slots} slots")
+
+
+@dataclass(frozen=True)
+class ProbeInfo:
+    """What a probe reports about its host, and where it listens."""
+
+    facts: HostFacts
+    address: str
+
+
+@dataclass(frozen=True)
+class AgentReady:
+    """The agent can start members."""
+
+    sees_run: bool
+    """If true, the run folder is visible on its host."""
+    probe: ProbeInfo | None = None
+    """Present if the coordinator asked for a probe."""
+
+
+@dataclass(frozen=True)
+class Started:
+    name: str
+    pid: Count
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemberEnded:
+    name: str
+    code: ExitCode
+
+
+@dataclass(frozen=True)
+class MemberOutput:
+    """Its payload is what a member has printed."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The agent's process got a signal to end."""
+
+    signal: str
+
+
+@dataclass(frozen=True)
+class AgentBeat:
+    pass
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Answers MeasureHost."""
+
+    pair: PairFacts
+
+
+@dataclass(frozen=True)
+class ReachChecked:
+    """Answers CheckReach."""
+
+    trouble: str
+    """Why the other host can't be reached; empty if it can."""
+
+
+FROM_AGENT = MessageSet(
+    {
+        "agent": AgentHello,
+        "ready": AgentReady,
+        "started": Started,
+        "start_failed": StartFailed,
+        "exited": MemberEnded,
+        "log": MemberOutput,
+        "leaving": Leaving,
+        "beat": AgentBeat,
+        "measured": Measured,
+        "reach_checked": ReachChecked,
+    }
+)
+
+
+# To an agent --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentAdmitted:
+    host: str
+    """The host's name in this run, which no other host has."""
+    coordinator: str
+    """The name of the coordinator's host."""
+    scratch: str | None
+    """The coordinator's scratch folder, if the agent is on the same host."""
+    token: str
+    """Names the run's scratch folder on other hosts."""
+    marker: str
+    """A file in the run folder: if the agent sees it, it sees the run folder."""
+    beat_s: Seconds
+    host_s: Seconds
+    probe_secret: str = ""
+    """If not empty, start a probe with this secret."""
+
+
+@dataclass(frozen=True)
+class AgentRefused:
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankTaken:
+    """Another agent has this rank; the agent may try again."""
+
+    by: str
+
+
+@dataclass(frozen=True)
+class StartMember:
+    name: str
+    entry: str
+    """The Python module of the member's program."""
+    threads: Count
+    invitation: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TerminateMember:
+    name: str
+
+
+@dataclass(frozen=True)
+class KillMember:
+    name: str
+
+
+@dataclass(frozen=True)
+class CoordinatorBeat:
+    pass
+
+
+@dataclass(frozen=True)
+class EndAgent:
+    """The run has ended."""
+
+    code: ExitCode
+
+
+@dataclass(frozen=True)
+class MeasureHost:
+    """Measure the connection to another host's probe, sending for `seconds` in each direction."""
+
+    other: str
+    address: str
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class CheckReach:
+    """Find out whether another host's probe can be reached."""
+
+    other: str
+    address: str
+
+
+TO_AGENT = MessageSet(
+    {
+        "admitted": AgentAdmitted,
+        "refused": AgentRefused,
+        "taken": RankTaken,
+        "start": StartMember,
+        "terminate": TerminateMember,
+        "kill": KillMember,
+        "beat": CoordinatorBeat,
+        "end": EndAgent,
+        "measure": MeasureHost,
+        "check_reach": CheckReach,
+    }
+)
