@@ -1,12 +1,12 @@
-"""Will it be clicked? A wide-and-deep model over a dozen categorical fields, with rows in sparse tables.
+"""Predict clicks: a wide-and-deep model over a dozen categorical fields, with rows in sparse tables.
 
     manyhands train examples/clicks.py --strategy ps:async --workers 2
     manyhands train examples/clicks.py --strategy 'allreduce(tables=shared)' --workers 2
 
-Ids are 64-bit hashes, as in real logs: nobody says how many there are, and a row is made when its id
-is first seen. The data is made up with a structure to find: every id has a hidden taste, a click is
-likelier where those of user and item agree. No model can be better than who knows the tastes; the
-loss of that one is printed when the data is made, and the trained one should come near.
+Ids are 64-bit hashes, as in real logs: their number is unknown, and a row is created when its id is first
+seen. The data is synthetic with a structure to find: every id has a hidden taste vector, and a click is more
+likely if those of user and item agree. The loss of a model that knows the taste vectors is the lower bound;
+it is printed when the data is made, and the trained model should come close to it.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from torch import nn
 import manyhands as mh
 
 FIELDS = 12
-"""Categorical; the first is the user, the second the item, the others say something of either."""
+"""Categorical fields: the first is the user, the second the item, the others describe either."""
 DENSE = 4
 TASTES = 4
 
 
 class Clicks:
-    """Impressions, made from a seed: (ids, numbers, clicked)."""
+    """Synthetic impressions from a seed: (ids, numbers, clicked)."""
 
     def __init__(self, samples: int, *, seed: int):
         draw = np.random.default_rng(seed)
-        # Few are seen often, most hardly ever.
+        # A few ids are frequent, most are rare.
         ranks = np.minimum(draw.zipf(1.3, (samples, FIELDS)), 20_000)
         self.ids = _mix(
             ranks.astype(np.uint64) * np.uint64(FIELDS) + np.arange(FIELDS, dtype=np.uint64)
@@ -54,7 +54,7 @@ class Clicks:
 
 
 class WideAndDeep(nn.Module):
-    """One weight an id (wide), and a network over vectors of all fields and their products (deep)."""
+    """One weight per id (wide), and a network over the vectors of all fields and their products (deep)."""
 
     def __init__(self, dim: int, hidden: int, lr: float):
         super().__init__()
@@ -77,7 +77,7 @@ class WideAndDeep(nn.Module):
 
 @dataclass
 class ClickThrough(mh.Job):
-    """Wide and deep on made-up clicks: the loss comes near that of who knows the truth."""
+    """Wide and deep on synthetic clicks: the loss comes close to the lower bound."""
 
     lr: float = 0.002
     table_lr: float = 0.05
@@ -98,7 +98,7 @@ class ClickThrough(mh.Job):
 
     def eval_data(self):
         data = Clicks(self.samples // 10, seed=2)
-        print(f"who knows the truth has an evaluation loss of {data.best_loss:.4f}")
+        print(f"lower bound of the evaluation loss: {data.best_loss:.4f}")
         return data
 
     def inputs(self, batch):
@@ -112,13 +112,13 @@ class ClickThrough(mh.Job):
 
 
 def _mix(x):
-    """A 64-bit hash, by which the made-up ids look like those of real logs."""
+    """A 64-bit hash, so that the synthetic ids look like those of real logs."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _tastes(ids):
-    """What each id is about: TASTES numbers between -1 and 1, from its hash."""
+    """The taste vector of each id: TASTES numbers between -1 and 1, from its hash."""
     salted = _mix(ids[..., None] + np.arange(1, TASTES + 1, dtype=np.uint64))
     return salted.astype(np.float64) / 2.0**63 - 1

@@ -1,11 +1,11 @@
-"""Handwritten digits of 8 by 8 pixels: a whole job in one screen, trained in seconds.
+"""Handwritten digits of 8 by 8 pixels: a whole job on one screen, trained in seconds.
 
     manyhands train examples/digits.py --workers 2
     manyhands train examples/digits.py --workers 2 --set lr=0.05 --set hidden=128
 
-A job says what is trained and knows nothing of processes, so one worker or fifty run this same
-file. Its fields are hyperparameters, and --set changes one. Its methods are called by the training
-loop, which for every batch computes `loss(model(batch[0]), batch)` and steps the optimizer.
+A job defines what is trained and contains nothing about processes, so one worker or fifty run this same
+file. Its fields are hyperparameters, which --set changes. The training loop calls its methods: for every
+batch it computes `loss(model(batch[0]), batch)` and steps the optimizer.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ import manyhands as mh
 
 @dataclass
 class Digits(mh.Job):
-    """A perceptron with one hidden layer: over 97 % of the test digits right."""
+    """A perceptron with one hidden layer: over 97 % of the test digits correct."""
 
     lr: float = 0.2
     hidden: int = 128
-    batch_size: int = 64  # of all workers together: their number never changes the mathematics
+    batch_size: int = 64  # of all workers together: their number does not change the mathematics
     epochs: int = 20
-    monitor: str = "accuracy"  # the evaluation metric that decides which model is the best
+    monitor: str = "accuracy"  # the evaluation metric that selects the best model
 
     def model(self):
         return nn.Sequential(
@@ -38,7 +38,7 @@ class Digits(mh.Job):
         return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
 
     def schedule(self, optimizer, num_steps):
-        """The learning rate falls to zero along a cosine, over all steps of the training."""
+        """Decay the learning rate to zero along a cosine, over all steps of the training."""
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
 
     def data(self):

@@ -1,10 +1,10 @@
-"""MNIST, the handwritten digits of 28 by 28 pixels, by a perceptron and by a convolutional network.
+"""MNIST, handwritten digits of 28 by 28 pixels, with a perceptron and with a convolutional network.
 
     manyhands train examples/mnist.py --workers 2
     manyhands train examples/mnist.py:MnistConv --workers 2
 
-The first job of a file is its default; others are named after a colon. The data is downloaded on
-first use; MANYHANDS_DATA=/path/to/data takes it from a folder instead.
+The first job of a file is its default; choose another with a colon. The data is downloaded on
+first use; MANYHANDS_DATA=/path/to/data reads it from a folder instead.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import manyhands as mh
 
 @dataclass
 class Mnist(mh.Job):
-    """A perceptron with one hidden layer: over 98 % of the test digits right."""
+    """A perceptron with one hidden layer: over 98 % of the test digits correct."""
 
     lr: float = 0.1
     hidden: int = 512
@@ -54,7 +54,7 @@ class Mnist(mh.Job):
 
 @dataclass
 class MnistConv(Mnist):
-    """The same, but for the model: two convolutions, over 99 %."""
+    """The same with another model: two convolutions, over 99 %."""
 
     lr: float = 0.05
     hidden: int = 128

@@ -3,10 +3,10 @@
     manyhands train examples/word2vec.py --strategy ps:async --workers 2 --set text=corpus.txt
     manyhands words runs/word2vec-... --similar king --save vectors.txt
 
-All workers read and change the same two tables of rows, one word a row, without waiting for each
-other: a batch touches a few thousand rows of millions, so they hardly ever meet. `--set cbow=true`
-trains the other model. `--set direct=false` trains skip-gram the slow way, by autograd over
-mh.SparseEmbedding, which any strategy can do, also those that wait for all.
+All workers read and update the same two tables, one row per word, without waiting for each other: a
+batch touches a few thousand rows of millions, so conflicts are rare. `--set cbow=true` trains CBOW.
+`--set direct=false` trains skip-gram the slow way, with autograd over mh.SparseEmbedding, which works with
+any strategy, also synchronous ones.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ import manyhands as mh
 
 @dataclass
 class Word2Vec(mh.Job):
-    """Skip-gram, 100 dimensions: as in the paper, and as gensim's sg=1."""
+    """Skip-gram with 100 dimensions, as in the paper and as gensim's sg=1."""
 
     text: str = ""  # a file of words; .gz, .bz2 and .xz too
     dim: int = 100
     window: int = 5
     negative: int = 5
-    sample: float = 1e-4  # words that are commoner than this are thinned out
+    sample: float = 1e-4  # words more frequent than this are subsampled
     min_count: int = 5
     cbow: bool = False
     direct: bool = True
@@ -55,13 +55,13 @@ class Word2Vec(mh.Job):
         return torch.optim.SGD(params, lr=self.lr)
 
     def schedule(self, optimizer, num_steps):
-        """The learning rate falls in a straight line to next to nothing."""
+        """Decay the learning rate linearly to almost zero."""
         return torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: max(1e-4, 1 - step / num_steps)
         )
 
     def collate(self, samples):
-        """One stretch of text, with a sentence end (-1) between chunks."""
+        """Join chunks into one text, with a sentence end (-1) between them."""
         end = torch.tensor([-1], dtype=torch.int32)
         return torch.cat([piece for sample in samples for piece in (sample, end)])
 
@@ -69,7 +69,7 @@ class Word2Vec(mh.Job):
         return batch
 
     def loss(self, output, batch):
-        return output  # SkipGram makes it; WordModel learns without
+        return output  # SkipGram computes it; WordModel learns without one
 
     def unit(self):
         corpus = self.data()
@@ -77,7 +77,7 @@ class Word2Vec(mh.Job):
 
 
 class SkipGram(nn.Module):
-    """The same model by autograd: tables behind embeddings, and a loss."""
+    """The same model with autograd: tables behind embeddings, and a loss."""
 
     def __init__(self, vocabulary, dim, window, negative, sample):
         super().__init__()

@@ -17,7 +17,7 @@ from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.events.units import clean, count, duration
 from manyhands.runs.folder import CONFIG, runs_in
 
-HELP = "the runs here: job, changed fields, best, time, outcome"
+HELP = "list the runs here: job, changed fields, best, time, outcome"
 EXAMPLES = """\
 examples:
   manyhands list                        in runs/
