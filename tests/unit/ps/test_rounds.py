@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_states import Village, noise
 
+import manyhands.ps.rounds as rounds_module
 from manyhands.embeddings.spec import Table as TableSpec
 from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.ps.block_store import squared_norm
@@ -18,6 +22,7 @@ from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import SyncPolicy
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable, RoundWorker
 from manyhands.ps.rows import ReceivedGrads, RowServerState
+from manyhands.transport.shm import Segment
 
 CLIP_NORM = 0.5
 
@@ -63,3 +68,90 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
         for each in (rounds, *bells.values()):
             each.close()
         village.close()
+
+
+# Memory order -----------------------------------------------------------------------------------
+
+NUM_MEMBERS = 2
+LONG_S = 60.0
+
+
+class AddingServer:
+    """Adds up one number of each worker, and fails if it reads one of another round."""
+
+    def __init__(self, table: RoundTable, bell: Doorbell, numbers: memoryview, me: int) -> None:
+        self._table, self._bell, self._numbers, self._me = table, bell, numbers, me
+        self.done = 0
+
+    def carry(self, number: int) -> bool:
+        table = self._table
+        if number <= self.done:
+            return True
+        if not table.reached(table.pushed, number):
+            return False
+        for i in range(NUM_MEMBERS):
+            push = table.read_push(i, number)
+            assert (self._numbers[i], push.step, push.samples) == (number, number, number * 0.5), (
+                f"worker {i} in round {number}: {self._numbers[i]}, {push}"
+            )
+        self._numbers[NUM_MEMBERS + self._me] = number * NUM_MEMBERS
+        self.done = number
+        if table.announce(table.applied, self._me, number):
+            self._bell.ring(name for name in table.workers if name != self._bell.name)
+        return True
+
+
+def run_member(me: int, rounds: int, addresses: tuple[str, str], folder: Path) -> None:
+    """A worker that serves too. Without a ring nothing wakes it before the time limit."""
+    rounds_module.LOOK_S = 10 * LONG_S
+    names = [f"w{i}" for i in range(NUM_MEMBERS)]
+    table = RoundTable.attach(addresses[0], names, names)
+    numbers: Any = Segment.attach(addresses[1]).memory.cast("q")
+    bell = Doorbell(folder, names[me])
+    table.announce(table.summed, me, 1)
+    deadline = time.monotonic() + LONG_S
+    while not table.reached(table.summed, 1):  # until all have a bell
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server: Any = AddingServer(table, bell, numbers, me)
+    worker = RoundWorker(
+        names[me], table, bell, server=server, check=lambda: None, timeout_s=LONG_S
+    )
+    for number in range(1, rounds + 1):
+        numbers[me] = number
+        worker.push(Contribution(names[me], number, step=number, samples=number * 0.5))
+        worker.finish()
+        sums = list(numbers[NUM_MEMBERS : 2 * NUM_MEMBERS])
+        assert sums == [number * NUM_MEMBERS] * NUM_MEMBERS, f"round {number}: {sums}"
+
+
+@pytest.mark.parametrize("rounds", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_counters_order_memory_and_no_ring_is_lost(rounds: int, tmp_path: Path) -> None:
+    """Members see what was written before a counter, and never both miss that a count is complete."""
+    names = [f"w{i}" for i in range(NUM_MEMBERS)]
+    table = RoundTable.create(names, names)
+    segment = Segment.create(8 * 2 * NUM_MEMBERS)
+    context = multiprocessing.get_context("spawn")
+    addresses = (table.address, segment.address)
+    members = [
+        context.Process(target=run_member, args=(me, rounds, addresses, tmp_path), daemon=True)
+        for me in range(NUM_MEMBERS)
+    ]
+    try:
+        for member in members:
+            member.start()
+        # If one waits in vain, no round is completed for a while.
+        last, progressed = 0, time.monotonic()
+        while any(member.is_alive() for member in members):
+            members[0].join(0.2)
+            if (now := min(table.applied)) > last:
+                last, progressed = now, time.monotonic()
+            assert time.monotonic() - progressed < 2 * LONG_S, f"it stands still in round {last}"
+            assert not any(member.exitcode for member in members), "a member has failed"
+        assert min(table.applied) == rounds
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+        table.close()
+        segment.close()
