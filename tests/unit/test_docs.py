@@ -138,6 +138,13 @@ def test_links_work_in_the_plain_files_too(page: Path) -> None:
     assert not dead
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_blocks_in_lists_have_four_spaces(page: Path) -> None:
+    """With two, a code host shows them in the item, and mkdocs after the list."""
+    lines = page.read_text().splitlines()
+    assert not [line for line in lines if re.match(r" {1,3}(```|\|)", line)]
+
+
 INTERNALS = [
     ROOT / "CONTRIBUTING.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("design", "words")),
