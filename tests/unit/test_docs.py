@@ -20,6 +20,7 @@ import torch
 
 import manyhands
 import manyhands.testing
+from manyhands.transport.fields import MessageSet
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -178,6 +179,23 @@ def test_classes_that_are_named_exist(page: Path) -> None:
     words = {w for path in SOURCE.rglob("*.py") for w in re.findall(r"\w+", path.read_text())}
     named = set(re.findall(r"`((?:[A-Z][a-z]+){2,})`", page.read_text()))
     assert named <= words
+
+
+def message_sets() -> Iterator[tuple[str, MessageSet]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        if re.search(r"^\w+ = MessageSet\(", path.read_text(), re.MULTILINE):
+            name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+            for key, value in vars(importlib.import_module(name)).items():
+                if isinstance(value, MessageSet):
+                    yield f"{name}.{key}", value
+
+
+def test_the_page_on_the_design_has_every_message() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    named = set(re.findall(r"`(\w+)`", page))
+    missing = {name: set(kinds.kinds) - named for name, kinds in message_sets()}
+    assert missing, "no message was found"
+    assert not {name: kinds for name, kinds in missing.items() if kinds}
 
 
 def code_blocks(page: Path) -> list[str]:
