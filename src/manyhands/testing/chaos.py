@@ -1,19 +1,18 @@
-"""Kill random members of real runs at random moments, and check the outcome.
+"""Train with faults, and check the outcome.
 
     python -m manyhands.testing.chaos                                  about 200 kills in runs of every kind
     python -m manyhands.testing.chaos --only allreduce --kills 100 --doubles 0 --epochs 1500
 
-Each run suffers a shuffled list of blows: one member killed, two killed up to 0.3 s apart, all killed at
-once, the coordinator killed and the run resumed. Now and then a member is stopped for a moment (SIGSTOP,
-SIGCONT). After each blow the run has to make a step before the next one comes. Everything is seeded but the
-clock.
+Kills of one member, and pauses, come from the command's own `--chaos`, spread over the steps of the run. It
+kills only members that the others can spare. The rest comes from outside, in random order: two members killed
+up to 0.3 s apart, all killed at once, the coordinator killed and the run resumed. After each of these the run
+has to make a step before the next one. Everything is seeded but the clock.
 
-A single victim is always one that the others can do without. Two at once may be the only holders of a block:
-then all start again from the last checkpoint, by themselves.
+Two members may be the only holders of a block: then all start again from the last checkpoint, by themselves.
 
 The runs train the counting job (counting.py): at the end its weights say whether any sample was lost or
 counted twice. A second, shorter run of each kind compares the losses of a job with momentum, a schedule and
-clipping with those of one worker alone.
+clipping with those of a single worker.
 """
 
 from __future__ import annotations
@@ -48,8 +47,12 @@ SPARE_HANDLES = 6
 """So many more files or threads than at first may be open at a moment: a connection that is being made."""
 RECOVERED_WITHIN_S, DONE_WITHIN_S = 60.0, 600.0
 """Limits for hangs, no promises."""
-PAUSES = 0.3
-"""How often a kill has a pause before it."""
+PAUSE = "pause member 700ms every 5s"
+"""Too short for a member to count as dead."""
+STEPS_PER_EPOCH = 6
+"""Of the jobs that are trained here, at least."""
+LAST_KILL = 0.8
+"""Where in a run the last kill of one member is: the run has to recover before it ends."""
 EVERY = ("--checkpoint-every", "20")
 """Something to resume from."""
 APART_S = 0.3
@@ -65,7 +68,7 @@ def case_of(mode: str, transport: str, placement: str) -> Case:
         spec += f"(transport={transport}{',placement=dedicated' if dedicated else ''})"
     return Case(
         spec,
-        workers=2 if dedicated else 3,
+        workers=3,
         equals_single=mode in ("allreduce", "ps:sync"),
         flags=("--max-restarts", "1000", EQUAL),
         # Steps of unequal workers must stay small: what is computed on old weights may not blow up.
@@ -80,15 +83,12 @@ class Ordeal:
     case: Case
     run: Path
     killed: list[str] = field(default_factory=list)
-    num_before: int = 0
-    """Of these, those before the last death of the coordinator: a resumed run reuses names."""
     num_paused: int = 0
-    """Members that stood still for a moment."""
     pauses_s: list[float] = field(default_factory=list)
-    """From each single kill to the next committed step."""
+    """From each kill of one member to the next committed step."""
     pids: set[int] = field(default_factory=set)
     handles: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Of each process, before each kill: open files, and threads."""
+    """Open files and threads of each process, from time to time."""
     done: harness.Finished | None = None
     left_over: list[str] = field(default_factory=list)
 
@@ -101,46 +101,66 @@ def suffer(
     kills: int,
     epochs: int,
     doubles: int = 0,
-    role: str = "",
+    role: str = "member",
     job: str = "Regression",
     everybody: bool = False,
     coordinator: bool = False,
 ) -> Ordeal:
-    """Train with so many kills of one member (of that role, or of any) and so many of two members, and if
-    asked one of all members and one of the coordinator."""
+    """Train with this many kills of one member (of a role) and of two members; optionally kill all members
+    once, and the coordinator once."""
     rng = random.Random(f"{seed} {case.strategy}")
     ordeal = Ordeal(case, run)
     blows = ["two"] * doubles + ["all"] * everybody + ["coordinator"] * coordinator
-    blows += ["one"] * max(0, kills - 1)
     rng.shuffle(blows)
-    blows = ["one"] * min(1, kills) + blows
+    chaos = ("--chaos", _chaos(kills, role, epochs, seed))
     with temporary_folder() as scratch:
-        arguments = case.arguments(job, run, *EVERY, epochs=epochs)
+        arguments = case.arguments(job, run, *EVERY, *chaos, epochs=epochs)
         environ = {"TMPDIR": str(scratch)}
         with ExitStack() as stack:
             running = stack.enter_context(harness.command(*arguments, run=run, environ=environ))
             running.wait_for_step(2)
+            wanted = len(_view(running)["members"])
             for blow in blows:
-                time.sleep(rng.uniform(0.0, 1.5))
-                if rng.random() < PAUSES:
-                    _pause(running, ordeal, rng)
+                _watch(running, ordeal, rng.uniform(0.0, 1.5))
+                while running.process.poll() is None and len(_view(running)["members"]) < wanted:
+                    _watch(running, ordeal, 0.1)
+                if running.process.poll() is not None:
+                    break
                 if blow == "coordinator":
-                    if running.process.poll() is not None:
-                        break
                     _kill_coordinator(running, ordeal)
                     known = len(running.events())
-                    again = harness.command("resume", str(run), run=run, environ=environ)
+                    again = harness.command("resume", str(run), *chaos, run=run, environ=environ)
                     running = stack.enter_context(again)
                     running.wait_for(partial(_makes_steps, known))
-                elif not _strike(running, ordeal, rng, blow, role):
-                    break
+                else:
+                    _strike(running, ordeal, rng, blow)
+            _watch(running, ordeal, DONE_WITHIN_S)
             ordeal.done = running.wait(timeout_s=DONE_WITHIN_S)
-            ordeal.pids |= {*running.pids().values(), running.process.pid}
+            _note(running, ordeal)
         if not harness.gone(list(ordeal.pids)):
             ordeal.left_over.append("processes")
         ordeal.left_over += [str(path) for path in scratch.iterdir()]
     ordeal.left_over += _shared_memory_of(ordeal.pids)
+    _count_injected(ordeal, ordeal.done)
     return ordeal
+
+
+def _chaos(kills: int, role: str, epochs: int, seed: int) -> str:
+    last = int(LAST_KILL * STEPS_PER_EPOCH * epochs)
+    steps = [last * (number + 1) // (kills + 1) for number in range(kills)]
+    return "; ".join([*(f"kill {role} after step {step}" for step in steps), PAUSE, f"seed {seed}"])
+
+
+def _count_injected(ordeal: Ordeal, done: harness.Finished) -> None:
+    events = done.events
+    for event in events:
+        if event["event"] == "Injected" and event["fault"] == "kill":
+            ordeal.killed.append(event["member"])
+            step = _recovered(events, [event["member"]], event["time"])
+            if step is not None:
+                ordeal.pauses_s.append(step["time"] - event["time"])
+        elif event["event"] == "Injected":
+            ordeal.num_paused += 1
 
 
 def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = (), samples: int = 98) -> None:
@@ -179,57 +199,51 @@ def audit_counts(ordeal: Ordeal, *, epochs: int) -> None:
     check_counts(ordeal.done.state(), epochs=epochs, rows=ordeal.case.counts_rows)
 
 
-def _pause(running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random) -> None:
-    """Somebody stands still for a moment: too short to be taken for dead."""
-    member = rng.choice(list(_view(running)["members"]))
-    with suppress(ProcessLookupError):
-        running.kill(member, signal.SIGSTOP)
-        time.sleep(rng.uniform(0.1, 1.0))
-        running.kill(member, signal.SIGCONT)
-        ordeal.num_paused += 1
-
-
 def _kill_coordinator(running: harness.RunningCommand, ordeal: Ordeal) -> None:
-    """And with it all members, by themselves."""
-    ordeal.pids |= {*running.pids().values(), running.process.pid}
+    """And with it all members, which end by themselves."""
+    _note(running, ordeal)
     running.process.kill()
     running.process.wait()
     assert harness.gone(list(ordeal.pids)), "members have outlived their coordinator"
-    ordeal.num_before = len(ordeal.killed)
 
 
-def _strike(
-    running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random, blow: str, role: str
-) -> bool:
-    """One blow and the recovery from it; False if the run was over before."""
-    spare = _choose(running, ordeal, rng, role)
-    if spare is None or running.process.poll() is not None:
-        return False
-    members, pids = list(_view(running)["members"]), running.pids()
-    victims = {"one": [spare], "two": _pair(members, rng), "all": members}[blow]
-    for pid in (running.process.pid, *(pids[name] for name in members)):
+def _watch(running: harness.RunningCommand, ordeal: Ordeal, seconds: float) -> None:
+    """Let it run, up to its end, and note what its processes hold."""
+    deadline = time.monotonic() + seconds
+    while running.process.poll() is None and time.monotonic() < deadline:
+        _note(running, ordeal)
+        time.sleep(min(0.5, seconds))
+
+
+def _note(running: harness.RunningCommand, ordeal: Ordeal) -> None:
+    pids = running.pids()
+    ordeal.pids |= {*pids.values(), running.process.pid}
+    # Only of those that take part: what a member holds grows while it starts.
+    for pid in (running.process.pid, *(pids[name] for name in _view(running)["members"])):
         with suppress(OSError):
-            ordeal.handles.setdefault(pid, []).append(_handles_of(pid))
+            reading = _handles_of(pid)
+            ordeal.handles.setdefault(pid, []).append(reading)
+
+
+def _strike(running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random, blow: str) -> None:
+    """Kill two members, or all, and wait until the run has recovered or is over."""
+    members, pids = list(_view(running)["members"]), running.pids()
+    victims = _pair(members, rng) if blow == "two" else members
     killed = time.time()
     for victim in victims:
         if blow == "two" and victim != victims[0]:
-            time.sleep(rng.uniform(0.0, APART_S))
+            time.sleep(rng.choice([rng.uniform(0.0, APART_S / 5), rng.uniform(0.0, APART_S)]))
         with suppress(ProcessLookupError):
             os.kill(pids[victim], signal.SIGKILL)
     ordeal.killed += victims
     deadline = time.monotonic() + RECOVERED_WITHIN_S
-    while running.process.poll() is None:
-        if (step := _recovered(running.events(), victims, killed)) is not None:
-            if blow == "one":
-                ordeal.pauses_s.append(step["time"] - killed)
-            return True
+    while running.process.poll() is None and not _recovered(running.events(), victims, killed):
         if time.monotonic() > deadline:
             running.process.kill()
             raise AssertionError(
                 f"no step for {RECOVERED_WITHIN_S:.0f} s after {', '.join(victims)} died:\n{running.logs()}"
             )
         time.sleep(0.05)
-    return False
 
 
 def _pair(members: Sequence[str], rng: random.Random) -> list[str]:
@@ -249,42 +263,6 @@ def _recovered(
         if not set(victims) & set(event["members"]):
             return next((e for e in events[number:] if e["event"] == "StepCommitted"), None)
     return None
-
-
-def _choose(
-    running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random, role: str
-) -> str | None:
-    """A member that the others can do without; waits until there is one."""
-    while running.process.poll() is None:
-        view = _view(running)
-        members, num_servers = list(view["members"]), int(view["servers"])
-        workers, servers = (
-            members[: len(members) - num_servers],
-            members[len(members) - num_servers :],
-        )
-        if not ordeal.case.strategy.startswith("ps"):
-            workers = _with_weights(running.events(), workers)
-        spare = [group for group in (workers, servers) if len(group) > 1]
-        candidates = [
-            name
-            for group in spare
-            for name in group
-            if name.startswith(role)
-            if name not in ordeal.killed[ordeal.num_before :]
-        ]
-        if candidates:
-            ordeal.pids |= set(running.pids().values())
-            return rng.choice(candidates)
-        time.sleep(0.05)
-    return None
-
-
-def _with_weights(events: Sequence[Mapping[str, Any]], workers: Sequence[str]) -> list[str]:
-    """Those who have got samples in the last view: one that has just come has not got the weights yet, and
-    what nobody but it and a victim could know would be lost."""
-    began = max(n for n, e in enumerate(events) if e["event"] == "ViewChanged")
-    steps = [e["shares"] for e in events[began:] if e["event"] == "StepCommitted"]
-    return [name for name in workers if any(shares.get(name) for shares in steps)]
 
 
 def _makes_steps(known: int, events: Sequence[Mapping[str, Any]]) -> bool:
