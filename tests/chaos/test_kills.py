@@ -123,7 +123,7 @@ def test_nobody_begins_again_over_checkpoints_that_do_not_read(tmp_path: Path) -
         running.kill("worker-0")
         done = running.wait()
     assert done.code == 1
-    assert "No checkpoint of this run is sound" in done.err
+    assert "No checkpoint of this run is intact" in done.err
     assert list((run / "checkpoints").glob("step-*"))
 
 
@@ -295,7 +295,7 @@ def test_when_no_checkpoint_is_sound_nothing_is_touched(tmp_path: Path) -> None:
     before = sorted(os.listdir(run / "checkpoints"))
     resumed = harness.resume(run, "--set", "epochs=4")
     assert resumed.code == 1
-    assert "No checkpoint of this run is sound" in resumed.err
+    assert "No checkpoint of this run is intact" in resumed.err
     assert sorted(os.listdir(run / "checkpoints")) == before
 
 

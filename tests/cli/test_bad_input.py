@@ -116,7 +116,7 @@ def test_an_unwritable_run_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     where = str(tmp_path / "file" / "run")
     error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
-    assert "can't be made" in error
+    assert "can't be created" in error
     assert "--run-dir" in error
 
 

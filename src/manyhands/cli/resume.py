@@ -171,7 +171,7 @@ def _is_done(folder: RunFolder, arguments: argparse.Namespace) -> bool:
 def _pick(folder: RunFolder, wanted: str | None) -> tuple[Manifest | None, list[str]]:
     """Return the checkpoint to resume from, and what is wrong with newer ones."""
     if wanted is None:
-        return checkpoints.last_sound(folder.path)
+        return checkpoints.last_intact(folder.path)
     name = wanted.removeprefix("checkpoints/")
     there = [f"step-{step}" for step in checkpoints.steps(folder.path)]
     if name not in there:

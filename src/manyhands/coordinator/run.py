@@ -165,7 +165,7 @@ def _end_start(driver: Driver) -> Manifest | None:
     """The weights are lost: end the members that are left. Returns the checkpoint to start again from."""
     run, membership, options = driver.run, driver.membership, driver.options
     driver.coordinator.end_members()
-    checkpoint, complaints = checkpoints.last_sound(run.path)
+    checkpoint, complaints = checkpoints.last_intact(run.path)
     source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
     skipped = "".join(f" {complaint} It is skipped." for complaint in complaints)
     message = f"the weights are lost; all members start again from {source}.{skipped}"

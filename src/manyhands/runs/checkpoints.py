@@ -1,11 +1,11 @@
-"""The checkpoints of a run: where they lie, when one counts, which one to go on from. No torch here.
+"""The checkpoints of a run: paths, commit, verification, and which one to resume from. No torch here.
 
     checkpoints/.step-120.worker-0.partial/    being written by that member
-    checkpoints/step-120/      whole: renamed after its manifest, the last file, was on disk
+    checkpoints/step-120/      complete: renamed after its manifest, the last file, was on disk
         __0_0.distcp, .metadata        by torch.distributed.checkpoint: model, optimizer, scheduler
-        manifest.json                  sizes and CRC-32 of the files, and the state of the course
+        manifest.json                  sizes and CRC-32 of the files, and the state of the training plan
 
-A folder without a manifest, or whose files are not what the manifest says, is never loaded.
+A folder without a manifest, or with files that differ from the manifest, is never loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Manifest:
 
 
 def partial(run: Path, step: int, writer: str = "") -> Path:
-    """Each writer has its own: after a death another may begin with a step that one is not done with."""
+    """Return the folder of a checkpoint that is being written. Each writer has its own: after a worker died,
+    another one may save the same step."""
     return run / "checkpoints" / f".step-{step}{writer and '.'}{writer}.partial"
 
 
@@ -51,7 +52,7 @@ def final(run: Path, step: int) -> Path:
 
 
 def checkpoint_step(folder: str | Path) -> int:
-    """The step of a checkpoint, by the name of its folder."""
+    """Return the step of a checkpoint from the name of its folder."""
     return int(Path(folder).name.removeprefix("step-"))
 
 
@@ -65,7 +66,7 @@ def commit(
     workers: int,
     writer: str = "",
 ) -> Path:
-    """Make a written checkpoint count: manifest last, then one rename."""
+    """Commit a written checkpoint: write the manifest, then rename the folder."""
     source, target = partial(run, step, writer), final(run, step)
     manifest = {
         "format": FORMAT,
@@ -79,7 +80,7 @@ def commit(
     try:
         write_json(source / MANIFEST, manifest)
         if target.exists():
-            # In one go, so that a kill in between leaves the one or the other, never neither.
+            # Atomically, so that a kill leaves one of the two, never none.
             exchange(source, target)
             os.rename(source, _aside(target))
         else:
@@ -93,17 +94,17 @@ def commit(
 
 
 def steps(run: Path) -> list[int]:
-    """The steps that have a checkpoint, oldest first; whether each is sound is for `verify`."""
+    """Return the steps with a checkpoint, oldest first. `verify` tells whether one is intact."""
     names = [path.name for path in (run / "checkpoints").glob("step-*")]
     return sorted(int(n[5:]) for n in names if n[5:].isdecimal())
 
 
 def verify(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file is what it should be."""
+    """Check all files of a checkpoint and return its manifest."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except OSError as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from error
     try:
@@ -118,7 +119,7 @@ def verify(path: Path) -> Manifest:
                 raise CheckpointError(
                     f"{path / name} has {size:,} bytes and should have {facts['bytes']:,}."
                 )
-            if not _sound(path / name, facts):
+            if not _is_intact(path / name, facts):
                 raise CheckpointError(
                     f"{path / name} is damaged: its checksum is not the one written."
                 )
@@ -126,47 +127,47 @@ def verify(path: Path) -> Manifest:
             path, manifest["step"], manifest["course"], manifest["strategy"], manifest["workers"]
         )
     except OSError as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path / MANIFEST} is not a manifest: {problem}") from error
 
 
 def newest(run: Path) -> tuple[Manifest | None, list[str]]:
-    """The newest sound checkpoint, and what is wrong with each newer one."""
-    complaints: list[str] = []
+    """Return the newest intact checkpoint, and what is wrong with each newer one."""
+    problems: list[str] = []
     for step in reversed(steps(run)):
         try:
-            return verify(final(run, step)), complaints
+            return verify(final(run, step)), problems
         except CheckpointError as error:
-            complaints.append(str(error))
-    return None, complaints
+            problems.append(str(error))
+    return None, problems
 
 
-def last_sound(run: Path) -> tuple[Manifest | None, list[str]]:
-    """As `newest`, to go on from it; None only if nothing was ever saved."""
-    checkpoint, complaints = newest(run)
-    if checkpoint is None and complaints:
+def last_intact(run: Path) -> tuple[Manifest | None, list[str]]:
+    """Like `newest`, for resuming: None only if nothing was ever saved."""
+    checkpoint, problems = newest(run)
+    if checkpoint is None and problems:
         raise CheckpointError(
-            "No checkpoint of this run is sound:\n  " + "\n  ".join(complaints) + "\n"
-            "Nothing was changed. To begin anew, move the folder checkpoints/ away."
+            "No checkpoint of this run is intact:\n  " + "\n  ".join(problems) + "\n"
+            "Nothing was changed. To start from scratch, move the folder checkpoints/ away."
         )
-    return checkpoint, complaints
+    return checkpoint, problems
 
 
 def choose(run: Path, step: str | int) -> Manifest:
-    """The checkpoint of a step: a number, "last", or "best" by the job's monitor. In a run that has
-    evaluated nothing the best is the last."""
-    there = steps(run)
-    if not there:
+    """Return the checkpoint of a step: a number, "last", or "best" by the job's monitor. In a run without
+    evaluations the best is the last."""
+    found = steps(run)
+    if not found:
         raise CheckpointError(f"{run} has no checkpoint.")
-    known = f"{run} has the checkpoints of steps {', '.join(map(str, there))}."
+    known = f"{run} has the checkpoints of steps {', '.join(map(str, found))}."
     match str(step):
         case "last":
-            number = there[-1]
+            number = found[-1]
         case "best":
-            number = _best(run, there)
-            if number not in there:
+            number = _best(run, found)
+            if number not in found:
                 raise CheckpointError(
                     f"The best evaluation of {run} was at step {number}, and its checkpoint is gone. {known}"
                 )
@@ -174,9 +175,9 @@ def choose(run: Path, step: str | int) -> Manifest:
             number = int(text)
         case _:
             raise UsageError(
-                f'The step {step!r} can\'t be: give "best", "last" or a number. {known}'
+                f'The step {step!r} is not valid: give "best", "last" or a number. {known}'
             )
-    if number not in there:
+    if number not in found:
         raise CheckpointError(f"There is no checkpoint of step {number}. {known}")
     try:
         return verify(final(run, number))
@@ -184,19 +185,19 @@ def choose(run: Path, step: str | int) -> Manifest:
         raise CheckpointError(f"{error} {known}") from error
 
 
-def _best(run: Path, there: Sequence[int]) -> int:
-    """The step of the best evaluation, as the newest checkpoint that can be read knows it."""
-    for step in reversed(there):
+def _best(run: Path, found: Sequence[int]) -> int:
+    """Return the step of the best evaluation, from the newest readable manifest."""
+    for step in reversed(found):
         try:
             best = json.loads((final(run, step) / MANIFEST).read_text())["course"]["best"]
-            return int(best["step"]) if best["metrics"] else there[-1]
+            return int(best["step"]) if best["metrics"] else found[-1]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # what is wrong with it is told when it is asked for
-    return there[-1]
+            continue  # `verify` reports what is wrong with it
+    return found[-1]
 
 
 def set_aside(path: Path) -> None:
-    """Out of the way, not deleted: it may be all that somebody has."""
+    """Rename a checkpoint instead of deleting it: it may be the only one."""
     os.rename(path, _aside(path))
 
 
@@ -209,7 +210,7 @@ def prune(run: Path, *, keep: int, also: int | None) -> None:
     found = steps(run)
     for step in found[: max(0, len(found) - keep)]:
         if step != also:
-            # Out of sight first, so that a kill in between never leaves half a checkpoint in sight.
+            # Rename first, so that a kill never leaves half a checkpoint under its name.
             doomed = final(run, step).with_name(f".step-{step}.old")
             shutil.rmtree(doomed, ignore_errors=True)
             os.rename(final(run, step), doomed)
@@ -217,19 +218,20 @@ def prune(run: Path, *, keep: int, also: int | None) -> None:
 
 
 def clear_partials(run: Path) -> None:
-    """What a killed run was writing or deleting counts for nothing."""
+    """Delete what a killed run was writing or deleting."""
     for pattern in (".step-*.partial", ".step-*.tables", ".step-*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return the entry of a file in a manifest."""
     return {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
 
 def checksum(path: Path) -> str:
-    """CRC-32, against disks and networks: a third of the time that SHA-256 takes, on cores that train."""
+    """Return the CRC-32, against errors of disks and networks. It takes a third of the time of SHA-256, on
+    cores that train."""
     value, block = 0, memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(block):
@@ -237,8 +239,8 @@ def checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
-def _sound(path: Path, facts: Mapping[str, Any]) -> bool:
+def _is_intact(path: Path, facts: Mapping[str, Any]) -> bool:
     if "crc32" in facts:
         return bool(checksum(path) == facts["crc32"])
-    with open(path, "rb") as file:  # as checkpoints of the first format have it
+    with open(path, "rb") as file:  # format 1
         return bool(hashlib.file_digest(file, "sha256").hexdigest() == facts["sha256"])

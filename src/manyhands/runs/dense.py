@@ -1,7 +1,7 @@
 """The state of a model without the rows of its sparse tables.
 
-`model.state_dict()` has the rows too, as its user expects. A checkpoint and a worker that catches up get
-them by themselves, with what a table's optimizer remembers: once a host, and only what has changed.
+`model.state_dict()` has the rows too, as its user expects. Checkpoints and new workers get the rows
+separately, with the state of the table's optimizer: once per host, and only what has changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def rows_wanted() -> bool:
 
 
 def dense_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict without rows, which are not even read."""
+    """Return the model's state dict without rows, which are not even read."""
     with _rows_left_out():
         return model.state_dict()
 
 
 def load_dense_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state dict without rows. Those that the model has stay."""
+    """Load a state dict without rows. The rows of the model stay."""
     with _rows_left_out():
         model.load_state_dict(state)
 

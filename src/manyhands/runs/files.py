@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside, flushed to the disk, then renamed."""
+"""Atomic writes: to a temporary file, flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
-"""Of renameat2 (Linux 3.15, glibc 2.28), which Python has no name for."""
+"""Flag of renameat2 (Linux 3.15, glibc 2.28), which Python does not wrap."""
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -30,12 +30,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def opened_here(path: str, flags: int) -> int:
-    """For `open`: not what a symlink leads to. A folder of somebody else may have one to a file of yours."""
+    """Opener that follows no symlink: the folder of another user may have one to a file of yours."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Let two paths change places, at once where the file system can, else in three renames."""
+    """Swap two paths: atomically if the file system can, otherwise by three renames."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):
         names = os.fsencode(first), os.fsencode(second)
@@ -50,7 +50,7 @@ def exchange(first: Path, second: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file; empty if it can't be read."""
+    """Return the SHA-256 of a file, or an empty string if it can't be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -67,7 +67,7 @@ def sync_folder(path: Path) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """The value with only what JSON has: NaN and infinities as None, anything strange by its repr."""
+    """Convert a value to JSON types: NaN and infinities to None, other objects to their repr."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""The folder of a run: everything that happened, and everything that resume needs.
+"""The folder of a run: its history, and everything that resume needs.
 
-config.json      what was resolved, and where each value came from
-events.jsonl     every event, in order: the truth
+config.json      the resolved settings, and where each value came from
+events.jsonl     every event, in order
 summary.json     how it ended
-logs/            one file a member
+logs/            one file per member
 tb/              TensorBoard
 checkpoints/     step-N/, see runs/checkpoints.py
 run.lock         held by the coordinator while it trains
@@ -30,7 +30,7 @@ REQUEST = "request.json"
 
 
 class RunFolder:
-    """One run's folder."""
+    """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,30 +42,30 @@ class RunFolder:
     def create(
         cls, job_name: str, *, root: Path = Path("runs"), path: Path | None = None
     ) -> RunFolder:
-        """A new folder: `path`, or runs/<job>-<time> with a number if two start in one second."""
+        """Create `path`, or runs/<job>-<time>, with a suffix if two start in the same second."""
         try:
             if path is not None:
                 if path.exists() and any(path.iterdir()):
                     raise RunFolderError(
-                        f"{path} is not empty. Give a new --run-dir, or go on with what is there: "
+                        f"{path} is not empty. Give a new --run-dir, or resume the run in it: "
                         f"manyhands resume {path}"
                     )
                 path.mkdir(parents=True, exist_ok=True)
             else:
-                path = _fresh(root, job_name)
+                path = _create_unique(root, job_name)
             run = cls(path)
             for name in ("logs", "tb", "checkpoints"):
                 (path / name).mkdir(exist_ok=True)
         except OSError as error:
             raise RunFolderError(
-                f"The run folder {path or root} can't be made: {error.strerror}. "
+                f"The run folder {path or root} can't be created: {error.strerror}. "
                 "Give another one with --run-dir."
             ) from error
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """A run that exists."""
+        """Open an existing run."""
         if not (path / CONFIG).is_file():
             hint = "manyhands list  shows the runs here."
             if not path.is_dir():
@@ -78,7 +78,8 @@ class RunFolder:
         return self.path / "logs"
 
     def lock(self) -> None:
-        """Only one coordinator at a time may write here. The kernel lets go when the process ends."""
+        """Lock the folder: only one coordinator at a time may write. The kernel unlocks it when the process
+        ends."""
         if self._lock is not None:
             return
         try:
@@ -100,27 +101,28 @@ class RunFolder:
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
-        self._identity = self._look()
+        self._identity = self._inode()
 
     @property
     def is_gone(self) -> bool:
-        """The folder was deleted or moved since it was locked. A disk that doesn't answer is not gone."""
+        """If true, the folder was deleted or moved since it was locked. A disk that does not answer is not
+        gone."""
         if self._identity is None:
             return False
         try:
-            return self._look() != self._identity
+            return self._inode() != self._identity
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False
 
-    def _look(self) -> tuple[int, int]:
+    def _inode(self) -> tuple[int, int]:
         found = self.path.stat()
         return found.st_dev, found.st_ino
 
     @property
     def locked(self) -> bool:
-        """Somebody is training in it."""
+        """If true, a coordinator is training in it."""
         try:
             with open(self.path / "run.lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -136,7 +138,7 @@ class RunFolder:
             self._lock = None
 
     def owner_warning(self) -> str | None:
-        """Names the user that made this run, if it is another: its job file is code of that user."""
+        """Return a warning if another user made this run: its job file is code of that user."""
         owners = {self.path.stat().st_uid, (self.path / CONFIG).stat().st_uid} - {os.geteuid()}
         if not owners:
             return None
@@ -152,7 +154,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """How the run ended, or None if it has not, or was killed."""
+        """How the run ended; None if it has not ended, or was killed."""
         return self._read(SUMMARY) if (self.path / SUMMARY).is_file() else None
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -161,7 +163,8 @@ class RunFolder:
     def note_fields(
         self, fields: Mapping[str, Any], settings: Mapping[str, str], job: str = ""
     ) -> None:
-        """The job's hyperparameters, once a worker has loaded it, where each came from, and its class."""
+        """Save the job's hyperparameters, where each came from, and its class, once a worker has loaded it.
+        Save the job's hyperparameters, where each came from, and its class, once a worker has loaded it."""
         if (self.path / CONFIG).is_file():
             noted = {
                 name: {"value": value, "from": "--set" if name in settings else "job file"}
@@ -176,27 +179,27 @@ class RunFolder:
         write_json(self.path / SUMMARY, summary)
 
     def forget_summary(self) -> None:
-        """It goes on: how it ended before is history (events.jsonl has it)."""
+        """Delete the summary, because the run continues; events.jsonl keeps how it ended before."""
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def request(self, workers: int) -> None:
-        """Ask whoever trains in it for another number of workers."""
+        """Ask the coordinator of this run for another number of workers."""
         write_json(self.path / REQUEST, {"workers": workers})
 
     def take_request(self) -> Any:
-        """What was asked for since the last time, if anything: a number of workers, if it is one."""
+        """Return the requested number of workers, if there is a new request, as it was written."""
         path = self.path / REQUEST
         if not path.exists():
             return None
         try:
-            asked = json.loads(path.read_text())["workers"]
+            workers = json.loads(path.read_text())["workers"]
         except (OSError, ValueError, KeyError, TypeError):
-            asked = "unreadable"
+            workers = "unreadable"
         path.unlink(missing_ok=True)
-        return asked
+        return workers
 
     def discard(self) -> None:
-        """Delete a run in which nothing was trained, unless somebody else is training in it."""
+        """Delete a run in which nothing was trained, unless another coordinator is training in it."""
         if not self.locked:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -211,7 +214,7 @@ class RunFolder:
 
 
 def runs_in(root: Path) -> list[RunFolder]:
-    """The runs in a folder, oldest first."""
+    """Return the runs in a folder, oldest first."""
     folders = [path.parent for path in root.glob(f"*/{CONFIG}")]
     return [RunFolder(path) for path in sorted(folders, key=lambda p: (p / CONFIG).stat().st_mtime)]
 
@@ -223,7 +226,7 @@ def _user(uid: int) -> str:
         return f"the user with id {uid}"
 
 
-def _fresh(root: Path, job_name: str) -> Path:
+def _create_unique(root: Path, job_name: str) -> Path:
     name = re.sub(r"[^a-z0-9]+", "-", job_name.lower()).strip("-") or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     root.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,16 @@
-"""Read a checkpoint of torch.distributed.checkpoint without running code that it brings.
+"""Reads a checkpoint of torch.distributed.checkpoint without running code from it.
 
-torch pickles two things: `.metadata`, and every value that is not a tensor. A pickle may name any function
-and call it, and a run folder may come from somebody else. So torch's own reader is not used:
+torch pickles two things: `.metadata`, and every value that is not a tensor. A pickle may call any function,
+and a run folder may come from another person. So torch's own reader is not used:
 
-    .metadata     Each name is looked up in a list, and stands for a record that only keeps what it was given.
-                  Not for torch's class: a pickle can change the attributes of a class that it may name.
+    .metadata     Names are looked up in a list and stand for a record that only stores its arguments, not
+                  for torch's class: a pickle can change the attributes of a class that it may name.
     values        `torch.load(weights_only=True)`: plain values, containers, tensors, and what the job file
-                  has allowed with `torch.serialization.add_safe_globals`. NumPy's numbers and arrays are
-                  rebuilt from their bytes: NumPy's own functions believe what a pickle says of memory.
+                  has allowed with `torch.serialization.add_safe_globals`. NumPy numbers and arrays are
+                  rebuilt from their bytes: NumPy's own functions trust what a pickle says about memory.
     tensors       the same, chunk by chunk.
 
-Only files of the checkpoint's own folder are read. The format is the same from torch 2.11 to 2.14.
+Only files in the folder of the checkpoint are read. The format is the same from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECORDS = {
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Everything in a checkpoint, nested as it was saved."""
+    """Read a checkpoint, nested as it was saved."""
     entries = read_metadata(folder / METADATA)
     state: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -77,27 +77,27 @@ def read(folder: Path) -> dict[str, Any]:
                             f"{folder / chunk.file} has no such part of {entry.name}."
                         )
                     part.copy_(saved)
-            _put(state, entry.way, value, limit=len(entries))
+            _put(state, entry.path, value, limit=len(entries))
     return state
 
 
-def _put(state: dict[str, Any], way: tuple[Any, ...], value: Any, *, limit: int) -> None:
-    """Set a value deep in a state, with whatever dicts and lists are missing on the way."""
+def _put(state: dict[str, Any], path: tuple[Any, ...], value: Any, *, limit: int) -> None:
+    """Set a value at a path in a state, creating missing dicts and lists."""
     place: Any = state
-    for key, after in zip(way, (*way[1:], None), strict=True):
+    for key, after in zip(path, (*path[1:], None), strict=True):
         if isinstance(place, list):
             if type(key) is not int or not 0 <= key < limit:
-                raise CheckpointError(f"{way!r} is no place in a state")
+                raise CheckpointError(f"{path!r} is not a path in a state")
             place += [None] * (key + 1 - len(place))
         elif not isinstance(place, dict) or type(key) is not str:
-            raise CheckpointError(f"{way!r} is no place in a state")
+            raise CheckpointError(f"{path!r} is not a path in a state")
         if after is None:
             place[key] = value
             return
-        there: Any = place[key] if isinstance(place, list) else place.get(key)
-        if there is None:
-            there = place[key] = {} if type(after) is str else []
-        place = there
+        inner: Any = place[key] if isinstance(place, list) else place.get(key)
+        if inner is None:
+            inner = place[key] = {} if type(after) is str else []
+        place = inner
 
 
 # .metadata ----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _put(state: dict[str, Any], way: tuple[Any, ...], value: Any, *, limit: int)
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """Where bytes are, and for a part of a tensor its start and length in each dimension."""
+    """Bytes in a file; for a part of a tensor, also its start and length in each dimension."""
 
     file: str
     start: int
@@ -116,8 +116,8 @@ class TensorChunk:
 @dataclass(frozen=True)
 class MetadataEntry:
     name: str
-    way: tuple[str | int, ...]
-    """Keys, and places in lists, from the top of the state to it."""
+    path: tuple[str | int, ...]
+    """Keys and list indices from the top of the state."""
     chunks: tuple[TensorChunk, ...]
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
@@ -125,7 +125,7 @@ class MetadataEntry:
 
 
 class _Record:
-    """Keeps what a pickle says of an object; does nothing."""
+    """Stores what a pickle says about an object; does nothing."""
 
     arguments: tuple[Any, ...]
     state: Any
@@ -144,7 +144,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._path = path
         self.kinds: dict[str, type[_Record]] = {}
-        """New ones for each file: whatever a pickle does to them ends with it."""
+        """New classes for each file, so that a pickle can't change those of another."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, ()):
@@ -164,7 +164,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> list[MetadataEntry]:
-    """What a checkpoint holds, in the order in which it was saved."""
+    """Return the entries of a checkpoint in the order in which they were saved."""
     with open(path, "rb") as file:
         unpickler = _MetadataUnpickler(file, path)
         try:
@@ -172,42 +172,42 @@ def read_metadata(path: Path) -> list[MetadataEntry]:
             return _Checked(unpickler.kinds).entries(saved)
         except CheckpointError:
             raise
-        except Exception as error:  # a pickle can be wrong in any way
+        except Exception as error:  # a pickle can be wrong in any path
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{path} is not what torch writes: {reason}") from error
 
 
 class _Checked:
-    """Turns records into entries, each field checked."""
+    """Converts records to entries and checks each field."""
 
     def __init__(self, kinds: Mapping[str, type[_Record]]) -> None:
         self._kinds = kinds
 
     def entries(self, saved: Any) -> list[MetadataEntry]:
         fields = self._fields(saved, "Metadata")
-        ways = _a(dict, fields.get("planner_data") or {})
+        paths = _expect(dict, fields.get("planner_data") or {})
         stored = {
             self._index(index): self._stored(info)
-            for index, info in _a(dict, fields["storage_data"]).items()
+            for index, info in _expect(dict, fields["storage_data"]).items()
         }
         found = []
-        for name, entry in _a(dict, fields["state_dict_metadata"]).items():
-            way = _a(tuple, ways.get(name, (_a(str, name),)))
-            if not way or not all(type(key) in (str, int) for key in way):
-                raise TypeError(f"{way!r} is no place in a state")
+        for name, entry in _expect(dict, fields["state_dict_metadata"]).items():
+            path = _expect(tuple, paths.get(name, (_expect(str, name),)))
+            if not path or not all(type(key) in (str, int) for key in path):
+                raise TypeError(f"{path!r} is not a path in a state")
             if type(entry) is self._kinds.get("BytesStorageMetadata"):
-                found.append(MetadataEntry(name, way, (stored[name, None],)))
+                found.append(MetadataEntry(name, path, (stored[name, None],)))
                 continue
-            found.append(self._tensor(name, way, entry, stored))
+            found.append(self._tensor(name, path, entry, stored))
         return found
 
     def _tensor(
-        self, name: str, way: tuple[str | int, ...], saved: Any, stored: Mapping[Any, TensorChunk]
+        self, name: str, path: tuple[str | int, ...], saved: Any, stored: Mapping[Any, TensorChunk]
     ) -> MetadataEntry:
         fields = self._fields(saved, "TensorStorageMetadata")
         dtype, *_ = self._record(fields["properties"], "TensorProperties").state
         chunks = []
-        for chunk in _a(list, fields["chunks"]):
+        for chunk in _expect(list, fields["chunks"]):
             part = self._fields(chunk, "ChunkStorageMetadata")
             starts, lengths = self._size(part["offsets"]), self._size(part["sizes"])
             place = tuple(zip(starts, lengths, strict=True))
@@ -215,28 +215,28 @@ class _Checked:
         shape = self._size(fields["size"])
         if sum(math.prod(n for _, n in chunk.place) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"parts of {name} are missing")
-        return MetadataEntry(name, way, tuple(chunks), shape, _a(torch.dtype, dtype))
+        return MetadataEntry(name, path, tuple(chunks), shape, _expect(torch.dtype, dtype))
 
     def _index(self, saved: Any) -> tuple[str, tuple[int, ...] | None]:
         fields = self._fields(saved, "MetadataIndex")
         offset = fields.get("offset")
-        return _a(str, fields["fqn"]), None if offset is None else self._size(offset)
+        return _expect(str, fields["fqn"]), None if offset is None else self._size(offset)
 
     def _stored(self, saved: Any) -> TensorChunk:
         fields = self._fields(saved, "_StorageInfo")
-        name = _a(str, fields["relative_path"])
+        name = _expect(str, fields["relative_path"])
         if Path(name).name != name:
             raise ValueError(f"it names {name!r}, which is not a file of this checkpoint")
         if fields.get("transform_descriptors"):
             raise ValueError(f"it is transformed: {fields['transform_descriptors']!r}")
-        return TensorChunk(name, _a(int, fields["offset"]), _a(int, fields["length"]))
+        return TensorChunk(name, _expect(int, fields["offset"]), _expect(int, fields["length"]))
 
     def _size(self, saved: Any) -> tuple[int, ...]:
         (numbers,) = self._record(saved, "Size").arguments
-        return tuple(_a(int, number) for number in _a(tuple, numbers))
+        return tuple(_expect(int, number) for number in _expect(tuple, numbers))
 
     def _fields(self, saved: Any, kind: str) -> dict[str, Any]:
-        fields: dict[str, Any] = _a(dict, self._record(saved, kind).state)
+        fields: dict[str, Any] = _expect(dict, self._record(saved, kind).state)
         return fields
 
     def _record(self, saved: Any, kind: str) -> _Record:
@@ -246,7 +246,7 @@ class _Checked:
         return saved
 
 
-def _a(kind: type, value: Any) -> Any:
+def _expect(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
     return value
@@ -256,7 +256,7 @@ def _a(kind: type, value: Any) -> Any:
 
 
 def load_value(file: io.BytesIO, where: str) -> Any:
-    """A value that was saved with torch.save; `where` is for the error."""
+    """Read a value that torch.save wrote. `where`: for the error."""
     try:
         with torch.serialization.safe_globals(ALLOWED):
             value = torch.load(file, map_location="cpu", weights_only=True)
@@ -269,11 +269,11 @@ def load_value(file: io.BytesIO, where: str) -> Any:
             ) from error
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].splitlines()[0]
         raise CheckpointError(f"{where} does not read: {reason}") from error
-    return _rebuilt(value)
+    return _with_arrays(value)
 
 
 def check_value(value: Any) -> None:
-    """Raise if a value would not read back, and so a checkpoint with it would be of no use."""
+    """Raise if a value could not be read back, so that the checkpoint would be useless."""
     if type(value) in PLAIN or isinstance(value, Tensor):
         return
     file = io.BytesIO()
@@ -306,7 +306,7 @@ class _NumpyType:
 
 
 def _numpy_number(kind: Any, data: bytes) -> Any:
-    return np.frombuffer(_a(bytes, data), _a(_NumpyType, kind).dtype, count=1)[0]
+    return np.frombuffer(_expect(bytes, data), _expect(_NumpyType, kind).dtype, count=1)[0]
 
 
 class _NumpyArray:
@@ -317,7 +317,7 @@ class _NumpyArray:
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, by_columns, data = state
-        flat = np.frombuffer(_a(bytes, data), _a(_NumpyType, kind).dtype)
+        flat = np.frombuffer(_expect(bytes, data), _expect(_NumpyType, kind).dtype)
         self.array = flat.reshape(shape, order="F" if by_columns else "C").copy(order="K")
 
 
@@ -329,22 +329,22 @@ ALLOWED: list[Any] = [
     (frozenset, "builtins.frozenset"),
     (_NumpyType, "numpy.dtype"),
     (_ArrayClass, "numpy.ndarray"),
-    (_NumpyArray, "manyhands numpy array"),  # so that its state is set
+    (_NumpyArray, "manyhands numpy array"),  # allows its state to be set
     *((_numpy_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     *((_NumpyArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
 ]
 
 
-def _rebuilt(value: Any) -> Any:
-    """The value with real arrays in it."""
+def _with_arrays(value: Any) -> Any:
+    """Replace placeholders in a value by NumPy arrays."""
     if isinstance(value, _NumpyArray):
         return value.array
     if type(value) is _NumpyType:
         return value.dtype
     if isinstance(value, dict):
         for key, item in value.items():
-            value[key] = _rebuilt(item)
+            value[key] = _with_arrays(item)
         return value
     if type(value) in (list, tuple, set):
-        return type(value)(_rebuilt(item) for item in value)
+        return type(value)(_with_arrays(item) for item in value)
     return value

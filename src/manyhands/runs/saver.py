@@ -1,9 +1,9 @@
-"""Writing and reading a checkpoint inside a member, in the format of torch.distributed.checkpoint.
+"""Writes and reads checkpoints in a member, in the format of torch.distributed.checkpoint.
 
-`start` copies the state to the CPU (all that training waits for), then a thread checks that the weights
-are finite numbers, writes the copy into the partial folder and takes the checksums. The coordinator
-makes it count (runs/checkpoints.py) once every step up to it is on record. Optimizer state is kept by
-parameter name, not number, so that it fits a model that is split another way.
+`start` copies the state to the CPU; training waits only for that. Then a thread checks that the weights are
+finite, writes the copy to the partial folder and computes checksums. The coordinator commits it
+(runs/checkpoints.py) once every step up to it is recorded. Optimizer state is saved by parameter name, not
+index, so that it fits a model that is split in another way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manyhands.runs.table_files import INDEX, Chain, SavableTables, TableFilePar
 from manyhands.threads import start_thread
 
 SPARE_BYTES = 1 << 20
-"""Left free on the disk by a checkpoint, so that logs and events can still be written."""
+"""Disk space that a checkpoint leaves free for logs and events."""
 
 
 class Trained(Protocol):
@@ -53,7 +53,7 @@ class Stateful(Protocol):
 
 
 class Saver:
-    """Saves one checkpoint at a time, beside the training."""
+    """Saves one checkpoint at a time, in the background."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Saver:
         infinite: Collection[str] = (),
         on_done: Callable[[dict[str, Any]], None] = lambda outcome: None,
     ) -> None:
-        """`soon`: it will be asked to save. Others need not load what that takes, which is a quarter of the
-        time in which a worker starts. `infinite`: parameters that hold infinities on purpose. `on_done`:
-        called in the thread that writes, with the outcome of each checkpoint."""
+        """`soon`: import what saving needs now. Members that do not save skip it, which is a quarter of a
+        worker's start-up time. `infinite`: parameters that hold infinities on purpose. `on_done`: called in
+        the writing thread, with the outcome of each checkpoint."""
         if soon:
             _load()
         self._run = run
@@ -77,7 +77,7 @@ class Saver:
         self._outcome: dict[str, Any] | None = None
         self._chain = Chain()
         self._spare: list[torch.Tensor] = []
-        """The copies of the last checkpoint: memory that need not be asked for again."""
+        """The copies of the last checkpoint, whose memory is reused."""
 
     @property
     def busy(self) -> bool:
@@ -86,13 +86,13 @@ class Saver:
     def start(self, step: int, trained: Trained, learner: Stateful) -> None:
         assert self._thread is None, "one checkpoint at a time"
         started = time.perf_counter()
-        _load()  # not in the thread that writes, beside which steps would take longer
+        _load()  # not in the writing thread, which would slow down steps
         state = gather_state(trained, learner, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
         if trained.tables.specs and self._run.exists():
             folder = partial(self._run, step, self._writer)
-            rows = table_files.begin(folder, self._run, trained.tables, self._chain)
+            rows = table_files.copy_rows(folder, self._run, trained.tables, self._chain)
         trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
         weights = set(trains) - self._infinite
         stall_s = time.perf_counter() - started
@@ -104,12 +104,12 @@ class Saver:
         )
 
     def finish(self, *, timeout_s: float | None = None) -> None:
-        """Wait for the checkpoint in hand."""
+        """Wait for the current checkpoint."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def outcome(self) -> dict[str, Any] | None:
-        """What became of the checkpoint in hand, once, when it is done."""
+        """Return the outcome of the current checkpoint once, when it is done."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread.join()
@@ -127,7 +127,7 @@ class Saver:
         started = time.perf_counter()
         folder = partial(self._run, step, self._writer)
         try:
-            if not self._run.exists():  # on another host's disk nobody would find it
+            if not self._run.exists():  # on the disk of another host nobody would find it
                 raise OSError(
                     f"{self._writer} runs on {socket.gethostname()}, where there is no folder {self._run}; "
                     "keep runs on a file system that all hosts share"
@@ -148,8 +148,8 @@ class Saver:
                 "stall_s": stall_s,
                 "write_s": time.perf_counter() - started,
             }
-        except BaseException:  # torch's CheckpointException is no Exception
-            # A full disk is the likeliest: what was written of it must not fill the disk further.
+        except BaseException:  # torch's CheckpointException is not an Exception
+            # Most likely the disk is full: free what was written.
             shutil.rmtree(folder, ignore_errors=True)
             if rows is not None:
                 self._chain = Chain()
@@ -165,7 +165,7 @@ class Saver:
 
 
 class NotFiniteError(Exception):
-    """A checkpoint would hold weights that are no finite numbers."""
+    """A checkpoint would hold weights that are not finite."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(", ".join(names))
@@ -173,7 +173,7 @@ class NotFiniteError(Exception):
 
 
 def not_finite(weights: Mapping[str, torch.Tensor], rows: TableFilePart | None = None) -> list[str]:
-    """The names of weights and tables that hold NaN or an infinity. Reads each tensor once."""
+    """Return the names of weights and tables that hold NaN or infinity. Reads each tensor once."""
     found = [name for name, weight in weights.items() if not _is_finite(weight)]
     tables = rows.rows if rows is not None else {}
     return found + [name for name, table in tables.items() if not _is_finite(table["rows"])]
@@ -183,19 +183,19 @@ def _is_finite(weight: torch.Tensor) -> bool:
     if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
         return True
     numbers = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
-    low, high = torch.aminmax(numbers.detach())  # NaN goes through
+    low, high = torch.aminmax(numbers.detach())  # propagates NaN
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
 def _load() -> None:
-    """What writes checkpoints: half a second, once."""
+    """Import what writes checkpoints. Takes half a second, once."""
     import torch.distributed.checkpoint  # noqa: F401
 
 
 def gather_state(
     trained: Trained, learner: Stateful, *, spare: Sequence[torch.Tensor] = ()
 ) -> dict[str, Any]:
-    """Everything that resume needs of this member, copied to the CPU: into `spare` as far as that fits."""
+    """Copy everything that resume needs of this member to the CPU: into `spare` where it fits."""
     there = iter(spare)
 
     def copied(leaf: Any) -> Any:
@@ -219,8 +219,8 @@ def gather_state(
 def write_state(
     folder: Path, state: dict[str, Any], *, needed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Write the state, flushed to the disk; each file's size and CRC-32. `needed`: bytes of what will be
-    written beside it."""
+    """Write the state and flush it to the disk. Returns size and CRC-32 of each file. `needed`: bytes that
+    will be written besides."""
     import torch.distributed.checkpoint as dcp
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -235,7 +235,9 @@ def write_state(
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     sums = torch.serialization.get_crc32_options()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it saves from a single process; it should
+        warnings.simplefilter(
+            "ignore"
+        )  # a warning that it saves from a single process, as intended
         torch.serialization.set_crc32_options(False)  # the file as a whole gets one
         try:
             dcp.save(packed, storage_writer=writer, no_dist=True)
@@ -245,7 +247,7 @@ def write_state(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The whole state of a checkpoint, on the CPU."""
+    """Read the whole state of a checkpoint, on the CPU."""
     state = open_state(folder)
     if "tables" in state:
         state["tables"] = {name: table.read() for name, table in state["tables"].items()}
@@ -253,11 +255,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def open_state(folder: Path) -> dict[str, Any]:
-    """The state of a checkpoint, whose tables are SavedTables: their rows are not read yet."""
+    """Read the state of a checkpoint, without the rows of tables, which are SavedTables."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is not there on {socket.gethostname()}. Every host reads the checkpoint when a run "
-            "is resumed: keep runs on a file system that all share."
+            f"{folder} does not exist on {socket.gethostname()}. Every host reads the checkpoint when a run "
+            "is resumed: keep runs on a shared file system."
         )
     try:
         # Without a template: a parameter that never had a gradient has no optimizer state, which a
@@ -272,22 +274,22 @@ def open_state(folder: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in one line; torch's own exception holds it behind a whole traceback."""
+    """Describe an error in one line. torch's own exception hides it behind a traceback."""
     for cause, _ in getattr(error, "failures", {}).values():
         return _reason(cause)
     return f"{type(error).__name__}: {error}"
 
 
 def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> dict[str, Any]:
-    """Put a checkpoint into the model, the optimizer, the scheduler and the learner. Returns all of
-    it; tables as SavedTables."""
+    """Load a checkpoint into the model, the optimizer, the scheduler and the learner. Returns its state,
+    with tables as SavedTables."""
     state = open_state(Path(folder))
     try:
         put_state(state, trained, learner)
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{folder} does not fit this job: {error}\nHas the model or the optimizer of the job "
-            "changed since? Go on with the job file as it was, or start a new run."
+            "changed since? Resume with the job file as it was, or start a new run."
         ) from error
     return state
 
@@ -295,7 +297,7 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> dict[
 def put_state(
     state: Mapping[str, Any], trained: Trained, learner: Stateful, *, tables: bool = True
 ) -> None:
-    """What `gather_state` has gathered, and the tables unless they are elsewhere."""
+    """Load what `gather_state` returned, and the tables unless they are elsewhere."""
     load_dense_state(trained.model, state["model"])
     load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
     if trained.scheduler is not None and state["scheduler"]:
@@ -306,7 +308,7 @@ def put_state(
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state_dict with parameter names in place of numbers."""
+    """Return the optimizer's state_dict with parameter names in place of indices."""
     names = _names(model, optimizer)
     state = optimizer.state_dict()
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
@@ -329,14 +331,14 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str
         raise ValueError(f"the job's optimizer does not have {', '.join(unknown)}")
     if len(saved) != len(mine):
         raise ValueError(f"different number of parameter groups: {len(saved)}, and {len(mine)} now")
-    # torch goes by the order of the parameters, and the job may have them in another one now.
+    # torch identifies parameters by their order, which may have changed in the job.
     groups = [{**s, "params": own["params"]} for s, own in zip(saved, mine, strict=True)]
     per_parameter = {numbers[name]: values for name, values in state.get("state", {}).items()}
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """The optimizer's number of each parameter to the model's name for it."""
+    """Map the optimizer's index of each parameter to the model's name for it."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {number: name_of.get(id(p), f"#{number}") for number, p in enumerate(parameters)}

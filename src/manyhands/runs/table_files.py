@@ -1,12 +1,11 @@
-"""Sparse tables in a checkpoint: all rows once, then only those that were touched since.
+"""Sparse tables in checkpoints: all rows once, then only those that changed since.
 
     tables.json             which files make up each table, in order
     table-0-0.npz           all rows of the first table
-    table-0-1.npz, ...      rows touched since the checkpoint before; later ones count
+    table-0-1.npz, ...      rows touched since the previous checkpoint; the last one counts
 
-Each checkpoint folder is complete: files of the one before are linked into it, not copied, and go with
-the last folder that has them. When the changes together are as large as the first file, all rows are
-written anew.
+Each checkpoint folder is complete: files of the previous one are hard-linked into it, not copied. When the
+changes together are as large as the first file, all rows are written again.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SavableTables(Protocol):
 
     @property
     def incremental(self) -> bool:
-        """Whether rows that were touched since a step can be told from others, and none goes."""
+        """If true, the rows touched since a step are known, and none is evicted."""
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -58,22 +57,22 @@ class Chain:
 
     @property
     def grown(self) -> bool:
-        """The changes are together as large as all rows were."""
+        """If true, the changes together are as large as all rows were."""
         first = sum(self.facts[names[0]]["bytes"] for names in self.files.values())
         return sum(facts["bytes"] for facts in self.facts.values()) > 2 * first
 
 
 @dataclass(frozen=True)
 class TableFilePart:
-    """What one checkpoint adds to a chain."""
+    """The rows that one checkpoint adds to a chain."""
 
     rows: Rows
     chain: Chain
-    """What it is added to; an empty one: it has all rows."""
+    """The chain that it is added to; empty if it has all rows."""
     links: Path
 
     def write(self, folder: Path) -> Chain:
-        """Put the files into a checkpoint's folder; the chain that they are."""
+        """Write the files to the folder of a checkpoint. Returns the new chain."""
         files = {name: list(self.chain.files.get(name, ())) for name in self.rows}
         facts = dict(self.chain.facts)
         for name in facts:
@@ -94,8 +93,8 @@ class TableFilePart:
         shutil.rmtree(self.links, ignore_errors=True)
 
 
-def begin(folder: Path, run: Path, tables: SavableTables, chain: Chain) -> TableFilePart:
-    """Copy what the checkpoint in this folder adds, while nobody changes rows."""
+def copy_rows(folder: Path, run: Path, tables: SavableTables, chain: Chain) -> TableFilePart:
+    """Copy the rows that a checkpoint adds, while nobody changes them."""
     links = folder.with_suffix(".tables")
     shutil.rmtree(links, ignore_errors=True)
     if tables.incremental and chain.files and not chain.grown:
@@ -103,22 +102,22 @@ def begin(folder: Path, run: Path, tables: SavableTables, chain: Chain) -> Table
             links.mkdir(parents=True)
             for name in chain.facts:
                 os.link(final(run, chain.step) / name, links / name)
-            # From the step before on: what is touched twice does no harm.
+            # From the previous step on: rows that are saved twice do no harm.
             return TableFilePart(tables.state_dict(since=chain.step - 1), chain, links)
         except OSError:
-            pass  # the one before is gone, or the disk has no links: all rows, then
+            pass  # the previous one is gone, or the disk has no hard links: save all rows
     return TableFilePart(tables.state_dict(), Chain(), links)
 
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A table of a checkpoint. Of several workers that share one, the first alone reads it."""
+    """A table of a checkpoint. Of several workers that share it, only the first reads it."""
 
     files: tuple[Path, ...]
 
     @property
     def dim(self) -> int:
-        """Numbers in a row; reads no row."""
+        """Numbers in a row. Reads only the header."""
         try:
             with zipfile.ZipFile(self.files[0]) as arrays, arrays.open("rows.npy") as head:
                 numpy_format.read_magic(head)
@@ -128,9 +127,9 @@ class SavedTable:
             raise self._unreadable(error) from error
 
     def read(self) -> dict[str, Tensor]:
-        """All of it, in one piece."""
+        """Read all rows."""
         try:
-            return _together([_load(file) for file in self.files])
+            return _merge([_load(file) for file in self.files])
         except Exception as error:
             raise self._unreadable(error) from error
 
@@ -140,7 +139,7 @@ class SavedTable:
 
 
 def find(folder: Path) -> dict[str, SavedTable]:
-    """The tables of a checkpoint, of which no row is read yet."""
+    """Return the tables of a checkpoint. Reads no rows."""
     if not (folder / INDEX).exists():
         return {}
     files = json.loads((folder / INDEX).read_text())
@@ -157,13 +156,13 @@ def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         return dict(arrays)
 
 
-def _together(parts: Sequence[dict[str, np.ndarray[Any, Any]]]) -> dict[str, Tensor]:
+def _merge(parts: Sequence[dict[str, np.ndarray[Any, Any]]]) -> dict[str, Tensor]:
     whole = parts[0]
     for part in parts[1:]:
         for by, keys in KEYED.items():
-            stays = ~np.isin(whole[by], part[by])
-            whole |= {key: np.concatenate([whole[key][stays], part[key]]) for key in keys}
-        # An id that has a row by now waits for none.
+            kept = ~np.isin(whole[by], part[by])
+            whole |= {key: np.concatenate([whole[key][kept], part[key]]) for key in keys}
+        # An id with a row waits no longer.
         waits = ~np.isin(whole["waiting_ids"], whole["ids"])
         whole |= {key: whole[key][waits] for key in KEYED["waiting_ids"]}
         whole["shared"] = part["shared"]
@@ -177,4 +176,4 @@ KEYED = {
     "ids": ("ids", "rows", "state", "counts", "last_used"),
     "waiting_ids": ("waiting_ids", "waiting_counts"),
 }
-"""What of a table is in the order of which ids."""
+"""Arrays of a table by the ids that they are ordered by."""

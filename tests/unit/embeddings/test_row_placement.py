@@ -71,4 +71,3 @@ def test_ids_are_asked_of_the_first_and_held_by_both() -> None:
     held = np.stack([homes.held_by(name, ids) for name in homes.servers])
     assert (held.sum(axis=0) == 2).all()
     assert held[asked, np.arange(len(ids))].all()
-    assert RowPlacement.from_dict(homes.to_dict()) == homes

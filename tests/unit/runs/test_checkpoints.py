@@ -67,9 +67,9 @@ def garble(path: Path) -> None:
 DAMAGES = [
     (truncate, r"a\.distcp has 1,299 bytes and should have 1,300"),
     (flip, r"a\.distcp is damaged: its checksum"),
-    (lambda path: (path / "a.distcp").unlink(), r"not a whole checkpoint: .*a\.distcp"),
-    (lambda path: (path / ".metadata").unlink(), r"not a whole checkpoint: .*\.metadata"),
-    (lambda path: (path / MANIFEST).unlink(), r"not a whole checkpoint: .*manifest\.json"),
+    (lambda path: (path / "a.distcp").unlink(), r"not a complete checkpoint: .*a\.distcp"),
+    (lambda path: (path / ".metadata").unlink(), r"not a complete checkpoint: .*\.metadata"),
+    (lambda path: (path / MANIFEST).unlink(), r"not a complete checkpoint: .*manifest\.json"),
     (lambda path: (path / MANIFEST).write_text('{"form'), r"manifest\.json is damaged: "),
     (lambda path: (path / MANIFEST).write_text(""), r"manifest\.json is damaged: "),
     (garble, r"manifest\.json is damaged: "),

@@ -44,9 +44,9 @@ def test_a_folder_that_was_asked_for(tmp_path: Path) -> None:
 def test_a_folder_that_can_not_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(RunFolderError, match=f"{path} can't be made: .*--run-dir"):
+        with pytest.raises(RunFolderError, match=f"{path} can't be created: .*--run-dir"):
             RunFolder.create("job", path=path)
-    with pytest.raises(RunFolderError, match=r"can't be made: .*--run-dir"):
+    with pytest.raises(RunFolderError, match=r"can't be created: .*--run-dir"):
         RunFolder.create("job", root=tmp_path / "file" / "runs")
 
 

@@ -113,9 +113,9 @@ def object_tensor(metadata: Any) -> Any:
         (object_tensor, "expected a TensorProperties"),
         (set_field("storage_data", None), "expected dict, got NoneType"),
         (set_field("storage_data", {}), "KeyError"),
-        (set_field("planner_data", {"round": ()}), "no place in a state"),
-        (set_field("planner_data", {"round": ("model.weight", "x")}), "no place in a state"),
-        (set_field("planner_data", {"round": ("list", 10**12)}), "no place in a state"),
+        (set_field("planner_data", {"round": ()}), "not a path in a state"),
+        (set_field("planner_data", {"round": ("model.weight", "x")}), "not a path in a state"),
+        (set_field("planner_data", {"round": ("list", 10**12)}), "not a path in a state"),
         (lambda _: [1, 2], "expected a Metadata, got list"),
     ],
 )
