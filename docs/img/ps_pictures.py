@@ -1,8 +1,8 @@
-"""Draws the pictures of docs/strategies/ps.md: python docs/img/ps_pictures.py
+"""Draw the pictures of docs/strategies/ps.md: python docs/img/ps_pictures.py
 
-The four time-lines are not invented: the policies of `manyhands.ps.policies` decide them, on a virtual
-clock, for three workers of which the last is slow. Colours are of middle brightness on no background, so
-that a picture can be read on white and on black.
+The four timelines are simulated: the policies of `manyhands.ps.policies` decide them on a virtual clock, for
+three workers of which the last is slow. Colours have medium brightness and there is no background, so that
+a picture can be read on white and on black.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from manyhands.ps.ledger import Contribution
 from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy, Verdict
 
 FOLDER = Path(__file__).parent
@@ -74,8 +75,8 @@ class Drawing:
         self.dot(x, y, 9, RED)
         self.text(x, y + 4, str(number), fill="#ffffff", size=11.5, anchor="middle", bold=True)
 
-    def save(self, name: str, told: str) -> None:
-        """`told`: what a person hears who can't see it."""
+    def save(self, name: str, description: str) -> None:
+        """Write the file; `description` is for screen readers."""
         heads = "".join(
             f"<marker id='a{c.lstrip('#')}' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
             f"markerHeight='7' orient='auto-start-reverse'><path d='M0,0 L8,4 L0,8 z' fill='{c}'/>"
@@ -85,7 +86,7 @@ class Drawing:
         text = "\n".join(
             [
                 f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {self.width:g} {self.height:g}' "
-                f"width='{self.width:g}' role='img' aria-label='{escape(told, quote=True)}' {FONT}>",
+                f"width='{self.width:g}' role='img' aria-label='{escape(description, quote=True)}' {FONT}>",
                 f"<defs>{heads}</defs>",
                 *self.parts,
                 "</svg>\n",
@@ -94,7 +95,7 @@ class Drawing:
         (FOLDER / name).write_text(text)
 
 
-# Time-lines ---------------------------------------------------------------------------------------
+# Timelines ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Mark:
 
 
 def play(policy: Policy, *, rounds: bool) -> tuple[list[Bar], list[Mark]]:
-    """What the policy makes of the three workers until END."""
+    """Run the three workers with this policy until END."""
     bars: list[Bar] = []
     marks: list[Mark] = []
     nth = dict.fromkeys(WORKERS, 0)
@@ -144,7 +145,7 @@ def play(policy: Policy, *, rounds: bool) -> tuple[list[Bar], list[Mark]]:
             break
         del busy[worker]
         pushed[worker, seq] = (now, bar)
-        if policy.push(worker, seq) is Verdict.LATE:
+        if policy.push(Contribution(worker, seq)) is Verdict.LATE:
             bar.kind = "lost"
         while (update := policy.take()) is not None:
             marks.append(
@@ -157,8 +158,8 @@ def play(policy: Policy, *, rounds: bool) -> tuple[list[Bar], list[Mark]]:
                     ],
                 )
             )
-        for push in policy.dropped():
-            pushed[push][1].kind = "lost"
+        for dropped in policy.dropped():
+            pushed[dropped.push][1].kind = "lost"
         idle[worker] = (seq + 1, now)
     bars += [Bar(worker, since, END, "", "wait") for worker, (_, since) in idle.items()]
     return bars, marks
@@ -216,17 +217,17 @@ def timeline(name: str, title: str, policy: Policy, *, rounds: bool, notes: Sequ
     for i, note in enumerate(notes):
         drawing.text(left, weights + 44 + 17 * i, note, size=12.5)
     drawing.height = weights + 52 + 17 * (len(notes) - 1)
-    drawing.save(name, f"Time-line of {title}")
+    drawing.save(name, f"Timeline of {title}")
 
 
-# The way of the data ------------------------------------------------------------------------------
+# Data flow ----------------------------------------------------------------------------------------------
 
 
 def strip(
     drawing: Drawing, x: float, y: float, owners: Sequence[str], *, wide: float = 17,
     opacity: float = 1.0, dash: str = "",
 ) -> None:  # fmt: skip
-    """Blocks in a row, in the colours of who holds them."""
+    """Draw blocks in a row, in the colours of their holders."""
     for i, colour in enumerate(owners):
         drawing.box(
             x + i * (wide + 2), y, wide, 17, colour, opacity=opacity, line=colour, dash=dash
@@ -241,7 +242,7 @@ def worker_box(drawing: Drawing, x: float, y: float, name: str, colour: str, ser
     drawing.text(x + 12, y + 76, server, size=12.5)
 
 
-def data_way() -> None:
+def data_flow() -> None:
     drawing = Drawing(860, 640)
     mine, theirs = [BLUE] * 4, [GREEN] * 4
     faded = 0.22
@@ -250,7 +251,7 @@ def data_way() -> None:
     drawing.text(238, 56, "shared memory", bold=True)
     for i, (words, owners, opacity) in enumerate(
         [
-            ("parameters, once a host", mine + theirs, 1.0),
+            ("parameters, once per host", mine + theirs, 1.0),
             ("gradients of worker-0", mine + theirs, faded),
             ("gradients of worker-1", mine + theirs, faded),
             ("sums, of the last two updates", mine + theirs, 0.5),
@@ -260,7 +261,7 @@ def data_way() -> None:
         y = 72 + 38 * i
         drawing.text(238, y + 13, words, size=12.5)
         strip(drawing, 462, y, owners, opacity=opacity)
-    worker_box(drawing, 8, 58, "worker-0", BLUE, "server, the lead")
+    worker_box(drawing, 8, 58, "worker-0", BLUE, "server, the leader")
     worker_box(drawing, 700, 58, "worker-1", GREEN, "server")
     for x, own, kept in ((20, mine, theirs), (712, theirs, mine)):
         drawing.text(x, 156, "own", size=12)
@@ -272,7 +273,7 @@ def data_way() -> None:
     drawing.line([(634, 84), (698, 96)], colour=GREEN, arrow=True)
     drawing.line([(698, 106), (634, 158)], colour=GREEN, arrow=True)
     drawing.line([(776, 192), (776, 292), (84, 292), (84, 194)], colour=RED, both=True)
-    drawing.text(96, 284, "ps:sync: a bell", size=12.5)
+    drawing.text(96, 284, "ps:sync: doorbell", size=12.5)
     drawing.text(226, 284, "others:", size=12.5)
     for x, number, words in (
         (288, 1, "push"),
@@ -282,13 +283,13 @@ def data_way() -> None:
     ):
         drawing.badge(x, 292, number)
         drawing.text(x + 13, 284, words, size=12.5)
-    words = "words only: the numbers stay where they are, and all can read them"
+    words = "small messages only: the numbers stay where they are, and all can read them"
     drawing.text(430, 316, words, size=12.5, anchor="middle")
 
     top = 352
     drawing.text(2, top, "Over the network: TCP", size=15, bold=True)
     for x, name, colour, server, own, kept in (
-        (8, "worker-0", BLUE, "server, the lead", mine, theirs),
+        (8, "worker-0", BLUE, "server, the leader", mine, theirs),
         (700, "worker-1", GREEN, "server", theirs, mine),
     ):
         drawing.box(x, top + 20, 152, 222, colour, opacity=0.10, line=colour)
@@ -306,12 +307,12 @@ def data_way() -> None:
         drawing.text(x + 12, top + 223, "replica", size=12)
         strip(drawing, x + 60, top + 210, kept, opacity=faded, dash="3 2")
     ways = [
-        (50, 1, "gradients, in runs of up to 1 MiB; in ps:sync while the backward goes on", True),
-        (84, 2, "had: the lead counts a push that every server has", False),
+        (50, 1, "gradients, in spans; in ps:sync while the backward still runs", True),
+        (84, 2, "had: the leader counts a push that every server has", False),
         (114, 3, "decide: what the next update is", False),
-        (148, 4, "the sum, to the keeper of the replica; held, prepared", True),
+        (148, 4, "the sum, to the replica holder; held", True),
         (182, 5, "commit: all apply", False),
-        (216, 6, "new parameters, those that the forward needs first going first", True),
+        (216, 6, "new parameters, in the order in which the forward needs them", True),
     ]
     for y, number, words, bulk in ways:
         drawing.line(
@@ -321,14 +322,14 @@ def data_way() -> None:
         drawing.badge(200, top + y, number)
         drawing.text(218, top + y - 6, words, size=12.5)
     drawing.text(
-        430, top + 262, "thick: numbers; thin: a few words. Each colour is a server's blocks.",
+        430, top + 262, "thick: numbers; thin: small messages. Each colour is a server's blocks.",
         size=12.5, anchor="middle",
     )  # fmt: skip
     drawing.height = top + 276
     drawing.save(
         "ps-data.svg",
-        "The way of the data: inside a host gradients and parameters lie in shared memory and only "
-        "words travel; over TCP gradients, sums for replicas, and new parameters do",
+        "Data flow: inside a host gradients and parameters are in shared memory and only small "
+        "messages are sent; over TCP gradients, sums for replicas and new parameters are sent",
     )
 
 
@@ -338,7 +339,9 @@ def main() -> None:
         "ps:sync",
         SyncPolicy(WORKERS),
         rounds=True,
-        notes=["An update is everybody's gradients. The fast wait (dots) for the slow."],
+        notes=[
+            "An update is the gradients of all workers. The fast ones wait (dots) for the slow one."
+        ],
     )
     timeline(
         "ps-backup.svg",
@@ -346,8 +349,8 @@ def main() -> None:
         BackupPolicy(WORKERS, spares=1),
         rounds=True,
         notes=[
-            "An update is the first two of three. What comes too late is left out, and its samples are",
-            "computed again; its worker goes on with the others.",
+            "An update is the first two of three gradients. A late one is left out, and its samples are",
+            "computed again; its worker continues with the others.",
         ],
     )
     timeline(
@@ -356,7 +359,7 @@ def main() -> None:
         AsyncPolicy(WORKERS),
         rounds=False,
         notes=[
-            "Each push is an update. Nobody waits; the slow worker's gradients are the stalest."
+            "Each push is an update. Nobody waits; the gradients of the slow worker are the stalest."
         ],
     )
     timeline(
@@ -364,9 +367,9 @@ def main() -> None:
         "ps:ssp(staleness=1)",
         SspPolicy(WORKERS, staleness=1),
         rounds=False,
-        notes=["As async, but nobody begins a step more than one ahead of the slowest."],
+        notes=["Like async, but no worker starts a step more than one ahead of the slowest."],
     )
-    data_way()
+    data_flow()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -233,3 +234,14 @@ def test_the_page_on_strategies_has_every_conformance_check() -> None:
     page = (ROOT / "docs" / "strategies" / "README.md").read_text()
     table = page.partition("### The conformance suite")[2]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [f.__name__ for f in CHECKS]
+
+
+def test_the_pictures_are_what_the_policies_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ROOT / "docs" / "img"
+    script = runpy.run_path(str(folder / "ps_pictures.py"))
+    monkeypatch.setitem(script["main"].__globals__, "FOLDER", tmp_path)
+    script["main"]()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in folder.glob("ps-*.svg")}
