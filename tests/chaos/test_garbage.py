@@ -137,7 +137,14 @@ class Attacker:
 
     def real(self) -> list[bytes]:
         claim = {"link": "claim", "name": "worker-0", "nonce": "0" * 64, "proof": "f" * 64}
-        enter = {"kind": "enter", "worker": "worker-0", "view": 1, "slots": []}
+        enter = {
+            "kind": "enter",
+            "worker": "worker-0",
+            "view": 1,
+            "slots": [],
+            "baskets": [],
+            "seen": 0,
+        }
         said = [b"".join(pack(head)) for head in (claim, enter)]
         return [*said, self.client_hello()]
 
@@ -150,7 +157,7 @@ class Attacker:
         return outgoing.read()
 
     def sizes(self) -> None:
-        head = b'{"kind":"enter","worker":"worker-0","view":1,"slots":[]}'
+        head = b'{"kind":"enter","worker":"worker-0","view":1,"slots":[],"baskets":[],"seen":0}'
         for announced in (
             pack_header(Header(len(head), GIB)) + head + bytes(1 << 16),
             pack_header(Header(len(head), 1 << 22)) + head + bytes(1 << 16),
@@ -198,11 +205,25 @@ class Attacker:
         if self.kind != "unix":
             return
         for head in (
-            {"kind": "enter", "worker": "worker-0", "view": 1, "slots": []},
-            {"kind": "enter", "worker": "worker-1", "view": 1, "slots": []},
+            {
+                "kind": "enter",
+                "worker": "worker-0",
+                "view": 1,
+                "slots": [],
+                "baskets": [],
+                "seen": 0,
+            },
+            {
+                "kind": "enter",
+                "worker": "worker-1",
+                "view": 1,
+                "slots": [],
+                "baskets": [],
+                "seen": 0,
+            },
             {"kind": "lane", "worker": "worker-1", "view": 1},
-            {"kind": "peer", "server": "worker-1", "view": 1, "sums": []},
-            {"kind": "peer", "server": "worker-0", "view": 1, "sums": []},
+            {"kind": "peer", "server": "worker-1", "view": 1, "sums": [], "undo": []},
+            {"kind": "peer", "server": "worker-0", "view": 1, "sums": [], "undo": []},
             {"kind": "decide", "decision": {"version": 1, "contributions": []}},
             {"kind": "go"},
         ):
@@ -405,9 +426,9 @@ def test_garbage_from_the_same_host(tmp_path: Path) -> None:
     for log in logs(done):
         assert "refused a connection from process " in log
         assert len([line for line in log.splitlines() if " refused " in line]) < 100
-        assert "who is here already: process " in log
+        assert "which is connected already: process " in log
         assert "a payload of 1073741824 bytes, over the limit" in log
-        assert "too many others have not said who they are" in log
+        assert "too many others have not sent their first message" in log
         assert "Traceback" not in log
 
 

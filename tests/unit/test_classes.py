@@ -11,10 +11,8 @@ PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
     "Member": "to be split",
-    "Acceptor": "to be split",
     "Client": "to be split",
     "Server": "to be split",
-    "Link": "to be split",
     "Listener": "to be split",
     "Worker": "to be split",
 }

@@ -1,6 +1,6 @@
 """Accepts a server's connections, identifies the peers, and puts their messages into one inbox.
 
-A connection has a thread that reads it and parses each message (see protocol.py): the inbox has only
+Each message is parsed when it arrives (see protocol.py), in the thread of an event loop: the inbox has only
 well-formed ones. A peer that breaks the protocol is told why, and its connection is closed.
 
 Everything is bounded: connections without a first message, the memory that they may use, and the messages
@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, ManyhandsError, ProtocolError
 from manyhands.ps.protocol import (
@@ -36,20 +36,20 @@ from manyhands.ps.protocol import (
     parse_worker_message,
 )
 from manyhands.threads import OnError, start_thread
-from manyhands.transport import Link, Listener
-from manyhands.transport.fields import MessageSet
+from manyhands.transport import Link, Listener, Message
+from manyhands.transport.event_loop import LinkReader
 from manyhands.transport.refusals import Refusals
 
 logger = logging.getLogger("manyhands.ps")
 
 HELLO_S = 10.0
-"""A new connection says who it is within this time, or is dropped."""
-MAX_STRANGERS = 64
-"""Connections that have not said who they are; one more drops the oldest."""
+"""A new connection sends its first message within this time, or is dropped."""
+MAX_UNIDENTIFIED = 64
+"""Connections without a first message; one more drops the oldest."""
 MAX_UNHEARD = 64
-"""Words of a worker in the inbox; it has a handful under way. More are not read until some are heard."""
+"""Messages of one connection in the inbox; a worker has a handful in flight. No more are read until some
+were handled."""
 
-Refusal = TypeVar("Refusal", bound=ManyhandsError)
 Place = Callable[[str, Any], memoryview | None]
 """(sender, message) to where the payload goes; None: new memory."""
 
@@ -78,107 +78,27 @@ class InboxItem:
 Inbox = queue.SimpleQueue[InboxItem | None]
 
 
-class Acceptor:
+class Admission:
+    """Which members may connect to a server in a view, and as what."""
+
     def __init__(
         self,
         name: str,
-        listener: Listener,
         *,
         view: int,
         servers: Sequence[str],
         workers: Sequence[str],
         identified: bool,
-        place: Place,
-        on_error: OnError,
-        refused: Callable[[str, str], None] = lambda who, why: None,
     ) -> None:
-        """`identified`: the peer of a link is who its key says, so nobody can speak for another.
-        Otherwise it is a process, and the first one that says a name has it. `on_error`: called if nobody
-        can be let in any more, or a server that was heard no longer is. `refused`: told of a member whose
-        link was closed for what it said, and why."""
-        self.name = name
-        self.inbox: Inbox = queue.SimpleQueue()
-        self._listener = listener
+        """If `identified` is true, the peer of a link is the owner of its key, and nobody can claim another
+        name. Otherwise it is a process, and the first process that claims a name keeps it."""
         self._view = view
-        behind = servers[servers.index(name) + 1 :]  # those before it are called from here
-        self._known = {PeerHello: set(behind), EnterView: set(workers), OpenLane: set(workers)}
+        later = servers[servers.index(name) + 1 :]  # this server dials those before it
+        self._known = {PeerHello: set(later), EnterView: set(workers), OpenLane: set(workers)}
         self._claimed: dict[str, str] = {}
         self._identified = identified
-        self._place = place
-        self._closed = False
-        self._readers: dict[Link, threading.Event] = {}
-        """Set when all that came by a link is in the inbox. Made before its thread, which removes it."""
-        self._strangers: dict[Link, None] = {}
-        self._on_error, self._refused = on_error, refused
-        self._refusals = Refusals(logger, name)
-        start_thread(self._accept, name=f"{name}-accept", on_error=on_error)
 
-    def read(self, link: Link, who: str) -> None:
-        """Read from a link to another server that this side has made, from now on."""
-        name = f"{self.name}-reads-{who}"
-        self._readers[link] = threading.Event()
-        start_thread(self._read, link, who, PeerHello, name=name, on_error=self._on_error)
-
-    def drain(self, link: Link, *, timeout_s: float) -> None:
-        """Until all that a dead peer ever sent is in the inbox."""
-        if (reader := self._readers.get(link)) is not None:
-            reader.wait(timeout_s)
-
-    def turn_away(self, link: Link, who: str, why: ProtocolError) -> None:
-        """Close a link, with a word why; does not wait for the one who is told."""
-        self._refusals.add(who, why)
-        name = f"{self.name}-parts"
-        start_thread(_part, link, why, name=name, on_error=lambda error: self._drop(link, error))
-        self._tell_refused(who, why)
-
-    def close(self) -> None:
-        self._closed = True
-        self._listener.close()
-        self._refusals.close()
-        for link in list(self._strangers):
-            link.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept()
-            except LinkClosed:
-                return
-            strangers = list(self._strangers)
-            if len(strangers) >= MAX_STRANGERS:
-                self._strangers.pop(strangers[0], None)
-                strangers[0].close()
-            self._strangers[link] = None
-            self._readers[link] = threading.Event()
-            start_thread(self._welcome, link, name=f"{self.name}-reads", on_error=self._on_error)
-
-    def _welcome(self, link: Link) -> None:
-        def nowhere(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            raise _told(link, ProtocolError(f"it begins with a payload of {nbytes} bytes"))
-
-        try:
-            hello: Opening = OPENINGS.read(link.recv(timeout_s=HELLO_S, place=nowhere).head)
-            who = self._identify(hello, link)
-        except ProtocolError as why:
-            self._refusals.add(link.peer, why)
-            _part(link, why)
-        except LinkError as error:
-            dropped = link not in self._strangers and not self._closed
-            reason = "too many others have not said who they are" if dropped else error
-            self._refusals.add(link.peer, reason)
-            link.close()
-        except Exception as error:  # of its first message: nobody depends on it yet
-            self._drop(link, error)
-        else:
-            self._strangers.pop(link, None)
-            by_worker = not isinstance(hello, PeerHello)
-            self.inbox.put(InboxItem(who, hello, link=link, by_worker=by_worker))
-            self._read(link, who, type(hello))
-        finally:
-            self._strangers.pop(link, None)
-            self._has_read(link)
-
-    def _identify(self, hello: Opening, link: Link) -> str:
+    def check(self, hello: Opening, link: Link) -> None:
         who = hello.sender
         if hello.view != self._view:
             raise ProtocolError(f"it is in view {hello.view}, not in {self._view}")
@@ -188,88 +108,201 @@ class Acceptor:
             raise ProtocolError(f"it claims to be {who!r}, and has the key of {link.peer!r}")
         if (first := self._claimed.setdefault(who, link.peer)) != link.peer:
             raise ProtocolError(f"it claims to be {who!r}, which is connected already: {first}")
-        return who
 
-    def _read(self, link: Link, who: str, opened: type[Opening]) -> None:
-        try:
-            if opened is PeerHello:
-                self._read_server(link, who)
-            else:
-                self._read_worker(link, who, FROM_WORKER if opened is EnterView else FROM_LANE)
-        except LinkClosed as error:
-            logger.info("%s no longer hears %s: %s", self.name, who, error)
-        except (ProtocolError, BadFrame) as why:
-            self._refusals.add(f"{who} ({link.peer})", why)
-            _part(link, why)
-            self._tell_refused(who, why)
-        except Exception as error:  # whatever it was, it was not meant for us
-            self._drop(link, error)
-        self._has_read(link)
-        if opened is PeerHello and not self._closed:
-            self.inbox.put(InboxItem(who, PeerDisconnected()))
 
-    def _has_read(self, link: Link) -> None:
-        if (reader := self._readers.pop(link, None)) is not None:
-            reader.set()
+class Acceptor:
+    def __init__(
+        self,
+        name: str,
+        listener: Listener,
+        admission: Admission,
+        *,
+        place: Place,
+        on_error: OnError,
+        refused: Callable[[str, str], None] = lambda who, why: None,
+    ) -> None:
+        """`on_error`: called when no connection can be accepted any more. `refused(peer, why)`: called when
+        the link to a member was closed because of its messages."""
+        self.name = name
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.admission, self.place = admission, place
+        self.refusals = Refusals(logger, name)
+        self.closed = False
+        self._listener = listener
+        self._connections: dict[Link, Connection] = {}
+        """Those that are being read."""
+        self._unidentified: dict[Link, None] = {}
+        """The oldest first."""
+        self._on_error, self._refused = on_error, refused
+        start_thread(self._accept, name=f"{name}-accept", on_error=on_error)
 
-    def _tell_refused(self, who: str, why: ManyhandsError) -> None:
-        if not self._closed and not isinstance(why, WeightsUnknown):
-            self._refused(who, str(why))
+    def read(self, link: Link, who: str) -> None:
+        """Read from a link that this side has made to another server, from now on."""
+        connection = self._connections[link] = Connection(self, link)
+        connection.identify(PeerHello, who)
+        connection.reader.start()
 
-    def _drop(self, link: Link, error: BaseException) -> None:
-        self._refusals.add(link.peer, repr(error))
-        link.close()
+    def drain(self, link: Link, *, timeout_s: float) -> None:
+        """Wait until all that a dead peer has sent is in the inbox."""
+        if (connection := self._connections.get(link)) is not None:
+            connection.reader.ended.wait(timeout_s)
 
-    def _read_server(self, link: Link, who: str) -> None:
-        parsed: Any = None
+    def turn_away(self, link: Link, who: str, why: ProtocolError) -> None:
+        """Close a link and tell the peer why, without waiting for it."""
+        self.refusals.add(who, why)
+        refuse(link, why)
+        self.tell_refused(who, why)
 
-        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            nonlocal parsed
-            parsed = BETWEEN_SERVERS.read(head)
-            room = self._place(who, parsed) if isinstance(parsed, ReplicaSum) else None
-            wrong_size = room is not None and room.nbytes != nbytes
+    def close(self) -> None:
+        self.closed = True
+        self._listener.close()
+        self.refusals.close()
+        for link in list(self._unidentified):
+            link.close()
+
+    def tell_refused(self, who: str, why: ManyhandsError) -> None:
+        if not self.closed and not isinstance(why, WeightsUnknown):
+            # In a thread of its own: it sends, and may have to wait for that.
+            start_thread(
+                self._refused, who, str(why), name=f"{self.name}-refused", on_error=self._on_error
+            )
+
+    def identified(self, link: Link) -> bool:
+        """The link has sent a good first message; False if it was dropped before."""
+        return self._unidentified.pop(link, self) is None
+
+    def ended(self, link: Link) -> bool:
+        """The link is not read any more. Returns whether it was dropped here, for having been silent too
+        long."""
+        was_unidentified = self.identified(link)
+        self._connections.pop(link, None)
+        return not was_unidentified and not self.closed
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link = self._listener.accept()
+            except LinkClosed:
+                return
+            while len(waiting := list(self._unidentified)) >= MAX_UNIDENTIFIED:
+                self._unidentified.pop(waiting[0], None)
+                waiting[0].close()
+            self._unidentified[link] = None
+            connection = self._connections[link] = Connection(self, link)
+            connection.reader.start(first_within_s=HELLO_S)
+
+
+class Connection:
+    """Parses the messages of one link and puts them into the inbox. In the thread of its event loop."""
+
+    def __init__(self, acceptor: Acceptor, link: Link) -> None:
+        self.reader = LinkReader(
+            link, on_message=self._first, on_end=self._end, place=self._no_payload
+        )
+        self._acceptor, self._link = acceptor, link
+        self._who = ""
+        self._opened: type[Opening] | None = None
+        self._messages = BETWEEN_SERVERS
+        self._parsed: Any = None
+        """The message whose payload is being received."""
+        self._num_unheard = 0
+        self._lock = threading.Lock()
+
+    def identify(self, opened: type[Opening], who: str) -> None:
+        self._opened, self._who = opened, who
+        if opened is PeerHello:
+            self.reader.handle_with(self._server_message, self._server_place)
+        else:
+            self._messages = FROM_WORKER if opened is EnterView else FROM_LANE
+            self.reader.handle_with(self._worker_message, self._worker_place)
+
+    def _first(self, frame: Message) -> None:
+        with self._refused_if_wrong():
+            hello: Opening = OPENINGS.read(frame.head)
+            self._acceptor.admission.check(hello, self._link)
+        if not self._acceptor.identified(self._link):
+            raise LinkClosed("too many others have not sent their first message")
+        self.identify(type(hello), hello.sender)
+        by_worker = not isinstance(hello, PeerHello)
+        item = InboxItem(hello.sender, hello, link=self._link, by_worker=by_worker)
+        self._acceptor.inbox.put(item)
+
+    def _no_payload(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+        with self._refused_if_wrong():
+            raise ProtocolError(f"it begins with a payload of {nbytes} bytes")
+
+    def _server_place(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+        with self._refused_if_wrong():
+            parsed = self._parsed = BETWEEN_SERVERS.read(head)
+            has_place = isinstance(parsed, ReplicaSum)
+            memory = self._acceptor.place(self._who, parsed) if has_place else None
+            wrong_size = memory is not None and memory.nbytes != nbytes
             if not isinstance(parsed, ReplicaSum | TensorMessage) or wrong_size:
                 raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
-            return room
+            return memory
 
-        while True:
-            message = link.recv(place=place)
-            if message.payload is None:
-                parsed = BETWEEN_SERVERS.read(message.head)
-            self.inbox.put(InboxItem(who, parsed, message.payload))
+    def _server_message(self, frame: Message) -> None:
+        with self._refused_if_wrong():
+            parsed = BETWEEN_SERVERS.read(frame.head) if frame.payload is None else self._parsed
+        self._acceptor.inbox.put(InboxItem(self._who, parsed, frame.payload))
 
-    def _read_worker(self, link: Link, who: str, messages: MessageSet) -> None:
-        parsed: Any = None
+    def _worker_place(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
+        with self._refused_if_wrong():
+            parsed = parse_worker_message(self._messages, self._who, head, payload=True)
+            memory = self._acceptor.place(self._who, parsed)
+            if memory is None or memory.nbytes != nbytes:
+                raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
+            self._parsed = parsed
+            return memory
 
-        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            nonlocal parsed
-            try:
-                parsed = parse_worker_message(messages, who, head, payload=True)
-                room = self._place(who, parsed)
-                if room is None or room.nbytes != nbytes:
-                    raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
-            except ProtocolError as why:
-                raise _told(link, why) from None
-            return room
+    def _worker_message(self, frame: Message) -> None:
+        parsed = self._parsed
+        if frame.payload is None:
+            with self._refused_if_wrong():
+                parsed = parse_worker_message(self._messages, self._who, frame.head, payload=False)
+        with self._lock:
+            self._num_unheard += 1
+            full = self._num_unheard >= MAX_UNHEARD
+        item = InboxItem(self._who, parsed, frame.payload, self._link, True, self._heard)
+        self._acceptor.inbox.put(item)
+        if full:
+            self.reader.pause()
 
-        unheard = threading.Semaphore(MAX_UNHEARD)
-        while True:
-            message = link.recv(place=place)
-            if message.payload is None:
-                parsed = parse_worker_message(messages, who, message.head, payload=False)
-            while not unheard.acquire(timeout=1.0):
-                if self._closed:
-                    return
-            self.inbox.put(InboxItem(who, parsed, message.payload, link, True, unheard.release))
+    def _heard(self) -> None:
+        """In the server's thread."""
+        with self._lock:
+            self._num_unheard -= 1
+            was_full = self._num_unheard == MAX_UNHEARD - 1
+        if was_full:
+            self.reader.resume()
+
+    @contextmanager
+    def _refused_if_wrong(self) -> Iterator[None]:
+        """Tell the peer before the link is closed: that happens at once when this raises."""
+        try:
+            yield
+        except ProtocolError as why:
+            refuse(self._link, why)
+            raise
+
+    def _end(self, error: Exception) -> None:
+        acceptor, peer = self._acceptor, self._link.peer
+        dropped = acceptor.ended(self._link)
+        if self._opened is None:
+            reason = "too many others have not sent their first message" if dropped else error
+            acceptor.refusals.add(peer, reason)
+            return
+        if isinstance(error, ProtocolError | BadFrame):
+            acceptor.refusals.add(f"{self._who} ({peer})", error)
+            acceptor.tell_refused(self._who, error)
+        elif isinstance(error, LinkError):
+            logger.info("%s no longer hears %s: %s", acceptor.name, self._who, error)
+        else:
+            acceptor.refusals.add(peer, repr(error))
+        if self._opened is PeerHello and not acceptor.closed:
+            acceptor.inbox.put(InboxItem(self._who, PeerDisconnected()))
 
 
-def _part(link: Link, why: ManyhandsError) -> None:
-    _told(link, why)
-    link.close()
-
-
-def _told(link: Link, why: Refusal) -> Refusal:
-    """`why`, after telling the peer: where a payload has no place, recv() closes the link at once."""
-    with suppress(LinkError):
-        link.send(TO_WORKER.write(Refused(str(why), isinstance(why, WeightsUnknown))))
-    return why
+def refuse(link: Link, why: ManyhandsError) -> None:
+    """Close a link, telling the peer why if that is possible without waiting."""
+    link.send_last(TO_WORKER.write(Refused(str(why), isinstance(why, WeightsUnknown))))

@@ -63,7 +63,8 @@ from manyhands.ps.requests import ServerRequests
 from manyhands.ps.server_connection import Push, PushOutcome, ServerConnection
 from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
-from manyhands.transport import Link
+from manyhands.transport import Link, Message
+from manyhands.transport.event_loop import LinkReader
 
 logger = logging.getLogger("manyhands.ps")
 
@@ -143,7 +144,7 @@ class Client(ServerRequests):
         try:
             for name in servers:
                 self._hosts[name] = ServerConnection(name, self._enter(name))
-                self._listen(self._hosts[name])
+                self._read(self._hosts[name], self._hosts[name].link)
             with self._waiting("the view to begin") as wait:
                 wait(lambda: [h.name for h in self._hosts.values() if not h.began])
         except BaseException:
@@ -375,10 +376,8 @@ class Client(ServerRequests):
         link.send(OPENINGS.write(enter))
         return link
 
-    def _listen(self, host: ServerConnection) -> None:
-        start_thread(self._read, host, host.link, name=f"news-{host.name}", on_error=self._fail)
-
     def _read(self, host: ServerConnection, link: Link) -> None:
+        """Handle what arrives over a link from now on, in the thread of an event loop."""
         message: Any = None
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
@@ -390,31 +389,61 @@ class Client(ServerRequests):
                 raise ProtocolError(f"run {message.run} of {len(host.runs)}")
             return bytes_of(host.runs[message.run].of(self._params))
 
-        try:
-            while True:
-                frame = link.recv(place=place)
-                if frame.payload is None:
-                    message = TO_WORKER.read(frame.head)
-                    if isinstance(message, ParameterRun):
-                        raise ProtocolError("a run without its payload")
+        def on_message(frame: Message) -> None:
+            nonlocal message
+            if frame.payload is None:
+                message = TO_WORKER.read(frame.head)
+                if isinstance(message, ParameterRun):
+                    raise ProtocolError("a run without its payload")
+            if isinstance(message, ViewBegun):
+                # It dials, which takes time; what follows on this link must wait for it.
+                reader.pause()
+                self._start(self._begin, host, link, message, reader.resume)
+            else:
                 self._hear(host, message, frame.payload)
-        except (BadFrame, ProtocolError) as error:
+
+        reader = LinkReader(
+            link,
+            on_message=on_message,
+            on_end=lambda error: self._on_end(host, link, error),
+            place=place,
+        )
+        reader.start()
+
+    def _begin(
+        self, host: ServerConnection, link: Link, begun: ViewBegun, resume: Callable[[], None]
+    ) -> None:
+        try:
+            self._on_begin(host, begun)
+        except (ProtocolError, LinkError, ViewChanging) as error:
+            self._on_end(host, link, error)
+        finally:
+            resume()
+
+    def _on_end(self, host: ServerConnection, link: Link, error: Exception) -> None:
+        """A link can't be read any more: reconnect, unless the server or the view is to blame."""
+        if isinstance(error, BadFrame | ProtocolError):
             self._refuse(host, link, error)
-        except LinkError as error:
+        elif isinstance(error, LinkError):
             self._come_back(host, link, str(error))
-        except ViewChanging:
-            return  # whoever waits looks for the next view too
+        elif not isinstance(error, ViewChanging):  # whoever waits looks for the next view too
+            self._fail(error)
+
+    def _start(self, target: Callable[..., object], host: ServerConnection, *args: Any) -> None:
+        """Run something that takes time in a thread of its own: event loops must not wait."""
+        name = f"connects-{host.name}"
+        start_thread(target, host, *args, name=name, on_error=self._fail)
 
     def _refuse(self, host: ServerConnection, link: Link, error: Exception) -> None:
-        """The server said what makes no sense: don't talk to it again, and have it ended."""
+        """The server has broken the protocol: don't talk to it again, and have it ended."""
         link.close()
         with self._news:
             if self._closed or host.lost:
                 return
-            host.lost = f"it said what makes no sense: {error!r}"
+            host.lost = f"it broke the protocol: {error}"
             self._news.notify_all()
         logger.warning("%s refused %s: %s", self._worker, host.name, host.lost)
-        self._tell_refused(host.name, repr(error))
+        self._start(lambda host: self._tell_refused(host.name, str(error)), host)
 
     def _come_back(self, host: ServerConnection, link: Link, why: str) -> None:
         """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
@@ -431,6 +460,9 @@ class Client(ServerRequests):
             each.close()
         if channel is not None:
             channel.close()
+        self._start(self._reconnect, host, why)
+
+    def _reconnect(self, host: ServerConnection, why: str) -> None:
         try:
             new = self._enter(host.name)
         except ManyhandsError as error:  # nobody answers, or a view comes
@@ -443,7 +475,7 @@ class Client(ServerRequests):
             if self._closed:
                 new.close()
                 return
-        self._listen(host)
+        self._read(host, new)
 
     def _on_begin(self, host: ServerConnection, begun: ViewBegun) -> None:
         """The server has admitted this worker, for the first time or again."""
@@ -468,10 +500,7 @@ class Client(ServerRequests):
                 channel.append(link)
         with self._news:
             host.lane_links = channel
-            name = f"to-{host.name}"
-            host.channel = (
-                PriorityChannel(channel, name=name, send_gate=self._send_gate) if channel else None
-            )
+            host.channel = PriorityChannel(channel, send_gate=self._send_gate) if channel else None
             host.version = max(host.version, begun.version)
             host.done = max(host.done, begun.done)
             self._late |= set(begun.late) & self._under_way.keys()
@@ -487,7 +516,7 @@ class Client(ServerRequests):
         for seq, fate in known:
             self._resolved(seq, fate)
         for link in channel:
-            start_thread(self._read, host, link, name=f"runs-{host.name}", on_error=self._fail)
+            self._read(host, link)
         for push in again:
             ahead += [(i, push.seq, push.slot) for i in range(len(runs))]
         if host.channel is not None:
@@ -499,9 +528,6 @@ class Client(ServerRequests):
             self._send(host.name, message, payload)
 
     def _hear(self, host: ServerConnection, message: Any, payload: memoryview | None) -> None:
-        if isinstance(message, ViewBegun):
-            self._on_begin(host, message)
-            return
         with self._news:
             match message:
                 case ParameterRun(version, run):

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError
 from manyhands.hosts.view import TORN_S
-from manyhands.ps.acceptor import Acceptor, InboxItem, PeerDisconnected
+from manyhands.ps.acceptor import Acceptor, Admission, InboxItem, PeerDisconnected
 from manyhands.ps.block_store import FlatTensors, Span
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.channels import SendGate
@@ -141,10 +141,9 @@ class Server:
         self._acceptor = Acceptor(
             self.name,
             listener,
-            view=view,
-            servers=servers,
-            workers=workers,
-            identified=identified,
+            Admission(
+                self.name, view=view, servers=servers, workers=workers, identified=identified
+            ),
             place=self._place,
             on_error=self._fail,
             refused=refused,

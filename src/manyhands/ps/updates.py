@@ -431,10 +431,7 @@ class NetworkExchange(MessageExchange):
         # Without rounds a worker pushes on and on: sums would never get a turn.
         gate = send_gate if send_gate is not None and mode.for_all else SendGate()
         self._channels = {
-            keeper: BackgroundChannel(
-                peers[keeper].link, gate, name=f"{server_state.name}-sums-{keeper}"
-            )
-            for keeper in self._taken
+            keeper: BackgroundChannel(peers[keeper].link, gate) for keeper in self._taken
         }
         kept = [
             (placement.server_of(b), b.number) for b in placement.replicas_of(server_state.name)
@@ -472,11 +469,6 @@ class NetworkExchange(MessageExchange):
     def flush(self) -> None:
         for channel in self._channels.values():
             channel.flush()
-
-    def close(self) -> None:
-        super().close()
-        for channel in self._channels.values():
-            channel.close()
 
     # Sums of this server's own blocks -----------------------------------------------------------
 

@@ -70,7 +70,7 @@ class WorkerSession:
         self._lane_links.append(link)
         if len(self._lane_links) < LANES:
             return False
-        self._channel = PriorityChannel(self._lane_links, name=f"to-{self.name}")
+        self._channel = PriorityChannel(self._lane_links)
         return True
 
     def tell(self, message: Any, payload: memoryview | None = None) -> None:

@@ -186,3 +186,54 @@ def _new(num_bytes: int, what: str) -> Generator[Wanted, None, memoryview]:
         larger = memoryview(bytearray(min(num_bytes, 2 * filled)))
         larger[:filled] = view
         view = larger
+
+
+class FrameReader:
+    """Reads one frame after the other; a frame that is half received is continued by the next call."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        """Take no frame larger than this, from the next one on."""
+        self.bytes_received = 0
+        self._frame: Generator[Wanted, None, Message] | None = None
+        self._wanted = Wanted(memoryview(b""), "", 0, 0)
+        self._filled = 0
+        self._place: Place | None = None
+
+    def read(self, recv_into: Callable[[memoryview], int], place: Place | None) -> Message:
+        """The next message. `recv_into` fills some of a buffer; what it raises passes through. EOFError if it
+        returns 0."""
+        self._place = place
+        if self._frame is None:
+            self._frame = incoming(self.limits, self._ask_place)
+            self._wanted, self._filled = next(self._frame), 0
+        while True:
+            view = self._wanted.view
+            while self._filled < len(view):
+                got = recv_into(view[self._filled :])
+                if not got:
+                    raise EOFError
+                self._filled += got
+                self.bytes_received += got
+            try:
+                self._wanted, self._filled = next(self._frame), 0
+            except StopIteration as end:
+                self._frame = None
+                message: Message = end.value
+                return message
+
+    def _ask_place(self, head: dict[str, Any], nbytes: int) -> memoryview | None:
+        return None if self._place is None else self._place(head, nbytes)
+
+    @property
+    def missing(self) -> str:
+        """What is being received, for messages."""
+        return self._wanted.what
+
+    @property
+    def progress(self) -> str:
+        return f"{self._wanted.before + self._filled} of {self._wanted.whole} bytes"
+
+    @property
+    def between_frames(self) -> bool:
+        return self._wanted.what == "a frame" and not self._wanted.before + self._filled

@@ -28,7 +28,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
@@ -41,6 +41,7 @@ from manyhands.transport.tls import (
     Credentials,
     DeadlinePassed,
     TlsStream,
+    WouldBlock,
     certificate_name,
     wait_ready,
 )
@@ -48,13 +49,17 @@ from manyhands.transport.tls import (
 RETRY_S = (0.01, 0.5)
 """Shortest and longest pause before connect() tries again."""
 UNSENT_BYTES = 256 << 10
-"""What the kernel may have of a link that queues little: 2 ms at 1 Gbit/s."""
+"""The kernel's send queue of a link that queues little: 2 ms at 1 Gbit/s."""
 UNSENT_TLS_BYTES = 2 << 20
-"""The same with TLS, where it costs more to be woken up for some more."""
+"""The same with TLS, where each wake-up costs more."""
+LAST_S = 0.1
+"""How long a last message waits for a frame that another thread is sending."""
 
 
 class _PlainStream:
-    """The bytes of a socket without TLS: blocking, for the kernel takes care of the two threads."""
+    """The bytes of a socket without TLS: blocking, since the kernel allows a reader and a writer at once."""
+
+    has_pending = False
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -67,9 +72,24 @@ class _PlainStream:
         # Waking up for every packet would cost a large payload more than the copying.
         return self._sock.recv_into(view, 0, socket.MSG_WAITALL)
 
+    def try_recv_into(self, view: memoryview) -> int:
+        try:
+            return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            raise WouldBlock(select.POLLIN) from None
+
     def send(self, parts: list[memoryview]) -> None:
+        self._send(parts, 0)
+
+    def try_send(self, parts: list[memoryview]) -> None:
+        try:
+            self._send(parts, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            raise WouldBlock(select.POLLOUT) from None
+
+    def _send(self, parts: list[memoryview], flags: int) -> None:
         while parts:
-            sent = self._sock.sendmsg(parts)
+            sent = self._sock.sendmsg(parts, (), flags)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if sent:
@@ -77,12 +97,15 @@ class _PlainStream:
 
 
 class Link:
-    """One connection to `peer`. Any thread sends, one at a time receives, any thread closes."""
+    """One connection to `peer`. Any thread sends, one at a time receives, any thread closes.
+
+    Used by threads that wait in recv() and send(), or by an event loop, which calls the methods that never
+    wait (event_loop.py).
+    """
 
     def __init__(self, sock: socket.socket, *, peer: str, limits: Limits = DEFAULT_LIMITS) -> None:
         self.peer = peer
         self.bytes_sent = 0
-        self.bytes_received = 0
         self._sock = sock
         self._limits = limits
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -96,12 +119,18 @@ class Link:
         self._state_lock = threading.Lock()
         self._closed = False
         self._num_users = 0
-        # The frame that is being received outlives a recv() that timed out.
-        self._frame: Generator[frames.Wanted, None, Message] | None = None
-        self._wanted = frames.Wanted(memoryview(b""), "", 0, 0)
-        self._taken = limits
-        self._filled = 0
-        self._place: Place | None = None
+        self._reader = frames.FrameReader(limits)
+        self._on_close: list[Callable[[], None]] = []
+        self._when_free: Callable[[], None] | None = None
+
+    @property
+    def bytes_received(self) -> int:
+        return self._reader.bytes_received
+
+    @property
+    def closed(self) -> bool:
+        """If true, this side has closed it."""
+        return self._closed
 
     @property
     def own_host(self) -> str:
@@ -112,12 +141,11 @@ class Link:
             return str(self._sock.getsockname()[0])
 
     def expect(self, limits: Limits) -> None:
-        """From the next frame on take none larger than this; what is sent may be as large as before."""
-        self._taken = limits
+        """Refuse larger frames from the next one on; what is sent may be as large as before."""
+        self._reader.limits = limits
 
     def queue_little(self) -> None:
-        """Leave what can't be sent soon with the caller of send(), who may have something better to do with
-        the network, instead of in the kernel."""
+        """Keep the kernel's send queue short, so that what is sent later can still be sent first."""
         with self._in_use():
             if self._sock.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
                 tls = isinstance(self._sock, ssl.SSLSocket)
@@ -129,63 +157,106 @@ class Link:
         self.send_packed(self.pack(head, payload))
 
     def pack(self, head: Mapping[str, Any], payload: Payload | None = None) -> list[memoryview]:
-        """A frame for `send_packed`, once."""
+        """Encode a frame for one call of `send_packed`."""
         return frames.pack(head, payload, limits=self._limits)
 
     def send_packed(self, frame: Sequence[memoryview]) -> None:
         parts = list(frame)
         num_bytes = sum(map(len, parts))
-        with self._in_use(), self._send_lock:
-            self._check_open()  # whoever held the lock before may have broken off in its frame
-            with self._closed_on_failure():
-                self._stream.send(parts)
-            self.bytes_sent += num_bytes
+        with self._in_use():
+            with self._send_lock:
+                self.check_open()  # the holder of the lock before may have failed inside its frame
+                with self._closed_on_failure():
+                    self._stream.send(parts)
+                self.bytes_sent += num_bytes
+            if (wake := self._when_free) is not None:
+                self._when_free = None
+                wake()
 
     def recv(self, *, timeout_s: float | None = None, place: Place | None = None) -> Message:
-        """The next message. After LinkTimeout call again: a frame half received goes on from there.
+        """The next message. After LinkTimeout call again: a frame that is half received is continued.
 
-        `place(head, nbytes)` says where the payload goes: a writable block of exactly nbytes, or
-        None for a new one. It is asked once a frame, by the recv() in which the head is complete.
-        Any other error than LinkTimeout, also one that place() raises, closes the link.
+        `place(head, nbytes)` returns the memory for the payload: a writable block of exactly nbytes, or
+        None for a new one. It is called once per frame, by the recv() in which the head is complete.
+        Any error other than LinkTimeout, also one that place() raises, closes the link.
         """
         if not self._recv_lock.acquire(blocking=False):
             raise RuntimeError(f"Two threads receive from {self.peer} at once; one must.")
         try:
             with self._in_use(), self._closed_on_failure():
-                self._place = place
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
                 try:
-                    return self._next_message(deadline)
+                    return self._reader.read(
+                        lambda view: self._stream.recv_into(view, deadline), place
+                    )
                 except DeadlinePassed:
-                    wanted = self._wanted
-                    part = f"{wanted.before + self._filled} of {wanted.whole} bytes had come"
                     raise LinkTimeout(
-                        f"{self.peer} did not send {wanted.what} within {timeout_s:g} s ({part})."
+                        f"{self.peer} did not send {self._reader.missing} within {timeout_s:g} s "
+                        f"({self._reader.progress} had come)."
                     ) from None
         finally:
             self._recv_lock.release()
 
-    def _next_message(self, deadline: float | None) -> Message:
-        if self._frame is None:
-            self._frame = frames.incoming(self._taken, self._ask_place)
-            self._wanted, self._filled = next(self._frame), 0
-        while True:
-            view = self._wanted.view
-            while self._filled < len(view):
-                got = self._stream.recv_into(view[self._filled :], deadline)
-                if not got:
-                    raise EOFError
-                self._filled += got
-                self.bytes_received += got
-            try:
-                self._wanted, self._filled = next(self._frame), 0
-            except StopIteration as end:
-                self._frame = None
-                message: Message = end.value
-                return message
+    # For event loops ----------------------------------------------------------------------------
 
-    def _ask_place(self, head: dict[str, Any], nbytes: int) -> memoryview | None:
-        return None if self._place is None else self._place(head, nbytes)
+    def hold(self, on_close: Callable[[], None]) -> int:
+        """The socket's descriptor, which stays valid until `release`. `on_close` is called by close()."""
+        with self._state_lock:
+            self.check_open()
+            self._num_users += 1
+            self._on_close.append(on_close)
+            return self._sock.fileno()
+
+    def release(self) -> None:
+        with self._state_lock:
+            self._leave()
+
+    @property
+    def has_pending(self) -> bool:
+        """If true, try_recv() has bytes that poll() does not report."""
+        return not self._closed and self._stream.has_pending
+
+    def try_recv(self, place: Place | None) -> Message:
+        """As recv(); raises WouldBlock instead of waiting."""
+        if not self._recv_lock.acquire(blocking=False):
+            raise RuntimeError(f"Two threads receive from {self.peer} at once; one must.")
+        try:
+            self.check_open()
+            with self._closed_on_failure():
+                return self._reader.read(self._stream.try_recv_into, place)
+        finally:
+            self._recv_lock.release()
+
+    def begin_frame(self, when_free: Callable[[], None]) -> bool:
+        """Take the link for one frame, which `try_send` sends and `end_frame` ends. If another thread is
+        sending, returns False and calls `when_free` after that."""
+        self._when_free = (
+            when_free  # before the attempt: whoever has the lock looks here after its release
+        )
+        if not self._send_lock.acquire(blocking=False):
+            return False
+        self._when_free = None
+        return True
+
+    def try_send(self, parts: list[memoryview]) -> None:
+        """Send and remove what can be sent now; WouldBlock if something is left."""
+        self.check_open()
+        with self._closed_on_failure():
+            self._stream.try_send(parts)
+
+    def end_frame(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
+        self._send_lock.release()
+
+    def send_last(self, head: Mapping[str, Any]) -> None:
+        """Send a last message if that is possible at once, and close."""
+        with contextlib.suppress(LinkError, WouldBlock), self._in_use():
+            if self._send_lock.acquire(timeout=LAST_S):
+                try:
+                    self.try_send(self.pack(head))
+                finally:
+                    self._send_lock.release()
+        self.close()
 
     def close(self) -> None:
         """End the connection; threads blocked in recv() or send() get LinkClosed. Idempotent."""
@@ -199,31 +270,37 @@ class Link:
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
             if not self._num_users:
                 self._sock.close()
+            callbacks, self._on_close = self._on_close, []
+        for callback in callbacks:
+            callback()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """The descriptor stays while a thread is at it: its number could be another link's next."""
+        """Keep the descriptor while a thread uses it: its number could be another link's next."""
         with self._state_lock:
-            self._check_open()
+            self.check_open()
             self._num_users += 1
         try:
             yield
         finally:
             with self._state_lock:
-                self._num_users -= 1
-                if self._closed and not self._num_users:
-                    self._sock.close()
+                self._leave()
 
-    def _check_open(self) -> None:
+    def _leave(self) -> None:
+        self._num_users -= 1
+        if self._closed and not self._num_users:
+            self._sock.close()
+
+    def check_open(self) -> None:
         if self._closed:
             raise LinkClosed(f"The link to {self.peer} is closed.")
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """After a failure inside a frame nobody knows where the next one starts: close the link."""
+        """Close the link after a failure inside a frame: where the next frame starts is unknown."""
         try:
             yield
-        except LinkTimeout:
+        except (LinkTimeout, WouldBlock):
             raise
         except BaseException as error:
             closed_here = self._closed
@@ -239,11 +316,9 @@ class Link:
             raise LinkClosed(f"{self.peer} closed the link{self._where_it_ended()}.") from None
 
     def _where_it_ended(self) -> str:
-        wanted = self._wanted
-        came = wanted.before + self._filled
-        if wanted.what == "a frame" and not came:
+        if self._reader.between_frames:
             return ""
-        return f" in the middle of {wanted.what}: {came} of {wanted.whole} bytes came"
+        return f" in the middle of {self._reader.missing}: {self._reader.progress} came"
 
     def __enter__(self) -> Link:
         return self

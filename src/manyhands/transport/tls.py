@@ -288,12 +288,20 @@ def wait_ready(sock: socket.socket, events: int, deadline: float | None) -> None
         raise DeadlinePassed
 
 
+class WouldBlock(Exception):
+    """Nothing can be read or written now, until poll() reports one of `events`."""
+
+    def __init__(self, events: int) -> None:
+        super().__init__(events)
+        self.events = events
+
+
 class TlsStream:
     """The bytes of one TLS connection, read by one thread and written by another at the same time.
 
     OpenSSL forbids two calls on one connection at once, and CPython 3.11 does not guard it. So the
     socket never blocks: each SSL_read and SSL_write is a short call under one lock, and all the
-    waiting is done outside of it. Reading is tried before waiting, hence bytes that OpenSSL holds
+    waiting is done outside of it. Reading is tried before waiting: bytes that OpenSSL has decrypted
     already are never waited for.
     """
 
@@ -302,30 +310,49 @@ class TlsStream:
         self._sock = sock
         self._lock = threading.Lock()
 
+    @property
+    def has_pending(self) -> bool:
+        """If true, bytes were decrypted that nobody has read: poll() knows nothing of them."""
+        with self._lock:
+            return self._sock.pending() > 0
+
     def recv_into(self, view: memoryview, deadline: float | None) -> int:
         """Fill some of `view`; 0 when the other side closed."""
         while True:
             try:
-                with self._lock:
-                    return self._sock.recv_into(view)
-            except ssl.SSLWantReadError:
-                events = select.POLLIN
-            except ssl.SSLWantWriteError:
-                events = select.POLLOUT
-            wait_ready(self._sock, events, deadline)
+                return self.try_recv_into(view)
+            except WouldBlock as block:
+                wait_ready(self._sock, block.events, deadline)
+
+    def try_recv_into(self, view: memoryview) -> int:
+        try:
+            with self._lock:
+                return self._sock.recv_into(view)
+        except ssl.SSLWantReadError:
+            raise WouldBlock(select.POLLIN) from None
+        except ssl.SSLWantWriteError:
+            raise WouldBlock(select.POLLOUT) from None
 
     def send(self, parts: list[memoryview]) -> None:
-        if sum(map(len, parts)) <= RECORD_BYTES:
-            parts = [memoryview(b"".join(parts))]  # one record, one packet
-        for part in parts:
-            while part:
-                try:
-                    with self._lock:
-                        part = part[self._sock.send(part) :]
-                    continue
-                except ssl.SSLWantWriteError:
-                    events = select.POLLOUT
-                except ssl.SSLWantReadError:
-                    events = select.POLLIN
-                # OpenSSL wants the same bytes again after this: `part` is unchanged.
-                wait_ready(self._sock, events, None)
+        while True:
+            try:
+                return self.try_send(parts)
+            except WouldBlock as block:
+                # OpenSSL wants the same bytes again after this: `parts` begins with them.
+                wait_ready(self._sock, block.events, None)
+
+    def try_send(self, parts: list[memoryview]) -> None:
+        """Send and remove what can be sent now; WouldBlock if something is left."""
+        if len(parts) > 1 and sum(map(len, parts)) <= RECORD_BYTES:
+            parts[:] = [memoryview(b"".join(parts))]  # one record, one packet
+        while parts:
+            try:
+                with self._lock:
+                    sent = self._sock.send(parts[0])
+            except ssl.SSLWantWriteError:
+                raise WouldBlock(select.POLLOUT) from None
+            except ssl.SSLWantReadError:
+                raise WouldBlock(select.POLLIN) from None
+            parts[0] = parts[0][sent:]
+            if not parts[0]:
+                del parts[0]

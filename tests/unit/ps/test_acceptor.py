@@ -43,7 +43,7 @@ from ps_group import (
 from torch import nn
 
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
-from manyhands.ps.acceptor import MAX_STRANGERS, MAX_UNHEARD, Acceptor
+from manyhands.ps.acceptor import MAX_UNHEARD, MAX_UNIDENTIFIED, Acceptor, Admission
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.decider import MAX_UNDER_WAY
 from manyhands.ps.model_layout import layout_of
@@ -387,12 +387,12 @@ def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> Non
 def test_strangers_who_never_speak_keep_nobody_out(tmp_path: Path) -> None:
     with house("unix", tmp_path) as at, contextlib.ExitStack() as stack:
         threads = threading.active_count()
-        silent = [stack.enter_context(at.dial(BAD)) for _ in range(3 * MAX_STRANGERS)]
+        silent = [stack.enter_context(at.dial(BAD)) for _ in range(3 * MAX_UNIDENTIFIED)]
         with pytest.raises(LinkClosed):
             silent[0].recv(timeout_s=LONG_S)
         at.train()
         deadline = time.monotonic() + LONG_S
-        while threading.active_count() > threads + MAX_STRANGERS:
+        while threading.active_count() > threads:  # none for each connection
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -419,10 +419,7 @@ def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
     acceptor = Acceptor(
         SERVER,
         Listener(f"unix:{tmp_path}/s"),
-        view=VIEW,
-        servers=[SERVER],
-        workers=[BAD],
-        identified=False,
+        Admission(SERVER, view=VIEW, servers=[SERVER], workers=[BAD], identified=False),
         place=lambda who, head: None,
         on_error=fail_process,
     )

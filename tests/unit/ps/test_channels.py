@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,14 +30,12 @@ def linked(folder: Path, count: int) -> Iterator[tuple[list[Link], list[Link]]]:
         yield near, far
 
 
-def wait_until_gone(name: str) -> list[str]:
-    """The lanes' threads that are left, once they had their time to end."""
+def wait_until_released(links: list[Link]) -> None:
+    """Until no event loop uses the sockets of closed links."""
     deadline = time.monotonic() + LONG_S
-    while left := [t.name for t in threading.enumerate() if t.name.startswith(f"{name}-lane-")]:
-        if time.monotonic() > deadline:
-            break
+    while any(link._sock.fileno() >= 0 for link in links):
+        assert time.monotonic() < deadline
         time.sleep(0.005)
-    return left
 
 
 def recv(link: Link) -> Message:
@@ -47,22 +44,22 @@ def recv(link: Link) -> Message:
 
 def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Path) -> None:
     with linked(tmp_path, 1) as (near, (far,)):
-        channel = PriorityChannel(near, name="order")
+        channel = PriorityChannel(near)
         channel.put(9, {"i": "big"}, memoryview(bytes(BIG)))
         deadline = time.monotonic() + LONG_S
-        while channel._queue.qsize():  # it is being sent, and holds the lane until somebody reads
+        while channel._queue:  # it is being sent, and holds the lane until somebody reads
             assert time.monotonic() < deadline
             time.sleep(0.001)
         for priority, i in [(5, "a"), (1, "b"), (5, "c"), (0, "d"), (1, "e")]:
             channel.put(priority, {"i": i}, memoryview(b"x"))
         assert [recv(far).head["i"] for _ in range(6)] == ["big", "d", "b", "e", "a", "c"]
         channel.close()
-        assert wait_until_gone("order") == []
+        wait_until_released(near)
 
 
 def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, far):
-        channel = PriorityChannel(near, name="two")
+        channel = PriorityChannel(near)
         channel.put(0, {"i": 0}, memoryview(bytes(BIG)))
         channel.put(1, {"i": 1}, memoryview(b"x"))
         deadline = time.monotonic() + LONG_S
@@ -72,13 +69,13 @@ def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path)
         small = next(link for link, sent in zip(far, near, strict=True) if sent.bytes_sent)
         assert recv(small).head["i"] == 1
         channel.close()
-        assert wait_until_gone("two") == []
+        wait_until_released(near)
 
 
 def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
     """Not copied: a change before that is seen by the other side."""
     with linked(tmp_path, 1) as (near, (far,)):
-        channel = PriorityChannel(near, name="same")
+        channel = PriorityChannel(near)
         memory = bytearray(4)
         channel.put(0, {}, memoryview(bytes(BIG)))
         channel.put(1, {}, memoryview(memory))
@@ -89,21 +86,21 @@ def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
         assert bytes(payload) == b"late"
         assert channel.bytes_sent > BIG
         channel.close()
-        assert wait_until_gone("same") == []
+        wait_until_released(near)
 
 
 def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
     tmp_path: Path,
 ) -> None:
     with linked(tmp_path, 2) as (near, far):
-        channel = PriorityChannel(near, name="broken")
+        channel = PriorityChannel(near)
         far[0].close()
         deadline = time.monotonic() + LONG_S
-        while len(wait := [t for t in threading.enumerate() if t.name.startswith("broken-")]) == 2:
+        while not all(link.closed for link in near):  # also the one that had nothing to send
             channel.put(0, {}, memoryview(b"x"))
-            assert time.monotonic() < deadline, wait
+            assert time.monotonic() < deadline
             time.sleep(0.005)
-        assert wait_until_gone("broken") == [], "also the one that had nothing to send"
+        wait_until_released(near)
         for link in near:
             with pytest.raises(LinkClosed):
                 link.recv(timeout_s=LONG_S)
@@ -113,9 +110,9 @@ def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
 
 def test_closing_ends_a_lane_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, _):
-        channel = PriorityChannel(near, name="closing")
+        channel = PriorityChannel(near)
         for i in range(4):
             channel.put(i, {}, memoryview(bytes(BIG)))
         channel.close()
         channel.close()
-        assert wait_until_gone("closing") == []
+        wait_until_released(near)
