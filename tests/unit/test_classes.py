@@ -10,7 +10,6 @@ from class_limits import over_limits, repeated_names
 PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
-    "Member": "to be split",
     "Client": "to be split",
     "Server": "to be split",
     "Listener": "to be split",

@@ -35,6 +35,7 @@ from manyhands.coordinator.outgoing import Outgoing
 from manyhands.coordinator.run_credentials import RunCredentials
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
 from manyhands.hosts.interfaces import is_any
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers import AGENT, Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.log_stream import CHUNK_BYTES
 from manyhands.hosts.messages import OF_MEMBERS, Beat, BoardPost, Bye, Hello, read_kind
@@ -179,17 +180,17 @@ class Coordinator:
     ) -> MemberRecord:
         credentials = self._credentials.for_member(name)
         log = self.logs / f"{name}.log"
-        invitation = {
-            "member": name,
-            "address": self._address,
-            "scratch": str(self._scratch.path),
-            "local_rank": local_rank,
-            "timeouts": self.timeouts.to_dict(),
-            "assignment": dict(assignment),
-            "credentials": credentials.to_dict() if credentials else None,
-            "secured": self._over_network,
-            "secret": self._credentials.secret,
-        }
+        invitation = Invitation(
+            member=name,
+            address=self._address,
+            scratch=str(self._scratch.path),
+            assignment=dict(assignment),
+            timeouts=self.timeouts,
+            credentials=credentials,
+            secured=self._over_network,
+            secret=self._credentials.secret,
+            local_rank=local_rank,
+        )
         with self._starting:
             try:
                 handle = self.launcher.start(

@@ -1,10 +1,10 @@
-"""One process of the group that the doctor forms: meets the others, adds up, checks the sum.
+"""One process of the doctor's process group: joins the group, all-reduces, checks the sum.
 
-A program: `python -m manyhands.doctor.adder`, with what to do as JSON on standard input.
-It prints each step before it begins it, so that the last line of its log says where it got stuck or
-why it failed; it exits with 0 only when the sum was right.
+A program: `python -m manyhands.doctor.adder`, with an invitation on standard input whose assignment is an
+AddTask. It prints each step before it begins it, so that the last line of its log says where it got stuck or
+why it failed; it exits with 0 only if the sum is right.
 
-Rank r gives 2**r in every element, so that a wrong sum names who is missing or counted twice.
+Rank r contributes 2**r in every element, so that a wrong sum shows which rank is missing or counted twice.
 """
 
 from __future__ import annotations
@@ -13,32 +13,40 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.member import die_with
+from manyhands.transport.fields import Count, Positive, Seconds, read
 
 NUM_ELEMENTS = 1024
 
 
-def add_up(task: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class AddTask:
+    backend: str
+    rank: Count
+    world: Positive
+    store: str
+    timeout_s: Seconds
+
+
+def add_up(task: AddTask) -> None:
     print("importing torch", flush=True)
     import torch
     import torch.distributed as dist
 
-    rank, world = int(task["rank"]), int(task["world"])
-    limit = timedelta(seconds=task["timeout_s"])
+    rank, world = task.rank, task.world
+    limit = timedelta(seconds=task.timeout_s)
     device = torch.device("cpu")
-    if task["backend"] == "nccl":
+    if task.backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    print("meeting the others", flush=True)
-    store = dist.FileStore(task["store"], world)
+    print("joining the group", flush=True)
+    store = dist.FileStore(task.store, world)
     store.set_timeout(limit)
-    dist.init_process_group(
-        task["backend"], store=store, rank=rank, world_size=world, timeout=limit
-    )
+    dist.init_process_group(task.backend, store=store, rank=rank, world_size=world, timeout=limit)
     print("adding up", flush=True)
     tensor = torch.full((NUM_ELEMENTS,), 2.0**rank, device=device, dtype=torch.float64)
     dist.all_reduce(tensor)
@@ -50,10 +58,10 @@ def add_up(task: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    task = json.load(sys.stdin)
-    die_with(task["parent"])
+    invitation = read(Invitation, json.load(sys.stdin))
+    die_with(invitation.parent)
     try:
-        add_up(task)
+        add_up(read(AddTask, invitation.assignment))
     except Exception as error:
         traceback.print_exc()
         print(f"{type(error).__name__}: {reason(str(error))}", file=sys.stderr, flush=True)

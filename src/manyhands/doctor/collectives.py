@@ -23,10 +23,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.doctor.adder import AddTask
 from manyhands.doctor.finding import Finding
 from manyhands.events.units import clean, plural
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.threads import start_thread
+from manyhands.transport.fields import write
 
 GROUP_S = 60.0
 """The processes have started, found each other, added up and left."""
@@ -129,16 +133,11 @@ def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str
     watchers: list[threading.Thread] = []
     try:
         for rank in range(world):
-            task = {
-                "backend": backend,
-                "rank": rank,
-                "world": world,
-                "store": str(folder / "store"),
-                "timeout_s": deadline_s,
-            }
-            log = folder / f"rank-{rank}.log"
+            task = AddTask(backend, rank, world, str(folder / "store"), deadline_s)
+            name, log = f"rank {rank}", folder / f"rank-{rank}.log"
+            invitation = Invitation(name, "", str(folder), write(task), Timeouts())
             with _uninterrupted():
-                handle = launcher.start(StartRequest(f"rank {rank}", ADDER, task, log, threads=1))
+                handle = launcher.start(StartRequest(name, ADDER, invitation, log, threads=1))
                 watchers.append(
                     start_thread(_watch, handle, ended, name=f"watch {rank}", on_error=ended.put)
                 )

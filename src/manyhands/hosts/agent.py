@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,12 +246,13 @@ class AgentSession:
 
     def _start(self, order: StartMember) -> None:
         scratch = self._admitted.scratch if self._scratch is None else str(self._scratch.path)
-        invitation = {
-            **order.invitation,
-            "scratch": scratch,
-            "reach": self.reach.address,
-            "address": self._address,  # this agent has reached the coordinator there
-        }
+        assert scratch is not None
+        invitation = replace(
+            order.invitation,
+            scratch=scratch,
+            reach=self.reach.address,
+            address=self._address,  # this agent has reached the coordinator there
+        )
         request = StartRequest(order.name, order.entry, invitation, None, order.threads)
         try:
             handle = self._launcher.start(request)

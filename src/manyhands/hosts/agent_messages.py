@@ -7,9 +7,10 @@ and connects again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from manyhands.hosts.host_facts import HostFacts, PairFacts
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.machine import Machine
 from manyhands.hosts.spec import ROLES, Entry
 from manyhands.transport.fields import Count, MessageSet, Seconds
@@ -169,7 +170,7 @@ class StartMember:
     entry: str
     """The Python module of the member's program."""
     threads: Count
-    invitation: dict[str, Any]
+    invitation: Invitation
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A member's end of the control connection.
 
-A member starts with an invitation (a JSON dict that its launcher wrote to standard input), connects,
-says hello, and from then on a thread reads what the coordinator says while another sends a beat a
-second. What is said, as the `kind` of each message:
+A member starts with an invitation, which its launcher writes to standard input. It connects and sends
+a hello. From then on one thread reads the coordinator's messages, and another sends a beat every second. The
+messages, by `kind`:
 
     member:       hello, ready, beat, report, post, failed, bye
     coordinator:  view, order, posted, stacks
@@ -26,27 +26,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhands.errors import (
     LinkError,
-    LinkTimeout,
     ManyhandsError,
     PeerLost,
     UsageError,
-    ViewChanging,
     WeightsLost,
 )
 from manyhands.hosts import tracebacks
 from manyhands.hosts.activity import Activity
-from manyhands.hosts.timeouts import Timeouts
+from manyhands.hosts.board_copy import BoardCopy
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.view import Me, Seat, View
 from manyhands.job import find_job
 from manyhands.threads import start_thread
-from manyhands.transport import Credentials, Limits, Link, connect
+from manyhands.transport import Limits, Link, connect
+from manyhands.transport.fields import read
 
 PR_SET_PDEATHSIG = 1
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=0)
@@ -55,44 +55,34 @@ ORPHANED = 70
 
 
 class Member:
-    """This process as a member: what it hears, what it says, in which phase it is."""
+    """This process as a member: its control link, its phase, its failure."""
 
-    def __init__(self, invitation: Mapping[str, Any]) -> None:
-        self.name: str = invitation["member"]
-        self.host: str = invitation.get("host") or socket.gethostname()
-        self.reach: str = invitation.get("reach", "127.0.0.1")
-        self.assignment: dict[str, Any] = dict(invitation["assignment"])
-        self.timeouts = Timeouts.from_dict(invitation["timeouts"])
-        self.scratch: str = invitation["scratch"]
-        self.local_rank: int = invitation["local_rank"]
-        self.secret: str = invitation.get("secret", "")
-        self.newest_view = 0
-        """The number of the newest view that has arrived, heard or not."""
+    def __init__(self, invitation: Invitation) -> None:
+        self.invitation = invitation
+        self.name = invitation.member
+        self.host = invitation.host or socket.gethostname()
+        self.assignment = invitation.assignment
+        self.timeouts = invitation.timeouts
         self.on_view: Callable[[], None] = lambda: None
-        """Called in the control thread when a view arrives, before it can be heard."""
-        credentials = invitation.get("credentials")
-        self.credentials = Credentials.from_dict(credentials) if credentials else None
-        secured = invitation.get("secured", credentials is not None)
+        """Called in the control thread when a view arrives, before `hear` returns it."""
         self._link: Link = connect(
-            invitation["address"],
-            credentials=self.credentials if secured else None,
+            invitation.address,
+            credentials=invitation.credentials if invitation.secured else None,
             timeout_s=self.timeouts.hello_s,
             peer="coordinator",
             limits=LIMITS,
         )
-        if secured and self._link.peer != "coordinator":
+        if invitation.secured and self._link.peer != "coordinator":
             self._link.close()
             raise LinkError(f"{self._link.peer} answers where the coordinator should.")
         self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._heard_view = 0
-        self._board: dict[str, str] = {}
-        self._board_changed = threading.Condition()
+        self._board = BoardCopy(self.name)
         self._leaving = threading.Event()
         self._phase = ("starting", time.monotonic())
         self.activity = Activity()
-        """While it changes, nobody calls this member stuck."""
+        """While it changes, this member does not count as stuck."""
         self.before_exit: Callable[[], None] = lambda: None
-        """Called when this member has told of its failure, before its process ends."""
+        """Called when this member has reported its failure, before its process ends."""
         self.on_stacks: Callable[[], None] = lambda: None
         """Called in the control thread after the stacks of this process were written to its log."""
         self.say(
@@ -107,14 +97,15 @@ class Member:
 
     @classmethod
     def from_launcher(cls) -> Member:
-        """The member that this process was started to be."""
+        """Read the invitation that this process was started with, and join."""
         if len(sys.argv) > 1:  # standard input is the terminal
             with open(int(sys.argv.pop())) as pipe:
-                invitation = json.load(pipe)
+                text = json.load(pipe)
         else:
-            invitation = json.load(sys.stdin)
-        die_with(invitation.get("parent"))
-        # Ctrl-C and a scheduler's warning are the coordinator's to handle; it says what to do.
+            text = json.load(sys.stdin)
+        invitation = read(Invitation, text)
+        die_with(invitation.parent)
+        # Ctrl-C and a scheduler's warning are handled by the coordinator, which tells members what to do.
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         member = cls(invitation)
@@ -128,57 +119,54 @@ class Member:
         return bool(self.assignment.get("debug"))
 
     def me(self, seat: Seat) -> Me:
-        """What this member knows of itself, before it has joined anybody."""
+        """Describe this member, before it has joined a view."""
         return Me(
             self.name,
             self.host,
             seat.device,
-            Path(self.scratch),
+            Path(self.invitation.scratch),
             View(0, (seat,)),
             board=self,
             timeouts=self.timeouts,
-            credentials=self.credentials,
-            secret=self.secret,
+            credentials=self.invitation.credentials,
+            secret=self.invitation.secret,
             trust_network=self.assignment.get("trust_network", False),
-            address=self.reach,
+            address=self.invitation.reach,
             spans_hosts=self.assignment.get("spans_hosts", False),
         )
+
+    @property
+    def newest_view(self) -> int:
+        """The number of the newest view that has arrived, whether or not `hear` has returned it."""
+        return self._board.newest_view
 
     def say(self, kind: str, **fields: Any) -> None:
         self._link.send({"kind": kind, **fields})
 
     def hear(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next view or order, or None when nothing came in time."""
+        """The next view or order, or None if none arrives in time."""
         try:
             head = self._heard.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if head.get("kind") == "view":
-            self._heard_view = head["view"]["number"]
+            self._board.taken_view = head["view"]["number"]
         return head
 
     def heard(self) -> bool:
         return not self._heard.empty()
 
     def post(self, key: str, value: str) -> None:
-        """Tell all members a small fact."""
+        """Post a small fact for all members."""
         self.say("post", key=key, value=value)
 
     def fetch(self, key: str, *, timeout_s: float) -> str:
-        """What some member has posted, once it has. ViewChanging if a view comes that was not heard yet:
-        whoever was to post it may be gone."""
-        with self._board_changed:
-            if not self._board_changed.wait_for(
-                lambda: key in self._board or self.newest_view > self._heard_view, timeout_s
-            ):
-                raise LinkTimeout(f"{self.name} waited {timeout_s:.0f} s for {key!r} of its peers.")
-            if key not in self._board:
-                raise ViewChanging(f"{self.name} waited for {key!r} when the members changed.")
-            return self._board[key]
+        """Wait for a fact that some member posts. ViewChanging if a new view arrives meanwhile."""
+        return self._board.fetch(key, timeout_s=timeout_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What this member is doing, for whoever has to say why everybody waits."""
+        """Name what this member is doing, for the message that explains why all members wait."""
         before, self._phase = self._phase, (name, time.monotonic())
         try:
             yield
@@ -186,7 +174,7 @@ class Member:
             self._phase = (before[0], time.monotonic())
 
     def fail(self, error: BaseException) -> int:
-        """Tell the coordinator what ended this member; the exit code to end with."""
+        """Report to the coordinator what ended this member; return the exit code to end with."""
         usage = isinstance(error, UsageError)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -205,7 +193,7 @@ class Member:
             self.say(
                 "failed",
                 reason=(str(error) if known else f"{type(error).__name__}: {error}")[:4000],
-                # What manyhands itself reports is written for people; the log has the rest.
+                # Errors of manyhands explain themselves; the log has the traceback.
                 traceback="" if known else self._shown(error)[-20_000:],
                 usage=usage,
                 consequence=isinstance(error, PeerLost),
@@ -217,7 +205,7 @@ class Member:
         return code
 
     def fail_and_end(self, error: BaseException) -> None:
-        """A thread that this process depends on has failed: tell the coordinator, and end at once."""
+        """Report that a thread of this process has failed, and end at once."""
         end_now(self.fail(error))
 
     def _shown(self, error: BaseException) -> str:
@@ -229,7 +217,7 @@ class Member:
         return tracebacks.shown(error, job)
 
     def _quit(self) -> NoReturn:
-        """A debugger was told to quit: as Ctrl-C, which the coordinator ends the run on."""
+        """End the run because a debugger was told to quit: send the coordinator a Ctrl-C."""
         os.kill(os.getppid(), signal.SIGINT)
         while True:
             time.sleep(60)
@@ -253,21 +241,17 @@ class Member:
                 return
             head = message.head
             if head.get("kind") == "posted":
-                with self._board_changed:
-                    self._board[head["key"]] = head["value"]
-                    self._board_changed.notify_all()
+                self._board.add(head["key"], head["value"])
             elif head.get("kind") == "stacks":
                 self._write_stacks()
             else:
                 if head.get("kind") == "view":
-                    with self._board_changed:
-                        self.newest_view = head["view"]["number"]
-                        self._board_changed.notify_all()
+                    self._board.on_view(head["view"]["number"])
                     self.on_view()
                 self._heard.put(head)
 
     def _write_stacks(self) -> None:
-        """Where every thread is, into the log."""
+        """Write the stacks of all threads to the log."""
         print(f"{time.strftime('%F %T')} {self.name} seems to hang. Its stacks:", file=sys.stderr)
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
@@ -290,11 +274,11 @@ class Member:
                     doing=activity.doing,
                 )
             except LinkError:
-                return  # the listener acts on it
+                return  # the reading thread acts on it
 
 
 def _breakpoint(*arguments: Any, **options: Any) -> Any:
-    """As Python's own, but Ctrl-C stays the coordinator's."""
+    """Enter the debugger as Python's own hook does, but leave Ctrl-C to the coordinator."""
     import pdb
 
     if os.environ.get("PYTHONBREAKPOINT"):

@@ -7,9 +7,7 @@ these does. They catch what neither can: a frozen process, a host that is gone, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 ENDLESS_S = 7 * 24 * 3600.0
 """In milliseconds it still fits what poll() takes."""
@@ -52,10 +50,3 @@ class Timeouts:
         short = ("settle_s", "kill_s", "beat_s")
         names = (field.name for field in dataclasses.fields(cls) if field.name not in short)
         return cls(**dict.fromkeys(names, ENDLESS_S))
-
-    def to_dict(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Timeouts:
-        return cls(**{key: float(value) for key, value in values.items()})

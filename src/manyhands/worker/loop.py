@@ -63,7 +63,7 @@ class Worker:
         self.member = member
         self.learner = learner
         self.job: Job = load_job(task["job"], task["settings"])
-        self.device = pick_device(task["device"], member.local_rank)
+        self.device = pick_device(task["device"], member.invitation.local_rank)
         self._shared_cores = int(task.get("shared_cores", 0))
         self._threads = torch.get_num_threads()
         # A random split must be the same one in every process, and in every resumed run.

@@ -16,10 +16,10 @@ def main() -> None:
     """At each view: its number, and whether it could be heard already."""
     member.on_view = lambda: noted.append((member.newest_view, member.heard()))
     task = member.assignment
-    keys = member.credentials
+    keys = member.invitation.credentials
     member.say(
         "ready",
-        secret=member.secret,
+        secret=member.invitation.secret,
         certificate=keys.certificate if keys else None,
         thread=threading.current_thread().name,
     )

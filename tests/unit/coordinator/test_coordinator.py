@@ -25,11 +25,12 @@ from manyhands.coordinator.inbox import (
     Signalled,
 )
 from manyhands.errors import LinkError
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
 from manyhands.hosts.messages import BoardPost
 from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.view import Seat
-from manyhands.transport import Authority, Credentials, Link, Listener, connect
+from manyhands.transport import Authority, Link, Listener, connect
 
 DEADLINE_S = 30.0
 
@@ -129,12 +130,12 @@ class Inviting(LocalLauncher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.invitations: dict[str, Any] = {}
+        self.invitations: dict[str, Invitation] = {}
         self.over = threading.Event()
 
-    def start(self, start: StartRequest) -> Any:
-        self.invitations[start.name] = start.invitation
-        return Nobody(start.name, self.over)
+    def start(self, request: StartRequest) -> Any:
+        self.invitations[request.name] = request.invitation
+        return Nobody(request.name, self.over)
 
     def close(self) -> None:
         self.over.set()
@@ -155,7 +156,7 @@ class Nobody(Handle):
 @contextmanager
 def inviting(
     tmp_path: Path, authority: Authority | None = None
-) -> Iterator[tuple[Coordinator, dict[str, Any]]]:
+) -> Iterator[tuple[Coordinator, Invitation]]:
     launcher = Inviting()
     with Coordinator(
         launcher, logs=tmp_path, control="tcp://127.0.0.1:0", authority=authority
@@ -164,9 +165,8 @@ def inviting(
         yield made, launcher.invitations["worker-0"]
 
 
-def dial(invitation: dict[str, Any], by: dict[str, Any]) -> Link:
-    credentials = Credentials.from_dict(by["credentials"])
-    return connect(invitation["address"], credentials=credentials, timeout_s=DEADLINE_S)
+def dial(address: str, by: Invitation) -> Link:
+    return connect(address, credentials=by.credentials, timeout_s=DEADLINE_S)
 
 
 def test_a_members_certificate_is_for_its_run_also_where_two_runs_have_one_key(
@@ -174,33 +174,33 @@ def test_a_members_certificate_is_for_its_run_also_where_two_runs_have_one_key(
 ) -> None:
     key = Authority.from_secret("manyhands run", "one key for the whole project")
     with inviting(tmp_path, key) as (one, mine), inviting(tmp_path, key) as (_, theirs):
-        with dial(mine, by=mine) as link:
+        with dial(mine.address, by=mine) as link:
             assert link.peer == "coordinator"
             link.send({"kind": "hello", "member": "worker-0"})
             assert isinstance(one.next(DEADLINE_S), MemberMessage)
         with pytest.raises(LinkError, match="refused"):
-            dial(theirs, by=mine)
-        server = Credentials.from_dict(theirs["credentials"])
+            dial(theirs.address, by=mine)
         with (
-            Listener("tcp://127.0.0.1:0", credentials=server) as listener,
+            Listener("tcp://127.0.0.1:0", credentials=theirs.credentials) as listener,
             pytest.raises(LinkError, match="refused"),
         ):
-            dial({"address": listener.address}, by=mine)
+            dial(listener.address, by=mine)
         # Whoever has the key is let in to be an agent, and trusts no member that says it is coordinator.
         agent = key.issue("agent-x")
-        with connect(theirs["address"], credentials=agent, timeout_s=DEADLINE_S) as link:
+        with connect(theirs.address, credentials=agent, timeout_s=DEADLINE_S) as link:
             assert link.peer == "coordinator"
         with (
-            Listener(
-                "tcp://127.0.0.1:0", credentials=Credentials.from_dict(mine["credentials"])
-            ) as listener,
+            Listener("tcp://127.0.0.1:0", credentials=mine.credentials) as listener,
             pytest.raises(LinkError, match="refused"),
         ):
             connect(listener.address, credentials=agent, timeout_s=DEADLINE_S)
 
 
 def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
-    with inviting(tmp_path) as (coordinator, invitation), dial(invitation, by=invitation) as link:
+    with (
+        inviting(tmp_path) as (coordinator, invitation),
+        dial(invitation.address, by=invitation) as link,
+    ):
         link.send({"kind": "hello", "member": "worker-0"})
 
         def flood() -> None:
@@ -231,7 +231,7 @@ def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
 
 
 def test_the_first_word_of_a_connection_is_short(tmp_path: Path) -> None:
-    with inviting(tmp_path) as (_, invitation), dial(invitation, by=invitation) as link:
+    with inviting(tmp_path) as (_, invitation), dial(invitation.address, by=invitation) as link:
         with contextlib.suppress(LinkError):  # the other end may be quicker
             link.send({"kind": "hello", "member": "worker-0", "more": "x" * (1 << 19)})
         with pytest.raises(LinkError):

@@ -36,7 +36,7 @@ if sys.argv[1:]:
     folder = made.path
 else:
     made = Coordinator(LocalLauncher(), logs=Path("logs"))
-    folder = made.scratch
+    folder = made._scratch.path
 (folder / "view-1").mkdir()
 (folder / "view-1" / "socket").touch()
 print(folder, flush=True)

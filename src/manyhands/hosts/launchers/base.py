@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.threads import OnError, fail_process
 from manyhands.transport import Link
@@ -46,8 +47,7 @@ class StartRequest:
     name: str
     entry: str
     """The Python module that is the member's program."""
-    invitation: Mapping[str, Any]
-    """How to reach the coordinator, and the assignment. Holds secrets: never put it on a command line."""
+    invitation: Invitation
     log: Path | None
     """File for its output; None: the output is read from the handle's `output`."""
     threads: int

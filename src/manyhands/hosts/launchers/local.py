@@ -18,10 +18,12 @@ import sys
 import termios
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from manyhands.hosts.key import VARIABLE
 from manyhands.hosts.launchers.base import Handle, Launcher, StartRequest
+from manyhands.transport.fields import write
 
 NOT_THEIRS = (VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
 """Variables that members do not get."""
@@ -98,9 +100,8 @@ class LocalLauncher(Launcher):
                 env=self._environment(request),
             )
         assert process.stdin is not None
-        invitation = {**request.invitation, "parent": os.getpid()}
         with suppress(BrokenPipeError):  # it died at once: wait() tells
-            process.stdin.write(json.dumps(invitation).encode())
+            process.stdin.write(_invitation(request))
             process.stdin.close()
         handle = LocalHandle(request.name, process)
         self._handles.append(handle)
@@ -118,7 +119,7 @@ class LocalLauncher(Launcher):
             )
             os.close(reading)
             with suppress(BrokenPipeError):
-                pipe.write(json.dumps({**request.invitation, "parent": os.getpid()}).encode())
+                pipe.write(_invitation(request))
         handle = LocalHandle(request.name, process, own_group=False)
         self._handles.append(handle)
         return handle
@@ -144,6 +145,10 @@ class LocalLauncher(Launcher):
         if self._modes is not None:
             # A debugger that was killed at its prompt has left it without echo.
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._modes)
+
+
+def _invitation(request: StartRequest) -> bytes:
+    return json.dumps(write(replace(request.invitation, parent=os.getpid()))).encode()
 
 
 def _terminal_modes() -> list[Any] | None:

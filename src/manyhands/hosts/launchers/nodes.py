@@ -6,7 +6,6 @@ An agent whose link breaks or falls silent is dropped, and its members count as 
 
 from __future__ import annotations
 
-import json
 import queue
 import signal
 import threading
@@ -86,10 +85,10 @@ class Node(ABC):
         used = {self.members[name][1] for name in self.running}
         slot = min(set(range(self.entry.slots)) - used)
         local_rank = (self.entry.local_rank or 0) * self.entry.slots + slot
-        invitation = {**request.invitation, "host": self.host, "local_rank": local_rank}
+        invitation = replace(request.invitation, host=self.host, local_rank=local_rank)
         if self.entry.devices:
             device = self.entry.devices[slot % len(self.entry.devices)]
-            invitation["assignment"] = {**invitation["assignment"], "device": device}
+            invitation = replace(invitation, assignment={**invitation.assignment, "device": device})
         request = replace(request, invitation=invitation, threads=request.threads or threads)
         handle = self.start(request)
         handle.sees_run = self.sees_run
@@ -110,7 +109,7 @@ class LocalNode(Node):
 
     def start(self, request: StartRequest) -> Handle:
         self.launcher.interface = self.reach.interface
-        invitation = {**request.invitation, "reach": self.reach.address}
+        invitation = replace(request.invitation, reach=self.reach.address)
         return self.launcher.start(replace(request, invitation=invitation))
 
 
@@ -172,8 +171,7 @@ class AgentNode(Node):
     def start(self, request: StartRequest) -> Handle:
         self._logs.add(request.name, b"")  # a member that prints nothing has a log, too
         handle = self._handles[request.name] = RemoteHandle(request.name, self)
-        invitation = json.loads(json.dumps(dict(request.invitation)))
-        self.send(StartMember(request.name, request.entry, request.threads, invitation))
+        self.send(StartMember(request.name, request.entry, request.threads, request.invitation))
         if not handle.answered.wait(START_S):
             self.link.close()
             handle.refusal = f"{self.host} did not answer within {START_S:.0f} s"
