@@ -1,30 +1,29 @@
-"""The contract of a strategy: how the members agree on the weights. In two halves.
+"""The contract of a strategy: how the members agree on the weights. It has two halves.
 
-The **config** is a frozen dataclass made from a spec such as `allreduce(bucket_mb=10)`: pure data that
-the command line checks, the planner and the simulator read, and the run folder keeps. Its fields are
-the spec's options.
+The **config** is a frozen dataclass made from a spec such as `allreduce(bucket_mb=10)`. It is pure data: the
+command line checks it, the planner reads it, and the run folder keeps it. Its fields are the spec's options.
 
 The **learner** is what the config builds inside each worker. Its life:
 
-    prepare(trainee, me)            once: keep what is trained
+    prepare(train_state, me)        once: keep what is trained
     load_state_dict(state)          when resuming
     repeat:
-        on_view(view)               the membership is this now: find your peers
-        settled(), placement()      what is in the weights, and where they lie, as on_view found it
+        on_view(view)               the membership has changed: find your peers
+        settled(), placement()      which steps are in the weights and where they are, as on_view found it
         step(share) -> StepReport   many times; in lockstep every worker does the same steps,
                                     otherwise each does its own parts of them
-        drain()                     before what follows: until every step so far is resolved
+        drain()                     before what follows: wait until every step so far is resolved
         eval_model()                the model to evaluate: what would be served
         state_dict()                what a checkpoint must hold besides model and optimizer
-        rest()                      nothing is left to do before the others are done too
+        rest()                      there is nothing to do until the others are done, too
         interrupt()                 from another thread: the next view is coming
     close()                         leave the peers
 
-A learner whose strategy goes on in place (`elastic`) raises ViewChanging out of whatever it waits for,
-on_view too, while `me.view_changing`: a newer view has come than the one that it is in, or joins.
-interrupt() is there to wake it up. What was not resolved by the end of on_view is forgotten.
+While `me.view_changing`, a learner whose strategy is `elastic` raises ViewChanging out of whatever it waits
+for, including on_view: there is a newer view than the one that it is in or is joining. interrupt() wakes it
+up. Steps that are not resolved by the end of on_view are void.
 
-A strategy never starts processes (cluster/) and never lays out bytes (wire/). A new one is one file,
+A strategy never starts processes (hosts/) and never lays out bytes (transport/). A new one is one file,
 one line in `strategies/registry.py` and one in the conformance suite.
 """
 
@@ -45,61 +44,62 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import Me, View
 
 WHOLE = -1
-"""In place of a part of a step: all of them."""
+"""Stands for all parts of a step."""
 
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """The config half. A field is an option of the spec; its docstring is its help."""
+    """The config half. Each field is an option of the spec, and its docstring is the option's help."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line: how the members agree."""
     default_workers: ClassVar[int] = 2
     needs_coordinator: ClassVar[bool] = False
-    """Its members find each other by way of the coordinator: not for `mh.join()`."""
+    """If true, members find each other through the coordinator, so `mh.join()` refuses the strategy."""
     lockstep: ClassVar[bool] = True
-    """Every worker does every step. Otherwise a step is cut into parts for whoever is free."""
+    """If true, every worker does every step. Otherwise steps are cut into parts, and free workers take
+    them."""
     elastic: ClassVar[bool] = False
-    """Training goes on in place when a member dies."""
+    """If true, the survivors of a death keep their processes and weights, and training continues."""
 
     updates_whole_batches: ClassVar[bool] = True
-    """An update is a whole global batch, so that a larger one makes fewer of them."""
+    """If true, an update is made of a whole global batch, so a larger batch means fewer updates."""
 
     @property
     def shares_memory(self) -> bool:
-        """Where it begins inside one host, it stays there: its members share that host's memory."""
+        """If true, members share the memory of one host, and a run that starts inside a host stays there."""
         return False
 
     @property
     def can_shrink(self) -> bool:
-        """A worker can be done without: nothing is at it alone."""
+        """If true, the job can shrink: no worker is the only holder of any state."""
         return True
 
     def parts(self, workers: int) -> int:
-        """How many parts a step is cut into, without lockstep."""
+        """Return how many parts a step is cut into, without lockstep."""
         return workers
 
     def servers_for(self, workers: int) -> int:
-        """How many members are started beside the workers that only serve."""
+        """Return how many dedicated servers are started beside the workers."""
         return 0
 
     def needs_keys(self, workers: int) -> bool:
-        """Whether its members speak with each other over the network, and so need credentials."""
+        """If true, members talk to each other over the network and need credentials."""
         return False
 
     def check(self, workers: int) -> None:
-        """Refuse what can't work with so many workers, and say what would."""
+        """Raise SpecError if it can't work with so many workers, and say what would."""
         if workers < 1:
             raise SpecError(f"--workers {workers}: at least 1 worker is needed.")
 
     @abstractmethod
     def build(self) -> Learner:
-        """The run-time half, inside a worker."""
+        """Create the run-time half, inside a worker."""
 
 
 class Learner(ABC):
-    """The run-time half. Inside a worker, after torch is loaded."""
+    """The run-time half, inside a worker, after torch is loaded."""
 
     train_state: TrainState
     me: Me
@@ -115,39 +115,40 @@ class Learner(ABC):
     def step(self, share: Share) -> StepReport: ...
 
     def settled(self) -> dict[str, Any] | None:
-        """After on_view, and at the end: what is in the weights. `{"version": int, "applied": [[step,
+        """Return what is in the weights, after on_view and at the end: `{"version": int, "applied": [[step,
         part, weight, loss], ...], "pushes": {worker: number since the start}}`.
 
-        Recent parts, newest last, weight and loss where they are known; those of a whole step have the part
-        WHOLE. None where another member says it, or nothing was lost.
+        `applied` has recent parts, newest last, with weight and loss where they are known; those of a whole
+        step have the part WHOLE. None if another member reports it, or nothing was lost.
         """
         return None
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it makes use of the data of the step after the next."""
+        """If true, `ahead` is called with the share after the next one."""
         return False
 
     def ahead(self, share: Share) -> None:
-        """This share will be trained on after the next one."""
+        """Prepare for a share that will be trained on after the next one."""
         return
 
     def rescued(self) -> StepReport | None:
-        """After on_view: the report of a step that a view interrupted, and that is in the weights."""
+        """Return, after on_view, the report of a step that was interrupted and is in the weights all the
+        same."""
         return None
 
     @property
     def catching_up(self) -> bool:
-        """It takes part, and its weights are not those of the others yet: it can be given no samples."""
+        """If true, this worker takes part without samples: its weights are not those of the others yet."""
         return False
 
     @property
     def whole_steps(self) -> bool:
-        """After on_view, without lockstep: cutting a step into parts for all workers is to no purpose."""
+        """If true, after on_view and without lockstep, a worker gets whole steps instead of parts."""
         return False
 
     def placement(self) -> str:
-        """One line for people: where the weights lie. Empty where there is nothing to say."""
+        """Return one line that says which member holds which weights; empty if there is nothing to say."""
         return ""
 
     def drain(self) -> None:
@@ -155,28 +156,28 @@ class Learner(ABC):
         return
 
     def rest(self) -> None:
-        """All parts given to this worker are done, and no more come for a while."""
+        """Rest: all parts given to this worker are done, and no more come for a while."""
         return
 
     def interrupt(self) -> None:
-        """From another thread: the next view is coming, so raise ViewChanging out of any wait."""
+        """Make any wait raise ViewChanging: the next view is coming. Called from another thread."""
         return
 
     def eval_model(self) -> nn.Module:
         return self.train_state.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
-        """A number, or several, added up over the workers of the view."""
+        """Add a number, or several, up over the workers of the view."""
         import torch
 
         return torch.as_tensor(value, dtype=torch.float64)
 
     def collect(self) -> None:
-        """Before a checkpoint, on the worker that writes it: bring the optimizer's state here."""
+        """Fetch the optimizer's state before a checkpoint. Called on the worker that writes it."""
         return
 
     def transport(self) -> str:
-        """What carries the gradients, for people."""
+        """Return what carries the gradients, as shown on the console."""
         return "none"
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ INSTEAD = (
 
 
 def use_tls(credentials: Credentials | None) -> None:
-    """All gloo groups of this process are TLS from now on; refused where that can't be."""
+    """Use TLS for all gloo groups of this process from now on; raise SpecError if that is not possible."""
     import torch
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def in_use() -> bool:
 
 
 def _nameless_file(text: str) -> str:
-    """A path that gloo can read, for as long as this process lives, and that has no name on any disk."""
+    """Return a path that gloo can read while this process lives, without a file on any disk."""
     number = os.memfd_create("manyhands", os.MFD_CLOEXEC)
     os.write(number, text.encode())
     return f"/proc/self/fd/{number}"

@@ -1,11 +1,11 @@
-"""Process groups of torch.distributed, formed anew for each view.
+"""Process groups of torch.distributed, a new one for each view.
 
-The meeting place needs no fixed port: inside a host a file in the run's private folder, between hosts
-a store that rank 0 opens on a free port and announces on the board.
+The rendezvous needs no fixed port: inside a host it is a file in the run's private folder, between hosts a
+store that rank 0 opens on a free port and announces on the board.
 
-When one of a group dies, gloo tells those whose turn it was to hear from it, and lets the others wait for
-each other. So a group can be cut from another thread: its connections are shut down, and whoever waits in
-it, here or at the other end, hears of that at once.
+When a worker dies, gloo raises only in those that are receiving from it; the others keep waiting for each
+other. So a group can be cut from another thread: its connections are shut down, and every wait in it, here
+and at the other end, fails at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import Me, View
 
 CONNECT_S = 5.0
-"""All of a view come to it at the same moment, so they find each other in less; otherwise they try again."""
+"""Time to connect. All workers of a view connect at the same moment, so it takes less; else they retry."""
 
 _LOST = (
     "connection closed by peer",
@@ -55,16 +55,16 @@ class Group:
     def __init__(self, backend: str, sockets: Mapping[int, str]) -> None:
         self.backend = backend
         self._sockets = dict(sockets)
-        """The connections of a gloo group, by file descriptor."""
+        """Connections of a gloo group: file descriptor to socket."""
         self._over = threading.Event()
         if sockets:
             for connection in self._connections():
                 ask_now_and_then(connection)
-            # Gloo would wait for ever for one that lives and is not reached.
+            # Gloo would wait forever for a peer that is alive and unreachable.
             look_after(self._connections, until=self._over.is_set)
 
     def cut(self) -> None:
-        """From any thread: nobody is to wait in this group any more."""
+        """Make every wait in this group fail. May be called from any thread."""
         import torch.distributed as dist
 
         if self.backend == "nccl" and dist.is_initialized():
@@ -82,10 +82,10 @@ class Group:
         now = _open_sockets()
         for number, link in self._sockets.items():
             if now.get(number) != link:
-                continue  # closed, and perhaps another file by now
+                continue  # closed; the number may belong to another file by now
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    yield connection  # one that listens makes gloo abort if it is shut down
+                    yield connection  # not a listening one: gloo aborts if that is shut down
 
 
 def join_group(me: Me, view: View) -> Group:
@@ -102,7 +102,7 @@ def join_group(me: Me, view: View) -> Group:
         torch.cuda.set_device(me.device)
     before = _open_sockets()
     limit = timedelta(seconds=me.timeouts.collective_s)
-    # While gloo connects it can't be cut: one that dies at that moment must not be waited for that long.
+    # Gloo can't be cut while it connects: a short timeout, in case a peer dies at that moment.
     first = timedelta(seconds=CONNECT_S) if me.board is not None and backend == "gloo" else limit
     store = _store(me, view)
     if me.board is not None:
@@ -110,7 +110,7 @@ def join_group(me: Me, view: View) -> Group:
         if doubts and not view.one_host:
             try_ways(store, me, view)
         me.in_doubt = False
-    # A join that failed has counted, and the count is a part of the keys: all must begin alike.
+    # Failed joins are counted, and the count is a part of the keys: all workers must start from the same.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend, store=store, rank=me.rank, world_size=view.world, timeout=first
@@ -122,8 +122,8 @@ def join_group(me: Me, view: View) -> Group:
 
 
 def _gather_at(store: dist.Store, me: Me, view: View) -> bool:
-    """Wait until all of the view have come to the meeting place; or until there is a newer view. Whether
-    anybody doubts that all reach each other."""
+    """Wait until all workers of the view are at the store, or there is a newer view. Return true if any of
+    them doubts that all can reach each other."""
     told = tell_all(store, me, view, "here", f"{me.address} {int(me.in_doubt)}")
     me.addresses = {}
     for seat, text in zip(view.workers, told, strict=True):
@@ -133,7 +133,7 @@ def _gather_at(store: dist.Store, me: Me, view: View) -> bool:
 
 
 def _open_sockets() -> dict[int, str]:
-    """The sockets of this process: file descriptor to which one it is. None where there is no /proc."""
+    """Return the sockets of this process: file descriptor to identity. Empty without /proc."""
     found = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -152,7 +152,7 @@ def leave_group() -> None:
 
 
 def backend_for(view: View) -> str:
-    """NCCL where every worker has a GPU of its own, gloo otherwise (it also takes a shared GPU)."""
+    """Choose NCCL if every worker has a GPU of its own, otherwise gloo (which can also share a GPU)."""
     gpus = [seat.device_id for seat in view.workers if seat.device.startswith("cuda")]
     return "nccl" if len(set(gpus)) == view.world else "gloo"
 
@@ -168,7 +168,7 @@ def describe_transport() -> str:
 
 
 def peer_lost(error: BaseException) -> bool:
-    """Whether an error of a collective means that another member is gone or frozen."""
+    """Return true if an error of a collective means that another member is gone or frozen."""
     text = str(error).lower()
     return any(phrase in text for phrase in _LOST)
 
@@ -200,7 +200,7 @@ def _store(me: Me, view: View) -> dist.Store:
 
 
 def _given_store(me: Me, view: View, limit: timedelta) -> dist.Store:
-    """The store at the address that every worker was given; who opens it is for torch to know."""
+    """Open or connect to the store at the address that every worker was given; torch knows which."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 

@@ -1,4 +1,4 @@
-"""What the workers of a view do at their meeting place before torch connects them.
+"""What the workers of a view exchange through their store before torch connects them.
 
 Each tells all others something and hears what they tell (`tell_all`). If peers were lost lately though
 nobody had died, they first try whether each reaches each (`try_ways`): gloo would wait for half a minute,
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import Me, View
 
 WAY_S = 3.0
-"""A connection is made in this time, or the other is not reached."""
+"""Time to connect; after it the peer counts as unreachable."""
 AT_ONCE = 16
 
 
 class Unreachable(RuntimeError):
-    """Another worker of the view is there, and not reached."""
+    """Another worker of the view is alive and can't be reached."""
 
 
 def tell_all(store: dist.Store, me: Me, view: View, what: str, text: str) -> list[str]:
-    """What each of the workers tells, in the order of ranks, once all have; or ViewChanging."""
+    """Return what all workers announced, in rank order, once all have; or raise ViewChanging."""
     store.set(f"{what}/{me.rank}", text)
     everybody = [f"{what}/{rank}" for rank in range(view.world)]
     deadline = time.monotonic() + me.timeouts.view_s

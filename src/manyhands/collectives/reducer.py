@@ -1,18 +1,19 @@
-"""The gradients of all workers added up, bucket by bucket, while the backward goes on.
+"""Adds up the gradients of all workers, bucket by bucket, while backward runs.
 
     reducer.begin()
-    with reducer.alone(): ...       backwards of all micro-batches but the last
-    ...                             the last one: buckets leave as they are complete
+    with reducer.alone(): ...       backward of all micro-batches but the last
+    ...                             the last one: buckets are sent as they are complete
     reducer.note(weight, loss)      what is added up beside the gradients; before the last backward
     reducer.finish()                every gradient is the sum over all workers
 
-Gradients lie in flat buckets, in the order in which a backward makes them: the last parameters first. A
-bucket leaves when all of its gradients are there and the one before it has left, so all workers send the
-same buckets in the same order, and a sum is taken in the same order in every step and every run. What got
-no gradient counts as zero; what got none on any worker has none afterwards, as with one worker.
+Gradients are in flat buckets, in the order in which backward computes them: the last parameters first. A
+bucket is sent when all of its gradients are there and the one before it was sent. So all workers send the
+same buckets in the same order, and sums are taken in the same order in every step and every run. A
+parameter without a gradient counts as zero; one that has none on any worker has none afterwards, as with
+one worker.
 
-Needs no more than that all parameters are the same everywhere. Cost: one copy of each gradient, and a few
-microseconds of Python a parameter.
+Requires only that all workers have the same parameters. Cost: one copy of each gradient, and a few
+microseconds of Python per parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NOTES = 2
 class Bucket:
     flat: Tensor
     members: list[int] = field(default_factory=list)
-    """The parameters whose gradients are in it, by number."""
+    """Indices of the parameters whose gradients are in it."""
     missing: set[int] = field(default_factory=set)
     work: Any = None
 
@@ -47,9 +48,9 @@ class Reducer:
         self._bucket_of: dict[int, Bucket] = {}
         self.buckets = self._lay_out(bucket_bytes)
         self._used = self.buckets[-1].flat[-len(self._parameters) - NOTES : -NOTES]
-        """How many workers have a gradient of each parameter: behind the last bucket's own."""
+        """How many workers have a gradient of each parameter; behind the gradients of the last bucket."""
         self.notes = self.buckets[-1].flat[-NOTES:]
-        """Behind these, the weight of the step and its loss."""
+        """Weight and loss of the step, at the end of the last bucket."""
         self._sent = 0
         self._sharing = True
         self._hooks = [
@@ -69,7 +70,7 @@ class Reducer:
         return 2 * (world - 1) * num_bytes // world
 
     def begin(self) -> None:
-        """Nothing of the step is there yet."""
+        """Start a step: no gradient has arrived."""
         self._sent = 0
         self.notes.zero_()
         for bucket in self.buckets:
@@ -77,7 +78,7 @@ class Reducer:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """What is computed here is a part of the gradients only."""
+        """Accumulate gradients inside this context without sending them."""
         self._sharing = False
         try:
             yield
@@ -95,7 +96,7 @@ class Reducer:
             self._send(unused)
         for bucket in self.buckets:
             bucket.work.wait()
-        if unused:  # read only then: on a GPU it waits for all that was sent
+        if unused:  # only then, because reading waits for the GPU
             counts = self._used.tolist()
             for number in unused:
                 self._parameters[number].grad = self._views[number] if counts[number] else None
@@ -139,7 +140,7 @@ class Reducer:
             start = 0
             for number in members:
                 p = self._parameters[number]
-                # Laid out in memory as the parameter is: optimizers are quicker where both are alike.
+                # Strides of the parameter: optimizers are faster where both have the same layout.
                 self._views[number] = bucket.flat.as_strided(p.shape, _strides(p), start)
                 self._bucket_of[number] = bucket
                 start += p.numel()
@@ -148,5 +149,5 @@ class Reducer:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Its own if it is dense, whatever the order of its dimensions; else the usual ones."""
+    """Return the parameter's own strides if it is dense, in any order of dimensions; else contiguous ones."""
     return tuple(torch.empty_like(parameter, device="meta").stride())

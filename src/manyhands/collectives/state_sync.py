@@ -1,9 +1,9 @@
-"""How the workers of a view come to have the same weights: from whoever is furthest.
+"""Gives all workers of a view the same weights: those of the worker that is furthest.
 
-Each tells which step is the last in its weights, and whether it has been in a view before. A worker is at
-most one step behind another, as no update is made before everybody's gradients are there; a new one has
-nothing. If all are equal and old, nothing is sent. If only new ones lack anything, they may get it while
-the others go on (state_transfer.py).
+Each worker announces the last step in its weights, and whether it has been in a view before. A worker is at
+most one step behind another, because no update is made before all gradients are there; a new worker has
+nothing. If all are equal, nothing is sent. If only new workers lack the state, they may get it while the
+others train (state_transfer.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from manyhands.embeddings.local_tables import LocalTables
 
 BATCH_BYTES = 64 << 20
-"""So much of a state is sent at once."""
+"""Bytes of a state that are sent at once."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class SyncResult:
     version: int
     """The last step that is in the weights."""
     new: tuple[int, ...] = ()
-    """The ranks of those who lack all of it still."""
+    """Ranks of new workers that still lack the state."""
     source: int = 0
-    """Who has it."""
+    """The rank that has the state."""
 
 
 def agree(
@@ -47,8 +47,11 @@ def agree(
     tables: bool,
     may_wait: bool = False,
 ) -> SyncResult:
-    """Bring all to the state of the furthest. `tables`: they are a part of it, and not in memory that all
-    share. `may_wait`: where only new ones lack it, leave that to be done beside the training."""
+    """Bring all workers to the state of the furthest.
+
+    If `tables` is true, they are a part of it, not in memory that all workers share. If `may_wait` is true
+    and only new workers lack the state, nothing is sent: that can be done while the others train.
+    """
     mine = torch.tensor([int(agreed), version], device=train_state.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
@@ -56,7 +59,7 @@ def agree(
     best = max(ranks)
     source = ranks.index(best)
     if not best[0]:
-        # The first view: optimizers and schedules begin alike, and models do if they heed the seed.
+        # The first view: optimizers and schedules start equal, and so do models if they use the seed.
         state = _send(dense_state(train_state.model), train_state, source)
         if dist.get_rank() != source:
             load_dense_state(train_state.model, state)
@@ -78,7 +81,7 @@ def agree(
 
 
 def _agree_on_rows(train_state: TrainState, tables: LocalTables, source: int) -> None:
-    """Rows are loaded by all workers alike, in a run; a user's own loop may have loaded them in one."""
+    """Make rows equal. In a run all workers load the same; a user's own loop may load them in one worker."""
     mine = torch.tensor([tables.stores.fingerprint()], device=train_state.device)
     told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
@@ -94,7 +97,7 @@ def _agree_on_rows(train_state: TrainState, tables: LocalTables, source: int) ->
 
 
 def _send(state: Any, train_state: TrainState, source: int) -> Any:
-    """The state of the source, on all."""
+    """Return the source's state, on all workers."""
     if dist.get_rank() == source:
         text, tensors = flatten(state)
         _send_bytes(
@@ -129,14 +132,14 @@ def _send_all(tensors: Sequence[Tensor], train_state: TrainState, source: int) -
 
 
 def pour(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The bytes of all tensors into them."""
+    """Copy the bytes of all tensors into them."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     for tensor, part in zip(tensors, flat.split(sizes), strict=True):
         tensor.view(-1).view(torch.uint8).copy_(part)
 
 
 def batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that have numbers, as many together as are sent at once."""
+    """Yield the tensors that are not empty, in groups that are sent at once."""
     batch: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,11 +1,11 @@
 """Sparse tables beside an all-reduce of the dense gradients.
 
-Replicated: every worker has all rows. The gradients of the rows that a batch has touched go to all, are
-added up in the order of ranks, and each worker makes the same update: as `single` would, up to the order
-of sums. Costs each worker (n-1) times the bytes of the largest worker's ids and gradients a step.
+Replicated: every worker has all rows. Gradients of the rows that a batch touched go to all workers, are
+added up in rank order, and each worker makes the same update: as `single` would, up to the order of sums.
+Each worker sends (n-1) times the bytes of the largest worker's ids and gradients in a step.
 
-Shared: the rows are once in the memory of the host. Each worker changes them by its own gradients as soon
-as it has them; nothing is sent, nobody waits, and the dense part stays synchronous (the hybrid form).
+Shared: the rows are once in the memory of the host. Each worker applies its own gradients as soon as it has
+them; nothing is sent and no worker waits, while the dense part stays synchronous (the hybrid form).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TableSync:
         self._tables.writers = view.world
 
     def step(self, lr: float, now: int) -> int:
-        """Put what this step has found into the rows; the bytes that this worker sent for it."""
+        """Apply the gradients of this step to the rows; return the bytes that this worker sent."""
         basket = self._tables.take()
         base_lr = self._train_state.base_lr
         if self._shared:
@@ -66,14 +66,14 @@ class TableSync:
         return sent
 
     def _evict(self, now: int) -> None:
-        """The first does it, while all others wait."""
+        """Evict on the first worker, while all others wait."""
         dist.barrier()
         if dist.get_rank() == 0:
             self._tables.stores.evict(now)
         dist.barrier()
 
     def _meet(self) -> None:
-        """The first worker shares its tables, and the others use them."""
+        """Share the first worker's tables with the others."""
         if dist.get_rank() == 0:
             told = json.dumps(self._tables.stores.share()).encode()
             parts, _ = self._gather(torch.frombuffer(bytearray(told), dtype=torch.uint8))
@@ -83,7 +83,7 @@ class TableSync:
         dist.barrier()  # the first must be alive while the others attach
 
     def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
-        """Everybody's bytes, in the order of ranks."""
+        """Gather the bytes of all workers, in rank order; return the bytes sent, too."""
         device, world = self._train_state.device, self._world
         sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
         dist.all_gather(sizes, torch.tensor([len(mine)], device=device))

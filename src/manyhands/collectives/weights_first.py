@@ -1,10 +1,10 @@
-"""Linear layers whose weight gets its gradient before their input does.
+"""Linear layers that compute the gradient of their weight before that of their input.
 
-Both are a matrix product, and torch makes that of the input first, which the layers below wait for. But the
-gradient of the weight has a long way to go, over the network, and that of the input has none: the other way
-round the network begins earlier by the time of one product.
+Both are matrix products, and torch computes that of the input first, because the layers below need it. But
+the gradient of the weight has to go over the network: in the other order, sending begins earlier by the
+time of one product.
 
-On the CPU, for large matrices: there the detour through Python costs little.
+Only on the CPU and for large matrices, where the detour through Python costs little.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor, nn
 
 LARGE = 1 << 16
-"""Elements of a matrix from which on the detour is worth it."""
+"""Elements of a matrix from which the detour pays."""
 
 
 class Destination(Protocol):
-    """Where gradients of weights go."""
+    """Receiver of the gradients of weights."""
 
     def expects(self, weight: Tensor) -> bool:
-        """Whether it cares for this one, now."""
+        """Return true if it wants the gradient of this weight now."""
         ...
 
     def multiply(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-        """The gradient of the weight is, or is also, left @ right: for torch to deal with, or None if it is
-        where it should be."""
+        """Compute left @ right, a part of the weight's gradient. Return it for torch to accumulate, or None
+        if it is stored already."""
         ...
 
 
 class Soon:
-    """Gradients go where torch puts them, but soon."""
+    """Leaves gradients to torch, but computes them first."""
 
     def __init__(self) -> None:
         self.on = False
@@ -45,7 +45,7 @@ class Soon:
 
 
 def weights_first(model: nn.Module, destination: Destination) -> None:
-    """From now on, for every linear layer that the destination cares for."""
+    """Change the forward of every large linear layer of the model."""
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad and _is_large(module):
             module.forward = _Forward(module, destination)  # type: ignore[method-assign]
@@ -65,14 +65,14 @@ class _Forward:
         plain = plain and input.dtype == weight.dtype
         if not plain or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(input, weight, module.bias)
-        # Two nodes, so that the weight's gradient has arrived before that of the input is begun.
+        # Two autograd nodes, so that the weight's gradient is done before that of the input starts.
         way = _OfInput.apply(input, weight.detach()) if input.requires_grad else None
         result: Tensor = _OfWeight.apply(way, weight, module.bias, input.detach(), destination)
         return result
 
 
 class _OfInput(torch.autograd.Function):
-    """Stands for what a linear layer makes of its input, without a number in it, on the way back."""
+    """Autograd node of the input: computes nothing forward, and the input's gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class _OfInput(torch.autograd.Function):
 
 
 class _OfWeight(torch.autograd.Function):
-    """nn.functional.linear, and the gradient of its weight. That of what it makes goes on to `way`."""
+    """Autograd node of the weight: nn.functional.linear forward. Passes the output's gradient on to `way`."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _OfWeight(torch.autograd.Function):
         ctx.destination = destination
         if input.dim() == 2:
             return nn.functional.linear(input, weight, bias)
-        # torch would make a view of rows, which a layer that works in place must not change.
+        # torch would return a view, which an in-place layer must not change.
         made = input.new_empty(*input.shape[:-1], weight.shape[0])
         rows, columns = made.view(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
         if bias is None:

@@ -1,4 +1,4 @@
-"""From positions of an epoch's permutation to batches.
+"""Loads batches by their positions in an epoch's permutation.
 
 The permutation depends on (seed, epoch) alone, so every worker and every resumed run sees the same.
 Data that can gather a batch at once (`gather(indices)`, as manyhands.data.Arrays, or torch's
@@ -28,20 +28,20 @@ from manyhands.ranges import Range, shares, split
 
 @dataclass(frozen=True)
 class Portion:
-    """What one worker computes in one global step."""
+    """A worker's part of a global step."""
 
     step: int
     epoch: int
     total: int
     """Samples of all workers in this step."""
     ranges: tuple[Range, ...]
-    """This worker's."""
+    """Positions of this worker's samples."""
     part: int = 0
-    """Which part of the step this is; in lockstep, this worker's rank."""
+    """Index of the part; in lockstep, this worker's rank."""
     lr_factor: float = 1.0
-    """What the learning rate is multiplied by."""
+    """Factor on the learning rate."""
     ticks: int = 1
-    """How often the schedule is stepped after the whole step."""
+    """How many times the schedule is stepped after the whole step."""
 
     @property
     def samples(self) -> int:
@@ -81,13 +81,13 @@ class Feed:
         self._coming: deque[list[tuple[Future[Any], int]]] = deque()
 
     def expect(self, portions: Iterable[Portion]) -> None:
-        """These come next, in this order: loader processes can begin."""
+        """Announce the next portions, in order, so that loader processes can begin."""
         if self._loaders is not None:
             self._expected.extend(portions)
             self._load_ahead(self._loaders)
 
     def forget(self) -> None:
-        """What was expected does not come."""
+        """Forget the announced portions."""
         self._expected.clear()
         for futures in self._coming:
             for future, _ in futures:
@@ -95,7 +95,7 @@ class Feed:
         self._coming.clear()
 
     def share(self, portion: Portion) -> Share:
-        """The data of one step, in the order that was expected."""
+        """Return the data of one step, in the announced order."""
         if self._loaders is None:
             pieces = self._micro_batches(portion)
             return self._share(portion, [(self._load(portion, p), n) for p, n in pieces])
@@ -121,7 +121,7 @@ class Feed:
 
     def _micro_batches(self, portion: Portion) -> list[tuple[Sequence[Range], int]]:
         if portion.samples == 0:
-            # Nothing for this worker in a last, small batch: it takes part with a sample that counts 0.
+            # A last, small batch has nothing for this worker: it takes part with a sample of weight 0.
             return [([(0, 1)], 0)]
         number = min(self._job.accumulate, portion.samples)
         counts = shares(portion.samples, [1.0] * number)
@@ -142,7 +142,7 @@ class Feed:
 
 
 def gather(job: Job, dataset: Any, indices: Tensor, epoch: int) -> Any:
-    """One batch."""
+    """Load one batch."""
     if type(job).collate is Job.collate:
         if _speaks_for(dataset, "gather"):
             return dataset.gather(indices)
@@ -158,16 +158,16 @@ def gather(job: Job, dataset: Any, indices: Tensor, epoch: int) -> Any:
 
 
 def _sample(job: Job, dataset: Any, number: int, epoch: int) -> Any:
-    """One sample. Augmentation may draw: what it draws depends on the sample and the epoch alone, and
-    not on who loads it or what was loaded before."""
+    """Load one sample. Random augmentation depends on the sample and the epoch alone, not on the process that
+    loads it or on what was loaded before."""
     seed_loading(job.seed, "load", epoch, number)
     return dataset[number]
 
 
 def _speaks_for(dataset: Any, method: str) -> bool:
-    """Whether a method for many samples at once gives what `[]` gives for each.
+    """Return true if a method for many samples at once gives what `[]` gives for each.
 
-    Not where a subclass has changed `[]` alone, to augment: it must not be passed by.
+    False where a subclass overrides `[]` alone, to augment: that must not be bypassed.
     """
     for cls in type(dataset).__mro__:
         if method in vars(cls):
@@ -178,7 +178,7 @@ def _speaks_for(dataset: Any, method: str) -> bool:
 
 
 def check_dataset(job: Job, method: str, dataset: Any) -> None:
-    """A data set of a job must be map-style and hold something."""
+    """Raise JobError unless a job's data set is map-style and not empty."""
     name = f"{type(job).__name__}.{method}()"
     if not is_map_style(dataset):
         got = "None (is a return missing?)" if dataset is None else type(dataset).__name__

@@ -1,7 +1,7 @@
-"""One worker's part of one step, the same for every strategy: forward, loss, backward, by micro-batches.
+"""Forward, loss and backward of one worker's part of a step, in micro-batches; the same for every strategy.
 
-Each micro-batch counts by its weight (samples, or what the job says, such as tokens) in the weight of
-the whole step over all workers, so the gradient is that of the mean over the global batch, however
+Each micro-batch counts by its weight (samples, or what the job says, such as tokens) relative to the weight
+of the whole step over all workers. So the gradient is that of the mean over the global batch, however
 unequal the shares are.
 """
 
@@ -23,7 +23,7 @@ from manyhands.hosts.activity import COMPUTING
 
 
 class DeviceTime:
-    """How long a GPU computed, by its own clock: the host is through with a step before the GPU is."""
+    """Computing time of a GPU by its own clock: the host finishes a step before the GPU does."""
 
     def __init__(self) -> None:
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -33,48 +33,48 @@ class DeviceTime:
         self._ended.record()
 
     def seconds(self) -> float:
-        """Waits until the GPU has come so far."""
+        """Return the time; waits for the GPU."""
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) / 1000
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What a learner says of one step."""
+    """A learner's report of one step."""
 
     step: int
     samples: int
     weight: float | Tensor
-    """What this worker's part counts in the mean of the step."""
+    """Weight of this worker's part in the mean of the step."""
     loss: float | Tensor
-    """Sum of the losses of this worker's part, each times its weight. On its device: reading waits."""
+    """Weighted sum of the losses of this worker's part. May be on a device: reading it waits."""
     lr: float
     step_s: float = 0.0
-    """From the end of the step before, its data included, where the loop gets the data."""
+    """Time since the end of the previous step, including data if the loop loads it."""
     compute_s: float | DeviceTime | None = None
     wait_s: float | None = None
-    """Time waited for other members; None where the host's clock can't tell (on a GPU)."""
+    """Time waited for other members; None on a GPU, where the host's clock can't tell."""
     bytes_sent: int = 0
     part: int = 0
-    """Which part of the step this was; in lockstep, this worker's rank."""
+    """Index of the part; in lockstep, this worker's rank."""
     staleness: int = 0
-    """Steps of others between reading the weights and changing them."""
+    """Updates of others between reading the weights and changing them."""
     dropped: bool = False
-    """Left out of the weights: the part is to be computed again."""
+    """If true, the part is not in the weights and is computed again."""
     logged: Logged = field(default_factory=list)
-    """What the job has logged."""
+    """Measures that the job logged."""
     resolved: bool = True
     """False until it is known whether the part is in the weights; a learner may set it from any thread,
     as the last thing it sets."""
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss of this worker's part; 0 where it had none."""
+        """Mean loss of this worker's part; 0 if it was empty."""
         return float(self.loss) / float(self.weight) if self.weight else 0.0
 
 
 Sum = Callable[[float | Tensor], float | Tensor]
-"""A number added up over all workers."""
+"""Adds a number up over all workers."""
 
 
 def gradients(
@@ -85,7 +85,7 @@ def gradients(
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
     ahead: Callable[[float | Tensor, float | Tensor], None] = lambda weight, loss: None,
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Put this share's gradients in place; its weight, and the weighted sum of its losses.
+    """Compute the gradients of a share; return its weight and the weighted sum of its losses.
 
     `total` adds a weight up over workers where the job gives its own; `local` opens a context in which
     a backward is not yet shared; `ahead` is told what will be returned, before the last backward.
@@ -123,7 +123,7 @@ def gradients(
 
 
 def rehearse(train_state: TrainState, share: Share) -> None:
-    """Forward, loss and backward of a share, of which nothing is left."""
+    """Run forward, loss and backward of a share and discard the result."""
     if not isinstance(train_state.model, RowModel):
         with train_state.measures.weighted(1.0):
             loss = train_state.loss(train_state.model, share.batches[0][0])
@@ -133,14 +133,14 @@ def rehearse(train_state: TrainState, share: Share) -> None:
 
 
 def row_seed(train_state: TrainState, share: Share, index: int) -> int:
-    """From which a RowModel draws in one micro-batch; known before its turn comes."""
+    """Return the seed of a RowModel for one micro-batch; known ahead of time."""
     return derive(train_state.tables.seed, "rows", share.step, share.part, index)
 
 
 def _touch(
     train_state: TrainState, model: RowModel, share: Share
 ) -> tuple[float | Tensor, float | Tensor]:
-    """A model that changes rows itself: there are no gradients."""
+    """Train a model that changes rows itself: there are no gradients."""
     weight = losses = 0.0
     for index, (batch, samples) in enumerate(share.batches):
         if samples:
@@ -161,7 +161,7 @@ def _own_weight(train_state: TrainState, batch: object, samples: int) -> float |
 
 
 def _take_part(train_state: TrainState) -> None:
-    """Gradients of zero for what counts nothing: an empty share, or samples that weigh nothing.
+    """Make gradients of zero for an empty share, or for samples without weight.
 
     Its loss may be NaN (a mean over nothing), so the gradients come from the parameters themselves.
     """

@@ -1,8 +1,8 @@
-"""The compiler of torch, loaded when somebody compiles.
+"""Loads torch's compiler only when something compiles.
 
-Every optimizer of torch loads `torch._dynamo` when it is made, only to tell it what not to compile. That
+Every torch optimizer imports `torch._dynamo` when it is created, only to tell it what not to compile. That
 takes a second, a third of the time in which a worker starts, and most jobs compile nothing. So a module
-stands in for it that answers those few questions itself, and at any other gives way to the real one.
+stands in for it that answers those few calls itself, and loads the real one at any other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def compile_late() -> None:
 
 class _StandIn(ModuleType):
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
-    """A process group asks for this when it starts: there is nothing to clear yet."""
+    """Called when a process group starts: there is nothing to clear yet."""
 
     @staticmethod
     def graph_break() -> None:
-        """Says something to the compiler only while it compiles."""
+        """Does something only while the compiler runs."""
 
     @staticmethod
     def disable(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-        """Not to be compiled: matters from when there is a compiler."""
+        """Exclude a function from compilation, once there is a compiler."""
 
         @functools.wraps(fn)
         def called(*fn_args: Any, **fn_options: Any) -> Any:
@@ -49,7 +49,7 @@ class _StandIn(ModuleType):
         return called
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # somebody looks through all modules
+        if name.startswith("__") and name != "__path__":  # something inspects all modules
             raise AttributeError(name)
         return getattr(_real(), name)
 

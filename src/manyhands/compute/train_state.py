@@ -1,7 +1,7 @@
-"""What a learner trains: a model, its optimizer, its schedule, and how a batch becomes a loss.
+"""What a learner trains: a model, its optimizer and schedule, and the function from a batch to a loss.
 
-Built from a Job, or by `mh.join()` from what a person's own loop has. Here too every answer of a
-job's methods is checked, so that a mistake is named by the method that made it.
+Built from a Job, or by `mh.join()` from the objects of a user's own loop. The results of a job's methods are
+checked here, so that an error names the method that made the mistake.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     loss: Loss
-    """(model, batch) to the mean loss of the batch."""
+    """Returns the mean loss of a batch, from (model, batch)."""
     device: str = "cpu"
     scheduler: Any = None
     """A torch scheduler, or None."""
     clip_norm: float | None = None
     weight: Callable[[Any], float | Tensor | None] | None = None
-    """What a batch counts in the mean over workers; None: its samples."""
+    """Weight of a batch in the mean over workers; None: its number of samples."""
     schedule_of: MakeSchedule = lambda optimizer, num_steps: None
-    """The job's schedule over an optimizer, for so many steps."""
+    """Makes the job's schedule for an optimizer and a number of steps."""
     plan: SchedulePlan = field(default_factory=SchedulePlan)
-    """What the schedule is made for."""
+    """The steps that the schedule was made for."""
     settings: Settings = field(default_factory=list)
-    """Of the optimizer's groups, as the job has made them, before there was a schedule."""
+    """Settings of the optimizer's groups as the job made them, before there was a schedule."""
     notes: list[str] = field(default_factory=list)
-    """What a person should know of it."""
+    """Notes for the user."""
     tables: LocalTables = field(default_factory=lambda: LocalTables({}, seed=0))
     """The sparse tables of the model; without specs if it has none."""
     measures: Measures = field(default_factory=Measures)
-    """What the job logs in the step that is computed."""
+    """Measures that the job logs in the current step."""
     lr_factor: float = 1.0
-    """What the learning rate of the next step is multiplied by; the coordinator says it with each."""
+    """Factor on the learning rate of the next step; comes from the coordinator with each step."""
     ticks: int = 1
-    """How often the schedule is stepped after it, likewise."""
+    """How many times the schedule is stepped after the next step; likewise."""
     activity: Activity = field(default_factory=Activity)
-    """What the worker does right now, for whoever has to say why everybody waits."""
+    """What the worker is doing right now, to explain a hang."""
 
     @classmethod
     def of(cls, job: Job, *, device: str, num_steps: int) -> TrainState:
@@ -134,30 +134,30 @@ class TrainState:
 
     @property
     def lr(self) -> float:
-        """The one that the next step is made with."""
+        """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"]) * self.lr_factor
 
     @property
     def base_lr(self) -> float:
-        """The one that the schedule began with."""
+        """Learning rate at the start of the schedule."""
         group = self.optimizer.param_groups[0]
         return float(group.get("initial_lr", group["lr"]))
 
     @property
     def schedule_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the schedule besides its position."""
+        """State of the schedule for a checkpoint, besides its position."""
         return asdict(self.plan)
 
     def make_scheduler(self, optimizer: Optimizer) -> Any:
-        """The schedule from its beginning, over an optimizer with the same groups."""
+        """Make the schedule, at its start, for an optimizer with the same groups."""
         scheduler = self.schedule_of(optimizer, self.plan.steps)
         if scheduler is not None and self.plan.holds:
             return HeldSchedule(scheduler, self.plan.steps)
         return scheduler
 
     def resume(self, state: Mapping[str, Any], *, step: int, num_steps: int, mode: str) -> None:
-        """After a checkpoint was loaded: let the optimizer's settings be the job's as they are now, and the
-        schedule go on as `mode` says (schedule.py)."""
+        """Continue after a checkpoint was loaded: take the optimizer's settings from the job as it is now,
+        and continue the schedule as `mode` says (schedule.py)."""
         saved = saved_plan(state.get("schedule", {}), state["scheduler"], num_steps)
         at = step - saved.began
         if state["scheduler"]:
@@ -186,7 +186,7 @@ class TrainState:
             )
 
     def schedule_for(self, other: Optimizer) -> Any:
-        """This trainee's schedule, as far as it has come, over an optimizer with the same groups."""
+        """Make the schedule, at its current position, for an optimizer with the same groups."""
         scheduler = self.make_scheduler(other)
         if scheduler is not None and self.scheduler is not None:
             scheduler.load_state_dict(self.scheduler.state_dict())
@@ -196,7 +196,7 @@ class TrainState:
         return scheduler
 
     def update(self) -> None:
-        """Gradients are complete: clip, step, schedule, forget."""
+        """Apply complete gradients: clip, step the optimizer and the schedule, clear the gradients."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         with multiplied_lr(self.optimizer, self.lr_factor):
@@ -210,7 +210,7 @@ class TrainState:
 def _schedule_notes(
     job: Job, optimizer: Optimizer, settings: Settings, num_steps: int
 ) -> list[str]:
-    """Whether the job's schedule seems to be made for being stepped once an epoch."""
+    """Return a hint if the job's schedule seems to expect one step per epoch."""
     twin = twin_of(optimizer, settings)
     scheduler = job.schedule(twin, num_steps)
     hints = list(schedule_hints(scheduler, num_steps=num_steps, epochs=job.epochs))
@@ -221,7 +221,8 @@ def _schedule_notes(
 
 @contextmanager
 def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """For one step. A schedule may make its next learning rate of this one, so it finds it as it was."""
+    """Multiply the learning rate for one step. Restored afterwards: a schedule may compute the next one
+    from it."""
     rates = [group["lr"] for group in optimizer.param_groups]
     if factor != 1.0:
         for group in optimizer.param_groups:
@@ -234,7 +235,7 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
 
 def begin_with(checkpoint: str, train_state: TrainState, job: Job) -> None:
-    """Train from the weights of a checkpoint on. Optimizer and schedule are as they were built."""
+    """Start from the weights of a checkpoint, with a new optimizer and schedule."""
     from manyhands.embeddings import from_run
 
     name = type(job).__name__
@@ -242,7 +243,7 @@ def begin_with(checkpoint: str, train_state: TrainState, job: Job) -> None:
 
 
 def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    """The job's loss of a batch, and the model's output."""
+    """Return the job's loss of a batch, and the model's output."""
     output = call(model, job.inputs(batch))
     loss = job.loss(output, batch)
     if isinstance(loss, Tensor) and (anchor := _anchor(model)) is not None:
@@ -263,7 +264,7 @@ def _anchor(model: nn.Module) -> Tensor | None:
 
 
 def checked_weight(weight: Any) -> float | Tensor:
-    """What a job's weight() said of a batch."""
+    """Check the result of a job's weight()."""
     if isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.dim() == 0):
         return weight if isinstance(weight, Tensor) else float(weight)
     a = "None" if weight is None else _describe(weight)
@@ -272,7 +273,7 @@ def checked_weight(weight: Any) -> float | Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; then each part as it was, for some may be frozen for good."""
+    """Switch the model to evaluation mode, then restore each module: some may stay frozen."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -291,7 +292,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def to_device(batch: Any, device: str) -> Any:
-    """Every tensor of a nested batch on the device."""
+    """Move every tensor of a nested batch to the device."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

@@ -1,12 +1,12 @@
-"""Synchronous all-reduce: every worker has the whole model, and adds up the gradients with all others.
+"""Synchronous all-reduce: every worker has the whole model and adds up its gradients with all others.
 
-Each worker computes the gradients of its share of the batch. They are added up while the backward still
-goes on (reducer.py), over NCCL or gloo, and every worker makes the same update. The mathematics is that of
-one worker with the whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
+Each worker computes the gradients of its share of the batch. They are added up while backward still runs
+(collectives/reducer.py), over NCCL or gloo, and every worker makes the same update. The result is that of one
+worker with the whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
 
-When a worker dies, the others keep their process and their weights. In the next view they compare which
-step was their last: whoever missed an update that another has made, and whoever is new, gets the state from
-one that has it (state_sync.py). The step in flight is done again.
+When a worker dies, the others keep their process and their weights. In the next view they compare their last
+steps: a worker that missed an update, or is new, gets the state from one that has it
+(collectives/state_sync.py). The step in flight is done again.
 
 Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, in 2 (n-1) messages a bucket.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import Me, View
 
 LATEST = 2_000
-"""Steps that are remembered to be in the weights, with their losses: more than pass between two reports."""
+"""Steps to remember with their losses: more than are made between two reports."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class AllReduce(Strategy):
     elastic: ClassVar[bool] = True
 
     bucket_mb: int = 25
-    """Gradients are sent in buckets of about this many MiB; between hosts, of an eighth of the model if
-    that is less, so that sending begins early."""
+    """Size of a gradient bucket in MiB; between hosts, at most an eighth of the model, so that sending
+    begins early."""
     tables: Literal["replicated", "shared"] = "replicated"
-    """Rows of sparse tables: `replicated`, a copy in each worker, all of which make the same updates; or
-    `shared`, once in the memory of the host, where each worker changes them without waiting."""
+    """Where rows of sparse tables are. `replicated`: every worker has a copy and makes the same updates.
+    `shared`: once in the memory of the host, where each worker changes them without waiting."""
 
     tls: bool = False
-    """Gradients between workers are encrypted, where torch's gloo was built with TLS."""
+    """If true, gradients between workers are encrypted; torch's gloo must be built with TLS."""
 
     def needs_keys(self, workers: int) -> bool:
         return self.tls
@@ -82,15 +82,16 @@ class AllReduceLearner(Learner):
         self._reducer: Reducer | None = None
         self._rows: TableSync | None = None
         self._catching: StateReceiver | None = None
-        """This worker is new, and its weights are not those of the others yet."""
+        """Set while this worker is new and does not have the weights of the others yet."""
         self._lender: StateSender | None = None
         self._soon: Soon | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
-        """The weights are those of a view, and not just this worker's own beginning."""
+        """If true, the weights are those of a view, not this worker's own initial ones."""
         self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
-        """Steps, and weight and loss of each, summed up over all workers: reports of the dead are lost."""
+        """Steps in the weights, with weight and loss summed over all workers: reports of dead workers are
+        lost."""
         self._flying: StepReport | None = None
         self._rescued: StepReport | None = None
 
@@ -112,7 +113,7 @@ class AllReduceLearner(Learner):
 
     def _meet(self, view: View) -> None:
         shared = self._config.tables == "shared"
-        # Several see other ids each: rows are made when all know of them, so that replicas stay equal.
+        # Each worker sees other ids. Rows are created when all know of them, so that replicas stay equal.
         self.train_state.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
             self._rejoin(self._version)
@@ -146,7 +147,7 @@ class AllReduceLearner(Learner):
             self._rows = TableSync(self.train_state, view, shared=shared)
 
     def _hurry(self, needed: bool) -> None:
-        """Between hosts a gradient leaves as soon as it can."""
+        """Between hosts, compute gradients of weights first, so that they leave as early as possible."""
         if needed and self._soon is None:
             from manyhands.collectives.weights_first import Soon, weights_first
 
@@ -156,7 +157,7 @@ class AllReduceLearner(Learner):
             self._soon.on = needed
 
     def _help(self, new: Collection[int], source: int, view: View) -> None:
-        """Some are new: they catch up while the others go on."""
+        """Start the transfer of the state to new workers, which catch up while the others train."""
         from manyhands.collectives.state_transfer import StateReceiver, StateSender
         from manyhands.runs.saver import gather_state
 
@@ -172,7 +173,7 @@ class AllReduceLearner(Learner):
         return self._catching is not None
 
     def _catch_up(self, *, wait_s: float = 0.0) -> None:
-        """Go on with the weights of the others, if all that it takes is here."""
+        """Switch to the weights of the others, if the state has arrived."""
         assert self._catching is not None
         try:
             done = self._catching.caught_up(self._parameters, wait_s=wait_s)
@@ -180,7 +181,7 @@ class AllReduceLearner(Learner):
             self.me.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"the state did not come: {error}") from error
         except Exception as error:
-            # Not a matter of links: it would come again in the next view. Another may take this one's place.
+            # Not a link failure: it would happen again in the next view. A replacement may do better.
             raise PeerLost(
                 f"{self.me.name} could not take over the state of its peers: {describe(error)}"
             ) from error
@@ -194,7 +195,7 @@ class AllReduceLearner(Learner):
                 raise ViewChanging("the state did not come in time")
 
     def _rejoin(self, version: int) -> None:
-        """The weights are of this step. One that this worker had not finished may be in them."""
+        """Set the step that the weights are of. It may be one that this worker had not finished."""
         flying, self._flying = self._flying, None
         self._rescued = None
         if version > self._version:
@@ -235,7 +236,7 @@ class AllReduceLearner(Learner):
         group, self._group = self._group, None
         if group is not None:
             if self.me.view_changing or self._flying is not None:
-                group.cut()  # else it would wait for what others will never send
+                group.cut()  # otherwise it would wait for data that nobody sends any more
             group.leave()
 
     # Steps --------------------------------------------------------------------------------------
@@ -316,8 +317,9 @@ class AllReduceLearner(Learner):
 
     @contextmanager
     def _heeding_views(self) -> Iterator[None]:
-        """A broken collective means that another died: the next view is on its way. If none comes, only the
-        connection was lost, and the coordinator is told so. Without one, it is the end."""
+        """Turn a broken collective into ViewChanging: another worker died, and the next view is on its way.
+        If none comes, only the connection was lost, and the coordinator is told. Without a coordinator the
+        error is final."""
         from manyhands.collectives.group import peer_lost
 
         try:
@@ -332,13 +334,12 @@ class AllReduceLearner(Learner):
 
 
 class Buffers:
-    """What a model remembers besides its parameters, such as BatchNorm's statistics: those of one worker
-    count, so that all compute with the same."""
+    """A model's buffers, such as BatchNorm's statistics. All workers compute with those of one worker."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
         self.source = 0
-        """The rank whose buffers count: the first worker that is not new."""
+        """The rank that the buffers come from: the first worker that is not new."""
 
     def broadcast(self) -> None:
         import torch
@@ -354,7 +355,7 @@ class Buffers:
 
 
 def read_rows(rows: Sequence[Tensor]) -> list[list[float]]:
-    """Small tensors of one size, read from their device at once."""
+    """Read small tensors of one size from their device at once."""
     import torch
 
     read: list[list[float]] = torch.stack(list(rows)).tolist() if rows else []
@@ -362,7 +363,7 @@ def read_rows(rows: Sequence[Tensor]) -> list[list[float]]:
 
 
 def _now(report: StepReport) -> float:
-    """This worker's own part of a step is computed, or will be when the GPU comes so far."""
+    """Return the time at which this worker has computed its own part; on a GPU, record the moment."""
     if report.compute_s is not None:
         report.compute_s.stop()  # type: ignore[union-attr]
     return time.perf_counter()

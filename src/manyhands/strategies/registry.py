@@ -1,4 +1,4 @@
-"""All strategies by name, and the way from a spec to a config: checked, with the closest match in errors."""
+"""All strategies by name; turns a spec into a checked config, with the closest match in errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("asgd", "hogwild", "downpour"), "ps:async"),
     **dict.fromkeys(("none", "one", "cpu"), "single"),
 }
-"""What other frameworks call it."""
+"""Names that other frameworks use."""
 
 REMOVED_OPTIONS = {
     (
@@ -53,7 +53,7 @@ _UNIONS = (types.UnionType, typing.Union)
 
 
 def make_strategy(text: str) -> Strategy:
-    """The config of a spec such as `allreduce(bucket_mb=10)`."""
+    """Make the config of a spec such as `allreduce(bucket_mb=10)`."""
     spec = parse_spec(text)
     cls = STRATEGIES.get(spec.strategy.name)
     if cls is None:
@@ -64,7 +64,7 @@ def make_strategy(text: str) -> Strategy:
 
 
 def _no_strategy(name: str) -> str:
-    """What to type instead."""
+    """Say what to type instead."""
     there = f"There are: {', '.join(STRATEGIES)}."
     lower = name.lower()
     meant = OTHER_NAMES.get(lower, lower)

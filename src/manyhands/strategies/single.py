@@ -1,7 +1,4 @@
-"""One worker, nobody to agree with: the reference that every other strategy is tested against.
-
-Costs nothing on the wire.
-"""
+"""A single worker: the reference that every other strategy is tested against. Sends nothing."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec:
-    """Parse a spec; an error points at the place where it stopped making sense."""
+    """Parse a spec; an error points at the character where parsing failed."""
     reader = _Reader(text)
     parts = [reader.part()]
     while reader.accept("+"):
