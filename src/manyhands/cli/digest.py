@@ -153,8 +153,8 @@ def digest(run: RunFolder, *, with_steps: bool) -> Digest:
 
 def _monitor(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Return the metric with its direction; old runs implied it by the metric's name."""
-    given = summary.get("monitor") or config.get("fields", {}).get("monitor", {}).get("value")
-    text = str(given or "loss")
+    monitor = summary.get("monitor") or config.get("fields", {}).get("monitor", {}).get("value")
+    text = str(monitor or "loss")
     if text.startswith(("min ", "max ")):
         return text
     return f"{'min' if formerly_lower(text) else 'max'} {text}"

@@ -60,10 +60,10 @@ def fields_meant(flags: Sequence[str], words: Sequence[str]) -> dict[str, str]:
 
 def _value(flag: str, words: Sequence[str]) -> str:
     for at, word in enumerate(words):
-        given, equals, value = word.partition("=")
-        if given == flag and equals:
+        name, equals, value = word.partition("=")
+        if name == flag and equals:
             return value
-        if given == flag:
+        if name == flag:
             following = words[at + 1 : at + 2]
             return next((text for text in following if not text.startswith("--")), "true")
     return "true"

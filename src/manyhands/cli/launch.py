@@ -291,27 +291,31 @@ def refuse_train_flags(parser: Parser, words: Sequence[str]) -> None:
 def _check_passed(arguments: argparse.Namespace, room: int, noun: str, flags: str) -> None:
     """Refuse here what `manyhands train` would refuse on the cluster."""
     parser = _train_parser()
-    given, left_over = parser.parse_known_args([arguments.job, *arguments.passed])
+    train_flags, left_over = parser.parse_known_args([arguments.job, *arguments.passed])
     if left_over:
         parser.refuse(left_over, ["train", arguments.job, *arguments.passed])
     for name in SET_BY_THE_FILE:
-        if getattr(given, name):
+        if getattr(train_flags, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} can't stand after --: the file decides that. See  "
                 "manyhands launch --help."
             )
-    resolved = Resolved(given)
+    resolved = Resolved(train_flags)
     options = resolve_options(
-        resolved, job=given.job, settings=parse_set(given.set), elsewhere=True
+        resolved, job=train_flags.job, settings=parse_set(train_flags.set), elsewhere=True
     )
     servers = make_strategy(options.strategy).servers_for(options.workers)
     # With MIN:MAX more processes may join later.
-    if given.workers is None or ":" in str(given.workers) or options.workers + servers <= room:
+    if (
+        train_flags.workers is None
+        or ":" in str(train_flags.workers)
+        or options.workers + servers <= room
+    ):
         return
-    beside = f" and {servers} dedicated servers" if servers else ""
+    and_servers = f" and {servers} dedicated servers" if servers else ""
     raise UsageError(
-        f"--workers {given.workers}{beside}: this file starts {room} {noun}. Start more with {flags}, or "
-        "leave --workers out: then each gets one worker."
+        f"--workers {train_flags.workers}{and_servers}: this file starts {room} {noun}. Start more with "
+        f"{flags}, or leave --workers out: then each gets one worker."
     )
 
 

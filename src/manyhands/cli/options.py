@@ -203,11 +203,11 @@ def resolve_options(
         resolved.sources["strategy"]["value"] = spec
     config = make_strategy(spec)
     default = config.default_workers if cluster is None else default_workers(config, cluster)
-    asked = resolved.get("workers", default, number_or_range)
-    fewest, count = parse_workers(asked)
+    workers = resolved.get("workers", default, number_or_range)
+    minimum, count = parse_workers(workers)
     config.check(count)
     if cluster is not None:
-        check_room(config, cluster, count, is_range=":" in str(asked))
+        check_room(config, cluster, count, is_range=":" in str(workers))
     elif not elsewhere and count > max(64, 8 * cores()):
         raise UsageError(
             f"--workers {count}: this machine has {cores()} cores; more than {max(64, 8 * cores())} "
@@ -244,7 +244,7 @@ def resolve_options(
         shared_cores=_shared_cores(resolved, local=cluster is None and not elsewhere),
         checkpoint_every=every,
         keep=keep,
-        min_workers=fewest,
+        min_workers=minimum,
         max_restarts=restarts,
         max_bad_steps=bad_steps,
         stuck_after_s=0.0 if debug else stuck_after,  # someone is debugging
@@ -326,18 +326,18 @@ def number_or_range(text: str) -> int | str:
         return text
 
 
-def parse_workers(given: int | str) -> tuple[int, int]:
+def parse_workers(text: int | str) -> tuple[int, int]:
     """Parse N or MIN:MAX into (minimum, number at the start)."""
-    first, colon, last = str(given).partition(":")
+    first, colon, last = str(text).partition(":")
     try:
         least, count = (int(first), int(last)) if colon else (1, int(first))
     except ValueError:
         raise UsageError(
-            f"--workers {given}: write a number, such as 4, or MIN:MAX, such as 2:4."
+            f"--workers {text}: write a number, such as 4, or MIN:MAX, such as 2:4."
         ) from None
     if colon and not 1 <= least <= count:
         raise UsageError(
-            f"--workers {given}: MIN must be at least 1, and MAX at least MIN, such as 2:4."
+            f"--workers {text}: MIN must be at least 1, and MAX at least MIN, such as 2:4."
         )
     return least, count
 

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"there is no flag {flags[0]}{closest(flags[0], known)}")
 
     def num_values(self, word: str) -> int | None:
-        """Return how many of the next words are values of this flag; None: it is not a flag of mine."""
+        """Return how many of the next words are values of this flag; None if the word is no known flag."""
         flag, equals, _ = word.partition("=")
         action = self._option_string_actions.get(flag)
         if action is None or flag in ("-h", "--help"):
@@ -47,8 +47,8 @@ class Parser(argparse.ArgumentParser):
             r"argument ([A-Z]+): invalid choice: '(.*)' \(choose from (.*)\)", message
         )
         if wrong:
-            noun, given, allowed = wrong.groups()
-            hint = closest(given, re.findall(r"[\w-]+", allowed))
-            message = f"there is no {noun.lower()} {given!r}{hint}"
+            noun, word, allowed = wrong.groups()
+            hint = closest(word, re.findall(r"[\w-]+", allowed))
+            message = f"there is no {noun.lower()} {word!r}{hint}"
         print(f"error: {message}\nSee: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)

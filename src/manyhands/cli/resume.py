@@ -107,7 +107,7 @@ def _resume(
         debug=arguments.debug,
     )
     options = replace(options, schedule=_schedule(arguments.schedule))
-    checkpoint, complaints = _pick(folder, arguments.checkpoint)
+    checkpoint, complaints = _choose_checkpoint(folder, arguments.checkpoint)
     if checkpoint is None:
         options = replace(options, init_from=init_from.noted(config))
     for note in _notes(config, job.path, checkpoint, complaints):
@@ -152,13 +152,13 @@ def _notes(
         yield f"There is no checkpoint yet: training starts from the beginning{source}."
 
 
-def _schedule(given: str | None) -> str:
-    if given is not None and given not in SCHEDULES:
+def _schedule(schedule: str | None) -> str:
+    if schedule is not None and schedule not in SCHEDULES:
         raise UsageError(
-            f"--schedule {given}: there is no such option{closest(given, SCHEDULES)} "
+            f"--schedule {schedule}: there is no such option{closest(schedule, SCHEDULES)} "
             f"There are: {', '.join(SCHEDULES)}."
         )
-    return given or ""
+    return schedule or ""
 
 
 def _is_done(folder: RunFolder, arguments: argparse.Namespace) -> bool:
@@ -168,12 +168,16 @@ def _is_done(folder: RunFolder, arguments: argparse.Namespace) -> bool:
     return not arguments.set and not arguments.checkpoint
 
 
-def _pick(folder: RunFolder, wanted: str | None) -> tuple[Manifest | None, list[str]]:
+def _choose_checkpoint(
+    folder: RunFolder, checkpoint: str | None
+) -> tuple[Manifest | None, list[str]]:
     """Return the checkpoint to resume from, and what is wrong with newer ones."""
-    if wanted is None:
+    if checkpoint is None:
         return checkpoints.last_intact(folder.path)
-    name = wanted.removeprefix("checkpoints/")
-    there = [f"step-{step}" for step in checkpoints.steps(folder.path)]
-    if name not in there:
-        raise RunFolderError(f"There is no checkpoint {wanted}. There are: {', '.join(there)}.")
+    name = checkpoint.removeprefix("checkpoints/")
+    available = [f"step-{step}" for step in checkpoints.steps(folder.path)]
+    if name not in available:
+        raise RunFolderError(
+            f"There is no checkpoint {checkpoint}. There are: {', '.join(available)}."
+        )
     return checkpoints.verify(folder.path / "checkpoints" / name), []

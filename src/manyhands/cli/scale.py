@@ -22,7 +22,7 @@ examples:
   manyhands scale runs/digits-20260101-120000 --workers 2 --no-wait
 """
 POLL_S = 0.1
-ASKED = re.compile(r"asked for (\d+) workers?(, and refused)?")
+REQUEST = re.compile(r"asked for (\d+) workers?(, and refused)?")
 """The note by which a run acknowledges a request."""
 
 
@@ -40,24 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    wanted: int = arguments.workers
-    if wanted < 1:
-        raise UsageError(f"--workers {wanted}: at least 1 worker is needed.")
+    num_workers: int = arguments.workers
+    if num_workers < 1:
+        raise UsageError(f"--workers {num_workers}: at least 1 worker is needed.")
     folder = RunFolder.open(arguments.run_folder)
     if not folder.locked:
         raise RunFolderError(
             f"{folder.path} is not training. Continue it with this many workers:  "
-            f"manyhands resume {folder.path} --workers {wanted}"
+            f"manyhands resume {folder.path} --workers {num_workers}"
         )
     news = _events(folder.path / EVENTS)
-    folder.request(wanted)
+    folder.request(num_workers)
     if not arguments.wait:
-        print(f"asked for {plural(wanted, 'worker')}")
+        print(f"asked for {plural(num_workers, 'worker')}")
         return 0
-    return _wait(folder, wanted, news)
+    return _wait(folder, num_workers, news)
 
 
-def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None]) -> int:
+def _wait(folder: RunFolder, num_workers: int, news: Iterator[dict[str, Any] | None]) -> int:
     """Print what happens until there are that many workers, or until someone asks for another number. `news`
     begins with the current view."""
     acknowledged = False  # earlier requests are not ours
@@ -66,21 +66,23 @@ def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None])
         match event:
             case None:
                 if not folder.locked:
-                    raise RunFolderError(f"{folder.path} ended before there were {wanted} workers.")
+                    raise RunFolderError(
+                        f"{folder.path} ended before there were {num_workers} workers."
+                    )
                 time.sleep(POLL_S)
                 continue
-            case {"event": "Noticed", "message": str(message)} if asked := ASKED.match(message):
-                if int(asked[1]) != wanted:
+            case {"event": "Noticed", "message": str(message)} if request := REQUEST.match(message):
+                if int(request[1]) != num_workers:
                     if acknowledged:
                         raise UsageError(
-                            f"The request for {wanted} workers was replaced: {message}."
+                            f"The request for {num_workers} workers was replaced: {message}."
                         )
                     continue
-                if asked[2]:
+                if request[2]:
                     raise UsageError(message)
                 acknowledged = True
                 print(message)
-                if len(workers) != wanted:
+                if len(workers) != num_workers:
                     continue
             case {"event": "Noticed", "message": str(message)} if "free slot" in message:
                 if acknowledged:
@@ -95,7 +97,7 @@ def _wait(folder: RunFolder, wanted: int, news: Iterator[dict[str, Any] | None])
                 continue
         if acknowledged:
             print(f"{plural(len(workers), 'worker')}: {', '.join(workers)}")
-            if len(workers) == wanted:
+            if len(workers) == num_workers:
                 return 0
     raise AssertionError("events have no end")
 

@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         debug=arguments.debug,
     )
     weights = None
-    if (given := resolved.get("init_from", None)) is not None:
-        weights = init_from.find_weights(given)
+    if (source := resolved.get("init_from", None)) is not None:
+        weights = init_from.find_weights(source)
         options = replace(options, init_from=weights.path.resolve())
     with leading(cluster, resolved, options) as (lead, done):
         if arguments.check:

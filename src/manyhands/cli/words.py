@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    asked = (arguments.similar, arguments.analogies, arguments.picture, arguments.save)
-    if not any(asked) and not arguments.pairs:
+    actions = (arguments.similar, arguments.analogies, arguments.picture, arguments.save)
+    if not any(actions) and not arguments.pairs:
         raise UsageError(
             "Choose what to do with the vectors: --similar, --analogies, --pairs, --picture or --save. "
             "See  manyhands words --help."
@@ -93,9 +93,9 @@ def _load(where: Path) -> Vectors:
 
 
 def _similar(vectors: Vectors, words: str, count: int) -> None:
-    given = _split(words)
-    positive = [word for word in given if not word.startswith("-")]
-    negative = [word[1:] for word in given if word.startswith("-")]
+    terms = _split(words)
+    positive = [word for word in terms if not word.startswith("-")]
+    negative = [word[1:] for word in terms if word.startswith("-")]
     for word, likeness in vectors.most_similar(positive, negative, count):
         print(f"  {likeness:.3f}  {word}")
 

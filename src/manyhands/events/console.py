@@ -60,15 +60,15 @@ class Console(Sink):
     """Decides what to print for each event. Subclasses draw."""
 
     def __init__(self, *, quiet: bool = False, clock: Clock = time.monotonic) -> None:
-        self.picture = text.Picture()
+        self.status = text.RunStatus()
         self.quiet = quiet
         self.clock = clock
         self.started_at = clock()
 
     def handle(self, event: Event) -> None:
-        first_failure = self.picture.failure is None
-        first_view = self.picture.view is None
-        self.picture.fold(event)
+        first_failure = self.status.failure is None
+        first_view = self.status.view is None
+        self.status.fold(event)
         match event:
             case MemberFailed() if first_failure:
                 self.failure(text.failure(event))
@@ -80,10 +80,10 @@ class Console(Sink):
                 self.line((text.title(event), STRONG))
                 self.rows(text.start_rows(event))
             case ViewChanged() if first_view:
-                self.rows(text.ready_rows(self.picture))
+                self.rows(text.ready_rows(self.status))
                 self.line()
             case ViewChanged():
-                if self.picture.lost is None:  # else the line about the loss has said it
+                if self.status.lost is None:  # else the line about the loss has said it
                     self.line((text.view_line(event), WARN))
                 self.rows(text.placement_rows(event))
             case Injected():
@@ -98,9 +98,9 @@ class Console(Sink):
                 self.line(("resumed ", WARN), text.resumed(event))
             case Evaluated():
                 best = ("  best", GOOD) if event.best else ""
-                self.line(text.evaluation_line(event, self.picture), best)
+                self.line(text.evaluation_line(event, self.status), best)
             case RateChanged():
-                self.line((text.rate_line(event, self.picture), WARN))
+                self.line((text.rate_line(event, self.status), WARN))
             case Noticed():
                 self.line(("note", WARN), f": {text.clean(event.message)}")
             case Stopping():
@@ -118,9 +118,9 @@ class Console(Sink):
 
     def _finish(self, event: RunFinished) -> None:
         error = event.summary.get("error")
-        if event.outcome in ("failed", "diverged") and self.picture.failure is None and error:
+        if event.outcome in ("failed", "diverged") and self.status.failure is None and error:
             self.failure(text.FailureLine(text.clean(str(error)), (), ""))
-        run = self.picture.started.run if self.picture.started else None
+        run = self.status.started.run if self.status.started else None
         style = OUTCOME_STYLES.get(event.outcome, "bold yellow")
         if self.quiet:
             self.line((text.outcome(event), style), text.summary_tail(event, run))
@@ -137,7 +137,7 @@ class Console(Sink):
 
     @property
     def starting(self) -> bool:
-        return self.picture.started is not None and self.picture.view is None
+        return self.status.started is not None and self.status.view is None
 
     @property
     def elapsed_s(self) -> float:
@@ -188,19 +188,19 @@ class PlainConsole(Console):
             self.line(f"  {label:<{LABEL_CELLS}}{value}")
 
     def progress(self) -> None:
-        now, step = self.clock(), self.picture.step
+        now, step = self.clock(), self.status.step
         if math.isinf(self.every_s):
             return
         if self.starting:
             # The banner is new; only a slow start needs a line.
             printed_at = self._printed[0] if self._printed else self.started_at
             if now - printed_at >= self.every_s:
-                self._print(text.starting_line(self.picture, self.elapsed_s))
-        elif self.picture.loss is not None and (
+                self._print(text.starting_line(self.status, self.elapsed_s))
+        elif self.status.loss is not None and (
             self._printed is None
             or (now - self._printed[0] >= self.every_s and step != self._printed[1])
         ):
-            self._print(text.progress_line(self.picture))
+            self._print(text.progress_line(self.status))
 
     def failure(self, failure: text.FailureLine) -> None:
         print(f"error: {failure.head}", file=self.err)
@@ -211,7 +211,7 @@ class PlainConsole(Console):
         self.err.flush()
 
     def _print(self, line: str) -> None:
-        self._printed = (self.clock(), self.picture.step)
+        self._printed = (self.clock(), self.status.step)
         self.line(line)
 
 

@@ -87,9 +87,9 @@ class Stream:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        if not isinstance(error, BrokenPipeError):  # `| head`: whoever read has had enough
+        if not isinstance(error, BrokenPipeError):  # `| head`: the reader has gone
             log.warning(
-                "%s failed and gets no more events; the run goes on. %s",
+                "%s failed and gets no more events; the run continues. %s",
                 _name(sink),
                 _reason(error),
             )

@@ -80,7 +80,7 @@ class RichConsole(Console):
             self.out.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
     def _draw(self) -> None:
-        if self._over or self.picture.started is None:
+        if self._over or self.status.started is None:
             return
         line = self._starting() if self.starting else self._training()
         # Leave the last cell free: some terminals wrap a full line.
@@ -91,11 +91,11 @@ class RichConsole(Console):
     def _starting(self) -> Text:
         frames = "-\\|/" if self.out.options.ascii_only else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
         frame = frames[int(self.elapsed_s / REDRAW_EVERY_S) % len(frames)]
-        line = text.starting_line(self.picture, self.elapsed_s)
+        line = text.starting_line(self.status, self.elapsed_s)
         return Text.assemble((f"{frame} ", GOOD), line)
 
     def _training(self) -> Text:
-        now = text.progress(self.picture)
+        now = text.progress(self.status)
         room = self.out.width - 1 - len(f"{now.epoch}  {now.steps}") - 1
         figures = list(now.figures)
         while figures and len("  ".join(["", *figures])) + BAR_CELLS[0] > room:

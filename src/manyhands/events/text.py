@@ -1,6 +1,6 @@
 """The texts of the console, as plain strings: sentences and rows. Pure.
 
-`Picture` folds the events into what is known so far; the functions below turn it into text.
+`RunStatus` folds the events into what is known so far; the functions below turn it into text.
 Every console draws the same strings, so a terminal, a pipe and a log file show the same.
 """
 
@@ -43,11 +43,11 @@ HOSTS_WITHIN_S = 1.0
 SMOOTHING_STEPS = 50
 """Window of the average speed: that of single steps varies too much to read."""
 
-# picture
+# status
 
 
 @dataclass
-class Picture:
+class RunStatus:
     """The state of a run so far."""
 
     started: RunStarted | None = None
@@ -139,18 +139,18 @@ def start_rows(event: RunStarted) -> Rows:
     return rows + ([("starts from", clean(event.init_from))] if event.init_from else [])
 
 
-def starting_line(picture: Picture, elapsed_s: float) -> str:
-    num_workers = picture.started.workers if picture.started else len(picture.ready)
-    if not (picture.num_started or picture.ready) and elapsed_s > HOSTS_WITHIN_S:
+def starting_line(status: RunStatus, elapsed_s: float) -> str:
+    num_workers = status.started.workers if status.started else len(status.ready)
+    if not (status.num_started or status.ready) and elapsed_s > HOSTS_WITHIN_S:
         hosts = f"waiting for hosts for {plural(num_workers, 'worker')}"
         return f"{hosts} ...  {duration(elapsed_s)}"
-    ready = f"{len(picture.ready)} of {num_workers} ready"
+    ready = f"{len(status.ready)} of {num_workers} ready"
     return f"starting {plural(num_workers, 'worker')} ... {ready}  {duration(elapsed_s)}"
 
 
-def ready_rows(picture: Picture) -> Rows:
+def ready_rows(status: RunStatus) -> Rows:
     """Return what the members reported once model and data were built."""
-    plan, view = picture.plan, picture.view
+    plan, view = status.plan, status.view
     rows: Rows = []
     if plan is not None:
         data = f"{plural(plan.train_samples, 'sample')} for training"
@@ -164,9 +164,9 @@ def ready_rows(picture: Picture) -> Rows:
         rows.append(("training", f"{plural(plan.epochs, 'epoch')}, {steps}"))
         if plan.monitor:
             rows.append(("best", clean(direction(plan.monitor))))
-    if picture.ready:
+    if status.ready:
         transport = f", {view.transport}" if view and view.transport != "none" else ""
-        rows.append(("devices", clean(_devices(picture.ready.values()) + transport)))
+        rows.append(("devices", clean(_devices(status.ready.values()) + transport)))
     return rows + placement_rows(view)
 
 
@@ -234,46 +234,46 @@ class Progress:
     """The most important first: a narrow terminal drops the last ones."""
 
 
-def progress(picture: Picture) -> Progress:
-    plan, recent = picture.plan, picture.recent
+def progress(status: RunStatus) -> Progress:
+    plan, recent = status.plan, status.recent
     epochs = f"/{plan.epochs}" if plan else ""
-    total = f"/{count(picture.num_steps)}" if plan else ""
-    figures = [] if picture.loss is None else [f"loss {figure(picture.loss)}"]
+    total = f"/{count(status.num_steps)}" if plan else ""
+    figures = [] if status.loss is None else [f"loss {figure(status.loss)}"]
     seconds = sum(step.step_s for step in recent)
     if seconds > 0:
         unit, each = (plan.unit, plan.units_per_sample) if plan else ("samples", 1.0)
         figures.append(f"{count(each * sum(step.samples for step in recent) / seconds)} {unit}/s")
-        remaining = max(0, picture.num_steps - picture.step)
+        remaining = max(0, status.num_steps - status.step)
         figures.append(f"eta {duration(remaining * seconds / len(recent))}")
         waits = [step.wait_s for step in recent if step.wait_s is not None]
-        if waits and (picture.view is None or len(picture.view.members) > 1):
+        if waits and (status.view is None or len(status.view.members) > 1):
             figures.append(f"wait {min(1.0, sum(waits) / seconds):.0%}")
-    if picture.evaluation is not None:
-        figures.append(f"eval {clean(_figures(picture.evaluation.metrics))}")
-    if picture.saved_step:
-        figures.append(f"saved {count(picture.saved_step)}")
+    if status.evaluation is not None:
+        figures.append(f"eval {clean(_figures(status.evaluation.metrics))}")
+    if status.saved_step:
+        figures.append(f"saved {count(status.saved_step)}")
     return Progress(
-        epoch=f"epoch {picture.epoch + 1}{epochs}",
-        steps=f"{count(picture.step)}{total}",
-        done=picture.done,
+        epoch=f"epoch {status.epoch + 1}{epochs}",
+        steps=f"{count(status.step)}{total}",
+        done=status.done,
         figures=tuple(figures),
     )
 
 
-def progress_line(picture: Picture) -> str:
-    now = progress(picture)
+def progress_line(status: RunStatus) -> str:
+    now = progress(status)
     return "  ".join([now.epoch, f"step {now.steps}", f"{now.done:.0%}", *now.figures])
 
 
-def evaluation_line(event: Evaluated, picture: Picture) -> str:
-    epochs = f"/{picture.plan.epochs}" if picture.plan else ""
+def evaluation_line(event: Evaluated, status: RunStatus) -> str:
+    epochs = f"/{status.plan.epochs}" if status.plan else ""
     head = f"epoch {event.epoch + 1}{epochs}  step {count(event.step)}  eval "
     return clean(f"{head}{_figures(event.metrics)}")
 
 
-def rate_line(event: RateChanged, picture: Picture) -> str:
+def rate_line(event: RateChanged, status: RunStatus) -> str:
     over = f" over {plural(event.over, 'step')}" if event.over else ""
-    batch = f", batches of {plural(event.batch_size, 'sample')}" if picture.scaled else ""
+    batch = f", batches of {plural(event.batch_size, 'sample')}" if status.scaled else ""
     head = f"step {count(event.step)}: learning rate x {event.factor:.4g}{over}{batch}"
     return clean(f"{head} ({event.reason})")
 

@@ -30,9 +30,9 @@ def _path(tool: str) -> list[str]:
 
 def inside(namespaces: Iterable[str]) -> list[int]:
     """Return the processes in these network namespaces."""
-    wanted = {number for name in namespaces if (number := _identity(NAMESPACES / name))}
+    targets = {number for name in namespaces if (number := _identity(NAMESPACES / name))}
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return [pid for pid in pids if _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
+    return [pid for pid in pids if _identity(Path(f"/proc/{pid}/ns/net")) in targets]
 
 
 def kill_inside(namespaces: Iterable[str]) -> None:

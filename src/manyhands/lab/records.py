@@ -101,9 +101,9 @@ def claim(num_hosts: int, *, bits: int | None, owner: Owner | None) -> Record:
         )
     record = Record(LabLayout(number, num_hosts), bits, owner, time.time(), _boot())
     record.folder.mkdir(exist_ok=True)
-    beside = record.path.with_suffix(".new")
-    beside.write_text(json.dumps(_plain(record)) + "\n")
-    os.replace(beside, record.path)
+    temporary = record.path.with_suffix(".new")
+    temporary.write_text(json.dumps(_plain(record)) + "\n")
+    os.replace(temporary, record.path)
     return record
 
 

@@ -148,9 +148,9 @@ class KubernetesJob:
         return script if place == "ray" else script.replace("$", "$$")
 
     def _resources(self, *, gpus: int) -> str:
-        asked = {"cpu": self.cpus, "memory": self.memory}
-        requests = [f'{name}: "{value}"' for name, value in asked.items() if value is not None]
+        amounts = {"cpu": self.cpus, "memory": self.memory}
+        requests = [f'{name}: "{value}"' for name, value in amounts.items() if value is not None]
         limits = requests + ([f"{self.gpu_resource}: {gpus}"] if gpus else [])
         lines = {"requests": requests, "limits": limits}
-        given = [f"  {name}: {{{', '.join(line)}}}" for name, line in lines.items() if line]
-        return "\n".join(["resources:", *given]) if given else ""
+        entries = [f"  {name}: {{{', '.join(line)}}}" for name, line in lines.items() if line]
+        return "\n".join(["resources:", *entries]) if entries else ""

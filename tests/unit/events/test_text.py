@@ -57,18 +57,18 @@ def test_clean_text_has_no_control_characters(words: str) -> None:
     assert not set(units.clean(words)) & set("\x1b\x07\r\x9b")
 
 
-def fold(events: list[ev.Event]) -> text.Picture:
-    picture = text.Picture()
+def fold(events: list[ev.Event]) -> text.RunStatus:
+    status = text.RunStatus()
     for event in events:
-        picture.fold(event)
-    return picture
+        status.fold(event)
+    return status
 
 
 def test_progress_is_the_mean_of_the_recent_steps(
     start: list[ev.Event], step: Callable[..., ev.StepCommitted], evaluated: ev.Evaluated
 ) -> None:
-    picture = fold([*start, *(step(number) for number in range(1, 11)), evaluated, step(11, 0.5)])
-    now = text.progress(picture)
+    status = fold([*start, *(step(number) for number in range(1, 11)), evaluated, step(11, 0.5)])
+    now = text.progress(status)
     assert (now.epoch, now.steps, now.done) == ("epoch 2/2", "11/20", 11 / 20)
     # 32 samples in 0.02 s; nine steps to go; a quarter of the time is waiting.
     assert now.figures == (
@@ -93,9 +93,9 @@ def test_going_back_forgets_what_is_void(
     start: list[ev.Event], step: Callable[..., ev.StepCommitted], evaluated: ev.Evaluated
 ) -> None:
     back = ev.Resumed(step=5, epoch=0, checkpoint="checkpoints/step-5", workers=2)
-    picture = fold([*start, step(10), evaluated, back])
-    assert (picture.step, picture.evaluation, picture.saved_step) == (5, None, 5)
-    assert len(picture.recent) == 0
+    status = fold([*start, step(10), evaluated, back])
+    assert (status.step, status.evaluation, status.saved_step) == (5, None, 5)
+    assert len(status.recent) == 0
 
 
 def test_a_long_traceback_keeps_its_begin_and_its_end() -> None:
@@ -165,8 +165,8 @@ def test_servers_are_no_workers() -> None:
 
 
 def test_steps_in_any_order_never_go_backward(step: Callable[..., ev.StepCommitted]) -> None:
-    picture = fold([step(3), step(5), step(4)])
-    assert picture.step == 5
+    status = fold([step(3), step(5), step(4)])
+    assert status.step == 5
 
 
 def test_the_end_tells_of_losses_and_staleness() -> None:
@@ -198,19 +198,19 @@ def test_the_end_tells_of_losses_and_staleness() -> None:
 def test_another_learning_rate(start: list[ev.Event], changes: dict[str, float], said: str) -> None:
     told = {"step": 1021, "over": 0, "batch_size": 32, "steps": 15, **changes}
     event = ev.RateChanged(**told)  # type: ignore[arg-type]
-    picture = fold([*start, event])
-    assert text.rate_line(event, picture) == said
+    status = fold([*start, event])
+    assert text.rate_line(event, status) == said
 
 
 def test_another_batch_makes_another_number_of_steps(
     start: list[ev.Event], step: Callable[..., ev.StepCommitted]
 ) -> None:
     grown = ev.RateChanged(step=6, factor=2.0, over=0, batch_size=64, steps=10, reason="4 workers")
-    picture = fold([*start, *(step(number) for number in range(1, 6))])
-    assert text.progress_line(picture).startswith("epoch 1/2  step 5/20  25%")
-    picture.fold(grown)
-    assert text.progress_line(picture).startswith("epoch 1/2  step 5/10  50%")
+    status = fold([*start, *(step(number) for number in range(1, 6))])
+    assert text.progress_line(status).startswith("epoch 1/2  step 5/20  25%")
+    status.fold(grown)
+    assert text.progress_line(status).startswith("epoch 1/2  step 5/10  50%")
     back = ev.RateChanged(step=8, factor=1.0, over=0, batch_size=32, steps=16, reason="2 workers")
-    picture.fold(back)
-    said = text.rate_line(back, picture)
+    status.fold(back)
+    said = text.rate_line(back, status)
     assert said == "step 8: learning rate x 1, batches of 32 samples (2 workers)"
