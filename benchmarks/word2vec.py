@@ -41,7 +41,7 @@ from word2vec_driver import Settings, Training, scores
 
 from manyhands.data.corpus_files import prepare
 from manyhands.data.text import Corpus, Vocabulary
-from manyhands.word2vec.model import COPIED, CROWD, WORTH
+from manyhands.word2vec.model import MAX_COPIES, MIN_WRITERS, WORDS_PER_COPY
 from manyhands.word2vec.vectors import Vectors
 
 HERE = Path(__file__).parent
@@ -114,8 +114,8 @@ def kernels(load: Load, vocabulary: Vocabulary, ids: Path, *, apart: bool) -> fl
     """Words a second of threads on one pair of matrices, or on one pair each."""
     names = ("model", "dim", "window", "negative", "sample", "lr", "epochs", "seed")
     chosen = {name: getattr(load, name) for name in names}
-    if load.workers >= CROWD and not apart:
-        chosen |= {"copied": COPIED, "chunk": COPIED * WORTH}  # as workers do
+    if load.workers >= MIN_WRITERS and not apart:
+        chosen |= {"copied": MAX_COPIES, "chunk": MAX_COPIES * WORDS_PER_COPY}  # as workers do
     training = Training(vocabulary, ids, Settings(**chosen, threads=load.workers, apart=apart))
     seconds = training.run()
     if load.save:

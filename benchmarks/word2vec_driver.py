@@ -66,7 +66,7 @@ class Training:
 
     def run(self) -> float:
         """Seconds for all epochs."""
-        none = copies.room(0, self.settings.dim)
+        none = copies.allocate(0, self.settings.dim)
         self._call((self.inputs, self.outputs), self.ids[:0], 0.0, 0, none)  # compiled before
         chunk = self.settings.chunk
         starts = np.arange(0, len(self.ids), chunk)
@@ -88,7 +88,7 @@ class Training:
 
     def _take(self, work: Any, matrices: Any) -> None:
         size, epochs = len(self.ids), self.settings.epochs
-        own = copies.room(self.settings.copied, self.settings.dim)
+        own = copies.allocate(self.settings.copied, self.settings.dim)
         while True:
             with self._lock:
                 epoch, start = next(work, (None, 0))

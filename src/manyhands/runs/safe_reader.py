@@ -172,7 +172,7 @@ def read_metadata(path: Path) -> list[MetadataEntry]:
             return _Checked(unpickler.kinds).entries(saved)
         except CheckpointError:
             raise
-        except Exception as error:  # a pickle can be wrong in any path
+        except Exception as error:  # a pickle can be wrong in any way
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{path} is not what torch writes: {reason}") from error
 

@@ -1,10 +1,10 @@
-"""Word vectors: the kernels of word2vec, a model of them for a Job, and what is done with the vectors.
+"""Word vectors: the kernels of word2vec, a model for a Job, and tools for the vectors.
 
-    manyhands.word2vec.WordModel(vocabulary, dim=100)   what a Job trains
-    manyhands.word2vec.Vectors                          load, save, most_similar
-    manyhands.word2vec.analogies, manyhands.word2vec.pairs how good they are
+    manyhands.word2vec.WordModel(vocabulary, dim=100)        the model of a Job
+    manyhands.word2vec.Vectors                               load, save, most_similar
+    manyhands.word2vec.analogies, manyhands.word2vec.pairs   evaluation
 
-Names are loaded on first use.
+Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Vectors", "WordModel", "analogies", "neighbourhood", "pairs"]
 
-_HOMES = {
+_MODULES = {
     "Vectors": "manyhands.word2vec.vectors",
     "WordModel": "manyhands.word2vec.model",
     "analogies": "manyhands.word2vec.evaluation",
@@ -30,8 +30,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'manyhands.word2vec' has no attribute {name!r}")
 
 

@@ -1,12 +1,11 @@
-"""How good word vectors are: analogies, and pairs of words that people have judged.
+"""Evaluates word vectors: analogies, and human ratings of the similarity of words.
 
-Analogies (Mikolov et al., 2013): "a is to b as c is to ?" is right if the nearest word to b - a + c,
-the three given ones left out, is the fourth. Counted as gensim counts: among the commonest words only,
-in lower case, questions with a word beyond these left out. Sections whose name begins with "gram" are
-syntactic, the others semantic.
+Analogies (Mikolov et al., 2013): "a is to b as c is to ?" is correct if the word nearest to b - a + c,
+excluding the three given ones, is the fourth. Counted as in gensim: among the most frequent words only, in
+lower case, skipping questions with other words. Sections whose name begins with "gram" are syntactic, the
+others semantic.
 
-Pairs (WordSim-353, MEN, SimLex-999, RG-65): Spearman's rank correlation between the cosines and what
-people said.
+Pairs (WordSim-353, MEN, SimLex-999, RG-65): Spearman's rank correlation between cosines and human ratings.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from manyhands.errors import DataError
 from manyhands.word2vec.vectors import Vectors
 
 BATCH = 512
-"""Questions that are answered by one matrix product."""
+"""Questions per matrix product."""
 
 
 @dataclass(frozen=True)
 class AnalogyCounts:
     right: int = 0
     asked: int = 0
-    """Without those that had an unknown word."""
+    """Without questions that have an unknown word."""
 
     @property
     def accuracy(self) -> float:
@@ -41,11 +40,11 @@ class AnalogyCounts:
 
 @dataclass(frozen=True)
 class Score:
-    """Answers to the analogies of a file."""
+    """Results on a file of analogies."""
 
     sections: dict[str, AnalogyCounts] = field(default_factory=dict)
     left_out: int = 0
-    """Questions with a word that is not among those looked at."""
+    """Questions with a word that is not among the most frequent."""
 
     @property
     def total(self) -> AnalogyCounts:
@@ -53,12 +52,12 @@ class Score:
 
     @property
     def semantic(self) -> AnalogyCounts:
-        rest = (tally for name, tally in self.sections.items() if not name.startswith("gram"))
+        rest = (counts for name, counts in self.sections.items() if not name.startswith("gram"))
         return sum(rest, AnalogyCounts())
 
     @property
     def syntactic(self) -> AnalogyCounts:
-        grammar = (tally for name, tally in self.sections.items() if name.startswith("gram"))
+        grammar = (counts for name, counts in self.sections.items() if name.startswith("gram"))
         return sum(grammar, AnalogyCounts())
 
     @property
@@ -67,9 +66,10 @@ class Score:
 
 
 def analogies(vectors: Vectors, file: str | os.PathLike[str], restrict: int = 30_000) -> Score:
-    """Accuracy on a file of analogies (as questions-words.txt), among the `restrict` commonest words."""
+    """Return the accuracy on a file of analogies (like questions-words.txt), among the `restrict` most
+    frequent words."""
     words = [word.lower() for word in vectors.words[:restrict]]
-    # Of words that differ in their capitals only, the commonest counts.
+    # Of words that differ only in capitalization, the most frequent counts.
     ids: dict[str, int] = {}
     for number, word in enumerate(words):
         ids.setdefault(word, number)
@@ -92,12 +92,12 @@ def analogies(vectors: Vectors, file: str | os.PathLike[str], restrict: int = 30
 def _answered(
     unit: NDArray[np.float32], folded: NDArray[np.int64], asked: NDArray[np.int64]
 ) -> int:
-    """How many of these questions (ids, four a row) are answered right."""
+    """Count the questions (four ids per row) that are answered correctly."""
     a, b, c, d = asked.T
     scores = (unit[b] - unit[a] + unit[c]) @ unit.T
     rows = np.arange(len(asked))
-    for given in (a, b, c):
-        scores[rows, given] = -np.inf
+    for word in (a, b, c):
+        scores[rows, word] = -np.inf
     return int(np.count_nonzero(folded[scores.argmax(axis=1)] == d))
 
 
@@ -114,21 +114,21 @@ def _questions(path: Path) -> dict[str, list[list[str]]]:
         if current is None or len(fields) != 4:
             raise DataError(
                 f"{path}, line {number}: expected ': section' or four words, and found {line[:60]!r}. "
-                "Give a file of analogies, as questions-words.txt."
+                "Give a file of analogies, like questions-words.txt."
             )
         current.append(fields)
     if not any(sections.values()):
-        raise DataError(f"{path} has no analogies in it. Give one such as questions-words.txt.")
+        raise DataError(f"{path} has no analogies. Give a file like questions-words.txt.")
     return sections
 
 
 def pairs(vectors: Vectors, file: str | os.PathLike[str]) -> tuple[float, int, int]:
-    """(Spearman's correlation with what people said, pairs with both words known, pairs asked)."""
+    """Return (Spearman's correlation with human ratings, pairs with both words known, all pairs)."""
     path = Path(file)
     ids: dict[str, int] = {}
     for number, word in enumerate(vectors.words):
         ids.setdefault(word.lower(), number)
-    asked, said, cosines = 0, [], []
+    asked, ratings, cosines = 0, [], []
     for number, line in enumerate(_lines(path), 1):
         fields = _fields(line)
         if len(fields) < 3:
@@ -138,7 +138,7 @@ def pairs(vectors: Vectors, file: str | os.PathLike[str]) -> tuple[float, int, i
                 )
             continue
         try:
-            judged = float(fields[2])
+            rating = float(fields[2])
         except ValueError:
             if asked == 0:  # a header
                 continue
@@ -148,15 +148,15 @@ def pairs(vectors: Vectors, file: str | os.PathLike[str]) -> tuple[float, int, i
         asked += 1
         first, second = ids.get(fields[0].lower()), ids.get(fields[1].lower())
         if first is not None and second is not None:
-            said.append(judged)
+            ratings.append(rating)
             cosines.append(float(vectors.unit[first] @ vectors.unit[second]))
     if not asked:
-        raise DataError(f"{path} has no pairs in it. Give lines of two words and a number.")
-    return spearman(np.array(said), np.array(cosines)), len(said), asked
+        raise DataError(f"{path} has no pairs. Give lines of two words and a number.")
+    return spearman(np.array(ratings), np.array(cosines)), len(ratings), asked
 
 
 def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    """Correlation of the ranks; equal values share the mean of theirs. NaN where there is none."""
+    """Return the correlation of ranks; equal values get the mean of their ranks. NaN if it is undefined."""
     if len(x) < 2:
         return float("nan")
     a, b = ranks(x), ranks(y)
@@ -166,7 +166,7 @@ def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
 
 
 def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """From 1; equal values get the mean of the places they take."""
+    """Return ranks from 1; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     means: NDArray[np.float64] = last - (counts - 1) / 2
@@ -174,7 +174,7 @@ def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _fields(line: str) -> list[str]:
-    """By tabs, else by commas or semicolons, else by blanks."""
+    """Split at tabs, else at semicolons or commas, else at spaces."""
     for between in ("\t", ";", ","):
         if between in line:
             return [part.strip() for part in line.split(between)]
@@ -186,7 +186,7 @@ def _lines(path: Path) -> list[str]:
         return path.read_bytes().decode("utf-8-sig").splitlines()
     except OSError as error:
         raise DataError(
-            f"{path} can't be read: {error.strerror}. Give a file that is there."
+            f"{path} can't be read: {error.strerror}. Give an existing file."
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8. Give a file of words.") from error

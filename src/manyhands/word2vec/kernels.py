@@ -1,16 +1,16 @@
 """word2vec over plain matrices: skip-gram and CBOW with negative sampling (Mikolov et al., 2013).
 
-A window of skip-gram is a small matrix product: the rows of its contexts times the row of its centre
-and of a few drawn words, which up to six contexts share (Ji et al., 2016). So a row is fetched and
-written once a window, not once a pair, and one load serves many sums: see windows.py. The words of
-the next window are drawn, and their rows asked for, while this one is computed.
+A window of skip-gram is a small matrix product: the rows of its contexts times the rows of its centre and of
+a few drawn words, which up to six contexts share (Ji et al., 2016). So a row is loaded and stored once per
+window, not once per pair, and one load serves many sums: see windows.py. The words of the next window are
+drawn, and their rows prefetched, while this one is computed.
 
-CBOW has one vector a window, the mean of its contexts, against its centre and the drawn words; the
-error goes to every context undivided, as word2vec has always done.
+CBOW has one vector per window, the mean of its contexts, against its centre and the drawn words. The error
+goes to every context undivided, as in the original word2vec.
 
-The matrices are changed in place without a lock: several threads or processes may do so at once
-(Niu et al., 2011). Each then has copies of the rows that all would write all the time: see copies.py.
-A call reads and writes about (negative + 1 + contexts) rows a kept word. Rows may lie at any stride.
+The matrices are changed in place without locks, by several threads or processes at once (Hogwild, Niu et al.,
+2011). Each has copies of the rows that all would write constantly: see copies.py. A call reads and writes
+about (negative + 1 + contexts) rows per kept word. Rows may have any stride.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from manyhands.word2vec import copies, sampling, simd, windows
 from manyhands.word2vec.windows import MEAN_TILE, TILE
 
 SHARE = 6
-"""Contexts that share the words drawn. Analogies right after five epochs, 12 million words, two threads:
-35.3 % (four seeds, 34.7 to 35.7), and 34.2 % (33.4 to 34.6) with one draw for a whole window, which is
-about a twentieth faster. Groups of two to five were no better: 34.3 to 35.4 %."""
+"""Contexts that share the drawn words. Accuracy on analogies after five epochs, 12 million words, two
+threads: 35.3 % (four seeds, 34.7 to 35.7), and 34.2 % (33.4 to 34.6) with one draw for a whole window,
+which is about a twentieth faster. Groups of two to five were no better: 34.3 to 35.4 %."""
 LOSS_EVERY = 16
-"""Windows of which one is looked at for the loss: logarithms are dear."""
+"""One in this many windows is used for the loss: logarithms are expensive."""
 
 _fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
 
@@ -49,15 +49,15 @@ def skip_gram(
     seed: int,
     own: NDArray[np.float32],
 ) -> tuple[float, int, int]:
-    """Train on a stretch of text: (estimated sum of the pairs' losses, pairs, words before sampling).
+    """Train on a piece of text. Returns (estimated sum of the losses of pairs, pairs, words before sampling).
 
-    `tokens` are word ids, -1 where a sentence ends. `in_rows` and `out_rows` say which row is a
-    word's; `keep` is how likely a word stays; `noise` an alias table to draw words from (or simply word
-    ids as uint64, each as likely). Everything random comes from the seed. The loss is that of every
-    16th window, scaled up.
+    `tokens` are word ids, -1 at the end of a sentence. `in_rows` and `out_rows` map words to rows. `keep` is
+    the probability that a word stays. `noise` is an alias table to draw words from (or simply word ids as
+    uint64, with equal probability). All randomness comes from the seed. The loss is estimated from every 16th
+    window.
 
-    `own` is room for copies of the rows of the first words, the commonest: see copies.py. Where nobody
-    else changes the matrices it has room for none, copies.room(0, dim).
+    `own` is memory for copies of the rows of the first, most frequent words: see copies.py. If nobody else
+    changes the matrices it is empty, copies.allocate(0, dim).
     """
     state = np.full(1, np.uint64(seed), np.uint64)
     kept = np.empty(len(tokens), np.int32)
@@ -103,7 +103,7 @@ def cbow(
     seed: int,
     own: NDArray[np.float32],
 ) -> tuple[float, int, int]:
-    """As `skip_gram`, with the mean of a window's contexts in place of each: a window is one pair."""
+    """Like `skip_gram`, with the mean of the contexts of a window in place of each: a window is one pair."""
     state = np.full(1, np.uint64(seed), np.uint64)
     kept = np.empty(len(tokens), np.int32)
     count, words = sampling.subsample(tokens, keep, state, kept)
@@ -155,11 +155,9 @@ def _train(
     spare: NDArray[np.float32],
     own: NDArray[np.float32],
 ) -> tuple[float, int]:
-    """All windows. The caller holds every array whose address is taken here."""
+    """Train on all windows. The caller keeps every array alive whose address is taken here."""
     if inputs.shape[1] != outputs.shape[1] or inputs.strides[1] != 4 or outputs.strides[1] != 4:
-        raise ValueError(
-            "inputs and outputs need equally many columns, one float32 after the other"
-        )
+        raise ValueError("inputs and outputs need the same number of contiguous float32 columns")
     copied = own.shape[2]
     ins, outs = copies.where(inputs, own, 0), copies.where(outputs, own, 1)
     whole = inputs.shape[1] // simd.LANES * simd.BYTES
@@ -177,16 +175,16 @@ def _train(
     targets[:] = void
     ahead[:] = void
     count = len(kept)
-    copies.take(in_rows, ins, whole, rest)
-    copies.take(out_rows, outs, whole, rest)
+    copies.load_all(in_rows, ins, whole, rest)
+    copies.load_all(out_rows, outs, whole, rest)
     pairs = seen = looked = 0
     loss = 0.0
-    i = sampling.following(kept, count, 0)
+    i = sampling.next_word(kept, count, 0)
     if i < count:
         sampling.draw(kept[i], negative, noise, out_rows, outs, lines, void, state, ahead)
     while i < count:
         targets[: negative + 1] = ahead[: negative + 1]
-        later = sampling.following(kept, count, i + 1)
+        later = sampling.next_word(kept, count, i + 1)
         if copied:
             for k in range(seen % copies.OUT_EVERY, negative + 1, copies.OUT_EVERY):
                 copies.merge(targets[k], out_rows, outs, whole, rest)
@@ -197,10 +195,10 @@ def _train(
             sampling.draw(word, negative, noise, out_rows, outs, lines, void, state, ahead)
             if copied:
                 for k in range((seen + 1) % copies.OUT_EVERY, negative + 1, copies.OUT_EVERY):
-                    copies.ask(ahead[k], out_rows, outs, lines)
+                    copies.prefetch(ahead[k], out_rows, outs, lines)
                 if (seen + 1) % copies.IN_EVERY == 0:
-                    copies.ask(copies.address(word, in_rows, ins), in_rows, ins, lines)
-        first, last = sampling.reach(kept, count, i, window, state)
+                    copies.prefetch(copies.address(word, in_rows, ins), in_rows, ins, lines)
+        first, last = sampling.window_of(kept, count, i, window, state)
         size = 0
         for j in range(first, last + 1):
             if j != i:
@@ -246,6 +244,6 @@ def _train(
                         loss += windows.cost(errors[k if bag else lane], lr)
         seen += 1
         i = later
-    copies.give(in_rows, ins, whole, rest)
-    copies.give(out_rows, outs, whole, rest)
+    copies.merge_all(in_rows, ins, whole, rest)
+    copies.merge_all(out_rows, outs, whole, rest)
     return loss * pairs / max(looked, 1), pairs

@@ -1,9 +1,9 @@
 """word2vec as a model that changes the rows of its tables itself.
 
-Two tables by the number of a word: `inputs` are the vectors that are kept, `outputs` what they are
-compared with. A batch is a stretch of text. Where all rows are in reach it is one call of a kernel on
-the tables themselves; where rows have to be fetched first, negatives are drawn from a few thousand
-words that are drawn anew for each batch, so that a batch touches few rows.
+Two tables by word id: `inputs` are the vectors that are kept, `outputs` those that they are compared with. A
+batch is a piece of text. If all rows are on this host, a batch is one call of a kernel on the tables. If rows
+must be fetched first, negatives are drawn from a few thousand words, chosen anew for each batch, so that a
+batch needs few rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 POOL = 4096
-"""Words that the negatives of a batch are drawn from, where rows have to be fetched."""
-COPIED = 1_000
-"""Words that a worker has copies of the rows of, where others write them too: they stay in the cache of
-its core, and are four tenths of what a text touches."""
-CROWD = 3
-"""Workers from which on copies pay everywhere; for two it depends on the machine."""
-WORTH = 16
-"""Words of a batch for each word that is copied: else copying is too much of the work."""
+"""Words from which the negatives of a batch are drawn, if rows must be fetched."""
+MAX_COPIES = 1_000
+"""Words whose rows a worker copies if others write them too: the copies stay in the cache of its core, and
+are four tenths of what a text uses."""
+MIN_WRITERS = 3
+"""Number of workers from which copies pay on all_ids machine; with two it depends."""
+WORDS_PER_COPY = 16
+"""Minimum words of a batch per copied word, to keep the cost of copying small."""
 
 
 class HasCounts(Protocol):
-    """As of manyhands.data.corpus()."""
+    """A vocabulary, such as that of manyhands.data.corpus()."""
 
     @property
     def words(self) -> Sequence[str]: ...
@@ -62,18 +62,18 @@ class WordModel(RowModel):
         self._noise = vocabulary.noise()
         self._found: dict[str, tuple[Rows, NDArray[np.int64]]] = {}
         self._own: NDArray[np.float32] | None = None
-        """Room for copies of rows."""
+        """Memory for copies of rows."""
 
     def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
-        there = np.zeros(len(self._keep) + 1, bool)
-        there[batch.numpy()] = True
-        there[-1] = False  # where the end of a sentence, -1, was noted
-        words = np.flatnonzero(there)
-        there[self._pool(seed)] = True
-        return {"inputs": words, "outputs": np.flatnonzero(there)}
+        needed = np.zeros(len(self._keep) + 1, bool)
+        needed[batch.numpy()] = True
+        needed[-1] = False  # was set by -1, the end of a sentence
+        words = np.flatnonzero(needed)
+        needed[self._pool(seed)] = True
+        return {"inputs": words, "outputs": np.flatnonzero(needed)}
 
     def _pool(self, seed: int) -> NDArray[np.int64]:
-        """The words that the negatives of a batch are drawn from, each as often as it was drawn."""
+        """Draw the words from which the negatives of a batch are drawn, with repetition."""
         draw = np.random.default_rng(seed)
         places = draw.integers(len(self._noise), size=POOL)
         entries = self._noise[places]
@@ -92,11 +92,11 @@ class WordModel(RowModel):
             in_rows, out_rows = self._rows_of("inputs", inputs), self._rows_of("outputs", outputs)
             keep, noise = self._keep, self._noise
         else:
-            # The words in reach are all the words there are, and numbered anew.
+            # Only the fetched words exist, renumbered from 0.
             known = outputs.ids
             number = np.full(len(self._keep) + 1, -1, np.int32)
             number[known] = np.arange(len(known), dtype=np.int32)
-            tokens = number[tokens]  # the end of a sentence, -1, stays
+            tokens = number[tokens]  # -1, the end of a sentence, stays
             in_rows = np.minimum(inputs.find(known), len(inputs.matrix) - 1)
             out_rows = np.arange(len(known), dtype=np.int64)
             keep = self._keep[known]
@@ -108,18 +108,22 @@ class WordModel(RowModel):
         return float(loss), float(pairs)
 
     def _copies(self, words: int, writers: int) -> NDArray[np.float32]:
-        """Room for copies of the commonest words' rows; for none, where few write them."""
+        """Return memory for copies of the rows of the most frequent words; none if few workers write them."""
         from manyhands.word2vec import copies
 
-        count = min(len(self._keep), COPIED, words // WORTH) if writers >= CROWD else 0
+        count = (
+            min(len(self._keep), MAX_COPIES, words // WORDS_PER_COPY)
+            if writers >= MIN_WRITERS
+            else 0
+        )
         if self._own is None or self._own.shape[2] != count:
-            self._own = copies.room(count, self.tables["inputs"].dim)
+            self._own = copies.allocate(count, self.tables["inputs"].dim)
         return self._own
 
     def _rows_of(self, name: str, rows: Rows) -> NDArray[np.int64]:
-        """Where each word's row is. Rows never move: looked up once."""
+        """Return the row index of each word. Rows never move, so they are looked up once."""
         known = self._found.get(name)
         if known is None or known[0] != rows:
-            every = np.arange(len(self.vocabulary.words), dtype=np.int64)
-            known = self._found[name] = (rows, rows.find(every))
+            all_ids = np.arange(len(self.vocabulary.words), dtype=np.int64)
+            known = self._found[name] = (rows, rows.find(all_ids))
         return known[1]

@@ -1,9 +1,9 @@
-"""A picture of some words and their nearest ones in the plane: an SVG, written by hand.
+"""Draws words and their nearest neighbours in the plane, as an SVG.
 
-The rows at length 1 are projected on the two directions in which they differ most (principal
-components). Each asked word has a colour, which its neighbours share; a thin line ties them to it.
-Labels are put one after another, asked words first, each at the nearest free place round its dot: no
-label covers another label or a dot. Colours follow the reader's light or dark background.
+The normalized vectors are projected on their first two principal components. Each query word has a colour,
+which its neighbours share; thin lines connect them. Labels are placed one after another, query words first,
+each at the nearest free place around its dot: no label covers another label or a dot. Colours follow the
+light or dark background of the reader.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from manyhands.word2vec.vectors import Vectors
 
 WIDTH, HEIGHT, MARGIN = 960, 640, 70
 FOOT = 34
-"""Pixels under the dots for the caption."""
+"""Pixels below the dots, for the caption."""
 DOT = 4.0
 SMALL, BIG = 13, 17
-"""Sizes of the labels: of a neighbour, of an asked word."""
+"""Font sizes of labels: of a neighbour, of a query word."""
 LONGEST = 32
-"""Letters of a label; the rest is cut off."""
+"""Maximum letters of a label; the rest is cut off."""
 NAMED = 6
-"""Asked words in the caption."""
+"""Maximum number of query words in the caption."""
 LIGHT = ("#1f5fa8", "#b3401f", "#2c7a3d", "#7a3fa0", "#94640a", "#0f7479", "#a82c66", "#55606b")
 DARK = ("#7db4f0", "#f39b7d", "#86cf95", "#c9a0ea", "#e3bd63", "#6fcdd2", "#ee94bb", "#b4bec8")
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where something lies on the page."""
+    """A rectangle on the page."""
 
     left: float
     top: float
@@ -66,12 +66,12 @@ class Dot:
     x: float
     y: float
     group: int
-    """Which asked word it belongs to."""
+    """The query word that it belongs to."""
     asked: bool
 
 
 def neighbourhood(vectors: Vectors, words: Iterable[str], count: int = 8) -> str:
-    """An SVG of these words and the `count` nearest words of each."""
+    """Return an SVG of words and the `count` nearest words of each."""
     asked = list(dict.fromkeys([words] if isinstance(words, str) else words))
     if not asked or count < 1:
         raise UsageError(
@@ -93,7 +93,7 @@ def neighbourhood(vectors: Vectors, words: Iterable[str], count: int = 8) -> str
 
 
 def _plane(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
-    """Places on the page by two principal components, and the share of the variance they hold."""
+    """Return positions by two principal components, and their share of the variance."""
     centred = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
     left, sizes, _ = np.linalg.svd(centred, full_matrices=False)
     flat = np.zeros((len(rows), 2))
@@ -102,7 +102,7 @@ def _plane(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
     flat *= np.where(flat[np.abs(flat).argmax(axis=0), [0, 1]] < 0, -1.0, 1.0)
     low, high = flat.min(axis=0), flat.max(axis=0)
     room = np.array([WIDTH - 2 * MARGIN, HEIGHT - FOOT - 2 * MARGIN])
-    # One scale for both axes: distances on the page are then what they are in the plane.
+    # One scale for both axes preserves distances.
     scale = float(np.min(room / np.maximum(high - low, 1e-9)))
     middle = np.array([WIDTH / 2, (HEIGHT - FOOT) / 2])
     places: NDArray[np.float64] = (flat - (low + high) / 2) * scale + middle
@@ -112,7 +112,7 @@ def _plane(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
 
 def _svg(dots: Sequence[Dot], asked: Sequence[str], share: float) -> str:
     homes = {dot.group: dot for dot in dots if dot.asked}
-    # Asked words get the best places.
+    # Query words get the best places.
     order = sorted(dots, key=lambda dot: (not dot.asked, dot.word))
     labels = _labels(order)
     more = f" and {len(asked) - NAMED} more" if len(asked) > NAMED else ""
@@ -169,7 +169,7 @@ def _style(num_groups: int) -> str:
 
 
 def _labels(dots: Sequence[Dot]) -> list[Box]:
-    """A box for each dot's label, none on another or on a dot."""
+    """Return a box for the label of each dot; none overlaps another or a dot."""
     taken = [
         Box(dot.x - 1.5 * DOT, dot.y - 1.5 * DOT, dot.x + 1.5 * DOT, dot.y + 1.5 * DOT)
         for dot in dots
@@ -190,7 +190,7 @@ def _labels(dots: Sequence[Dot]) -> list[Box]:
 
 
 def _candidates(dot: Dot, width: float, size: int) -> Iterator[Box]:
-    """Places round a dot, ever farther."""
+    """Yield places around a dot, at growing distance."""
     height = 1.25 * size
     for ring in range(60):
         gap = 1.5 * DOT + 2 + 7 * ring
@@ -213,7 +213,7 @@ def _label(word: str) -> str:
 
 
 def _length(word: str) -> float:
-    """How long a word is about, in units of its size."""
+    """Estimate the length of a word, in units of its font size."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in word)
     slim = sum(letter in "iljtfr.,'|!" for letter in word)
     return 0.60 * (len(word) - wide - slim) + 0.36 * slim + 1.0 * wide + 0.2

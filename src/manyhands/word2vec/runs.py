@@ -1,4 +1,4 @@
-"""The vectors of a run."""
+"""Loads the word vectors of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manyhands.word2vec.vectors import Vectors
 
 
 def vectors_of_run(folder: Path) -> Vectors:
-    """From the newest checkpoint of a run that trained a WordModel; its text must still be there."""
+    """Load the vectors from the newest checkpoint of a WordModel. The text of the run must still exist."""
     run = RunFolder.open(folder)
     config = run.config
     job_file = job_of_run(config, run.path)
@@ -27,13 +27,13 @@ def vectors_of_run(folder: Path) -> Vectors:
     model = job.model()
     if not isinstance(model, WordModel):
         raise RunFolderError(
-            f"{folder} trained {type(model).__name__}, which has no word vectors. This is for runs of a "
-            "manyhands.word2vec.WordModel, as examples/word2vec.py makes them."
+            f"{folder} trained {type(model).__name__}, which has no word vectors. Give a run of a "
+            "manyhands.word2vec.WordModel, such as one of examples/word2vec.py."
         )
     manifest, complaints = newest(run.path)
     if manifest is None:
         why = f" ({complaints[0]})" if complaints else ""
-        raise RunFolderError(f"{folder} has no checkpoint to take vectors from{why}.")
+        raise RunFolderError(f"{folder} has no checkpoint with vectors{why}.")
     saved = read_state(manifest.path)["tables"]["inputs"]
     matrix = np.zeros((len(model.vocabulary.words), model.tables["inputs"].dim), np.float32)
     matrix[saved["ids"].numpy()] = saved["rows"].numpy()

@@ -1,4 +1,4 @@
-"""What is left to chance in word2vec: which words stay, how wide a window is, which words are drawn."""
+"""Random choices of word2vec: subsampling, window sizes, negative samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _inline = njit(cache=True, nogil=True, fastmath=True, error_model="numpy", inlin
 
 @_inline
 def random_bits(state: NDArray[np.uint64]) -> Any:
-    """64 random bits: a counter, mixed (SplitMix64, Steele et al., 2014)."""
+    """Return 64 random bits: a mixed counter (SplitMix64, Steele et al., 2014)."""
     state[0] += _STEP
     bits = state[0]
     bits = (bits ^ (bits >> _S30)) * _MIX_1
@@ -39,7 +39,8 @@ def subsample(
     state: NDArray[np.uint64],
     kept: NDArray[np.int32],
 ) -> tuple[int, int]:
-    """Fill `kept` with the words that stay and the sentence ends; how many, and the words before."""
+    """Fill `kept` with the words that stay and the sentence ends. Returns their number, and the words
+    before."""
     count, words = 0, 0
     for token in tokens:
         if token >= 0:
@@ -64,15 +65,15 @@ def draw(
     state: NDArray[np.uint64],
     targets: NDArray[np.int64],
 ) -> None:
-    """Addresses of the centre's row and of the drawn words', which are asked for. A draw of the
-    centre itself is void: it becomes the blank row."""
+    """Write the addresses of the rows of the centre and of drawn words to `targets`, and prefetch them. A
+    draw of the centre itself becomes the blank row."""
     targets[0] = copies.address(centre, out_rows, where)
     size = np.uint64(len(noise))
     for k in range(1, negative + 1):
         bits = random_bits(state)
         place = ((bits >> _S32) * size) >> _S32
         entry = noise[place]
-        # The place itself, or its alias: see `alias_table` in manyhands.data.text_scan.
+        # The index itself, or its alias: see `alias_table` in manyhands.data.text_scan.
         drawn = place if (bits & _LOW) < (entry >> _S32) else entry & _LOW
         word = np.int64(drawn)
         targets[k] = blank if word == centre else copies.address(word, out_rows, where)
@@ -83,8 +84,8 @@ def draw(
 
 
 @_inline
-def reach(kept: NDArray[np.int32], count: int, i: int, window: int, state: Any) -> Any:
-    """The window of word i, [first, last]: as wide as chance will have it, within its sentence."""
+def window_of(kept: NDArray[np.int32], count: int, i: int, window: int, state: Any) -> Any:
+    """Return the window of word i, [first, last]: of random width, within its sentence."""
     size = 1 + np.int64(((random_bits(state) >> _S32) * np.uint64(window)) >> _S32)
     first = last = i
     while first > 0 and i - first < size and kept[first - 1] >= 0:
@@ -95,8 +96,8 @@ def reach(kept: NDArray[np.int32], count: int, i: int, window: int, state: Any) 
 
 
 @_inline
-def following(kept: NDArray[np.int32], count: int, i: int) -> Any:
-    """The place of the next word from i on, or `count`."""
+def next_word(kept: NDArray[np.int32], count: int, i: int) -> Any:
+    """Return the index of the next word from i on, or `count`."""
     while i < count and kept[i] < 0:
         i += 1
     return i

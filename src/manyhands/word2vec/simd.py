@@ -1,12 +1,12 @@
-"""Vectors of 16 floats for numba: what its own loops can't say.
+"""SIMD vectors of 16 floats for numba.
 
-A loop vectorizer decides by itself how wide and how often it unrolls, and leaves what does not fit
-(4 of 100 columns, or 36) to scalar instructions. Here a kernel says it: load 16 floats, multiply and
-add, keep a dozen sums in registers, and turn them into 16 lanes of one vector by a tree of shuffles.
-LLVM makes one AVX-512 instruction of each, two of AVX, four of NEON: the code is the same on all.
+A loop vectorizer chooses width and unrolling itself, and leaves the remainder (4 of 100 columns, or 36) to
+scalar instructions. With these intrinsics a kernel decides: load 16 floats, multiply and add, keep a dozen
+sums in registers, and turn them into 16 lanes of one vector by a tree of shuffles. LLVM makes one AVX-512
+instruction of each, two of AVX, four of NEON: the code is the same on all.
 
-Addresses are plain integers, in bytes. Whoever takes the address of an array must hold the array for
-as long as it is used: numba frees an array after the last line that names it.
+Addresses are plain integers, in bytes. Keep the array alive while its address is used: numba frees an array
+after the last line that names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 
 intrinsic: Any = extending.intrinsic
-"""Its type says what the code generator takes, not what a kernel gives."""
+"""Typed as the code generator sees it, not as a kernel calls it."""
 
 LANES = 16
 BYTES = 4 * LANES
@@ -30,7 +30,7 @@ _MASK = ir.VectorType(ir.IntType(1), LANES)
 _INT32 = ir.IntType(32)
 _INT32S = ir.VectorType(_INT32, LANES)
 _ALIGN = 4
-"""Rows may begin at any float."""
+"""Rows may start at any float."""
 
 
 class Vector(types.Type):
@@ -65,14 +65,14 @@ def _spread(builder: Any, value: Any, vector_type: Any) -> Any:
 
 
 def _first(builder: Any, count: Any) -> Any:
-    """A mask of the first `count` lanes."""
+    """Return a mask of the first `count` lanes."""
     lanes = ir.Constant(_INT32S, list(range(LANES)))
     return builder.icmp_signed("<", lanes, _spread(builder, builder.trunc(count, _INT32), _INT32S))
 
 
 @intrinsic
 def address_of(typing: Any, array: Any) -> Any:
-    """Where an array's first element lies."""
+    """Return the address of the first element of an array."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -91,7 +91,7 @@ def zeros(typing: Any) -> Any:
 
 @intrinsic
 def splat(typing: Any, value: Any) -> Any:
-    """The number in all lanes."""
+    """Return a vector with this number in all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _spread(builder, args[0], _VECTOR)
@@ -101,7 +101,7 @@ def splat(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def splat_at(typing: Any, address: Any) -> Any:
-    """The float at the address in all lanes."""
+    """Return a vector with the float at this address in all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(_pointer(builder, args[0], _FLOAT), align=_ALIGN, typ=_FLOAT)
@@ -112,8 +112,8 @@ def splat_at(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def load(typing: Any, address: Any, count: Any) -> Any:
-    """16 floats. With a number instead of None: the first `count`, zeros in the other lanes, and no
-    byte behind them is read."""
+    """Load 16 floats. With a number instead of None: the first `count`, and zeros in the other lanes; no byte
+    beyond them is read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], _VECTOR)
@@ -129,7 +129,7 @@ def load(typing: Any, address: Any, count: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, address: Any, value: Any, count: Any) -> Any:
-    """16 floats, or with a number instead of None only the first `count`."""
+    """Store 16 floats, or with a number instead of None only the first `count`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], _VECTOR)
@@ -150,7 +150,7 @@ def _count(given: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line of an address that is going to be written: for this core alone."""
+    """Prefetch the cache line of an address for writing, exclusively for this core."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], ir.IntType(8))
@@ -164,7 +164,7 @@ def prefetch(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, lane by lane: one instruction where the processor has it."""
+    """Return a * b + c by lane: one instruction if the processor has it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.call(_declare(builder, "llvm.fmuladd.v16f32", _VECTOR, [_VECTOR] * 3), args)
@@ -206,7 +206,7 @@ def divide(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def clip(typing: Any, value: Any, limit: Any) -> Any:
-    """Each lane held between -limit and limit."""
+    """Clamp each lane to [-limit, limit]."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, limit = args[0], _spread(builder, args[1], _VECTOR)
@@ -219,10 +219,10 @@ def clip(typing: Any, value: Any, limit: Any) -> Any:
 
 @intrinsic
 def sums(typing: Any, vectors: Any) -> Any:
-    """Lane i is the sum of the lanes of vector i; lanes beyond the given vectors are 0.
+    """Return a vector whose lane i is the sum of vector i; lanes beyond the given vectors are 0.
 
-    Two vectors are folded into one by adding their interleaved halves, four times over: under three
-    instructions a sum, where summing each vector on its own would take eight.
+    Two vectors are folded into one by adding their interleaved halves, four times: under three instructions
+    per sum, where summing each vector alone would take eight.
     """
     if not isinstance(vectors, types.UniTuple) or vectors.dtype != vector or len(vectors) > LANES:
         return None
@@ -254,7 +254,7 @@ def sums(typing: Any, vectors: Any) -> Any:
 
 
 def _taken(lane: int, width: int, half: int) -> int:
-    """Which lane of (first, second) goes to `lane` when runs of 2 * width are folded in half."""
+    """Return which lane of (first, second) goes to `lane` when runs of 2 * width are folded in half."""
     run, offset = divmod(lane, 2 * width)
     which, inside = divmod(offset, width)
     return which * LANES + run * 2 * width + half * width + inside

@@ -1,10 +1,10 @@
-"""`Vectors`: words and their rows, in files that gensim and word2vec read and write too.
+"""`Vectors`: words and their vectors, in the file formats of word2vec and gensim.
 
-The text format is a line with the number of words and of columns, then a word and its numbers a line.
-The binary format has the same first line, then word, blank, float32 numbers (little end first) and,
-from word2vec itself, a newline. A file is told by its content, not by its name.
+The text format has a line with the number of words and columns, then one line per word with its numbers. The
+binary format has the same first line, then word, space, float32 numbers (little-endian) and, from word2vec
+itself, a newline. The format is detected from the content, not from the name.
 
-Costs the matrix, and once more its size when similarities are asked for: the rows at length 1.
+Cost: the matrix, and the same again for the normalized rows when similarities are computed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from numpy.typing import NDArray
 from manyhands.errors import DataError, UsageError
 
 HEADER_BYTES = 64
-"""More than any first line has: two numbers."""
+"""Maximum length of the first line: two numbers."""
 LONGEST_WORD = 1 << 16
 
 
 class Vectors:
-    """Row i of `matrix` is the vector of word i. Words are in order of how common they are."""
+    """Row i of `matrix` is the vector of word i. Words are ordered by frequency."""
 
     def __init__(self, words: Sequence[str], matrix: NDArray[np.float32]) -> None:
         if matrix.ndim != 2 or len(words) != len(matrix):
             raise UsageError(
-                f"Vectors: {len(words):,} words and a matrix of shape {matrix.shape} do not go together: "
-                "give a row a word."
+                f"Vectors: {len(words):,} words and a matrix of shape {matrix.shape} do not match: "
+                "give one row per word."
             )
         self.words = tuple(words)
         self.matrix = matrix
         if len(self.ids) != len(self.words):
-            raise UsageError("Vectors: some words come twice. Give each word once.")
+            raise UsageError("Vectors: some words occur twice. Give each word once.")
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -46,7 +46,7 @@ class Vectors:
 
     @cached_property
     def unit(self) -> NDArray[np.float32]:
-        """The rows at length 1; a row of zeros stays one."""
+        """The rows normalized to length 1; rows of zeros stay zero."""
         lengths = np.sqrt(np.einsum("ij,ij->i", self.matrix, self.matrix, dtype=np.float64))
         lengths[lengths == 0] = 1.0
         unit: NDArray[np.float32] = (self.matrix / lengths[:, None]).astype(np.float32)
@@ -69,16 +69,16 @@ class Vectors:
         if number is not None:
             return number
         folded = {known.lower(): known for known in self.words}
-        near = difflib.get_close_matches(word.lower(), folded, n=3, cutoff=0.6)
-        there = ", ".join(repr(folded[name]) for name in near)
-        hint = f"the closest that exist: {there}" if near else "nothing like it exists"
+        similar = difflib.get_close_matches(word.lower(), folded, n=3, cutoff=0.6)
+        listed = ", ".join(repr(folded[name]) for name in similar)
+        hint = f"the closest are {listed}" if similar else "nothing is similar to it"
         raise UsageError(
-            f"{word!r} is not among the {len(self):,} words; {hint}. A rare word is left out by min_count: "
-            "train with a lower one to have it."
+            f"{word!r} is not among the {len(self):,} words; {hint}. Rare words are left out by min_count: "
+            "train with a lower one to include it."
         )
 
     def similarity(self, a: str, b: str) -> float:
-        """The cosine of the angle between two words: 1 for the same direction."""
+        """Return the cosine of the angle between two words: 1 for the same direction."""
         return float(self.unit[self.id_of(a)] @ self.unit[self.id_of(b)])
 
     def most_similar(
@@ -87,9 +87,9 @@ class Vectors:
         negative: str | Iterable[str] = (),
         count: int = 10,
     ) -> list[tuple[str, float]]:
-        """The words nearest to the sum of the positive ones less the negative ones, nearest first.
+        """Return the words nearest to the sum of `positive` minus `negative`, nearest first.
 
-        `most_similar(["king", "woman"], ["man"])`: the words given are left out.
+        `most_similar(["king", "woman"], ["man"])`. The given words are left out.
         """
         plus = [self.id_of(word) for word in _listed(positive)]
         minus = [self.id_of(word) for word in _listed(negative)]
@@ -98,10 +98,10 @@ class Vectors:
                 'most_similar was given no word. Give one or more: most_similar("king").'
             )
         if count < 1:
-            raise UsageError(f"most_similar: count={count} can't be: give 1 or more.")
-        wanted = self.unit[plus].sum(axis=0) - self.unit[minus].sum(axis=0)
-        length = float(np.linalg.norm(wanted))
-        scores = self.unit @ (wanted / (length or 1.0))
+            raise UsageError(f"most_similar: count={count} is too small: give 1 or more.")
+        query = self.unit[plus].sum(axis=0) - self.unit[minus].sum(axis=0)
+        length = float(np.linalg.norm(query))
+        scores = self.unit @ (query / (length or 1.0))
         given = np.array([*plus, *minus])
         scores[given] = -np.inf
         count = min(count, len(self) - len(set(plus + minus)))
@@ -110,13 +110,14 @@ class Vectors:
         return [(self.words[number], float(scores[number])) for number in best]
 
     def save(self, path: str | os.PathLike[str], *, binary: bool | None = None) -> None:
-        """In the word2vec format: binary for a name that ends in .bin, else text, unless told."""
+        """Save in a word2vec format: binary for a name that ends in .bin, else text, unless `binary` is
+        given."""
         path = Path(path)
         spaced = next((word for word in self.words if not word or word.split() != [word]), None)
         if spaced is not None:
             raise UsageError(
-                f"The word {spaced!r} has a space in it (or nothing), and the word2vec formats have a "
-                "space between fields. Write an underscore for it before saving."
+                f"The word {spaced!r} is empty or has a space in it, which separates fields in the "
+                "word2vec formats. Replace spaces by underscores before saving."
             )
         binary = path.suffix == ".bin" if binary is None else binary
         rows = np.ascontiguousarray(self.matrix, dtype="<f4")
@@ -141,7 +142,7 @@ class Vectors:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, binary: bool | None = None) -> Vectors:
-        """A file in a word2vec format; which one is seen from its first row, unless told."""
+        """Load a file in a word2vec format, detected from its first row unless `binary` is given."""
         path = Path(path)
         try:
             with open(path, "rb") as file:
@@ -167,7 +168,7 @@ def _header(file: IO[bytes], path: Path) -> tuple[int, int]:
     if not line.endswith(b"\n") or len(parts) != 2 or not all(part.isdigit() for part in parts):
         raise DataError(
             f"{path}: expected a first line with the number of words and of columns, as '71291 100', "
-            f"and found {line[:40]!r}. It is no file of word vectors in a word2vec format."
+            f"and found {line[:40]!r}. It is not a file of word vectors in a word2vec format."
         )
     count, width = int(parts[0]), int(parts[1])
     if width == 0:
@@ -176,7 +177,7 @@ def _header(file: IO[bytes], path: Path) -> tuple[int, int]:
 
 
 def _looks_binary(sample: bytes, width: int) -> bool:
-    """Text has a first line of a word and `width` numbers; in a binary file that can't be by chance."""
+    """Return whether the sample is binary: text begins with a line of a word and `width` numbers."""
     fields = sample.split(b"\n", 1)[0].split()
     if len(fields) != width + 1:
         return True

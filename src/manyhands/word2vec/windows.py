@@ -1,13 +1,13 @@
 """One window of word2vec, with its rows in vector registers.
 
-Rows are known by their addresses, and a rate of 0 makes a target void. Skip-gram: for each pair of
-contexts and each six targets 12 dot products are summed in registers, and 12 sigmoids are taken at
-once; then for each 16 columns six targets stay in registers while all contexts pass by, and each is
-moved by the other's old values. With more than six targets the contexts have moved by the first six
-when the next six look at them. CBOW: the same for one vector, the mean of the contexts.
+Rows are given by their addresses, and a rate of 0 disables a target. Skip-gram: for each pair of contexts
+and each six targets, 12 dot products are summed in registers, and 12 sigmoids are computed at once. Then,
+for each 16 columns, six targets stay in registers while all contexts are updated, each by the old values of
+the other. With more than six targets, the next six see contexts that were already updated by the first six.
+CBOW: the same for one vector, the mean of the contexts.
 
-Costs three multiplications and additions a column of each pair of rows, and a load and a store of each
-row but for the contexts, which are loaded once more for every six targets.
+Cost: three multiply-adds per column of each pair of rows, and a load and a store of each row, except for the
+contexts, which are loaded again for every six targets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from manyhands.word2vec import simd
 TILE = 6
 """Targets in registers at once: a centre and the usual five drawn words."""
 MEAN_TILE = 8
-"""The same where there is one vector instead of two: CBOW."""
+"""The same for CBOW, with one vector instead of two."""
 
 _fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
 _inline = njit(cache=True, nogil=True, fastmath=True, error_model="numpy", inline="always")
@@ -60,7 +60,7 @@ def _six(rows: NDArray[np.int64], k: int) -> Any:
 
 @_inline
 def _pair_step(x: int, y: int, at: int, lanes: Any, six: Any, totals: Any) -> Any:
-    """16 columns (or the last few) of two contexts times those of six targets, added to 12 totals."""
+    """Multiply 16 columns (or the last few) of two contexts with six targets, and add them to 12 totals."""
     a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = totals
     u, v = simd.load(x + at, lanes), simd.load(y + at, lanes)
     t = simd.load(six[0] + at, lanes)
@@ -80,7 +80,7 @@ def _pair_step(x: int, y: int, at: int, lanes: Any, six: Any, totals: Any) -> An
 
 @_inline
 def _pair_dots(x: int, y: int, six: Any, whole: int, rest: int) -> Any:
-    """Dot products of two contexts with six targets: lanes 0 to 5 and 6 to 11."""
+    """Return the dot products of two contexts with six targets: lanes 0 to 5 and 6 to 11."""
     z = simd.zeros()
     totals = (z, z, z, z, z, z, z, z, z, z, z, z)
     for at in range(0, whole, simd.BYTES):
@@ -94,27 +94,27 @@ def _pair_dots(x: int, y: int, six: Any, whole: int, rest: int) -> Any:
 def _learn_step(
     contexts: Any, count: int, six: Any, errors: int, hop: int, at: int, lanes: Any
 ) -> None:
-    """Move 16 columns of six targets and of all contexts, each by the others' old values."""
+    """Update 16 columns of six targets and of all contexts, each by the old values of the other."""
     t0, t1 = simd.load(six[0] + at, lanes), simd.load(six[1] + at, lanes)
     t2, t3 = simd.load(six[2] + at, lanes), simd.load(six[3] + at, lanes)
     t4, t5 = simd.load(six[4] + at, lanes), simd.load(six[5] + at, lanes)
     n0, n1, n2, n3, n4, n5 = t0, t1, t2, t3, t4, t5
     for c in range(count):
         row = contexts[c] + at
-        # Errors lie by pairs of contexts: 16 floats, of which six are this one's.
-        mine = errors + (c >> 1) * hop + (c & 1) * (4 * TILE)
+        # Errors are stored by pairs of contexts: 16 floats, of which six belong to this one.
+        own = errors + (c >> 1) * hop + (c & 1) * (4 * TILE)
         x = simd.load(row, lanes)
-        e = simd.splat_at(mine)
+        e = simd.splat_at(own)
         n0, moved = simd.fma(e, x, n0), simd.fma(e, t0, x)
-        e = simd.splat_at(mine + 4)
+        e = simd.splat_at(own + 4)
         n1, moved = simd.fma(e, x, n1), simd.fma(e, t1, moved)
-        e = simd.splat_at(mine + 8)
+        e = simd.splat_at(own + 8)
         n2, moved = simd.fma(e, x, n2), simd.fma(e, t2, moved)
-        e = simd.splat_at(mine + 12)
+        e = simd.splat_at(own + 12)
         n3, other = simd.fma(e, x, n3), simd.multiply(e, t3)
-        e = simd.splat_at(mine + 16)
+        e = simd.splat_at(own + 16)
         n4, other = simd.fma(e, x, n4), simd.fma(e, t4, other)
-        e = simd.splat_at(mine + 20)
+        e = simd.splat_at(own + 20)
         n5, other = simd.fma(e, x, n5), simd.fma(e, t5, other)
         simd.store(row, simd.add(moved, other), lanes)
     simd.store(six[0] + at, n0, lanes)
@@ -137,7 +137,7 @@ def window_of_pairs(
     whole: int,
     rest: int,
 ) -> None:
-    """One window of skip-gram. An odd number of contexts is filled up with a blank row at the end."""
+    """Train on one window of skip-gram. An odd number of contexts is padded with a blank row."""
     hop = tiles * simd.BYTES
     pairs = (count + 1) >> 1
     for tile in range(tiles):
@@ -159,7 +159,7 @@ def window_of_pairs(
 
 @_inline
 def cost(error: float, rate: float) -> float:
-    """Of an error times rate: a label missed by e costs -log(1 - e)."""
+    """Return the loss of an error times rate: -log(1 - error)."""
     return -np.log(max(1.0 - abs(error) / rate, 1e-5))
 
 
@@ -180,7 +180,7 @@ def _mean(contexts: NDArray[np.int64], size: int, hidden: int, whole: int, rest:
 
 @_inline
 def _row_step(x: int, at: int, lanes: Any, rows: NDArray[np.int64], k: int, totals: Any) -> Any:
-    """16 columns (or the last few) of one vector times those of eight targets."""
+    """Multiply 16 columns (or the last few) of one vector with eight targets."""
     a0, a1, a2, a3, a4, a5, a6, a7 = totals
     u = simd.load(x + at, lanes)
     a0 = simd.fma(u, simd.load(rows[k] + at, lanes), a0)
@@ -198,7 +198,7 @@ def _row_step(x: int, at: int, lanes: Any, rows: NDArray[np.int64], k: int, tota
 def _row_learn(
     hidden: int, back: int, at: int, lanes: Any, rows: Any, count: int, errors: int
 ) -> None:
-    """Move 16 columns of the targets; what the contexts are to be moved by goes to `back`."""
+    """Update 16 columns of the targets; the update of the contexts goes to `back`."""
     x = simd.load(hidden + at, lanes)
     even = odd = simd.zeros()
     for k in range(0, count, 2):
@@ -226,7 +226,7 @@ def window_of_mean(
     whole: int,
     rest: int,
 ) -> None:
-    """One window of CBOW."""
+    """Train on one window of CBOW."""
     _mean(contexts, size, hidden, whole, rest)
     z = simd.zeros()
     for k in range(0, len(targets), MEAN_TILE):
@@ -236,7 +236,7 @@ def window_of_mean(
         if rest:
             totals = _row_step(hidden, whole, rest, targets, k, totals)
         found = _errors(simd.sums(totals), labels + 4 * k, rates + 4 * k)
-        # The lanes beyond the tile are written over by the next one.
+        # The next tile overwrites the lanes beyond this one.
         simd.store(errors + 4 * k, found, None)
     for at in range(0, whole, simd.BYTES):
         _row_learn(hidden, back, at, None, targets, len(targets), errors)

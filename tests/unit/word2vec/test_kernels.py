@@ -40,7 +40,7 @@ def call(model: str, tokens: list[int], inputs: Any, outputs: Any, **other: Any)
         "negative": 1,
         "lr": 0.1,
         "seed": 7,
-        "own": copies.room(0, inputs.shape[1]),
+        "own": copies.allocate(0, inputs.shape[1]),
     } | other
     return MODELS[model](np.array(tokens, np.int32), inputs, outputs, *arguments.values())
 
@@ -225,7 +225,7 @@ def test_who_is_alone_gets_the_same_with_copies(model: str, copied: int, dim: in
             noise=np.arange(50, dtype=np.uint64),
             window=3,
             negative=5,
-            own=copies.room(words, dim),
+            own=copies.allocate(words, dim),
         )
         return wide_in, wide_out
 
@@ -237,11 +237,11 @@ def test_a_copy_gives_what_it_has_and_takes_what_others_have_made() -> None:
     from numba import njit
 
     shared, _ = matrices(6, 20)
-    before, rows, own = shared.copy(), np.array([4, 2, 0]), copies.room(3, 20)
+    before, rows, own = shared.copy(), np.array([4, 2, 0]), copies.allocate(3, 20)
 
     @njit
     def take(shared: Any, own: Any, rows: Any) -> None:
-        copies.take(rows, copies.where(shared, own, 1), 64, 4)
+        copies.load_all(rows, copies.where(shared, own, 1), 64, 4)
 
     @njit
     def merge(word: int, shared: Any, own: Any, rows: Any) -> None:
@@ -313,7 +313,7 @@ def test_words_that_share_their_company_come_near(model: str, copied: int) -> No
     noise = np.arange(60, dtype=np.uint64)
 
     def learn(part: Any, seed: int, lr: float = 0.05) -> float:
-        loss, pairs, own = 0.0, 0.0, copies.room(copied, 16)
+        loss, pairs, own = 0.0, 0.0, copies.allocate(copied, 16)
         for start in range(0, len(part), 900):
             one = call(
                 *(model, part[start : start + 900], inputs, outputs),
