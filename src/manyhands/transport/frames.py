@@ -231,6 +231,11 @@ class FrameReader:
         return self._wanted.what
 
     @property
+    def num_missing(self) -> int:
+        """Bytes that complete the buffer which is being filled."""
+        return len(self._wanted.view) - self._filled
+
+    @property
     def progress(self) -> str:
         return f"{self._wanted.before + self._filled} of {self._wanted.whole} bytes"
 

@@ -38,6 +38,7 @@ from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits, Message,
 from manyhands.transport.hmac_auth import check_name, prove
 from manyhands.transport.keepalive import watch
 from manyhands.transport.tls import (
+    RECORD_BYTES,
     Credentials,
     DeadlinePassed,
     TlsStream,
@@ -52,6 +53,8 @@ UNSENT_BYTES = 256 << 10
 """The kernel's send queue of a link that queues little: 2 ms at 1 Gbit/s."""
 UNSENT_TLS_BYTES = 2 << 20
 """The same with TLS, where each wake-up costs more."""
+WAKE_BYTES = 256 << 10
+"""An event loop is woken for so much of a payload at once."""
 LAST_S = 0.1
 """How long a last message waits for a frame that another thread is sending."""
 
@@ -122,6 +125,7 @@ class Link:
         self._reader = frames.FrameReader(limits)
         self._on_close: list[Callable[[], None]] = []
         self._when_free: Callable[[], None] | None = None
+        self._wake_bytes = 1
 
     @property
     def bytes_received(self) -> int:
@@ -222,10 +226,25 @@ class Link:
             raise RuntimeError(f"Two threads receive from {self.peer} at once; one must.")
         try:
             self.check_open()
-            with self._closed_on_failure():
-                return self._reader.read(self._stream.try_recv_into, place)
+            try:
+                with self._closed_on_failure():
+                    message = self._reader.read(self._stream.try_recv_into, place)
+            except WouldBlock:
+                self._wake_at(self._reader.num_missing)
+                raise
+            self._wake_at(1)
+            return message
         finally:
             self._recv_lock.release()
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Have poll() report the socket when so many bytes are there: waking up for every packet would cost a
+        large payload more than the copying."""
+        # OpenSSL may have up to one record of them already.
+        wake_bytes = min(max(1, num_bytes - 2 * RECORD_BYTES), WAKE_BYTES)
+        if wake_bytes != self._wake_bytes and self._sock.family != socket.AF_UNIX:
+            self._wake_bytes = wake_bytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
 
     def begin_frame(self, when_free: Callable[[], None]) -> bool:
         """Take the link for one frame, which `try_send` sends and `end_frame` ends. If another thread is
