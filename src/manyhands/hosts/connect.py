@@ -47,7 +47,7 @@ class Connector:
             address, trouble = self._address, "its address is not known yet"
             while True:
                 if reader is not None:
-                    address = reader.wait(ATTEMPT_S if address is None else 0, other_than=None)
+                    address = reader.wait(ATTEMPT_S if address is None else 0)
                 if address is not None:
                     try:
                         left_s = began + limit_s - time.monotonic()

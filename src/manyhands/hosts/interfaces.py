@@ -1,4 +1,4 @@
-"""Which network interface and address of this host others can reach. Linux, by what the kernel says."""
+"""Finds the network interface and address at which other hosts reach this one, from the kernel (Linux)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from manyhands.errors import UsageError
 
 SIOCGIFCONF = 0x8912
 IFREQ_BYTES = 40
-"""Of one entry of that call, where pointers have 8 bytes: 16 of the name, then the address."""
+"""Size of one entry of that call with 8-byte pointers: 16 bytes of name, then the address."""
 GLOO = "GLOO_SOCKET_IFNAME"
 NOWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): asked for the way there, the kernel tells the way out."""
+"""An address that no host has (RFC 5737): the kernel's route to it is the default route."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where others find this host."""
+    """An interface of this host, and its address there."""
 
     interface: str
     address: str
@@ -32,7 +32,7 @@ class Endpoint:
 
 
 def addresses() -> dict[str, str]:
-    """The addresses of this host, each with its interface."""
+    """The addresses of this host, mapped to their interfaces."""
     found = {}
     room = array.array("B", bytes(IFREQ_BYTES * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -53,21 +53,21 @@ def addresses() -> dict[str, str]:
 
 
 def reach(address: str) -> Endpoint:
-    """Where others find this host: at `address`, which somebody reaches; or where gloo is told to be."""
+    """Where others reach this host: at `address`, where one has; or on the interface set for gloo."""
     known = addresses()
-    if wish := os.environ.get(GLOO, "").partition(",")[0].strip():
-        own = [where for where, name in known.items() if name == wish]
+    if chosen := os.environ.get(GLOO, "").partition(",")[0].strip():
+        own = [where for where, name in known.items() if name == chosen]
         if not own:
             raise UsageError(
-                f"{GLOO} is {wish}, and this host ({socket.gethostname()}) has no address on such an "
+                f"{GLOO} is {chosen}, and this host ({socket.gethostname()}) has no address on such an "
                 f"interface. It has {', '.join(sorted(set(known.values())))}."
             )
-        return Endpoint(wish, address if address in own else own[0])
+        return Endpoint(chosen, address if address in own else own[0])
     return Endpoint(known.get(address, "lo"), address)
 
 
 def way_out() -> str:
-    """The address that this host has on its way to the rest of the world; loopback if there is no way."""
+    """The address of this host on its default route; loopback if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((NOWHERE, 9))  # sends nothing
@@ -77,7 +77,7 @@ def way_out() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address always means the own machine."""
+    """Whether a name or address always means this machine."""
     if host == "localhost":
         return True
     try:
@@ -95,7 +95,7 @@ def is_any(host: str) -> bool:
 
 
 def own_address(host: str) -> str | None:
-    """The address of this machine that a name has, if it is one that others could reach."""
+    """The address of this machine behind a name, if others could reach it."""
     known = addresses()
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -103,7 +103,7 @@ def own_address(host: str) -> str | None:
         return None
     for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
         address = str(entry[4][0])
-        # A machine may have its own name beside 127.0.1.1 in /etc/hosts: nobody else gets there.
+        # /etc/hosts may map a machine's own name to 127.0.1.1, which no other host reaches.
         if address in known and (is_loopback(host) or not is_loopback(address)):
             return address
     return None

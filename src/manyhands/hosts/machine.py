@@ -1,4 +1,4 @@
-"""What a process can tell of the machine that it stands on, without loading torch."""
+"""Facts about the machine that this process runs on, without loading torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Machine:
 
 
 def identity() -> str:
-    """Two machines may have one name, and two containers one kernel: what counts is what is shared."""
+    """Identify what processes share: two machines may have one name, and two containers one kernel."""
     folder = os.stat(tempfile.gettempdir())
     parts = [socket.gethostname(), str(os.getuid()), f"{folder.st_dev}:{folder.st_ino}"]
     for space in ("pid", "net"):
@@ -66,7 +66,7 @@ def machine_memory(meminfo: Path) -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes. Asked of the package's metadata: the coordinator does not load torch."""
+    """Versions of the packages that compute, from metadata: the coordinator does not load torch."""
     return {
         "manyhands": manyhands.__version__,
         "torch": importlib.metadata.version("torch"),
@@ -75,10 +75,10 @@ def versions() -> dict[str, str]:
 
 
 def unfit(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """In which version a host differs so that it can't take part; empty if in none."""
+    """The difference in versions because of which a host can't take part; empty if there is none."""
     for name in ("manyhands", "torch"):
         mine, other = ours[name], str(theirs.get(name, "none"))
-        # Of torch the minor versions count; of manyhands, whose messages have no versions, all.
+        # Of torch the minor version has to match; of manyhands, whose messages have no versions, all of it.
         parts = 2 if name == "torch" else 9
         if mine.split(".")[:parts] != other.split(".")[:parts]:
             return f"it has {name} {other}, and the coordinator {name} {mine}"

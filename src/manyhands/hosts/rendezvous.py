@@ -1,16 +1,17 @@
-"""How processes that somebody else has started find the coordinator, whoever of them comes first.
+"""How processes that a scheduler or user has started find the coordinator, in whatever order they start.
 
     --control tcp://HOST:PORT   there, where it is given
     no key, all on one host     a unix socket in a folder of this user, named after the port
-    a store of torch (torchrun) any free port; the coordinator leaves its address in that store
+    a torch store (torchrun)    any free port; the coordinator leaves its address in that store
     otherwise                   the host and port that the cluster's description names
 
-The store's protocol is torch's own, so a short-lived process that loads torch talks to it (store_note.py).
-What it holds is no secret, and whoever puts another address there sends agents to somebody without the key.
+The store's protocol is torch's own, so a separate process that loads torch accesses it (store_note.py). Its
+contents are not secret: another address there sends agents to a process without the key, which they refuse.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,17 +19,25 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manyhands.errors import UsageError
+from manyhands.errors import ProtocolError, UsageError
 from manyhands.hosts.interfaces import is_any, is_loopback, own_address, way_out
 from manyhands.hosts.spec import DEFAULT_PORT, ClusterSpec
 from manyhands.threads import describe, start_thread
 from manyhands.transport import Address, parse_address
+from manyhands.transport.fields import read, write
 
 NOTE = "manyhands.hosts.store_note"
 PUBLISH_S = 120.0
+
+
+@dataclass(frozen=True)
+class RendezvousNote:
+    """What the coordinator leaves in a store."""
+
+    address: str
 
 
 def one_host(spec: ClusterSpec) -> bool:
@@ -40,18 +49,18 @@ def one_host(spec: ClusterSpec) -> bool:
 
 
 def listening_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> str:
-    """Where the coordinator listens."""
+    """The address at which the coordinator listens."""
     if control is not None:
         return control
     if not keyed:
         return _unix_address(spec)
-    # Where this machine does not know itself by that name, it is to be reached there somehow.
+    # If this machine does not know itself by that name, others reach it there by some other route.
     host = own_address(spec.host) or "0.0.0.0"
     return str(Address(host=host, port=0 if spec.store else spec.port or DEFAULT_PORT))
 
 
 def dialled_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> str | None:
-    """Where agents find it; None: the store knows."""
+    """The address to which agents connect; None: it is in the store."""
     if control is not None:
         return control
     if not keyed:
@@ -62,7 +71,7 @@ def dialled_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> s
 
 
 def _unix_address(spec: ClusterSpec) -> str:
-    """The same for all processes of this user that were told the same; others can't look into the folder."""
+    """The same for all processes of this user with the same cluster; other users have no access."""
     folder = Path(tempfile.gettempdir()) / f"manyhands-of-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -72,27 +81,27 @@ def _unix_address(spec: ClusterSpec) -> str:
             f"{folder} is not a folder that only this user can read. Remove it, or choose another place "
             "for temporary files with TMPDIR, or give a key: see  manyhands key --help."
         )
-    meeting = spec.store or f"{spec.host}:{spec.port or DEFAULT_PORT}"
-    return f"unix:{folder}/{meeting.rpartition(':')[2]}"
+    endpoint = spec.store or f"{spec.host}:{spec.port or DEFAULT_PORT}"
+    return f"unix:{folder}/{endpoint.rpartition(':')[2]}"
 
 
 def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
-    """Leave the coordinator's address in a store of torch. Returns at once."""
+    """Leave the coordinator's address in a torch store, from a thread."""
     where = parse_address(address)
     if is_any(where.host):
-        address = str(replace(where, host=way_out()))  # others can't dial "all addresses"
+        address = str(replace(where, host=way_out()))  # nobody can connect to "all addresses"
 
-    def tell_trouble(trouble: str) -> None:
+    def report(trouble: str) -> None:
         tell(
-            f"the store at {store} can't be told where the coordinator is ({trouble}); give every "
-            "process the address, as  --control tcp://HOST:PORT"
+            f"the coordinator's address can't be written to the store at {store} ({trouble}); give it to "
+            "every process:  --control tcp://HOST:PORT"
         )
 
     def put() -> None:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", NOTE, "put", store],
-                input=address,
+                input=json.dumps(write(RendezvousNote(address))),
                 capture_output=True,
                 text=True,
                 timeout=PUBLISH_S,
@@ -101,13 +110,13 @@ def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
         except subprocess.TimeoutExpired:
             trouble = f"no answer within {PUBLISH_S:.0f} s"
         if trouble:
-            tell_trouble(trouble)
+            report(trouble)
 
-    start_thread(put, name="publish", on_error=lambda error: tell_trouble(describe(error)))
+    start_thread(put, name="publish", on_error=lambda error: report(describe(error)))
 
 
 class StoreReader:
-    """The newest address that the coordinator has left in a store. Use as a context manager."""
+    """Follows the address that the coordinator leaves in a store. Use as a context manager."""
 
     def __init__(self, store: str) -> None:
         self._process = subprocess.Popen(
@@ -122,15 +131,15 @@ class StoreReader:
         self._error: BaseException | None = None
         start_thread(self._read, name="store", on_error=self._fail)
 
-    def wait(self, timeout_s: float, *, other_than: str | None) -> str | None:
-        """An address other than this one, if one comes in time."""
+    def wait(self, timeout_s: float) -> str | None:
+        """The newest address, if there is one in time."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error is not None or self.address not in (None, other_than), timeout_s
+                lambda: self._error is not None or self.address is not None, timeout_s
             )
             if self._error is not None:
                 raise self._error
-            return self.address if self.address != other_than else None
+            return self.address
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -141,8 +150,12 @@ class StoreReader:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            try:
+                note = read(RendezvousNote, json.loads(line))
+            except (ValueError, ProtocolError):
+                continue  # not written by a coordinator
             with self._changed:
-                self.address = line.strip()
+                self.address = note.address
                 self._changed.notify_all()
 
     def __enter__(self) -> StoreReader:

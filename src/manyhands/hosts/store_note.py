@@ -1,7 +1,7 @@
-"""A process for one note in a store of torch: `python -m manyhands.hosts.store_note put|get HOST:PORT`.
+"""Reads or writes one note in a torch store: `python -m manyhands.hosts.store_note put|get HOST:PORT`.
 
-`put` leaves there what it reads from standard input; `get` prints what is there, each time that it changes,
-until its standard input closes, as it does when whoever started it is gone.
+`put` writes one line from standard input to the store. `get` prints the note each time it changes, until its
+standard input closes, as it does when the parent process is gone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    what, where = sys.argv[1:]
-    host, _, port = where.rpartition(":")
+    action, endpoint = sys.argv[1:]
+    host, _, port = endpoint.rpartition(":")
     store = dist.TCPStore(
         host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S)
     )
-    if what == "put":
+    if action == "put":
         store.set(KEY, sys.stdin.read())
         return
 
@@ -36,10 +36,10 @@ def main() -> None:
         os._exit(0)
 
     start_thread(end_with_parent, name="parent", on_error=lambda error: os._exit(1))
-    told = None
+    printed = None
     while True:
-        if store.check([KEY]) and (note := store.get(KEY).decode()) != told:
-            told = note
+        if store.check([KEY]) and (note := store.get(KEY).decode()) != printed:
+            printed = note
             print(note, flush=True)
         time.sleep(POLL_S)
 

@@ -1,4 +1,4 @@
-"""Who takes part: a numbered view of the members, and what one member knows of itself.
+"""Views: the numbered membership of a run; and what one member knows about itself.
 
 A view never changes; when the membership does, the coordinator makes the next one. Ranks are
 positions among a view's workers, so they are always 0, 1, ... without gaps, while a member keeps its
@@ -35,7 +35,7 @@ class Seat:
     role: str = WORKER
     device: str = "cpu"
     device_id: str = "cpu"
-    """Tells devices apart over the whole cluster: two members with the same id share one device."""
+    """Identifies the device in the whole cluster: two members with the same id share one device."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class View:
 
 
 class Board(Protocol):
-    """A few small facts that members of a view tell each other by way of the coordinator."""
+    """Small facts that members of a view exchange through the coordinator."""
 
     def post(self, key: str, value: str) -> None: ...
 
@@ -85,44 +85,46 @@ class Board(Protocol):
 
 @dataclass
 class Me:
-    """Everything that a member knows of itself; handed down, so that nothing reads globals."""
+    """What a member knows about itself; passed down, so that nothing reads globals."""
 
     name: str
     host: str
     device: str
     scratch: Path
-    """A folder of the run on this host that only this user can read, gone after the run."""
+    """A folder of the run on this host that only this user can read; deleted after the run."""
     view: View
     board: Board | None = None
     rendezvous: str | None = None
-    """host:port of a store that somebody else keeps (torchrun)."""
+    """host:port of a store that another process keeps (torchrun)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     credentials: Credentials | None = None
-    """To speak with other members over the network, where the strategy asked for keys."""
+    """For TLS between members, if the strategy asked for certificates."""
     secret: str = ""
-    """The same in every member of the run, and nowhere else."""
+    """The run's secret, the same in every member."""
     trust_network: bool = False
-    """Authenticate, but don't encrypt bulk data."""
+    """If true, bulk data is authenticated but not encrypted."""
     address: str = "127.0.0.1"
     """Where members on other hosts reach this one."""
     spans_hosts: bool = False
-    """Members of other hosts are there, or may come: nothing may depend on shared memory."""
+    """If true, members may run on other hosts, now or later: nothing may depend on shared memory."""
     newest_view: int = 0
-    """The number of the newest view that this member was told of, before it takes it up: all that is
-    done in one with a lower number is void."""
+    """The number of the newest view that has arrived, before this member has joined it: results of views with
+    a lower number are void."""
     addresses: dict[str, list[str]] = field(default_factory=dict)
-    """Who is where, as far as this member has met them: errors of torch name addresses."""
+    """Address to the members there, as far as known: errors of torch name addresses."""
     in_doubt: bool = False
-    """Peers were lost though nobody died: whether all are reached is to be tried before the next meeting."""
+    """If true, peers were lost though no member died: check that all can be reached before the next group
+    forms."""
 
     def view_folder(self, view: View) -> Path:
-        """Where members of this host put the sockets and files of a view."""
+        """The folder for the sockets and files of a view on this host."""
         folder = self.scratch / f"view-{view.number}"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
     def forget_views(self) -> None:
-        """Delete what is left of views before this one: of members that died, too. All have joined it."""
+        """Delete the folders of earlier views, also those of members that died. All members have joined this
+        view."""
         for folder in self.scratch.glob("view-*"):
             if int(folder.name.removeprefix("view-")) < self.view.number:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +167,7 @@ class Me:
 
     @property
     def view_changing(self) -> bool:
-        """There is a newer view than the one that this member is in, or joins."""
+        """If true, there is a newer view than the one that this member is in or joins."""
         return self.newest_view > self.view.number
 
     @property
@@ -178,19 +180,19 @@ class Me:
 
     @contextmanager
     def heeding_views(self) -> Iterator[None]:
-        """Turn a vanished peer into a change of view. Whatever broke with it, a link or an attempt to attach
-        its memory, is no failure of this member."""
+        """Raise ViewChanging for a lost peer. A broken link, or memory that can't be attached, is then no
+        failure of this member."""
         try:
             yield
         except LinkTimeout:
-            raise  # it names who was waited for, and for how long
+            raise  # it names the peer and how long it was waited for
         except LinkError as error:
             self.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a peer is gone: {error}") from error
 
     def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
-        """What this member does with its peers broke: wait for the view without whoever died. If none comes
-        in a while, nobody did, and the coordinator is asked for one in which all connect again."""
+        """Wait for the view without the peer that died. If none arrives in a while, no peer died, and the
+        coordinator is asked for a view in which all connect again."""
         assert self.board is not None, "views come from a coordinator"
         began, asked = time.monotonic(), False
         while not self.view_changing:
@@ -205,14 +207,14 @@ class Me:
             time.sleep(0.005)
 
     def _named_in(self, error: BaseException) -> list[str]:
-        """The members that an error is about: those at an address in it, or else all others."""
+        """The members that an error is about: those at an address in it, otherwise all others."""
         others = [name for name in self.view.names if name != self.name]
         found = set(re.findall(r"\d+\.\d+\.\d+\.\d+", str(error)))
         named = {name for address in found for name in self.addresses.get(address, ())}
         return [name for name in others if name in named] or others
 
     def lost_a_peer(self, error: BaseException) -> PeerLost:
-        """What to raise when a collective broke: who was waited for, and what torch said."""
+        """The error for a failed collective: the peers, and torch's message."""
         others = [seat.name for seat in self.view.workers if seat.name != self.name]
         first_line = str(error).strip().splitlines()[0]
         return PeerLost(f"{self.name} lost one of {', '.join(others)}: {first_line}")
