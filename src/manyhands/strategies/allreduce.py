@@ -254,14 +254,13 @@ class AllReduceLearner(Learner):
             if reducer is None:
                 report.weight, report.loss = gradients(self.train_state, share)
                 computed = _now(report)
+                self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
             else:
                 self._buffers.broadcast()
                 computed = self._share_gradients(share, report, reducer)
                 sent = reducer.bytes_sent
-            if self._rows is not None:
-                sent += self._rows.step(lr, share.step)
-            else:
-                self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
+                if self._rows is not None:
+                    sent += self._rows.step(lr, share.step)
         summed = time.perf_counter()
         if self._catching is None:
             self.train_state.update()

@@ -100,16 +100,6 @@ def _no_codec(text: str, spec: Spec) -> str:
     )
 
 
-def spec_of(strategy: Strategy) -> str:
-    """The shortest spec that makes this config."""
-    changed = {
-        field.name: getattr(strategy, field.name)
-        for field in dataclasses.fields(strategy)
-        if getattr(strategy, field.name) != field.default
-    }
-    return str(SpecPart(strategy.name, changed))
-
-
 def _options(cls: type[Strategy], part: SpecPart) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)

@@ -11,7 +11,7 @@ worker's main thread only the learner's part counts: from the first gradient unt
 the forward, in which a learner may still wait for parameters. What the loop does between two steps (data,
 seeds, reports) moves no gradient. In other threads, and in servers, everything inside the window counts.
 A file is listed if it was entered in at least half of the windows, so that a heartbeat doesn't show up. Files
-that only note or ask what the process is doing (STATUS) are marked and not counted.
+that no gradient passes (ASIDE) are marked and not counted.
 
 The job itself installs the profiler in its process, so training that is not traced pays nothing. Threads that
 are older than the job (heartbeat, control link) are not traced.
@@ -45,8 +45,11 @@ PACKAGE = Path(__file__).parent.parent
 JOB = f"{Path(__file__)}:TracedJob"
 WARM_UP, TRACED = 5, 12
 """Windows of each worker that are passed over, and those that are looked at."""
-STATUS = ("hosts/activity.py", "hosts/view.py")
-"""Which section of the job's code runs, to explain a hang; and whether a view change is coming."""
+ASIDE = {
+    "hosts/activity.py": "notes which section of the job's code runs, to explain a hang",
+    "hosts/view.py": "tells whether a view change is coming",
+    "compute/lazy_dynamo.py": "stands in for a module that torch's own optimizers call",
+}
 MAX_FUNCTIONS = 4
 
 
@@ -175,7 +178,7 @@ class Visit:
 
     @property
     def counts(self) -> bool:
-        return self.file not in STATUS
+        return self.file not in ASIDE
 
 
 Entry = dict[str, Any]

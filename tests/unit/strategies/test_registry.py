@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shortest import spec_of
 
 from manyhands.errors import SpecError
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
+from manyhands.strategies.registry import STRATEGIES, make_strategy
 from manyhands.strategies.single import Single
 
 
