@@ -11,7 +11,6 @@ PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
     "Client": "to be split",
-    "Server": "to be split",
     "Listener": "to be split",
     "Worker": "to be split",
 }

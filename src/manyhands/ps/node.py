@@ -26,7 +26,7 @@ from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
 from manyhands.ps.rounds import Doorbell, RoundTable
 from manyhands.ps.rows import RowServerState
-from manyhands.ps.server import Server
+from manyhands.ps.server import Server, ServerEvents, ServerView
 from manyhands.ps.server_state import ServerState
 from manyhands.threads import fail_process
 from manyhands.transport import Limits, Link
@@ -141,16 +141,11 @@ class PsNode:
             self._server_state,
             self.mode,
             self.me.listen(f"ps-{self.me.name}", view, limits=self._limits, on_host=self.shared),
-            view=view.number,
-            servers=servers,
-            workers=[seat.name for seat in view.workers],
+            ServerView(view.number, servers, [seat.name for seat in view.workers]),
             local=local or {},
-            identified=not self.shared,
             rounds=self.rounds,
-            torn=self._ask_for_a_view,
-            refused=self.refused,
             send_gate=self.send_gate,
-            on_error=self._on_server_error,
+            events=ServerEvents(self._ask_for_a_view, self.refused, self._on_server_error),
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
         try:

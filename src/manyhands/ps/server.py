@@ -1,42 +1,55 @@
-"""A parameter server in one view: adds up what workers push, runs the optimizer, tells the news.
+"""A parameter server in one view: adds up what workers push, runs the optimizer, tells workers of updates.
 
-One thread owns everything; readers, one a connection, only put what arrived into its inbox. So no block
-has two writers, and no lock is held while numbers are added. A server lives as long as its view; what
-outlives it is in its ServerState. Its messages are in protocol.py; how a view begins is in view_change.py.
+    Server            the thread that owns everything, and how a view begins and ends
+    ViewService       a view that has begun: what workers and other servers say in it
+    WorkerSessions    the workers: what they need to begin, and what they are told of updates
+    Decisions         from a push to a decision: OwnDecisions where every server decides by itself,
+                      LeadDecisions and FollowerDecisions where one decides for all
 
-Where an update is everybody's gradients, each server knows by itself what is next, and nobody says had or
-decide. Cost a step and worker inside a host: one message to the lead and one from each server. Between
-hosts gradients out and parameters back once each; to a worker that keeps replicas their sums go instead.
+Readers only put what arrives into the inbox of the server's thread, so no block has two writers, and no lock
+is held while numbers are added; in rounds, a worker of the same process takes the thread's place (rounds.py).
+A server lives as long as its view; what outlives it is in its ServerState. Its messages are in protocol.py;
+how a view begins is in view_change.py.
+
+If an update is everybody's gradients, each server knows by itself what comes next, and sends neither `had`
+nor `decide`. Cost per step and worker inside a host: one message to the lead and one from each server.
+Between hosts gradients out and parameters back once each; a worker that holds replicas gets sums instead.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError
 from manyhands.hosts.view import TORN_S
 from manyhands.ps.acceptor import Acceptor, Admission, InboxItem, PeerDisconnected
-from manyhands.ps.block_store import FlatTensors, Span
+from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.channels import SendGate
+from manyhands.ps.compensation import Compensation
 from manyhands.ps.decider import MAX_UNDER_WAY, Decider, StartPermit
 from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.mode import PsMode
-from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import (
     BETWEEN_SERVERS,
     AppliedPush,
     AskMissing,
+    Commit,
     Decide,
     EnterView,
     GradientRun,
     MissingWorkers,
     NewVersion,
     OpenLane,
+    PartialNorm,
     PermitMessage,
     PullRequest,
     PushDropped,
@@ -51,17 +64,19 @@ from manyhands.ps.protocol import (
     StateEnd,
     StateRequest,
     Statistics,
+    SumHeld,
+    SumTaken,
     TableStateRequest,
     ViewBegun,
     Wake,
     WeightsUnknown,
     kind_of,
 )
+from manyhands.ps.recovery_plan import RecoveryPlan
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
 from manyhands.ps.rows import ColocatedRows
 from manyhands.ps.server_state import ServerState, travelling
 from manyhands.ps.tensor_messages import pack
-from manyhands.ps.updates import Message as UpdateMessage
 from manyhands.ps.updates import (
     MessageExchange,
     NetworkExchange,
@@ -69,7 +84,7 @@ from manyhands.ps.updates import (
     check_decision,
 )
 from manyhands.ps.view_change import Message as ViewChangeMessage
-from manyhands.ps.view_change import PeerDialed, ViewChange
+from manyhands.ps.view_change import Peer, PeerDialed, ViewChange
 from manyhands.ps.worker_session import WorkerSession, find_slots
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
@@ -81,6 +96,433 @@ MAX_AHEAD = 2 * MAX_UNDER_WAY
 MAX_EARLY = 4096
 """Messages that are kept until the view has begun."""
 
+Refuse = Callable[[Link, str, ProtocolError], None]
+"""Closes the link of a member that has broken the protocol."""
+
+
+class WorkerSessions:
+    """The workers that have entered: what they need to begin, and what they are told of updates."""
+
+    def __init__(
+        self,
+        server_state: ServerState,
+        mode: PsMode,
+        plan: RecoveryPlan,
+        peers: Mapping[str, Peer],
+        *,
+        first_worker: str,
+        local: Mapping[str, Sequence[FlatTensors]],
+    ) -> None:
+        """`local`: gradients of a worker in this process."""
+        self.by_name: dict[str, WorkerSession] = {}
+        self.permit: Callable[[str], StartPermit | None] = lambda who: None
+        """Which step a worker may begin; None where another server tells it."""
+        self.compensation = Compensation(mode.compensate) if mode.compensate else None
+        self._server_state = server_state
+        self._mode, self._plan, self._peers = mode, plan, peers
+        self._first_worker, self._local = first_worker, local
+        self._runs, self._keepers = travelling(plan.placement, server_state.name)
+        """This server's blocks as they travel, and for each span the server that has its replica."""
+        needed = {block.number: i for i, block in enumerate(order_needed(server_state.layout))}
+        self._order = sorted(
+            range(len(self._runs)), key=lambda i: needed[self._runs[i].blocks[0].number]
+        )
+        self._statistics: tuple[Statistics, memoryview | None] | None = None
+        """What the first worker sent to the others last."""
+        self._reported_bytes = 0
+
+    def enter(self, who: str, link: Link, message: EnterView) -> None:
+        """A worker enters, or comes back with a new connection."""
+        state, ledger = self._server_state, self._server_state.ledger
+        if message.seen > ledger.version:
+            raise WeightsUnknown(
+                f"{who} has seen version {message.seen}, and here is {ledger.version}: "
+                "all who held the parameters are gone, and what was learnt is lost"
+            )
+        if (session := self.by_name.get(who)) is not None:
+            session.enter_again(link)
+        else:
+            slots = self._local.get(who) or find_slots(
+                state.params, message.slots, self._mode.slots, shared=state.shared
+            )
+            travels = who not in self._local and not message.slots
+            session = WorkerSession(who, link, slots, travels=travels, runs=self._runs)
+            session.wants = [i for i in self._order if self._keepers[i] != who]
+            self.by_name[who] = session
+            state.gradients[who] = slots
+            if state.rows is not None:
+                state.rows.enter(who, message.baskets, self._mode.slots)
+            elif message.baskets:
+                raise ProtocolError("baskets without tables")
+            if self.compensation is not None:
+                self.compensation.remember(who, state.own)
+        last = list(ledger.decisions)[-1:]
+        session.tell(
+            ViewBegun(
+                ledger.version,
+                ledger.ticks,
+                done=session.done,
+                late=session.late,
+                last=[(each.step, each.part) for d in last for each in d.contributions],
+                travels=session.travels,
+                placement=self._plan.placement.to_record(),
+                homes=self._plan.homes,
+                permit=self.permit(who),
+            )
+        )
+        if self._statistics is not None:
+            session.tell(*self._statistics)  # sent while it had no connection
+
+    def tell_update(self, decision: Decision, lr: float) -> None:
+        """An update is applied: in rounds all workers are told, otherwise those whose pushes it has."""
+        own: dict[str, list[AppliedPush]] = defaultdict(list)
+        for each in decision.contributions:
+            applied = AppliedPush(each.seq, each.staleness, self._rate(decision, each, lr))
+            own[each.worker].append(applied)
+            if (session := self.by_name.get(each.worker)) is not None:
+                session.done = max(session.done, each.seq)
+        names = list(self.by_name) if self._mode.rounds else [n for n in own if n in self.by_name]
+        for name in names:
+            session = self.by_name[name]
+            if self.compensation is not None:
+                self.compensation.remember(name, self._server_state.own)
+            sent = 0
+            if name == self._first_worker:
+                total = self.bytes_sent
+                sent, self._reported_bytes = total - self._reported_bytes, total
+            permit = self.permit(name)
+            session.tell(
+                NewVersion(decision.version, decision.ticks, own.get(name, ()), sent, permit=permit)
+            )
+            self.send_params(session)
+
+    def answer_pull(self, session: WorkerSession) -> None:
+        ledger = self._server_state.ledger
+        session.tell(NewVersion(ledger.version, ledger.ticks, pulled=True))
+        self.send_params(session)
+
+    def send_params(self, session: WorkerSession) -> None:
+        if session.travels:
+            state = self._server_state
+            session.send_runs(state.ledger.version, state.params)
+
+    def send_state(self, session: WorkerSession) -> None:
+        """Send the optimizer's state, for a checkpoint."""
+        own = self._server_state.own
+        for number in own.numbers:
+            session.tell_all(pack(number, own.take(number), params=False))
+        session.tell(StateEnd("state"))
+
+    def pass_statistics(self, who: str, message: Statistics, payload: memoryview | None) -> None:
+        self._statistics = (message, payload)
+        for name, other in self.by_name.items():
+            if name != who:
+                other.tell(message, payload)
+
+    def buffer_for(self, who: str, message: object) -> memoryview | None:
+        """Where the payload of a worker's message goes. Gradients go straight into the memory that they
+        are added from."""
+        match message:
+            case GradientRun(slot=slot, run=run):
+                if (session := self.by_name.get(who)) is None:
+                    raise ProtocolError(f"a run of {who}, who has not entered")
+                return session.room(slot, run)
+            case RowGradients(bytes=count) | RowsRequest(bytes=count):
+                return memoryview(bytearray(count))
+            case Statistics():
+                if who != self._first_worker:
+                    raise ProtocolError("statistics, which only the first worker sends")
+                buffers = self._server_state.train_state.model.buffers()
+                return memoryview(bytearray(8 * sum(buffer.numel() for buffer in buffers)))
+        return None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Over the network, to workers and servers."""
+        if self._server_state.shared:
+            return 0
+        sessions = sum(session.bytes_sent for session in list(self.by_name.values()))
+        return sessions + sum(peer.link.bytes_sent for peer in list(self._peers.values()))
+
+    def close(self) -> None:
+        for session in list(self.by_name.values()):
+            session.close()
+
+    def _rate(self, decision: Decision, push: Contribution, lr: float) -> float:
+        """The learning rate that a push was applied with, as that of a whole step."""
+        rate, (part, whole) = lr * decision.lr_scale, push.share
+        return rate if self._mode.rounds or not part else rate * whole / part
+
+
+class Decisions(ABC):
+    """From a push to a decision."""
+
+    @abstractmethod
+    def push_complete(self, message: PushMessage) -> None:
+        """All of a push is here."""
+
+    def check_due(self, who: str, seq: int) -> None:
+        """Raises ProtocolError if a push is too far ahead."""
+        return
+
+    def push_received(self, server: str, message: PushMessage) -> None:
+        """Another server has all of a push."""
+        raise ProtocolError("'had', which is for a lead that decides")
+
+    def decided(self, server: str, decision: Decision) -> None:
+        """Another server has decided."""
+        raise ProtocolError("a decision from a server that does not decide")
+
+    def handle(self, session: WorkerSession, message: object) -> None:
+        """A worker's message to the lead."""
+        raise ProtocolError(f"{kind_of(message)!r}, which is for the lead")
+
+    def permit(self, who: str) -> StartPermit | None:
+        """Which step a worker may begin; None where another server tells it."""
+        return None
+
+
+class FollowerDecisions(Decisions):
+    """The lead decides; it is told of each push that is here."""
+
+    def __init__(self, server_state: ServerState, updates: UpdatePipeline, lead: Peer) -> None:
+        self._server_state, self._updates, self._lead = server_state, updates, lead
+
+    def push_complete(self, message: PushMessage) -> None:
+        self._lead.link.send(BETWEEN_SERVERS.write(PushReceived(message)))
+
+    def decided(self, server: str, decision: Decision) -> None:
+        if server != self._lead.name:
+            super().decided(server, decision)
+        check_decision(self._server_state, decision, next_is=self._updates.decided + 1)
+        self._updates.enqueue(decision)
+
+
+class OwnDecisions(Decisions):
+    """Every server decides by itself, as an update is everybody's gradients: all come to the same."""
+
+    def __init__(
+        self,
+        decider: Decider,
+        updates: UpdatePipeline,
+        sessions: Mapping[str, WorkerSession],
+        *,
+        name: str,
+        leads: bool,
+        refuse: Refuse,
+    ) -> None:
+        """`leads`: if true, this server tells workers which step they may begin."""
+        self._decider, self._updates = decider, updates
+        self._sessions, self._name = sessions, name
+        self._leads, self._refuse = leads, refuse
+        self._told: dict[str, int | None] = {}
+
+    def push_complete(self, message: PushMessage) -> None:
+        self._count(self._name, message)
+
+    def check_due(self, who: str, seq: int) -> None:
+        due = self._decider.word(who).at
+        if seq > due + MAX_AHEAD:
+            raise ProtocolError(f"a push of step {seq}, where step {due} is due")
+
+    def handle(self, session: WorkerSession, message: object) -> None:
+        if not self._leads:
+            super().handle(session, message)
+        decider, who = self._decider, session.name
+        match message:
+            case PushesEnd():
+                decider.ends(who)
+                self._decide()
+            case Rest():
+                decider.rest(who)
+                self._decide()
+            case Wake():
+                decider.wake(who)
+                session.tell(PermitMessage(self.permit(who)))
+            case AskMissing(seq):
+                session.tell(MissingWorkers(decider.waiting_for(who, seq + 1)))
+
+    def permit(self, who: str) -> StartPermit | None:
+        if not self._leads or who in self._decider.resting:
+            return None
+        permit = self._decider.word(who)
+        self._told[who] = permit.until
+        return permit
+
+    def _count(self, server: str, message: PushMessage) -> None:
+        push = message.push
+        try:
+            self._decider.had(server, push, began=message.began, after=message.after)
+        except ValueError as error:
+            if (session := self._sessions.get(push.worker)) is not None:
+                self._refuse(session.link, push.worker, ProtocolError(str(error)))
+        self._decide()
+
+    def _decide(self) -> None:
+        for decision in self._decider.decisions():
+            self._announce(decision)
+            self._updates.enqueue(decision)
+        if self._leads:
+            self._tell_workers()
+
+    def _announce(self, decision: Decision) -> None:
+        """Tell the other servers."""
+        return
+
+    def _tell_workers(self) -> None:
+        for push in self._decider.late():
+            if (session := self._sessions.get(push.worker)) is not None:
+                session.late = [*session.late[-7:], push.seq]
+                session.tell(PushDropped(push.seq, self.permit(push.worker)))
+        for name in self._decider.stragglers():
+            if (session := self._sessions.get(name)) is not None:
+                session.tell(PermitMessage(self.permit(name)))
+
+
+class LeadDecisions(OwnDecisions):
+    """This server decides for all. Between hosts, a push counts once every server has it."""
+
+    def __init__(
+        self,
+        decider: Decider,
+        updates: UpdatePipeline,
+        sessions: Mapping[str, WorkerSession],
+        *,
+        name: str,
+        peers: Mapping[str, Peer],
+        workers: Sequence[str],
+        rounds: bool,
+        refuse: Refuse,
+    ) -> None:
+        """`rounds`: if false, a worker is told whenever the step that it may begin changes; in rounds it
+        is told with each update."""
+        super().__init__(decider, updates, sessions, name=name, leads=True, refuse=refuse)
+        self._peers, self._workers, self._rounds = peers, workers, rounds
+
+    def push_received(self, server: str, message: PushMessage) -> None:
+        if (worker := message.push.worker) not in self._workers:
+            raise ProtocolError(f"a push of {worker[:80]!r}, who is no worker here")
+        self._count(server, message)
+
+    def _announce(self, decision: Decision) -> None:
+        head = BETWEEN_SERVERS.write(Decide(decision))
+        for peer in self._peers.values():
+            with suppress(LinkError):  # it is gone, and the others must know all the same
+                peer.link.send(head)
+
+    def _tell_workers(self) -> None:
+        super()._tell_workers()
+        if self._rounds:
+            return
+        for name, session in self._sessions.items():
+            until = self._decider.word(name).until
+            if name not in self._decider.resting and until != self._told.get(name):
+                session.tell(PermitMessage(self.permit(name)))
+
+
+class ViewService:
+    """A view that has begun: handles what workers and other servers say in it."""
+
+    def __init__(
+        self,
+        server_state: ServerState,
+        sessions: WorkerSessions,
+        exchange: MessageExchange,
+        updates: UpdatePipeline,
+        decisions: Decisions,
+        rounds: RoundServer | None,
+        *,
+        leads: bool,
+    ) -> None:
+        self.sessions = sessions
+        self.exchange = exchange
+        self.rounds = rounds
+        self._server_state = server_state
+        self._updates = updates
+        self._decisions = decisions
+        self._leads = leads
+
+    def handle_server(self, who: str, message: object) -> None:
+        match message:
+            case Decide(decision):
+                self._decisions.decided(who, decision)
+            case PushReceived(push):
+                self._decisions.push_received(who, push)
+            case PartialNorm() | ReplicaSum() | SumTaken() | SumHeld() | Commit():
+                self.exchange.handle(who, message)
+                self._updates.advance()
+
+    def handle_worker(self, happened: InboxItem) -> None:
+        who, message, link = happened.who, happened.message, happened.link
+        assert link is not None
+        if isinstance(message, EnterView):
+            self.sessions.enter(who, link, message)
+            return
+        session, rows = self.sessions.by_name.get(who), self._server_state.rows
+        if session is None:
+            raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
+        match message:
+            case PushMessage() | GradientRun() if self.rounds is not None:
+                raise ProtocolError("a push as a message, where rounds use shared memory")
+            case PushMessage():
+                self._on_push(session, message)
+            case GradientRun():
+                self._on_run(session, message)
+            case OpenLane():
+                if session.add_lane(link):
+                    self.sessions.send_params(session)
+            case StateRequest():
+                self.sessions.send_state(session)
+            case PullRequest():
+                self.sessions.answer_pull(session)
+            case RowGradients() | RowsRequest() | TableStateRequest():
+                if rows is None:
+                    raise ProtocolError(f"{kind_of(message)!r} without tables")
+                session.tell_all(rows.hear(who, message, happened.payload, done=session.done))
+            case Statistics() if self._leads:
+                self.sessions.pass_statistics(who, message, happened.payload)
+            case _:
+                self._decisions.handle(session, message)
+
+    def _on_push(self, session: WorkerSession, message: PushMessage) -> None:
+        if message.began > self._server_state.ledger.version:
+            raise ProtocolError(f"a push on version {message.began}, which does not exist yet")
+        push = message.push
+        self._decisions.check_due(session.name, push.seq)
+        whole = session.arrived(push.seq, push.slot, message=message)
+        if not session.travels:
+            self.exchange.arrived(session.name, push.seq, push.slot, None)
+        if whole is not None:
+            self._decisions.push_complete(whole)
+
+    def _on_run(self, session: WorkerSession, message: GradientRun) -> None:
+        self._decisions.check_due(session.name, message.seq)
+        whole = session.arrived(message.seq, message.slot, run=message.run)
+        self.exchange.arrived(session.name, message.seq, message.slot, message.run)
+        if whole is not None:
+            self._decisions.push_complete(whole)
+
+
+@dataclass(frozen=True)
+class ServerEvents:
+    """What a server tells its owner."""
+
+    unreachable: Callable[[str], None] = lambda peer: None
+    """The link to a server is lost, and no view comes without it."""
+    refused: Callable[[str, str], None] = lambda who, why: None
+    """A member has broken the protocol, and how."""
+    failed: OnError = lambda error: None
+    """The server has failed, in one of its threads; the error is in `error` by then."""
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """The view that a server is in."""
+
+    number: int
+    servers: Sequence[str]
+    workers: Sequence[str]
+
 
 class Server:
     def __init__(
@@ -88,112 +530,90 @@ class Server:
         server_state: ServerState,
         mode: PsMode,
         listener: Listener,
+        view: ServerView,
         *,
-        view: int,
-        servers: Sequence[str],
-        workers: Sequence[str],
         local: Mapping[str, Sequence[FlatTensors]],
-        identified: bool,
         rounds: tuple[RoundTable, Doorbell] | None = None,
-        torn: Callable[[str], None] = lambda peer: None,
-        refused: Callable[[str, str], None] = lambda who, why: None,
         send_gate: SendGate | None = None,
-        on_error: OnError = lambda error: None,
+        events: ServerEvents | None = None,
     ) -> None:
-        """`local`: gradients of a worker in this very process. `identified`: see Door. `rounds`: where
-        rounds are agreed on, if not by messages. `torn`: told of a server whose link is lost though
-        no view comes without it. `refused`: told of a member that talks nonsense, and what it was.
-        `on_error`: called when the server fails, in whichever of its threads it does; the error is in
-        `error` by then."""
-        self.name = server_state.name
+        """`local`: gradients of a worker in this process. `rounds`: where rounds are agreed on, if not by
+        messages. `send_gate`: what leaves this process before sums."""
         self.address = listener.address
         self.server_state = server_state
         self.error: BaseException | None = None
         self.begun = threading.Event()
-        self._mode = mode
-        self._servers, self._workers = list(servers), list(workers)
-        self._num_statistics = sum(b.numel() for b in server_state.train_state.model.buffers())
-        self._frozen, self._local = False, local
-        self._torn, self._send_gate, self._on_error = torn, send_gate, on_error
-        self._statistics: tuple[Statistics, memoryview | None] | None = None
-        """What the first worker told the others last."""
-        self._sessions: dict[str, WorkerSession] = {}
-        self._partial_sums: list[InboxItem] = []
         self.followed: Callable[[], None] = lambda: None
-        """Called when replicas that are kept here are newer."""
-        self._decider: Decider | None = None
-        """Says what is applied next: at the lead, or at every server, where all come to the same."""
-        self._lead: Decider | None = None
-        self._order: list[int] = []
-        self._runs: list[Span] = []
-        """This server's blocks as they travel."""
-        self._keepers: list[str | None] = []
-        """For each of them, the server that has its replica."""
-        self._exchange: MessageExchange | None = None
-        self._updates: UpdatePipeline | None = None
-        self._meeting = rounds
-        self.rounds: RoundServer | None = None
-        """Rounds in shared memory, where the view has them; begun with the view."""
-        self._turn = threading.RLock()
-        """Held by whoever works on the blocks: this server's thread, or a worker who serves."""
-        self._told_sent = 0
-        self._told: dict[str, int | None] = {}
-        self._acceptor = Acceptor(
+        """Called when replicas here are newer."""
+        self._events = events or ServerEvents()
+        self._frozen = False
+        self._early: list[InboxItem] = []
+        """What came before the view has begun."""
+        self._service: ViewService | None = None
+        self._lock = threading.RLock()
+        """Held by the thread that works on the blocks: this server's, or a worker's in rounds."""
+        self._make_service = partial(
+            make_service, server_state, mode, view, local=local, rounds=rounds, send_gate=send_gate
+        )
+        admission = Admission(
             self.name,
-            listener,
-            Admission(
-                self.name, view=view, servers=servers, workers=workers, identified=identified
-            ),
+            view=view.number,
+            servers=view.servers,
+            workers=view.workers,
+            identified=not server_state.shared,
+        )
+        self._acceptor = Acceptor(
+            *(self.name, listener, admission),
             place=self._place,
             on_error=self._fail,
-            refused=refused,
+            refused=self._events.refused,
         )
-        self._view_change = ViewChange(server_state, self._acceptor, view=view, servers=servers)
+        self._view_change = ViewChange(
+            server_state, self._acceptor, view=view.number, servers=view.servers
+        )
         self._thread = start_thread(self._serve, name=f"{self.name}-serve", on_error=self._fail)
+
+    @property
+    def name(self) -> str:
+        return self.server_state.name
+
+    @property
+    def rounds(self) -> RoundServer | None:
+        """Rounds in shared memory, where the view has them; begun with the view."""
+        return self._service.rounds if self._service is not None else None
 
     def meet(self, dial: Callable[[str], Link]) -> None:
         """Find the other servers."""
         self._view_change.meet(dial)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Over the network, to workers and servers."""
-        if self.server_state.shared:
-            return 0
-        sessions = sum(session.bytes_sent for session in list(self._sessions.values()))
-        return sessions + sum(
-            peer.link.bytes_sent for peer in list(self._view_change.peers.values())
-        )
-
     def freeze(self, alive: Sequence[str] = ()) -> None:
-        """The view is over. What the dead have sent is heard to its end; then all links close."""
+        """End the view. What the dead have sent is heard to its end; then all links close."""
         self._frozen = True
-        if self._exchange is not None:
-            self._exchange.close()
-        if self.rounds is not None:
-            self.rounds.freeze()
+        if (service := self._service) is not None:
+            service.exchange.close()
+            if service.rounds is not None:
+                service.rounds.freeze()
         self._acceptor.close()
         for name, peer in list(self._view_change.peers.items()):
             if name not in alive:
                 self._acceptor.drain(peer.link, timeout_s=2.0)
             peer.link.close()
         self._acceptor.inbox.put(None)
-        for session in list(self._sessions.values()):
-            session.close()  # else the thread might wait for one that does not read
+        if service is not None:
+            service.sessions.close()  # else the thread might wait for a worker that does not read
         self._thread.join(timeout=30.0)
         if self._thread.is_alive():
-            raise ManyhandsError(f"{self.name} did not come to rest within 30 s.")
-        with self._turn:
+            raise ManyhandsError(f"{self.name} did not stop within 30 s.")
+        with self._lock:
             if self.rounds is not None:
                 self.rounds.stop()
-            self.rounds = self._updates = self._exchange = self._meeting = None
-            self._sessions.clear()  # with these, memory of others is let go
+            self._service = None  # with it, memory of others is let go
 
     @property
     def near(self) -> ColocatedRows | None:
-        """Rows of tables, for the worker of this very process."""
+        """Rows of tables, for the worker of this process."""
         rows = self.server_state.rows
-        return ColocatedRows(self.name, rows, self._turn) if rows is not None else None
+        return ColocatedRows(self.name, rows, self._lock) if rows is not None else None
 
     # In the server's thread ---------------------------------------------------------------------
 
@@ -203,18 +623,18 @@ class Server:
             happened.heard()
 
     def _fail(self, error: BaseException) -> None:
-        """One of its threads has: whoever depends on this server must not wait for it."""
+        """One of the server's threads has failed: members that depend on it must not wait for it."""
         if self.error is None:
             self.error = error
         logger.error("%s failed", self.name, exc_info=error)
         self.begun.set()
-        for session in list(self._sessions.values()):
-            session.close()
-        self._on_error(error)
+        if self._service is not None:
+            self._service.sessions.close()
+        self._events.failed(error)
 
     def _hear(self, happened: InboxItem) -> None:
         try:
-            with self._turn:
+            with self._lock:
                 if happened.by_worker:
                     self._hear_worker(happened)
                 else:
@@ -231,349 +651,144 @@ class Server:
     def _hear_server(self, happened: InboxItem) -> None:
         who, message = happened.who, happened.message
         if isinstance(message, PeerDisconnected):
-            self._on_torn(who)
+            self._on_disconnected(who)
         elif isinstance(message, Refused):
             logger.warning("%s was refused by %s: %s", self.name, who, message.why)
         elif isinstance(message, ViewChangeMessage | PeerDialed):
             if not self._frozen and self._view_change.handle(happened):
                 self._begin()
         elif not self.begun.is_set() and not self._frozen:
-            if len(self._partial_sums) >= MAX_EARLY:
+            if len(self._early) >= MAX_EARLY:
                 raise ProtocolError(f"{MAX_EARLY} messages before the view has begun")
-            self._partial_sums.append(happened)
-        elif isinstance(message, UpdateMessage):
-            if self._exchange is not None and self._updates is not None:
-                self._exchange.handle(who, message)
-                self._updates.advance()
-        elif isinstance(message, Decide):
-            if who != self._servers[0] or self._mode.for_all:
-                raise ProtocolError("a decision from a server that does not decide")
-            if self._updates is not None:
-                next_is = self._updates.decided + 1
-                check_decision(self.server_state, message.decision, next_is=next_is)
-                self._updates.enqueue(message.decision)
-        elif isinstance(message, PushReceived):
-            if self._lead is None or self._mode.for_all:
-                raise ProtocolError("'had', which is for a lead that decides")
-            worker = message.push.push.worker
-            if worker not in self._workers:
-                raise ProtocolError(f"a push of {worker[:80]!r}, who is no worker here")
-            self._on_had(who, message.push)
+            self._early.append(happened)
+        elif self._service is not None and not (self._frozen and isinstance(message, PushReceived)):
+            self._service.handle_server(who, message)
 
-    def _on_torn(self, who: str) -> None:
-        """Mostly its process is dead, and the next view is on its way. If not, somebody must ask for it."""
+    def _hear_worker(self, happened: InboxItem) -> None:
+        if self._frozen:
+            return
+        if self._service is not None:
+            self._service.handle_worker(happened)
+            return
+        if not isinstance(happened.message, EnterView):
+            raise ProtocolError(f"{kind_of(happened.message)!r} before the view has begun")
+        for before in [h for h in self._early if h.by_worker and h.who == happened.who]:
+            self._early.remove(before)
+            if before.link is not None:
+                before.link.close()
+        self._early.append(happened)
+
+    def _on_disconnected(self, who: str) -> None:
+        """Mostly its process is dead, and the next view is on its way. If not, ask for one."""
 
         def ask() -> None:
             if not self._frozen:
-                self._torn(who)
+                self._events.unreachable(who)
 
         start_timer(TORN_S, ask, name=f"{self.name}-torn", on_error=self._fail)
 
-    def _hear_worker(self, happened: InboxItem) -> None:
-        who, message, link = happened.who, happened.message, happened.link
-        assert link is not None
-        if self._frozen:
-            return
-        if not self.begun.is_set():
-            if not isinstance(message, EnterView):
-                raise ProtocolError(f"{kind_of(message)!r} before the view has begun")
-            for before in [h for h in self._partial_sums if h.by_worker and h.who == who]:
-                self._partial_sums.remove(before)
-                if before.link is not None:
-                    before.link.close()
-            self._partial_sums.append(happened)
-            return
-        if isinstance(message, EnterView):
-            version = self.server_state.ledger.version
-            if message.seen > version:
-                raise WeightsUnknown(
-                    f"{who} has seen version {message.seen}, and here is {version}: "
-                    "all who held the parameters are gone, and what was learnt is lost"
-                )
-            self._on_enter(who, link, message)
-            return
-        session = self._sessions.get(who)
-        if session is None:
-            raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
-        match message:
-            case PushMessage() | GradientRun() if self.rounds is not None:
-                raise ProtocolError("a push as a message, where rounds use shared memory")
-            case PushMessage():
-                self._on_push(session, message)
-            case GradientRun():
-                self._on_run(session, message)
-            case OpenLane():
-                if session.add_lane(link):
-                    self._send_runs(session)
-            case StateRequest():
-                self._tell_state(session)
-            case PullRequest():
-                self._tell_now(session)
-            case RowGradients() | RowsRequest() | TableStateRequest():
-                rows = self.server_state.rows
-                if rows is None:
-                    raise ProtocolError(f"{kind_of(message)!r} without tables")
-                session.tell_all(rows.hear(who, message, happened.payload, done=session.done))
-            case _:
-                self._on_message_to_lead(session, message, happened.payload)
-
-    # A view begins -----------------------------------------------------------------------------
-
     def _begin(self) -> None:
-        server_state, plan = self.server_state, self._view_change.plan
-        assert plan is not None
-        placement, layout = plan.placement, server_state.layout
-        server_state.attach_sums({n: p.sums or () for n, p in self._view_change.peers.items()})
-        self._exchange = self._make_exchange(placement)
-        self._updates = UpdatePipeline(
-            server_state, self._mode, self._exchange, applied=self._tell_news
+        """The view has begun: build what serves it, and hear what came early."""
+        assert self._view_change.plan is not None
+        self._service = self._make_service(
+            self._view_change.plan,
+            self._view_change.peers,
+            lock=self._lock,
+            followed=lambda: self.followed(),
+            refuse=self._acceptor.turn_away,
+            on_error=self._fail,
         )
-        self._runs, self._keepers = travelling(placement, self.name)
-        runs = self._runs
-        first_need = {block.number: i for i, block in enumerate(order_needed(layout))}
-        self._order = sorted(range(len(runs)), key=lambda i: first_need[runs[i].blocks[0].number])
-        if self._meeting is not None:
-            self.rounds = RoundServer(
-                *self._meeting, server_state, self._mode, placement, lock=self._turn
-            )
-            self.rounds.start(colocated=self.name in self._workers, on_error=self._fail)
-        if server_state.rows is not None:
-            server_state.rows.meet(
-                {n: p.undo[0] for n, p in self._view_change.peers.items() if p.undo}
-            )
-        if self._view_change.leads or self._mode.for_all:
-            alone = server_state.shared or self._mode.for_all
-            self._decider = Decider(
-                self._mode.make_policy(self._workers),
-                server_state.ledger,
-                servers=[self.name] if alone else self._servers,
-                lr_rule=self._mode.lr_rule,
-                by_part=not self._mode.rounds,
-            )
-        if self._view_change.leads:
-            self._lead = self._decider
         self.begun.set()
-        partial_sums, self._partial_sums = self._partial_sums, []
-        for happened in partial_sums:
+        early, self._early = self._early, []
+        for happened in early:
             self._hear(happened)
 
-    def _make_exchange(self, placement: Placement) -> MessageExchange:
-        state, mode, peers = self.server_state, self._mode, self._view_change.peers
-        if state.shared or not state.replicas or not peers:
-            return MessageExchange(state, mode, placement, peers)
-        return NetworkExchange(
-            *(state, mode, placement, peers),
-            workers=self._workers,
-            followed=lambda: self.followed(),
-            send_gate=self._send_gate,
-        )
-
-    def _on_enter(self, who: str, link: Link, message: EnterView) -> None:
-        addresses = message.slots
-        updates, plan, ledger = self._updates, self._view_change.plan, self.server_state.ledger
-        assert updates is not None
-        assert plan is not None
-        if (session := self._sessions.get(who)) is not None:
-            session.enter_again(link)
-        else:
-            slots = self._local.get(who) or find_slots(
-                self.server_state.params,
-                addresses,
-                self._mode.slots,
-                shared=self.server_state.shared,
-            )
-            travels = who not in self._local and not addresses
-            session = WorkerSession(who, link, slots, travels=travels, runs=self._runs)
-            session.wants = [i for i in self._order if self._keepers[i] != who]
-            self._sessions[who] = session
-            self.server_state.gradients[who] = slots
-            if (rows := self.server_state.rows) is not None:
-                rows.enter(who, message.baskets, self._mode.slots)
-            elif message.baskets:
-                raise ProtocolError("baskets without tables")
-            if updates.compensation is not None:
-                updates.compensation.remember(who, self.server_state.own)
-        last = list(ledger.decisions)[-1:]
-        session.tell(
-            ViewBegun(
-                ledger.version,
-                ledger.ticks,
-                done=session.done,
-                late=session.late,
-                last=[(each.step, each.part) for d in last for each in d.contributions],
-                travels=session.travels,
-                placement=plan.placement.to_record(),
-                homes=plan.homes,
-                permit=self._permit(who),
-            )
-        )
-        if self._statistics is not None:
-            session.tell(*self._statistics)  # what was told while it had no connection
-
-    # From a push to a decision -----------------------------------------------------------------
-
-    def _on_push(self, session: WorkerSession, message: PushMessage) -> None:
-        if message.began > self.server_state.ledger.version:
-            raise ProtocolError(f"a push on version {message.began}, which does not exist yet")
-        push = message.push
-        self._check_due(session, push.seq)
-        whole = session.arrived(push.seq, push.slot, message=message)
-        if not session.travels:
-            assert self._exchange is not None
-            self._exchange.arrived(session.name, push.seq, push.slot, None)
-        self._push_complete(whole)
-
-    def _on_run(self, session: WorkerSession, message: GradientRun) -> None:
-        self._check_due(session, message.seq)
-        whole = session.arrived(message.seq, message.slot, run=message.run)
-        assert self._exchange is not None
-        self._exchange.arrived(session.name, message.seq, message.slot, message.run)
-        self._push_complete(whole)
-
-    def _check_due(self, session: WorkerSession, seq: int) -> None:
-        if self._decider is not None:
-            due = self._decider.word(session.name).at
-            if seq > due + MAX_AHEAD:
-                raise ProtocolError(f"a push of step {seq}, where step {due} is due")
-
-    def _push_complete(self, message: PushMessage | None) -> None:
-        if message is None:
-            return
-        if self._decider is not None:
-            self._on_had(self.name, message)
-        else:
-            lead = self._view_change.peers[self._servers[0]]
-            lead.link.send(BETWEEN_SERVERS.write(PushReceived(message)))
-
-    def _on_had(self, server: str, message: PushMessage) -> None:
-        if self._frozen:
-            return
-        assert self._decider is not None
-        push = message.push
-        try:
-            self._decider.had(server, push, began=message.began, after=message.after)
-        except ValueError as error:
-            if (session := self._sessions.get(push.worker)) is not None:
-                self._acceptor.turn_away(session.link, push.worker, ProtocolError(str(error)))
-        self._decide()
-
-    def _on_message_to_lead(
-        self, session: WorkerSession, message: object, payload: memoryview | None
-    ) -> None:
-        lead, who = self._lead, session.name
-        if lead is None:
-            raise ProtocolError(f"{kind_of(message)!r}, which is for the leader")
-        match message:
-            case PushesEnd():
-                lead.ends(who)
-                self._decide()
-            case Rest():
-                lead.rest(who)
-                self._decide()
-            case Wake():
-                lead.wake(who)
-                session.tell(PermitMessage(self._permit(who)))
-            case AskMissing(seq):
-                session.tell(MissingWorkers(lead.waiting_for(who, seq + 1)))
-            case Statistics():
-                self._statistics = (message, payload)
-                for name, other in self._sessions.items():
-                    if name != who:
-                        other.tell(message, payload)
-
-    def _decide(self) -> None:
-        decider = self._decider
-        assert decider is not None
-        assert self._updates is not None
-        for decision in decider.decisions():
-            if not self._mode.for_all:
-                head = BETWEEN_SERVERS.write(Decide(decision))
-                for peer in self._view_change.peers.values():
-                    with suppress(LinkError):  # it is gone, and the others must know all the same
-                        peer.link.send(head)
-            self._updates.enqueue(decision)
-        if (lead := self._lead) is None:
-            return
-        for push in lead.late():
-            if (session := self._sessions.get(push.worker)) is not None:
-                session.late = [*session.late[-7:], push.seq]
-                session.tell(PushDropped(push.seq, self._permit(push.worker)))
-        stragglers = set(lead.stragglers())
-        for name, session in self._sessions.items():
-            news = not self._mode.rounds and name not in lead.resting
-            if name in stragglers or (news and lead.word(name).until != self._told.get(name)):
-                session.tell(PermitMessage(self._permit(name)))
-
-    def _permit(self, who: str) -> StartPermit | None:
-        if self._lead is None or who in self._lead.resting:
-            return None
-        permit = self._lead.word(who)
-        self._told[who] = permit.until
-        return permit
-
-    # News --------------------------------------------------------------------------------------
-
-    def _tell_news(self, decision: Decision, lr: float) -> None:
-        own: dict[str, list[AppliedPush]] = defaultdict(list)
-        for each in decision.contributions:
-            applied = AppliedPush(each.seq, each.staleness, self._rate(decision, each, lr))
-            own[each.worker].append(applied)
-            if (session := self._sessions.get(each.worker)) is not None:
-                session.done = max(session.done, each.seq)
-        told = (
-            list(self._sessions) if self._mode.rounds else [n for n in own if n in self._sessions]
-        )
-        for name in told:
-            session = self._sessions[name]
-            if self._updates is not None and self._updates.compensation is not None:
-                self._updates.compensation.remember(name, self.server_state.own)
-            sent = 0
-            if name == self._workers[0]:
-                sent, self._told_sent = self.bytes_sent - self._told_sent, self.bytes_sent
-            permit = self._permit(name)
-            session.tell(
-                NewVersion(decision.version, decision.ticks, own.get(name, ()), sent, permit=permit)
-            )
-            self._send_runs(session)
-
-    def _rate(self, decision: Decision, given: Contribution, lr: float) -> float:
-        """The learning rate that a push was applied with, as that of a whole step."""
-        rate, (part, whole) = lr * decision.lr_scale, given.share
-        return rate if self._mode.rounds or not part else rate * whole / part
-
-    def _tell_now(self, session: WorkerSession) -> None:
-        ledger = self.server_state.ledger
-        session.tell(NewVersion(ledger.version, ledger.ticks, pulled=True))
-        self._send_runs(session)
-
-    def _send_runs(self, session: WorkerSession) -> None:
-        if session.travels:
-            session.send_runs(self.server_state.ledger.version, self.server_state.params)
-
     def _place(self, who: str, message: object) -> memoryview | None:
-        """Gradients and sums are received straight into the memory that they are added from."""
-        match message:
-            case GradientRun(slot=slot, run=run):
-                if (session := self._sessions.get(who)) is None:
-                    raise ProtocolError(f"a run of {who}, who has not entered")
-                return session.room(slot, run)
-            case RowGradients(bytes=count) | RowsRequest(bytes=count):
-                return memoryview(bytearray(count))
-            case Statistics():
-                if who != self._workers[0]:
-                    raise ProtocolError("statistics, which only the first worker sends")
-                return memoryview(bytearray(8 * self._num_statistics))
-            case ReplicaSum(version, int(run)):
-                if self._exchange is None:
-                    raise ProtocolError("a sum before the view has begun")
-                return self._exchange.buffer_for(who, version, run)
-        return None
+        """Where the payload of a message goes: sums and gradients are received in place."""
+        service = self._service
+        if isinstance(message, ReplicaSum):
+            if message.run is None:
+                return None
+            if service is None:
+                raise ProtocolError("a sum before the view has begun")
+            return service.exchange.buffer_for(who, message.version, message.run)
+        if service is None:
+            raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
+        return service.sessions.buffer_for(who, message)
 
-    # What is asked -----------------------------------------------------------------------------
 
-    def _tell_state(self, session: WorkerSession) -> None:
-        own = self.server_state.held.own
-        assert own is not None
-        for number in own.numbers:
-            session.tell_all(pack(number, own.take(number), params=False))
-        session.tell(StateEnd("state"))
+def make_service(
+    state: ServerState,
+    mode: PsMode,
+    view: ServerView,
+    plan: RecoveryPlan,
+    peers: Mapping[str, Peer],
+    *,
+    local: Mapping[str, Sequence[FlatTensors]],
+    rounds: tuple[RoundTable, Doorbell] | None,
+    send_gate: SendGate | None,
+    lock: AbstractContextManager[Any],
+    followed: Callable[[], None],
+    refuse: Refuse,
+    on_error: OnError,
+) -> ViewService:
+    """Choose, once per view, how pushes become decisions and how servers exchange updates."""
+    placement, leads = plan.placement, view.servers[0] == state.name
+    state.attach_sums({name: peer.sums or () for name, peer in peers.items()})
+    if state.rows is not None:
+        state.rows.meet({name: peer.undo[0] for name, peer in peers.items() if peer.undo})
+    if state.shared or not state.replicas or not peers:
+        exchange = MessageExchange(state, mode, placement, peers)
+    else:
+        exchange = NetworkExchange(
+            *(state, mode, placement, peers),
+            workers=view.workers,
+            followed=followed,
+            send_gate=send_gate,
+        )
+    sessions = WorkerSessions(
+        *(state, mode, plan, peers), first_worker=view.workers[0], local=local
+    )
+    updates = UpdatePipeline(
+        *(state, mode, exchange), applied=sessions.tell_update, compensation=sessions.compensation
+    )
+    decisions = _make_decisions(state, mode, view, peers, updates, sessions, refuse)
+    sessions.permit = decisions.permit
+    round_server = None
+    if rounds is not None:
+        round_server = RoundServer(*rounds, state, mode, placement, lock=lock)
+        round_server.start(colocated=state.name in view.workers, on_error=on_error)
+    return ViewService(state, sessions, exchange, updates, decisions, round_server, leads=leads)
+
+
+def _make_decisions(
+    state: ServerState,
+    mode: PsMode,
+    view: ServerView,
+    peers: Mapping[str, Peer],
+    updates: UpdatePipeline,
+    sessions: WorkerSessions,
+    refuse: Refuse,
+) -> Decisions:
+    lead, name = view.servers[0], state.name
+    if name != lead and not mode.for_all:
+        return FollowerDecisions(state, updates, peers[lead])
+    alone = state.shared or mode.for_all
+    decider = Decider(
+        mode.make_policy(view.workers),
+        state.ledger,
+        servers=[name] if alone else view.servers,
+        lr_rule=mode.lr_rule,
+        by_part=not mode.rounds,
+    )
+    common = (decider, updates, sessions.by_name)
+    if mode.for_all:
+        return OwnDecisions(*common, name=name, leads=name == lead, refuse=refuse)
+    return LeadDecisions(
+        *common,
+        name=name,
+        peers=peers,
+        workers=view.workers,
+        rounds=mode.rounds,
+        refuse=refuse,
+    )

@@ -122,16 +122,16 @@ class UpdatePipeline:
         exchange: UpdateExchange,
         *,
         applied: Callable[[Decision, float], None] = lambda decision, lr: None,
+        compensation: Compensation | None = None,
     ) -> None:
         """`applied` is called after each update, with its decision and the schedule's learning rate."""
-        self.compensation = Compensation(mode.compensate) if mode.compensate else None
         self.decided = server_state.ledger.version
         """The last version that there is a decision on."""
         self._server_state = server_state
         self._own = server_state.own
         self._clip_norm = mode.clip_norm
         self._exchange = exchange
-        self._applied = applied
+        self._applied, self._compensation = applied, compensation
         self._queue: deque[Decision] = deque()
         self._pending: PendingUpdate | None = None
 
@@ -161,8 +161,8 @@ class UpdatePipeline:
         decision, state, own = self._queue.popleft(), self._server_state, self._own
         sums = state.sums.of(decision.version)
         _add_up(state, decision, sums, self._exchange.spans_to_add(decision, own))
-        if self.compensation is not None:
-            self.compensation.correct(decision.contributions[0].worker, sums, own)
+        if self._compensation is not None:
+            self._compensation.correct(decision.contributions[0].worker, sums, own)
         if self._clip_norm is not None:
             self._exchange.share_norm(decision.version, squared_norm(sums, own.runs))
         self._pending = PendingUpdate(decision)

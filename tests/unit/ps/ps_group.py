@@ -25,7 +25,7 @@ from manyhands.ps.ledger import Contribution
 from manyhands.ps.mode import PsMode
 from manyhands.ps.model_layout import layout_of
 from manyhands.ps.policies import AsyncPolicy, SyncPolicy
-from manyhands.ps.server import Server
+from manyhands.ps.server import Server, ServerView
 from manyhands.ps.server_connection import PushOutcome
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.staleness import Rule
@@ -184,11 +184,8 @@ def house(
         server_state,
         mode,
         listener,
-        view=VIEW,
-        servers=[SERVER],
-        workers=[BAD, GOOD],
+        ServerView(VIEW, [SERVER], [BAD, GOOD]),
         local={},
-        identified=not shared,
     )
     try:
         server.meet(dial)
