@@ -14,7 +14,9 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from manyhands.cli import train
 from manyhands.cli.options import Resolved, parse_set, resolve_options
@@ -34,6 +36,7 @@ examples:
 
 See docs/guides/slurm.md and docs/guides/kubernetes.md.
 """
+J = TypeVar("J", SlurmJob, KubernetesJob)
 SET_BY_THE_FILE = ("on", "cluster", "as", "slots", "key_file", "run_dir", "debug")
 """Flags of `manyhands train` that the file sets itself, or that make no sense in it."""
 
@@ -96,8 +99,10 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes on each node, one member each (default: its GPUs, or 1)",
     )
-    group.add_argument("--cpus", type=int, metavar="N", help="cores per task")
-    group.add_argument("--gpus", metavar="N", help="per node, such as 4 or a100:4")
+    group.add_argument("--cpus", dest="cpus_per_task", type=int, metavar="N", help="cores per task")
+    group.add_argument(
+        "--gpus", dest="gpus_per_node", metavar="N", help="per node, such as 4 or a100:4"
+    )
     group.add_argument("--memory", metavar="SIZE", help="per node, such as 64G")
     group.add_argument("--time", metavar="T", help="90 (minutes), 12:00:00 or 2-12:00:00")
     group.add_argument("--partition", metavar="NAME")
@@ -118,13 +123,16 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
         help='run before the tasks, such as "module load cuda"; may be repeated',
     )
     group.add_argument(
-        "--run-dir", metavar="DIR", help="on a disk that all nodes share (default: runs/NAME-JOBID)"
+        "--run-dir",
+        metavar="DIR",
+        help="on a disk that all nodes share (default: runs/NAME-JOBID)",
     )
     group.add_argument(
         "--key-file", metavar="FILE", help="holds the run's key (default: ~/.manyhands/key)"
     )
     group.add_argument(
         "--warn",
+        dest="warn_s",
         type=int,
         default=120,
         metavar="SECONDS",
@@ -143,28 +151,17 @@ def _slurm(arguments: argparse.Namespace) -> tuple[str, str]:
     find_job(arguments.job)
     tasks = arguments.tasks_per_node
     if tasks is None:
-        gpus = (arguments.gpus or "1").rpartition(":")[2]
+        gpus = (arguments.gpus_per_node or "1").rpartition(":")[2]
         tasks = int(gpus) if gpus.isdecimal() else 1
     # This command runs where the job would be started by hand: tasks use the same environment.
     activate = shlex.quote(str(Path(sys.prefix) / "bin" / "activate"))
     inside = [] if sys.prefix == sys.base_prefix else [f"source {activate}"]
-    job = SlurmJob(
-        job=arguments.job,
+    job = _from_flags(
+        SlurmJob,
+        arguments,
         name=arguments.name or _name(arguments.job, r"[^\w.-]+"),
-        flags=tuple(arguments.passed),
-        nodes=arguments.nodes,
         tasks_per_node=tasks,
-        cpus_per_task=arguments.cpus,
-        gpus_per_node=arguments.gpus,
-        memory=arguments.memory,
-        time=arguments.time,
-        partition=arguments.partition,
-        account=arguments.account,
         options=tuple(option.removeprefix("--") for option in arguments.sbatch),
-        warn_s=arguments.warn,
-        requeues=arguments.requeues,
-        run=arguments.run_dir,
-        key_file=arguments.key_file,
         setup=(*inside, *arguments.setup),
     )
     _check_passed(arguments, job.num_tasks, "tasks", "--nodes or --tasks-per-node")
@@ -203,6 +200,7 @@ def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where the run folder is")
     group.add_argument(
         "--runs",
+        dest="folder",
         default="/runs",
         metavar="DIR",
         help="where pods mount the volume (default: /runs)",
@@ -218,6 +216,7 @@ def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grace",
+        dest="grace_s",
         type=int,
         default=120,
         metavar="SECONDS",
@@ -233,30 +232,21 @@ def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
 
 
 def _kubernetes(arguments: argparse.Namespace) -> tuple[str, str]:
-    slots = arguments.slots if arguments.slots is not None else max(1, arguments.gpus)
-    job = KubernetesJob(
-        job=arguments.job,
+    job = _from_flags(
+        KubernetesJob,
+        arguments,
         name=arguments.name or _name(arguments.job.lower(), r"[^a-z0-9]+"),
-        image=arguments.image,
-        flags=tuple(arguments.passed),
-        kind=arguments.kind,
-        pods=arguments.pods,
-        slots=slots,
-        namespace=arguments.namespace,
-        cpus=arguments.cpus,
-        memory=arguments.memory,
-        gpus=arguments.gpus,
-        gpu_resource=arguments.gpu_resource,
-        claim=arguments.claim,
-        storage=arguments.storage,
-        storage_class=arguments.storage_class,
-        folder=arguments.runs,
-        secret=arguments.secret,
-        grace_s=arguments.grace,
-        retries=arguments.retries,
+        slots=arguments.slots if arguments.slots is not None else max(1, arguments.gpus),
     )
     _check_passed(arguments, job.pods * job.slots, "slots", "--pods or --slots")
     return job.manifest(), "Its first lines say how to start it."
+
+
+def _from_flags(job_type: type[J], arguments: argparse.Namespace, **computed: Any) -> J:
+    """Make a job whose fields are the flags of the same name, and these."""
+    names = {field.name for field in fields(job_type)} & vars(arguments).keys()
+    flags = {name: getattr(arguments, name) for name in names}
+    return job_type(**{**flags, "flags": tuple(arguments.passed), **computed})
 
 
 # Flags of `manyhands train` -----------------------------------------------------------------------

@@ -60,6 +60,14 @@ class Resolved:
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
+    _add_worker_flags(group)
+    _add_batch_flags(group)
+    _add_fault_flags(group)
+    add_place_flags(parser)
+    _add_output_flags(parser.add_argument_group("saving and output"))
+
+
+def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy",
         metavar="SPEC",
@@ -93,27 +101,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="set a field of the job (a hyperparameter); may be repeated",
     )
-    group.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="how many dead members are replaced (default: 3); 0: continue with fewer. If the weights are "
-        "lost, all members restart from the last checkpoint, also up to N times",
-    )
-    group.add_argument(
-        "--max-bad-steps",
-        type=int,
-        metavar="N",
-        help=f"end as diverged after N steps in a row without a finite loss (default: {MAX_BAD_STEPS}); "
-        "0: never",
-    )
-    group.add_argument(
-        "--stuck-after",
-        type=float,
-        metavar="SECONDS",
-        help="report a worker that hangs in the job's code for this long, with the stacks of its threads in "
-        f"its log (default: {STUCK_AFTER_S:.0f}), and kill it after ten times as long; 0: never",
-    )
+
+
+def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--equal-shares",
         action=argparse.BooleanOptionalAction,
@@ -140,6 +130,30 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="with --scale-batch: the learning rate grows over this many steps "
         f"(default: {WARMUP}); it falls at once",
     )
+
+
+def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="how many dead members are replaced (default: 3); 0: continue with fewer. If the weights are "
+        "lost, all members restart from the last checkpoint, also up to N times",
+    )
+    group.add_argument(
+        "--max-bad-steps",
+        type=int,
+        metavar="N",
+        help=f"end as diverged after N steps in a row without a finite loss (default: {MAX_BAD_STEPS}); "
+        "0: never",
+    )
+    group.add_argument(
+        "--stuck-after",
+        type=float,
+        metavar="SECONDS",
+        help="report a worker that hangs in the job's code for this long, with the stacks of its threads in "
+        f"its log (default: {STUCK_AFTER_S:.0f}), and kill it after ten times as long; 0: never",
+    )
     group.add_argument(
         "--chaos",
         metavar="FAULTS",
@@ -151,8 +165,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="give the terminal to the worker, so that breakpoint() works in the job: strategy single, no "
         "loader processes, no timeouts; Ctrl-C and the debugger's quit end the run at once",
     )
-    add_place_flags(parser)
-    group = parser.add_argument_group("saving and output")
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint-every",
         type=int,

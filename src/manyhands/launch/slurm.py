@@ -42,7 +42,7 @@ class SlurmJob:
     """How long before its end the job is warned."""
     requeues: int = 100
     """The maximum number of times the job is requeued."""
-    run: str | None = None
+    run_dir: str | None = None
     key_file: str | None = None
     setup: tuple[str, ...] = ()
     """Lines of shell to run before the tasks."""
@@ -67,7 +67,7 @@ class SlurmJob:
                 matching(flag, text, pattern, example)
         for text in self.options:
             matching("--sbatch", text, r"[a-z][a-z-]*(=\S([ -~]*\S)?)?", "constraint=a100")
-        for flag, text in (("--run-dir", self.run), ("--key-file", self.key_file)):
+        for flag, text in (("--run-dir", self.run_dir), ("--key-file", self.key_file)):
             if text is not None:
                 one_line(flag, text)
         for line in self.setup:
@@ -89,7 +89,9 @@ class SlurmJob:
         options = [f"{name}={value}" for name, value in resources.items() if value is not None]
         cpus = "" if self.cpus_per_task is None else f" --cpus-per-task={self.cpus_per_task}"
         key_file = '"$HOME/.manyhands/key"' if self.key_file is None else shlex.quote(self.key_file)
-        run = f"runs/{self.name}-$SLURM_JOB_ID" if self.run is None else shlex.quote(self.run)
+        run = (
+            f"runs/{self.name}-$SLURM_JOB_ID" if self.run_dir is None else shlex.quote(self.run_dir)
+        )
         setup = ["", "# The environment of all tasks.", *self.setup] if self.setup else []
         values = {
             "job": self.job,

@@ -110,7 +110,7 @@ def test_what_an_earlier_start_left_says_nothing_of_this_one(slurm: Slurm) -> No
     (run / "summary.json").write_text('{\n  "outcome": "preempted"\n}')
     an_hour_ago = time.time() - 3600
     os.utime(run / "summary.json", (an_hour_ago, an_hour_ago))
-    text = script(slurm, nodes=1, run=str(run))
+    text = script(slurm, nodes=1, run_dir=str(run))
     with slurm.submitted(text, {"codes": [1], "waits": False}, run=str(run)) as process:
         process.communicate(timeout=60)
     assert process.returncode == 1
@@ -204,7 +204,7 @@ def test_what_is_asked_of_slurm_stands_before_any_command(slurm: Slurm) -> None:
         ({"job": "job.py\nid"}, "line breaks and control characters are not allowed"),
         ({"job": " "}, "JOB is empty"),
         ({"setup": ("a\nb",)}, "--setup"),
-        ({"run": ""}, "--run-dir is empty"),
+        ({"run_dir": ""}, "--run-dir is empty"),
         ({"flags": ("--set", "text=a\nb")}, "The value 'text=a\\nb': line breaks"),
     ],
 )
