@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.compute.feed import Feed, Portion, Share, is_map_style
+from manyhands.compute.feed import Feed, Share, is_map_style
 from manyhands.compute.gradients import StepReport
 from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
 from manyhands.compute.seeds import seed_compute
 from manyhands.compute.train_state import Loss, TrainState, to_device
 from manyhands.contract import Learner
+from manyhands.control.messages import Portion
 from manyhands.coordinator.leases import Leases
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.feed import Feed
 from manyhands.compute.train_state import TrainState, begin_with
+from manyhands.control.messages import Portion
 from manyhands.runs.checkpoints import choose
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing import harness

@@ -12,7 +12,6 @@ PACKAGE = Path(manyhands.__file__).parent
 EXCEPTIONS: dict[str, str] = {
     "Client": "to be split",
     "Listener": "to be split",
-    "Worker": "to be split",
 }
 """Class to the reason why it is larger."""
 

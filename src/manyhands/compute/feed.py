@@ -21,31 +21,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from manyhands.compute.loaders import Loaders
 from manyhands.compute.seeds import derive, seed_loading
 from manyhands.compute.train_state import to_device
+from manyhands.control.messages import Portion
 from manyhands.errors import JobError
 from manyhands.job import Job
 from manyhands.ranges import Range, shares, split
-
-
-@dataclass(frozen=True)
-class Portion:
-    """A worker's part of a global step."""
-
-    step: int
-    epoch: int
-    total: int
-    """Samples of all workers in this step."""
-    ranges: tuple[Range, ...]
-    """Positions of this worker's samples."""
-    part: int = 0
-    """Index of the part; in lockstep, this worker's rank."""
-    lr_factor: float = 1.0
-    """Factor on the learning rate."""
-    ticks: int = 1
-    """How many times the schedule is stepped after the whole step."""
-
-    @property
-    def samples(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
 
 
 @dataclass

@@ -38,7 +38,17 @@ from manyhands.hosts.interfaces import is_any
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers import AGENT, Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.log_stream import CHUNK_BYTES
-from manyhands.hosts.messages import OF_MEMBERS, Beat, BoardPost, Bye, Hello, read_kind
+from manyhands.hosts.messages import (
+    FROM_COORDINATOR,
+    OF_MEMBERS,
+    Beat,
+    BoardPost,
+    Bye,
+    Hello,
+    Posted,
+    ViewFormed,
+    read_kind,
+)
 from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.stop_signals import on_stop_signals
@@ -227,10 +237,10 @@ class Coordinator:
         """An `on_error` for the threads behind the inbox."""
         self._inbox.put(ThreadFailed(error))
 
-    def say(self, name: str, kind: str, **fields: Any) -> None:
+    def send(self, name: str, head: Mapping[str, Any]) -> None:
         """Send a message to one member. A link that just broke arrives as LinkLost."""
         outgoing = self.members[name].outgoing
-        if outgoing is not None and not outgoing.put({"kind": kind, **fields}):
+        if outgoing is not None and not outgoing.put(head):
             self._notify(f"{name} does not read its messages; its link is closed")
 
     def hang_up(self, name: str) -> None:
@@ -244,8 +254,9 @@ class Coordinator:
         """Form the next view and send it to its members."""
         number = self.view.number + 1 if self.view else 1
         self.view = View(number, tuple(seats))
+        head = FROM_COORDINATOR.write(ViewFormed(self.view))
         for name in self.view.names:
-            self.say(name, "view", view=self.view.to_dict())
+            self.send(name, head)
         return self.view
 
     def overdue(self) -> tuple[MemberRecord, str] | None:
@@ -310,11 +321,12 @@ class Coordinator:
                 case Hello():
                     # It may be late, and need what was posted before.
                     for key, value in self._board.items():
-                        self.say(member.name, "posted", key=key, value=value)
+                        self.send(member.name, FROM_COORDINATOR.write(Posted(key, value)))
                 case BoardPost(key, value):
                     self._board.post(key, value)
+                    head = FROM_COORDINATOR.write(Posted(key, value))
                     for other in self.members:
-                        self.say(other, "posted", key=key, value=value)
+                        self.send(other, head)
 
     def _notify(self, message: str) -> None:
         self._inbox.put(HostNotice(message))

@@ -16,14 +16,21 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from manyhands.contract import Strategy
+from manyhands.control.messages import (
+    CheckpointOrder,
+    EvaluateOrder,
+    Order,
+    Portion,
+    RestOrder,
+    StopOrder,
+    TrainOrder,
+)
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.plan import (
     Checkpoint,
     Evaluate,
-    Order,
     StepPlan,
     Stop,
     TrainingPlan,
@@ -41,26 +48,26 @@ from manyhands.ranges import Range
 PROBE_EVERY = 50
 """How often, in steps, a worker that is too slow for a share gets one sample: it may have become faster."""
 
-Tell = Callable[[str, dict[str, Any]], None]
-"""An order, for the member of that name."""
+Send = Callable[[str, Order], None]
+"""Sends an order to the member of that name."""
 
 
 def make_dispatcher(
     config: Strategy,
     plan: TrainingPlan,
     checkpoint_tracker: CheckpointTracker,
-    tell: Tell,
+    send: Send,
     *,
     equal: bool = False,
 ) -> Dispatcher:
     if config.lockstep:
-        return LockstepDispatcher(plan, checkpoint_tracker, tell, equal=equal)
-    return WorkQueueDispatcher(plan, checkpoint_tracker, tell, parts=config.parts)
+        return LockstepDispatcher(plan, checkpoint_tracker, send, equal=equal)
+    return WorkQueueDispatcher(plan, checkpoint_tracker, send, parts=config.parts)
 
 
 class Dispatcher(ABC):
     def __init__(
-        self, plan: TrainingPlan, checkpoint_tracker: CheckpointTracker, tell: Tell
+        self, plan: TrainingPlan, checkpoint_tracker: CheckpointTracker, send: Send
     ) -> None:
         self.plan = plan
         self.progress = StepProgress()
@@ -76,7 +83,7 @@ class Dispatcher(ABC):
         self.throughput = Throughput()
         self.meter = Meter()
         self._checkpoint_tracker = checkpoint_tracker
-        self._tell = tell
+        self._send = send
 
     @abstractmethod
     def more(self, *, hold: bool = False, brief: bool = False) -> None:
@@ -119,15 +126,15 @@ class Dispatcher(ABC):
 
     def finish(self, reason: str) -> None:
         self.finishing = reason
-        self.tell_all(order="stop")
+        self.send_all(StopOrder())
 
-    def tell_all(self, **order: Any) -> None:
+    def send_all(self, order: Order) -> None:
         for name in self.members:
-            self._tell(name, order)
+            self._send(name, order)
 
-    def tell_workers(self, **order: Any) -> None:
+    def send_workers(self, order: Order) -> None:
         for name in self.workers:
-            self._tell(name, order)
+            self._send(name, order)
 
     def _time(self, member: str, row: StepRow) -> None:
         samples = self.progress.samples((row.step, row.part))
@@ -152,7 +159,7 @@ class Dispatcher(ABC):
                 self._checkpoint_tracker.expect(
                     order, writer=self.workers[0], workers=len(self.workers)
                 )
-                self.tell_workers(order="checkpoint", step=step)
+                self.send_workers(CheckpointOrder(step))
             case Stop(reason):
                 self.finish(reason)
 
@@ -160,9 +167,8 @@ class Dispatcher(ABC):
         """Give each worker a part of the data in proportion to its speed."""
         weights = self._weights()
         ends = list(itertools.accumulate(weights, initial=0.0))
-        for name, part in zip(self.workers, itertools.pairwise(ends), strict=True):
-            order = {"order": "evaluate", "step": step, "epoch": epoch, "part": [*part, ends[-1]]}
-            self._tell(name, order)
+        for name, (start, stop) in zip(self.workers, itertools.pairwise(ends), strict=True):
+            self._send(name, EvaluateOrder(step, epoch, (start, stop, ends[-1])))
 
     def _weights(self) -> list[float]:
         """How much each worker should get, in proportion."""
@@ -176,12 +182,12 @@ class LockstepDispatcher(Dispatcher):
         self,
         plan: TrainingPlan,
         checkpoint_tracker: CheckpointTracker,
-        tell: Tell,
+        send: Send,
         *,
         equal: bool = False,
     ) -> None:
         """If `equal` is true, shares ignore the workers' speed."""
-        super().__init__(plan, checkpoint_tracker, tell)
+        super().__init__(plan, checkpoint_tracker, send)
         self._equal = equal
         self._step_s = 0.0
 
@@ -238,7 +244,7 @@ class LockstepDispatcher(Dispatcher):
         return redone
 
     def _dispatch(self, order: TrainSteps) -> None:
-        portions: list[list[Any]] = [[] for _ in self.workers]
+        portions: list[list[Portion]] = [[] for _ in self.workers]
         weights = self._weights()
         if self.catching_up:
             pairs = zip(self.workers, weights, strict=True)
@@ -249,8 +255,8 @@ class LockstepDispatcher(Dispatcher):
             self.progress.expect(plan, shares, dict(enumerate(self.workers)))
             for rank, ranges in shares.items():
                 portions[rank].append(_portion(plan, ranges, rank))
-        for name, portion in zip(self.workers, portions, strict=True):
-            self._tell(name, {"order": "steps", "portions": portion})
+        for name, own_portions in zip(self.workers, portions, strict=True):
+            self._send(name, TrainOrder(own_portions))
         self.meter.busy(True)
 
     def _weights(self) -> list[float]:
@@ -264,11 +270,11 @@ class WorkQueueDispatcher(Dispatcher):
         self,
         plan: TrainingPlan,
         checkpoint_tracker: CheckpointTracker,
-        tell: Tell,
+        send: Send,
         *,
         parts: Callable[[int], int],
     ) -> None:
-        super().__init__(plan, checkpoint_tracker, tell)
+        super().__init__(plan, checkpoint_tracker, send)
         self._parts = parts
         self._queue = WorkQueue()
         self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None
@@ -347,20 +353,20 @@ class WorkQueueDispatcher(Dispatcher):
             self._lift()  # a stop was requested meanwhile
         while self._barrier is None and (lacking := self._queue.room() - len(self._queue)) > 0:
             self._fetch(lacking)
-        portions: dict[str, list[Any]] = {}
+        portions: dict[str, list[Portion]] = {}
         for name, part in self._queue.deal():
             plan = part.plan
             self.progress.assign(part.key, name)
             portions.setdefault(name, []).append(_portion(plan, part.ranges, part.number))
-        for name, portion in portions.items():
+        for name, own_portions in portions.items():
             self._resting.discard(name)
-            self._tell(name, {"order": "steps", "portions": portion})
+            self._send(name, TrainOrder(own_portions))
             self.meter.busy(True)
 
     def _fetch(self, lacking: int) -> None:
         """Put the next steps of the plan into the queue, or the barrier before them."""
         number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
-        order: Order | None = self.plan.next(min(MAX_LEASE, math.ceil(lacking / number)))
+        order = self.plan.next(min(MAX_LEASE, math.ceil(lacking / number)))
         assert order is not None, "the plan awaits an evaluation that was never ordered"
         if not isinstance(order, TrainSteps):
             self._barrier, self._dispatched = order, False
@@ -374,14 +380,13 @@ class WorkQueueDispatcher(Dispatcher):
         for name in self.workers:
             if name not in self._resting:
                 self._resting.add(name)
-                self._tell(name, {"order": "rest"})
+                self._send(name, RestOrder())
 
     def _lift(self) -> None:
         self._barrier, self._dispatched = None, False
 
 
-def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> list[Any]:
-    """As it travels; of the learning rate and its schedule only what is not as usual."""
-    portion = [plan.step, plan.epoch, plan.samples, ranges, part]
-    unusual = plan.lr_factor != 1.0 or plan.ticks != 1
-    return [*portion, plan.lr_factor, plan.ticks] if unusual else portion
+def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> Portion:
+    return Portion(
+        plan.step, plan.epoch, plan.samples, tuple(ranges), part, plan.lr_factor, plan.ticks
+    )

@@ -17,7 +17,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from manyhands.control.messages import Ready, Report, Saved, Saving, StepsReport, parse
+from manyhands.control.messages import (
+    Ready,
+    RehearseOrder,
+    Report,
+    Saved,
+    Saving,
+    StepsReport,
+    parse,
+)
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.failure_handler import FailureHandler
@@ -131,7 +139,7 @@ class Driver:
         self._until(lambda: views.all_joined, "view_s", "joining peers")
         self._begin(training)
         if self.options.rehearse:
-            training.dispatcher.tell_workers(order="rehearse")
+            training.dispatcher.send_workers(RehearseOrder())
             self._until(lambda: training.rehearsed, "step_s", "rehearsing")
             training.dispatcher.finish("checked")
         self._until(self._all_left, "step_s", "training", wake=self._advance)

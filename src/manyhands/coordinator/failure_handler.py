@@ -19,7 +19,7 @@ from manyhands.coordinator.stuck import StuckWatch
 from manyhands.errors import Interrupted, ManyhandsError, MemberError, UsageError, WeightsLost
 from manyhands.events import events
 from manyhands.events.sinks import Stream
-from manyhands.hosts.messages import Beat, Failed
+from manyhands.hosts.messages import FROM_COORDINATOR, Beat, Failed, WriteStacks
 
 
 class FailureHandler:
@@ -175,7 +175,7 @@ class FailureHandler:
         """Report members that hang in the job's code. End them after a while, or when the run is to stop."""
         for name, text in self._stuck.newly_stuck(now).items():
             self._notice(f"{name} {text}. Its stacks are in {self._coordinator.members[name].log}")
-            self._coordinator.say(name, "stacks")
+            self._coordinator.send(name, FROM_COORDINATOR.write(WriteStacks()))
         for name, text in self._stuck.hopeless(now, ending=self.stop_signal.received).items():
             self._ended.add(name)
             self._membership.end(name, text)

@@ -12,9 +12,8 @@ A member is ended by killing it. Its exit then counts as its death, for the reas
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
+from manyhands.control.messages import Assignment
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.roster import Roster
@@ -32,7 +31,7 @@ class Membership:
         options: RunOptions,
         stream: Stream,
         *,
-        assignment: Mapping[str, Any],
+        assignment: Assignment,
         before: Membership | None = None,
     ) -> None:
         """`before`: the members of the previous start, in which the weights were lost."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from manyhands.contract import Strategy
+from manyhands.control.messages import Assignment
 from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.fault_spec import FaultSpec
@@ -68,21 +68,21 @@ class RunOptions:
     init_from: Path | None = None
     """The checkpoint whose weights a new run starts with."""
 
-    def assignment(self, run: Path, checkpoint: Path | None) -> dict[str, Any]:
+    def assignment(self, run: Path, checkpoint: Path | None) -> Assignment:
         """What each member is told."""
-        return {
-            "job": self.job,
-            "settings": dict(self.settings),
-            "strategy": self.strategy,
-            "device": self.device,
-            "shared_cores": self.shared_cores,
-            "trust_network": self.trust_network,
-            "debug": self.debug,
-            "run": str(run.resolve()),
-            "schedule": self.schedule,
-            "checkpoint": str(checkpoint.resolve()) if checkpoint else None,
-            "init_from": str(self.init_from) if self.init_from and not checkpoint else None,
-        }
+        return Assignment(
+            job=self.job,
+            settings=dict(self.settings),
+            strategy=self.strategy,
+            device=self.device,
+            shared_cores=self.shared_cores,
+            trust_network=self.trust_network,
+            debug=self.debug,
+            run=str(run.resolve()),
+            schedule=self.schedule,
+            checkpoint=str(checkpoint.resolve()) if checkpoint else None,
+            init_from=str(self.init_from) if self.init_from and not checkpoint else None,
+        )
 
     @property
     def servers(self) -> int:

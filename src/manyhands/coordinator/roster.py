@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-from manyhands.control.messages import Ready, WorkerFacts
+from manyhands.control.messages import Assignment, Order, Ready, WorkerFacts, write_order
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.options import RunOptions
 from manyhands.events import events
 from manyhands.events.sinks import Stream
 from manyhands.hosts.view import WORKER
+from manyhands.transport.fields import write
 
 
 class Roster:
@@ -21,7 +21,7 @@ class Roster:
         options: RunOptions,
         stream: Stream,
         *,
-        assignment: Mapping[str, Any],
+        assignment: Assignment,
         before: Roster | None = None,
     ) -> None:
         """`before`: the roster of the previous start. Its names are not used again."""
@@ -32,7 +32,7 @@ class Roster:
         self._coordinator = coordinator
         self._options = options
         self._stream = stream
-        self._assignment = dict(assignment)
+        self._assignment = assignment
         self._roles: dict[str, str] = {}
         self._places: dict[str, int] = {}
         self._numbers: Counter[str] = before._numbers if before else Counter()
@@ -74,31 +74,32 @@ class Roster:
 
     def start(self, role: str, place: int, *, saves: bool = False) -> None:
         """Start one of the first members. `saves`: it writes the checkpoints for as long as it lives."""
-        self._start(role, place, {**self._assignment, "saves": saves})
+        self._start(role, place, replace(self._assignment, saves=saves))
 
     def start_new(self, role: str, place: int) -> None:
         """Start a member while the others train."""
         # Not from the checkpoint of the start, which may be deleted by now: its peers send it the state.
         self.new.add(
-            self._start(role, place, {**self._assignment, "checkpoint": None, "init_from": None})
+            self._start(role, place, replace(self._assignment, checkpoint=None, init_from=None))
         )
 
-    def send(self, member: str, order: Mapping[str, Any]) -> None:
-        self._coordinator.say(member, "order", **order)
+    def send(self, member: str, order: Order) -> None:
+        self._coordinator.send(member, write_order(order))
 
     def kill(self, member: str) -> None:
         self._coordinator.members[member].handle.kill()
 
-    def _start(self, role: str, place: int, assignment: Mapping[str, Any]) -> str:
+    def _start(self, role: str, place: int, assignment: Assignment) -> str:
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
         self._roles[name], self._places[name] = role, place
+        spans_hosts = self._coordinator.launcher.spans_hosts
         member = self._coordinator.start(
             name,
             entry=self._options.programs[role],
             local_rank=place,
             threads=self._options.threads,
-            assignment={**assignment, "spans_hosts": self._coordinator.launcher.spans_hosts},
+            assignment=write(replace(assignment, spans_hosts=spans_hosts)),
             role=role,
         )
         handle = member.handle

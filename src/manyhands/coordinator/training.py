@@ -7,6 +7,7 @@ from manyhands.control.messages import (
     CaughtUp,
     EvaluationReport,
     Joined,
+    LeaveOrder,
     Left,
     LinkBroken,
     Notice,
@@ -142,7 +143,7 @@ class Training:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.dispatcher.members):
                     membership.dismiss()
-                    self.dispatcher.tell_all(order="leave")
+                    self.dispatcher.send_all(LeaveOrder())
             case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
                 membership.reconnect(member, peer)
             case PeerRefused() if recovers and report.view == views.current.number:

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +42,7 @@ from manyhands.hosts import tracebacks
 from manyhands.hosts.activity import Activity
 from manyhands.hosts.board_copy import BoardCopy
 from manyhands.hosts.invitation import Invitation
+from manyhands.hosts.messages import FROM_COORDINATOR, Posted, ViewFormed, WriteStacks
 from manyhands.hosts.view import Me, Seat, View
 from manyhands.job import find_job
 from manyhands.threads import start_thread
@@ -141,7 +142,10 @@ class Member:
         return self._board.newest_view
 
     def say(self, kind: str, **fields: Any) -> None:
-        self._link.send({"kind": kind, **fields})
+        self.send({"kind": kind, **fields})
+
+    def send(self, head: Mapping[str, Any]) -> None:
+        self._link.send(head)
 
     def hear(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next view or order, or None if none arrives in time."""
@@ -240,15 +244,19 @@ class Member:
                     end_now(ORPHANED)
                 return
             head = message.head
-            if head.get("kind") == "posted":
-                self._board.add(head["key"], head["value"])
-            elif head.get("kind") == "stacks":
-                self._write_stacks()
-            else:
-                if head.get("kind") == "view":
-                    self._board.on_view(head["view"]["number"])
+            match (
+                FROM_COORDINATOR.read(head) if head.get("kind") in FROM_COORDINATOR.kinds else None
+            ):
+                case Posted(key, value):
+                    self._board.add(key, value)
+                    continue
+                case WriteStacks():
+                    self._write_stacks()
+                    continue
+                case ViewFormed(view):
+                    self._board.on_view(view.number)
                     self.on_view()
-                self._heard.put(head)
+            self._heard.put(head)
 
     def _write_stacks(self) -> None:
         """Write the stacks of all threads to the log."""

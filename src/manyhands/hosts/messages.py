@@ -1,4 +1,4 @@
-"""Messages from members to the coordinator that are not about training (those are in control/messages.py).
+"""Messages between members and the coordinator that are not about training (see control/messages.py).
 
 One dataclass a message, by its `kind`. What does not fit is a ProtocolError, and closes that link.
 """
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from manyhands.errors import ProtocolError
-from manyhands.transport.fields import Count, Seconds, read
+from manyhands.hosts.view import View
+from manyhands.transport.fields import Count, MessageSet, Seconds, read
 
 MOST_POSTED_BYTES = 1 << 18
 """Of one fact on the board."""
@@ -74,6 +75,30 @@ OF_MEMBERS: Mapping[str, type[Any]] = {
     "bye": Bye,
     "failed": Failed,
 }
+
+
+@dataclass(frozen=True)
+class ViewFormed:
+    """The coordinator has formed a view that this member is in."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A fact that a member has posted on the board."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class WriteStacks:
+    """Write the stacks of all threads to the log."""
+
+
+FROM_COORDINATOR = MessageSet({"view": ViewFormed, "posted": Posted, "stacks": WriteStacks})
+"""What the coordinator sends to members, besides orders (control/messages.py)."""
 
 
 def read_kind(kinds: Mapping[str, type[Any]], head: Mapping[str, Any]) -> Any:

@@ -1,21 +1,17 @@
 """The loop of a worker, from top to bottom.
 
-    build the job's model, optimizer and data; say ready
-    for what the coordinator says:
-        view        the learner joins its peers; whatever was ordered before is void
-        steps       for each: share of the data -> learner.step -> report
-        rest        nothing to do before the others are done, too
-        evaluate    this worker's part of the evaluation data
-        checkpoint  rank 0 copies the state and writes it while training goes on
-        stop        save what is being saved
-        leave       all have: nobody needs this worker any more
+    build the job's model, optimizer and data; send Ready
+    for each message of the coordinator:
+        View             the learner joins its peers; all earlier orders are void
+        TrainOrder       for each step: share of the data -> learner.step -> report (reporter.py)
+        RestOrder        nothing to do before the others are done, too
+        EvaluateOrder    this worker's part of the evaluation data
+        CheckpointOrder  rank 0 copies the state and writes it while training continues
+        StopOrder        finish what is being saved
+        LeaveOrder       all have stopped: no member needs this worker any more
 
-Reports are gathered and sent a few times a second, and losses are read from the device only then, so
-that a step costs no message and no synchronisation of its own. A report whose step may still be left
-out of the weights is kept until the learner knows.
-
-When a view arrives, the learner is interrupted at once, from the thread that hears it, and raises
-ViewChanging out of whatever it waits for.
+When a view arrives, the thread that receives it interrupts the learner at once, which raises ViewChanging
+out of whatever it waits for.
 """
 
 from __future__ import annotations
@@ -30,41 +26,70 @@ from typing import Any
 import torch
 
 from manyhands.compute.evaluation import evaluate
-from manyhands.compute.feed import Feed, Portion, Share, check_dataset
-from manyhands.compute.gradients import DeviceTime, StepReport, rehearse
+from manyhands.compute.feed import Feed, Share, check_dataset
+from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
-from manyhands.compute.measures import Sums, add_up
 from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
 from manyhands.compute.train_state import TrainState, begin_with
 from manyhands.contract import Learner
-from manyhands.control.messages import JobFields, Ready, WorkerFacts
+from manyhands.control.messages import (
+    AppliedSteps,
+    Assignment,
+    CaughtUp,
+    CheckpointOrder,
+    EvaluateOrder,
+    EvaluationReport,
+    JobFields,
+    Joined,
+    LeaveOrder,
+    Left,
+    Order,
+    Portion,
+    Ready,
+    Rehearsed,
+    RehearseOrder,
+    RestOrder,
+    Saved,
+    Saving,
+    StopOrder,
+    Stopped,
+    TrainOrder,
+    WorkerFacts,
+    read_order,
+    write_report,
+)
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
 from manyhands.hosts.devices import describe_device, device_id, pick_device
 from manyhands.hosts.member import Member
+from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import Seat, View
 from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, load_state, not_finite
 from manyhands.transport.fields import read, write
+from manyhands.worker.reporter import Reporter
 
-REPORT_EVERY_S = 0.1
 POLL_S = 0.02
-"""How often to look whether reports are resolved, while nothing else is to do."""
+"""How often to check whether reports are resolved, while there is nothing else to do."""
+
+Agenda = deque[View | Order]
+"""What the coordinator has sent and the worker has not done yet."""
 
 
 class Worker:
     """One worker's training, driven by the coordinator's orders."""
 
     def __init__(self, member: Member, learner: Learner) -> None:
-        task = member.assignment
+        assignment = read(Assignment, member.assignment)
         self.member = member
         self.learner = learner
-        self.job: Job = load_job(task["job"], task["settings"])
-        self.device = pick_device(task["device"], member.invitation.local_rank)
-        self._shared_cores = int(task.get("shared_cores", 0))
+        self.reporter = Reporter(member)
+        self.job: Job = load_job(assignment.job, assignment.settings)
+        device = pick_device(assignment.device, member.invitation.local_rank)
+        self._shared_cores = assignment.shared_cores
         self._threads = torch.get_num_threads()
         # A random split must be the same one in every process, and in every resumed run.
         seed_loading(self.job.seed, "data")
@@ -75,48 +100,47 @@ class Worker:
         if self.eval_data is not None:
             check_dataset(self.job, "eval_data", self.eval_data)
         num_steps = total_steps(self.job, len(self.data))
-        train_state = TrainState.of(self.job, device=self.device, num_steps=num_steps)
+        train_state = TrainState.of(self.job, device=device, num_steps=num_steps)
         self.train_state = train_state
-        self.activity = train_state.activity = member.activity
+        train_state.activity = member.activity
         loaders = None
         if self.job.loader_processes and not member.debugged:
             loaders = Loaders(
-                *(task["job"], task["settings"], self.job.loader_processes), notice=self._notice
+                assignment.job,
+                assignment.settings,
+                self.job.loader_processes,
+                notice=self.reporter.notice,
             )
             member.on_stacks = loaders.write_stacks
         self.loaders = loaders
-        self.feed = Feed(self.job, self.data, device=self.device, loaders=loaders)
-        seat = Seat(member.name, member.host, device=self.device, device_id=device_id(self.device))
+        self.feed = Feed(self.job, self.data, device=device, loaders=loaders)
+        seat = Seat(member.name, member.host, device=device, device_id=device_id(device))
         self.me = member.me(seat)
         self.learner.prepare(train_state, self.me)
-        member.on_view = self._view_coming
-        if task["checkpoint"]:
+        member.on_view = self._on_new_view
+        if assignment.checkpoint:
             with member.phase("loading the checkpoint"):
-                state = load_state(task["checkpoint"], train_state, learner)
+                state = load_state(assignment.checkpoint, train_state, learner)
                 train_state.resume(
                     state,
-                    step=checkpoint_step(task["checkpoint"]),
+                    step=checkpoint_step(assignment.checkpoint),
                     num_steps=num_steps,
-                    mode=task.get("schedule", ""),
+                    mode=assignment.schedule,
                 )
-        elif task["init_from"]:
-            with member.phase("loading the weights to begin with"):
-                begin_with(task["init_from"], train_state, self.job)
+        elif assignment.init_from:
+            with member.phase("loading the initial weights"):
+                begin_with(assignment.init_from, train_state, self.job)
         self.saver = Saver(
-            Path(task["run"]),
+            Path(assignment.run),
             member.name,
-            soon=bool(task.get("saves")),
+            soon=assignment.saves,
             infinite=not_finite(dict(train_state.model.named_parameters())),
             on_done=self._saved,
         )
         member.before_exit = lambda: self.saver.finish(timeout_s=member.timeouts.stop_s)
-        self._reports: list[StepReport] = []
-        self._flushed = time.monotonic()
         self._catching_up = False
-        self._tidied = 0
-        """The last view whose predecessors' files were deleted."""
-        self._joined = 0
-        """The number of the view that this worker has joined, and reports of."""
+        self._cleaned_view = 0
+        """The last view at which the files of earlier views were deleted."""
 
     def ready(self) -> None:
         model = self.train_state.model
@@ -126,7 +150,7 @@ class Worker:
             fields=read(JobFields, fields),
             all_fields=fields,
             metrics=self._try_metrics(),
-            device=describe_device(self.device),
+            device=describe_device(self.me.device),
             torch=torch.__version__,
             parameters=sum(p.numel() for p in model.parameters()),
             train_samples=len(self.data),
@@ -140,279 +164,224 @@ class Worker:
 
     def run(self) -> None:
         self.ready()
-        agenda: deque[dict[str, Any]] = deque()
+        agenda: Agenda = deque()
         while True:
             if not agenda:
-                self._flush()
-                self._listen(agenda, timeout_s=POLL_S if self._reports else None)
+                self.reporter.flush()
+                self._receive(agenda, timeout_s=POLL_S if self.reporter.waiting else None)
                 continue
-            head = agenda.popleft()
-            if head.get("order") == "leave":
+            message = agenda.popleft()
+            if isinstance(message, LeaveOrder):
                 break
-            if head.get("kind") != "view" and self.me.view_changing:
+            if not isinstance(message, View) and self.me.view_changing:
                 continue  # of a view that is over: a checkpoint of it would claim steps that are void
             try:
                 with self.me.heeding_views():
-                    self._do(head, agenda)
+                    self._do(message, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
-        self._report("left", settled=self.learner.settled())  # nothing changes any more
+        self.reporter.send(Left, settled=self._applied_steps())  # nothing changes any more
         self.learner.close()
         if self.loaders is not None:
             self.loaders.close()
 
-    def _do(self, head: dict[str, Any], agenda: deque[dict[str, Any]]) -> None:
-        match head:
-            case {"kind": "view", "view": view}:
+    def _do(self, message: View | Order, agenda: Agenda) -> None:
+        match message:
+            case View():
                 with self.member.phase("joining its peers"):
-                    self._on_view(View.from_dict(self._newest(view, agenda)))
-            case {"order": "steps", "portions": portions}:
-                if self._tidied != self.me.view.number:
-                    self._tidied = self.me.view.number
+                    self._on_view(self._newest(message, agenda))
+            case TrainOrder(portions):
+                if self._cleaned_view != self.me.view.number:
+                    self._cleaned_view = self.me.view.number
                     self.me.forget_views()  # the first order of a view: all have joined it
                 with self.member.phase(f"training from step {portions[0].step}"):
                     self._train(portions, agenda)
-            case {"order": "rest"}:
+            case RestOrder():
                 with self.member.phase("resting"):
                     self._drain()
                     self.learner.rest()
-            case {"order": "evaluate", "part": [low, high, whole]}:
+            case EvaluateOrder(part=part):
                 with self.member.phase("evaluating"):
-                    self._evaluate((low, high, whole))
-            case {"order": "checkpoint", "step": int(step)}:
+                    self._evaluate(part)
+            case CheckpointOrder(step):
                 with self.member.phase(f"saving the checkpoint of step {step}"):
                     self._checkpoint(step)
-            case {"order": "rehearse"}:
+            case RehearseOrder():
                 with self.member.phase("rehearsing"):
                     self._rehearse()
-            case {"order": "stop"}:
+            case StopOrder():
                 with self.member.phase("finishing the last checkpoint"):
                     self._stop()
 
-    def _listen(self, agenda: deque[dict[str, Any]], *, timeout_s: float | None = 0) -> None:
-        """Put what was heard on the agenda; the feed can begin with what it will need."""
+    def _receive(self, agenda: Agenda, *, timeout_s: float | None = 0) -> None:
+        """Put what has arrived on the agenda. The feed can start on what it will need."""
         while (head := self.member.hear(timeout_s=timeout_s)) is not None:
-            if head.get("order") == "steps":
-                head["portions"] = [_portion(row) for row in head["portions"]]
-                self.feed.expect(head["portions"])
-            agenda.append(head)
+            message: View | Order
+            if head.get("kind") == "view":
+                message = read(ViewFormed, head).view
+            else:
+                message = read_order(head)
+                if isinstance(message, TrainOrder):
+                    self.feed.expect(message.portions)
+            agenda.append(message)
             timeout_s = 0
 
-    def _view_coming(self) -> None:
-        """In the thread that hears it, before it is on the agenda."""
+    def _on_new_view(self) -> None:
+        """Called in the thread that receives a view, before it is on the agenda."""
         self.me.newest_view = self.member.newest_view
         self.learner.interrupt()
 
-    def _newest(self, view: dict[str, Any], agenda: deque[dict[str, Any]]) -> dict[str, Any]:
-        """The last view heard so far; all that was ordered before it is dropped."""
-        self._listen(agenda)
-        later = [index for index, head in enumerate(agenda) if head.get("kind") == "view"]
+    def _newest(self, view: View, agenda: Agenda) -> View:
+        """The last view that has arrived; earlier orders are dropped."""
+        self._receive(agenda)
+        later = [index for index, message in enumerate(agenda) if isinstance(message, View)]
         if later:
-            view = agenda[later[-1]]["view"]
-            for _ in range(later[-1] + 1):
+            for _ in range(later[-1]):
                 agenda.popleft()
+            newest = agenda.popleft()
+            assert isinstance(newest, View)
+            view = newest
         self.feed.forget()
         return view
 
+    def _applied_steps(self) -> AppliedSteps | None:
+        settled = self.learner.settled()
+        return None if settled is None else read(AppliedSteps, settled)
+
     def _share_cores(self, view: View) -> None:
-        """More workers than at first would wait for each other's threads. Never more than at first: another
-        number of threads may add up in another order."""
+        """Use fewer threads with more workers than at the start: their threads would wait for each other.
+        Never use more than at the start: sums may depend on the number of threads."""
         if cores := self._shared_cores:
             torch.set_num_threads(min(self._threads, max(1, cores // view.world)))
 
     def _on_view(self, view: View) -> None:
-        self._flush()
+        self.reporter.flush()
         self.me.view = view
         self._share_cores(view)
         self.learner.on_view(view)
-        # Still as reports of the view before: what on_view has found to be in the weights counts there.
         if (report := self.learner.rescued()) is not None:
             report.logged = self.train_state.measures.take()
-            self._reports.append(report)
-        self._flush()
-        self._reports.clear()
-        self._joined = view.number
-        self._report(
-            "joined",
+            self.reporter.add(report)
+        self.reporter.join(view.number)
+        self._catching_up = self.learner.catching_up
+        self.reporter.send(
+            Joined,
             transport=self.learner.transport(),
-            settled=self.learner.settled(),
+            settled=self._applied_steps(),
             placement=self.learner.placement(),
-            catching_up=self.learner.catching_up,
+            catching_up=self._catching_up,
             whole_steps=self.learner.whole_steps,
         )
-        self._catching_up = self.learner.catching_up
 
-    def _train(self, portions: Sequence[Portion], agenda: deque[dict[str, Any]]) -> None:
+    def _train(self, portions: Sequence[Portion], agenda: Agenda) -> None:
         began = time.perf_counter()
         coming: Share | None = None
         for portion, following in zip(portions, [*portions[1:], None], strict=True):
-            self._heed_the_view()
-            with self.activity.in_step(portion.step):
+            self._check_view()
+            with self.member.activity.in_step(portion.step):
                 share, coming = coming or self._load(portion), None
                 if self.learner.looks_ahead and following is not None:
                     coming = self._load(following)
                     self.learner.ahead(coming)
-                seed_compute(self.device, self.job.seed, "step", portion.step, portion.part)
+                seed_compute(self.me.device, self.job.seed, "step", portion.step, portion.part)
                 self.train_state.lr_factor, self.train_state.ticks = (
                     portion.lr_factor,
                     portion.ticks,
                 )
                 report = self.learner.step(share)
             report.part, report.logged = portion.part, self.train_state.measures.take()
-            self._reports.append(report)
+            self.reporter.add(report)
             self._tick()
-            # On a GPU a step returns before it is done; but reading the losses, below, waits for all,
-            # so that the times of many steps add up to the truth.
+            # On a GPU a step returns before it is done. Reading the losses below waits for all of them, so
+            # the times of many steps add up to the real time.
             ended = time.perf_counter()
             report.step_s, began = ended - began, ended
-            self._tell_when_caught_up()
-            if time.monotonic() - self._flushed > REPORT_EVERY_S:
-                self._flush()
+            self._report_caught_up()
+            self.reporter.flush_in_time()
             if self.member.heard():
-                self._listen(agenda)
+                self._receive(agenda)
 
     def _load(self, portion: Portion) -> Share:
-        with self.activity.during(LOADING):
+        with self.member.activity.during(LOADING):
             return self.feed.share(portion)
 
-    def _tell_when_caught_up(self) -> None:
+    def _report_caught_up(self) -> None:
         if self._catching_up and not self.learner.catching_up:
             self._catching_up = False
-            self._report("caught_up")
-
-    def _flush(self) -> None:
-        self._flushed = time.monotonic()
-        # Looked at once each: another thread may resolve one at any moment.
-        flags = [report.resolved for report in self._reports]
-        reports = [r for r, resolved in zip(self._reports, flags, strict=True) if resolved]
-        if not reports:
-            return
-        self._reports = [
-            r for r, resolved in zip(self._reports, flags, strict=True) if not resolved
-        ]
-        losses = read_all([report.loss for report in reports])
-        weights = read_all([report.weight for report in reports])
-        rows = [
-            [
-                *(r.step, weight, loss, r.lr, r.step_s, _seconds(r), r.wait_s, r.bytes_sent),
-                *(r.part, r.staleness, r.dropped),
-                *([measures] if measures else []),
-            ]
-            for r, weight, loss, measures in zip(
-                *(reports, weights, losses, _read_measures(reports)), strict=True
-            )
-        ]
-        self._report("steps", rows=rows)
+            self.reporter.send(CaughtUp)
 
     def _drain(self) -> None:
-        """Every step so far is in the weights, or left out, and reported."""
+        """Wait until every step so far is resolved, and report it."""
         self.learner.drain()
-        self._tell_when_caught_up()
-        self._flush()
+        self._report_caught_up()
+        self.reporter.flush()
 
     def _evaluate(self, part: tuple[float, float, float]) -> None:
         self._drain()
         assert self.eval_data is not None
         started = time.perf_counter()
         model = self.learner.eval_model()
-        with self.activity.during(EVALUATING):
+        with self.member.activity.during(EVALUATING):
             found = evaluate(
                 self.job,
                 model,
                 self.eval_data,
                 part=part,
-                device=self.device,
-                progress=self._tick_and_heed,
+                device=self.me.device,
+                progress=self._tick_and_check_view,
             )
         seconds = time.perf_counter() - started
-        self._report("evaluated", seconds=seconds, **found)
+        self.reporter.send(EvaluationReport, seconds=seconds, **found)
 
     def _tick(self) -> None:
-        self.activity.ticks += 1
+        self.member.activity.ticks += 1
 
-    def _tick_and_heed(self) -> None:
+    def _tick_and_check_view(self) -> None:
         self._tick()
-        self._heed_the_view()
+        self._check_view()
 
-    def _heed_the_view(self) -> None:
+    def _check_view(self) -> None:
         if self.me.view_changing:
             raise ViewChanging(f"view {self.me.newest_view} is coming")
-
-    def _report(self, what: str, **fields: Any) -> None:
-        self.member.say("report", what=what, view=self._joined, **fields)
-
-    def _notice(self, message: str) -> None:
-        """From any thread: something that a person should know."""
-        with suppress(LinkError):
-            self._report("noticed", message=message)
 
     def _checkpoint(self, step: int) -> None:
         self._drain()
         if self.me.rank == 0:
-            with self.activity.during(SAVING):
+            with self.member.activity.during(SAVING):
                 self.saver.finish()
             self.saver.outcome()
             self.train_state.tables.now = step  # others may have come further than this worker
             self.learner.collect()
-            with self.activity.during(SAVING):
+            with self.member.activity.during(SAVING):
                 self.saver.start(step, self.train_state, self.learner)
             # From here on the weights may change.
-            self._report("saving", step=step)
+            self.reporter.send(Saving, step=step)
 
     def _saved(self, outcome: dict[str, Any]) -> None:
-        """In the thread that writes, so that it is told also while this worker waits or fails."""
+        """Called in the thread that writes, so that it is reported even if this worker waits or fails."""
         with suppress(LinkError):  # the coordinator is gone
-            self._report("saved", **outcome)
+            self.member.send(write_report(read(Saved, {"view": self.reporter.view, **outcome})))
 
     def _rehearse(self) -> None:
-        """Everything but training: one sample through the loss, backward and the metrics."""
+        """Do everything but train: one sample through the loss, backward and the metrics."""
         portion = Portion(0, 0, 1, ((0, 1),))
         self.feed.expect([portion])
         share = self.feed.share(portion)
         rehearse(self.train_state, share)
-        self._report("rehearsed")
+        self.reporter.send(Rehearsed)
 
     def _try_metrics(self) -> list[str]:
-        """The names that an evaluation gives: its mistakes should not wait for the end of an epoch."""
+        """The names of the metrics, from a small evaluation: errors in it show before training."""
         if self.eval_data is None:
             return []
         first = range(min(self.job.batch_size, len(self.eval_data)))
         few = torch.utils.data.Subset(self.eval_data, first)
-        part = evaluate(self.job, self.train_state.model, few, device=self.device)
+        part = evaluate(self.job, self.train_state.model, few, device=self.me.device)
         return list(part["sums"])
 
     def _stop(self) -> None:
         self._drain()
-        with self.activity.during(SAVING):
+        with self.member.activity.during(SAVING):
             self.saver.finish()
-        # Not before all are done: another may still need what this one holds, to save it.
-        self._report("stopped")
-
-
-def _seconds(report: StepReport) -> float | None:
-    spent = report.compute_s
-    return spent.seconds() if isinstance(spent, DeviceTime) else spent
-
-
-def _read_measures(reports: Sequence[StepReport]) -> list[Sums]:
-    """What the job has logged in each step, read from its device at once."""
-    logged = [each for report in reports for each in report.logged]
-    values = iter(read_all([value for _, value, _ in logged]))
-    weights = iter(read_all([weight for _, _, weight in logged]))
-    return [
-        add_up((name, next(values), next(weights)) for name, _, _ in report.logged)
-        for report in reports
-    ]
-
-
-def _portion(row: Sequence[Any]) -> Portion:
-    step, epoch, total, ranges, part, *unusual = row
-    pieces = tuple((start, stop) for start, stop in ranges)
-    return Portion(step, epoch, total, pieces, part, *unusual)
-
-
-def read_all(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """Numbers of which some are still on a device, read at once."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(numbers) if isinstance(value, torch.Tensor) else value for value in values]
+        # Leave only when all are done: another worker may need what this one holds to save it.
+        self.reporter.send(Stopped)

@@ -1,11 +1,13 @@
 """The program of a worker process: `python -m manyhands.worker.main`, started by a launcher.
 
-Builds the learner that its spec names and runs the loop with it.
+Builds the learner of its spec and runs the loop with it.
 """
 
 from __future__ import annotations
 
+from manyhands.control.messages import Assignment
 from manyhands.hosts.member import Member
+from manyhands.transport.fields import read
 from manyhands.worker.program import run
 
 
@@ -14,7 +16,7 @@ def live(member: Member) -> None:
     from manyhands.worker.loop import Worker
 
     with member.phase("loading the job"):
-        learner = make_strategy(member.assignment["strategy"]).build()
+        learner = make_strategy(read(Assignment, member.assignment).strategy).build()
         worker = Worker(member, learner)
     with member.phase("waiting for orders"):
         worker.run()

@@ -1,4 +1,4 @@
-"""What the programs of members have in common: join the coordinator, live, say how it ended, be gone."""
+"""The common part of the programs of members: connect to the coordinator, run, report how it ended, exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.threads import on_process_failure
 
 
 def run(live: Callable[[Member], None]) -> NoReturn:
-    """Be a member that lives like this, in a process that was started for it."""
+    """Run a member in the process that was started for it."""
     _log_to_stderr()
     compile_late()
     status = _run(live)
@@ -27,7 +27,7 @@ def run(live: Callable[[Member], None]) -> NoReturn:
 
 def _run(live: Callable[[Member], None]) -> int:
     try:
-        # Before torch is loaded: the coordinator should know at once that this process lives.
+        # Before torch is loaded: the coordinator should know at once that this process is alive.
         member = Member.from_launcher()
     except LinkError as error:
         print(f"The coordinator can't be reached: {error}", file=sys.stderr)
@@ -35,9 +35,11 @@ def _run(live: Callable[[Member], None]) -> int:
     on_process_failure(member.fail_and_end)
     try:
         live(member)
-    except BaseException as error:  # SystemExit of a job's code too: whoever ends this run is named
+    except (
+        BaseException
+    ) as error:  # SystemExit of a job's code too: the member that ends the run is reported
         code = member.fail(error)
-        if not isinstance(error, PeerLost):  # else the others wait for this one's end, to go on
+        if not isinstance(error, PeerLost):  # otherwise the others wait for this process to end
             member.before_exit()
         return code
     member.leave()
@@ -45,10 +47,10 @@ def _run(live: Callable[[Member], None]) -> int:
 
 
 def _log_to_stderr() -> None:
-    """What a member has to say about others, such as whom it refused, goes to its log, with the time."""
+    """Write log messages, such as refused connections, to the member's log, with the time."""
     ours = logging.getLogger("manyhands")
     if not ours.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
         ours.addHandler(handler)
-        ours.propagate = False  # a job that sets up logging of its own gets none of it twice
+        ours.propagate = False  # not twice, if a job sets up logging of its own

@@ -45,8 +45,8 @@ def test_weights_of_another_run_are_for_one_that_has_none_of_its_own(run: RunFol
     config = {"init_from": note(weights)}
     assert noted({}) is None
     options = RunOptions("job.py", "single", 1, Single(), init_from=noted(config))
-    assert options.assignment(run.path, None)["init_from"] == str(weights.path)
-    assert options.assignment(run.path, final(run.path, 3))["init_from"] is None
+    assert options.assignment(run.path, None).init_from == str(weights.path)
+    assert options.assignment(run.path, final(run.path, 3)).init_from is None
     (weights.path / "manifest.json").unlink()
     with pytest.raises(UsageError, match="no checkpoint yet, and the weights that it started with"):
         noted(config)

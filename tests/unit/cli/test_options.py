@@ -67,7 +67,7 @@ def test_nothing_is_given_up_while_a_person_debugs() -> None:
     fit_debug(arguments)
     given = resolve_options(Resolved(arguments), job="job.py", settings={}, debug=True)
     assert (given.strategy, given.workers, given.stuck_after_s) == ("single", 1, 0)
-    assert given.assignment(Path("run"), None)["debug"] is True
+    assert given.assignment(Path("run"), None).debug
     endless = Timeouts.endless()
     assert min(endless.silence_s, endless.step_s, endless.ready_s) > 24 * 3600
     assert endless.beat_s == Timeouts().beat_s

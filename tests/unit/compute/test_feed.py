@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from manyhands.compute.feed import Feed, Portion, check_dataset, gather
+from manyhands.compute.feed import Feed, check_dataset, gather
+from manyhands.control.messages import Portion
 from manyhands.data import Arrays
 from manyhands.errors import JobError
 from manyhands.job import Job

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.compute.feed import Feed, Portion, Share
+from manyhands.compute.feed import Feed, Share
 from manyhands.compute.gradients import StepReport, gradients
 from manyhands.compute.train_state import TrainState
+from manyhands.control.messages import Portion
 from manyhands.errors import JobError
 
 SAMPLES = 13

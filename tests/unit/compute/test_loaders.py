@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.feed import Feed
 from manyhands.compute.loaders import Loaders, receive, send
+from manyhands.control.messages import Portion
 from manyhands.errors import LoaderLost
 from manyhands.job import load_job
 from manyhands.testing.harness import alive, gone
@@ -58,7 +59,8 @@ class Slow(mh.Job):
 
 WORKER = """
 import sys, time
-from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.feed import Feed
+from manyhands.control.messages import Portion
 from manyhands.compute.loaders import Loaders
 from manyhands.job import load_job
 

@@ -18,7 +18,7 @@ from manyhands.coordinator.progress import StepPlan, StepProgress
 from manyhands.errors import JobError
 from manyhands.events.events import StepCommitted
 from manyhands.events.tensorboard import step_scalars
-from manyhands.worker.loop import _read_measures
+from manyhands.worker.reporter import _read_measures
 
 
 def logging(make_job: Any, *, name: Any = "inputs", value: Any = None, **fields: Any) -> Any:

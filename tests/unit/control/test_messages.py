@@ -11,7 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.control.messages import REPORTS, Joined, Ready, StepsReport, parse
+from manyhands.control.messages import (
+    ORDERS,
+    REPORTS,
+    CheckpointOrder,
+    EvaluateOrder,
+    Joined,
+    LeaveOrder,
+    Order,
+    Portion,
+    Ready,
+    RehearseOrder,
+    RestOrder,
+    StepsReport,
+    StopOrder,
+    TrainOrder,
+    parse,
+    read_order,
+    write_order,
+    write_report,
+)
 from manyhands.errors import ProtocolError
 from manyhands.hosts.agent_messages import FROM_AGENT, TO_AGENT, AgentHello
 from manyhands.hosts.messages import OF_MEMBERS
@@ -123,6 +142,37 @@ def test_what_is_read_is_typed() -> None:
     message = parse(READY)
     assert isinstance(message, Ready)
     assert message.seat.name == "worker-1"
+
+
+ORDERS_SENT: list[Order] = [
+    TrainOrder([Portion(3, 1, 8, ((0, 4), (6, 8)), 1, 0.5, 2), Portion(4, 1, 8, ())]),
+    RestOrder(),
+    EvaluateOrder(8, 1, (0.0, 0.5, 1.0)),
+    CheckpointOrder(8),
+    RehearseOrder(),
+    StopOrder(),
+    LeaveOrder(),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS_SENT, ids=lambda order: type(order).__name__)
+def test_an_order_arrives_as_it_was_sent(order: Order) -> None:
+    assert read_order(json.loads(json.dumps(write_order(order)))) == order
+
+
+def test_all_orders_are_tried_and_others_refused() -> None:
+    assert {type(order) for order in ORDERS_SENT} == set(ORDERS.values())
+    for head in ({"order": "dance"}, {"order": 3}, {"order": "steps"}, {"order": "checkpoint"}):
+        with pytest.raises(ProtocolError):
+            read_order(head)
+
+
+def test_a_report_is_written_as_it_is_read() -> None:
+    for head in (head for head in GOOD if head["kind"] == "report"):
+        message = parse(head)
+        assert parse(json.loads(json.dumps(write_report(message)))) == message
+    rows = write_report(parse(report("steps", rows=[ROW])))["rows"]
+    assert rows[0][: len(ROW)] == ROW, "many of one kind travel as lists"
 
 
 @pytest.mark.parametrize(("head", "why"), BAD, ids=lambda value: str(value)[:40])

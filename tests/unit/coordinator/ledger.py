@@ -26,9 +26,19 @@ from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients
 from manyhands.compute.train_state import TrainState
 from manyhands.contract import Learner
+from manyhands.control.messages import (
+    Joined,
+    LeaveOrder,
+    StopOrder,
+    Stopped,
+    read_order,
+    write_report,
+)
 from manyhands.errors import ViewChanging
 from manyhands.hosts.member import Member
+from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import SERVER, Me, Seat, View
+from manyhands.transport.fields import read
 from manyhands.worker.loop import Worker
 
 MAX_STALENESS = 2
@@ -172,13 +182,16 @@ def serve(member: Member) -> None:
     """A member that only serves, and has nothing to serve."""
     member.say("ready", seat=vars(Seat(member.name, member.host, role=SERVER)))
     while True:
-        match member.hear():
-            case {"kind": "view", "view": view}:
-                number = view["number"]
-                member.say("report", what="joined", view=number, transport="file", settled=None)
-            case {"order": "stop"}:
-                member.say("report", what="stopped", view=number)
-            case {"order": "leave"}:
+        head = member.hear()
+        assert head is not None
+        if head["kind"] == "view":
+            number = read(ViewFormed, head).view.number
+            member.send(write_report(Joined(number, transport="file")))
+            continue
+        match read_order(head):
+            case StopOrder():
+                member.send(write_report(Stopped(number)))
+            case LeaveOrder():
                 return
 
 

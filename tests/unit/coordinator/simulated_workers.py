@@ -7,13 +7,25 @@ the reports that were on their way, and whatever the members had been ordered to
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any
 
 from manyhands.contract import Strategy
-from manyhands.control.messages import Saved, StepRow
+from manyhands.control.messages import (
+    CheckpointOrder,
+    EvaluateOrder,
+    Order,
+    Portion,
+    RestOrder,
+    Saved,
+    StepRow,
+    StopOrder,
+    TrainOrder,
+    read_order,
+    write_order,
+)
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import make_dispatcher
 from manyhands.coordinator.options import RunOptions
@@ -26,8 +38,6 @@ from manyhands.runs.folder import RunFolder
 
 Sample = tuple[int, int]
 """(epoch, position)"""
-Portion = list[Any]
-"""step, epoch, samples, ranges, part; what is unusual"""
 
 
 class SimulatedWorkers:
@@ -54,7 +64,7 @@ class SimulatedWorkers:
         self.evaluations: list[int] = []
         self.rests = 0
         self.redone = 0
-        self._agendas: dict[str, deque[dict[str, Any]]] = {}
+        self._agendas: dict[str, deque[Order]] = {}
         self._rows: dict[str, list[StepRow]] = {}
         self._pushed: dict[int, dict[str, Portion]] = {}
         self._evaluated: set[str] = set()
@@ -92,7 +102,7 @@ class SimulatedWorkers:
                 self.training_plan.stop("interrupted")
             self.dispatcher.more(hold=arriving)
             if arriving and self.dispatcher.quiet:
-                assert not any("portions" in head for a in self._agendas.values() for head in a)
+                assert not any(isinstance(o, TrainOrder) for a in self._agendas.values() for o in a)
                 self.view([*self._agendas, *self.newcomers(1)])
                 arriving = False
                 continue
@@ -116,16 +126,16 @@ class SimulatedWorkers:
     def used(self) -> Counter[Sample]:
         return Counter(sample for _, samples in self.weights for sample in samples)
 
-    def _hear(self, name: str, order: dict[str, Any]) -> None:
-        if order["order"] == "steps":
-            for portion in order["portions"]:
-                self._agendas[name].append({"order": "step", "portions": portion})
+    def _hear(self, name: str, order: Order) -> None:
+        assert read_order(json.loads(json.dumps(write_order(order)))) == order
+        if isinstance(order, TrainOrder):
+            self._agendas[name].extend(TrainOrder([portion]) for portion in order.portions)
         else:
             self._agendas[name].append(order)
 
     def _all_stopped(self) -> bool:
         return self.dispatcher.finishing is not None and all(
-            agenda and agenda[0]["order"] == "stop" for agenda in self._agendas.values()
+            agenda and isinstance(agenda[0], StopOrder) for agenda in self._agendas.values()
         )
 
     def _act(self, name: str) -> None:
@@ -133,27 +143,27 @@ class SimulatedWorkers:
         agenda = self._agendas[name]
         if self._rows[name] and (not agenda or self.chance.random() < 0.3):
             self._flush(name)
-        if not agenda or agenda[0]["order"] == "stop":
+        if not agenda or isinstance(agenda[0], StopOrder):
             return
-        head = agenda[0]
-        if head["order"] == "step":
-            if self._compute(name, head["portions"]):
+        order = agenda[0]
+        if isinstance(order, TrainOrder):
+            if self._compute(name, order.portions[0]):
                 agenda.popleft()
             return
         self._flush(name)
-        if head["order"] == "checkpoint" and name == self.dispatcher.workers[0]:
+        if isinstance(order, CheckpointOrder) and name == self.dispatcher.workers[0]:
             if self._writing is not None:
                 return
-            self._copy(name, head["step"])
-        elif head["order"] == "evaluate":
+            self._copy(name, order.step)
+        elif isinstance(order, EvaluateOrder):
             self._evaluate(name)
-        elif head["order"] == "rest":
+        elif isinstance(order, RestOrder):
             self.rests += 1
         agenda.popleft()
 
     def _compute(self, name: str, portion: Portion) -> bool:
         """Whether the worker is through with it; in lockstep it waits for all the others."""
-        step, part = portion[0], portion[4]
+        step, part = portion.step, portion.part
         if not self.config.lockstep:
             dropped = self.chance.random() < 0.15
             if not dropped:
@@ -173,10 +183,8 @@ class SimulatedWorkers:
         return True
 
     def _apply(self, portion: Portion) -> None:
-        step, epoch, _, ranges, part, *_ = portion
-        self.weights.append(
-            ((step, part), [(epoch, i) for lo, hi in ranges for i in range(lo, hi)])
-        )
+        samples = [(portion.epoch, i) for lo, hi in portion.ranges for i in range(lo, hi)]
+        self.weights.append(((portion.step, portion.part), samples))
 
     def _flush(self, name: str) -> None:
         rows, self._rows[name] = self._rows[name], []

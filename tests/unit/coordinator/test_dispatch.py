@@ -15,6 +15,7 @@ from simulated_workers import SimulatedWorkers, row
 from traits import Lockstep, ManyParts, WorkQueue
 
 from manyhands.contract import Strategy
+from manyhands.control.messages import ORDER_NAMES, Portion, TrainOrder
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
@@ -161,9 +162,9 @@ class Stage:
         return [
             (
                 name,
-                [(p[0], p[4]) for p in order["portions"]]
-                if "portions" in order
-                else order["order"],
+                [(p.step, p.part) for p in order.portions]
+                if isinstance(order, TrainOrder)
+                else ORDER_NAMES[type(order)],
             )
             for name, order in self.told
         ]
@@ -192,7 +193,7 @@ def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_pa
     assert stage.seat("worker-0") == 1
     assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
     (_, order), _ = stage.told
-    assert order["portions"] == [[2, 0, 4, [(4, 8)], 0]]
+    assert order.portions == [Portion(2, 0, 4, ((4, 8),), 0)]
 
 
 def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_step_is_one_part_where_the_members_want_no_others(tmp_path: Path) -> 
     stage.dispatcher.whole_steps = True
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
     (_, order), _ = stage.told
-    assert order["portions"] == [[1, 0, 4, ((0, 4),), 0]]
+    assert order.portions == [Portion(1, 0, 4, ((0, 4),), 0)]
     stage.done("worker-1", 2, 0)
     assert stage.more() == [("worker-1", [(3, 0)])]
     assert stage.training_plan.samples_used == 4
@@ -393,12 +394,14 @@ def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path:
     scaling = Scaling("linear", reference=1, warmup=0)
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
     stage.more()
-    assert stage.told[0][1]["portions"] == [[1, 0, 4, [(0, 4)], 0]], "nothing is: nothing is sent"
+    assert stage.told[0][1].portions == [Portion(1, 0, 4, ((0, 4),), 0)], (
+        "nothing is: nothing is sent"
+    )
     stage.seat("worker-0", "worker-1")
     stage.more()
     (_, first), (_, second), *_ = stage.told
-    assert first["portions"] == [[1, 0, 8, [(0, 4)], 0, 2.0, 2]]
-    assert second["portions"] == [[1, 0, 8, [(4, 8)], 1, 2.0, 2]]
+    assert first.portions == [Portion(1, 0, 8, ((0, 4),), 0, 2.0, 2)]
+    assert second.portions == [Portion(1, 0, 8, ((4, 8),), 1, 2.0, 2)]
 
 
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
@@ -407,16 +410,16 @@ def test_where_losses_decide_nothing_is_given_before_they_are_known(
 ) -> None:
     rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=1)
     stage = Stage(tmp_path, config, 2, num_samples=40, plateau=rule)
-    for step, factor in enumerate([None, None, 0.5, 0.25], start=1):
+    for step, factor in enumerate([1.0, 1.0, 0.5, 0.25], start=1):
         stage.more()
-        given = [(name, order["portions"]) for name, order in stage.told if "portions" in order]
-        assert [(name, [p[0] for p in portions]) for name, portions in given] == [
+        given = [(n, order.portions) for n, order in stage.told if isinstance(order, TrainOrder)]
+        assert [(name, [p.step for p in portions]) for name, portions in given] == [
             ("worker-0", [step]),
             ("worker-1", [step]),
         ]
-        assert [p[5:6] for _, portions in given for p in portions] == [[factor] * bool(factor)] * 2
+        assert [p.lr_factor for _, portions in given for p in portions] == [factor] * 2
         stage.done("worker-0", step, 0)
-        assert not any("portions" in order for _, order in stage.told[2:])
+        assert not any(isinstance(order, TrainOrder) for _, order in stage.told[2:])
         assert all(what == "rest" for _, what in stage.more())
         stage.done("worker-1", step, 1)
 
@@ -428,13 +431,13 @@ def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> Non
     stage.dispatcher.catching_up = {"worker-1"}
     stage.more()
     (_, first), (_, second), *_ = stage.told
-    assert first["portions"] == [[1, 0, 4, [(0, 4)], 0]]
-    assert second["portions"] == [[1, 0, 4, [], 1]]
+    assert first.portions == [Portion(1, 0, 4, ((0, 4),), 0)]
+    assert second.portions == [Portion(1, 0, 4, (), 1)]
     for step in (1, 2):
         stage.done("worker-0", step, 0)
         stage.done("worker-1", step, 1)
     stage.dispatcher.catching_up.clear()
     stage.more()
     (_, first), (_, second), *_ = stage.told
-    assert first["portions"] == [[3, 0, 8, [(8, 12)], 0, 2.0, 2]]
-    assert second["portions"] == [[3, 0, 8, [(12, 16)], 1, 2.0, 2]]
+    assert first.portions == [Portion(3, 0, 8, ((8, 12),), 0, 2.0, 2)]
+    assert second.portions == [Portion(3, 0, 8, ((12, 16),), 1, 2.0, 2)]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.feed import Feed
 from manyhands.compute.train_state import TrainState
+from manyhands.control.messages import Portion
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
 from manyhands.job import load_job
 from manyhands.runs.checkpoints import choose, commit

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.compute.feed import Feed, Portion
+from manyhands.compute.feed import Feed
 from manyhands.compute.train_state import TrainState
+from manyhands.control.messages import Portion
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Sparse
 
