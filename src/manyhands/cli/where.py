@@ -1,4 +1,4 @@
-"""Where members run: on this machine, or where the processes stand that somebody else has started.
+"""Where members run: on this machine, on hosts where this command was started too, or on Ray.
 
 With `--on env` every process runs the same command line. The first becomes the coordinator; each of the
 others serves it as an agent, and ends with its exit code.
@@ -50,7 +50,7 @@ MEANT_FOR = {
     "ray_placement": ("ray",),
     "ray_ship": ("ray",),
 }
-"""The places that a flag has a meaning for."""
+"""The values of `--on` for which a flag is valid."""
 
 
 def add_place_flags(parser: argparse.ArgumentParser) -> None:
@@ -98,13 +98,13 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class ResolvedCluster:
-    """Where the members of this run are, and how its processes find and trust each other."""
+    """The cluster of this run, and how its processes find and authenticate each other."""
 
     spec: ClusterSpec
     authority: Authority | None
-    """Of the run's key; None: all are on one host, where the user id says enough."""
+    """From the run's key; None: all are on one host, where the user id authenticates."""
     control: str | None
-    """The coordinator's address, if a person has given one."""
+    """The coordinator's address, if the user has given one."""
     timeouts: Timeouts
 
     @property
@@ -112,7 +112,7 @@ class ResolvedCluster:
         return self.spec.me.rank == 0
 
     def serve(self) -> int:
-        """Be an agent, until the coordinator ends; its exit code."""
+        """Run as an agent until the coordinator ends; return its exit code."""
         if self.spec.me.role == EVALUATOR:
             print(
                 f"{self.spec.me.name} has nothing to do: the workers evaluate between epochs, and "
@@ -137,7 +137,7 @@ class ResolvedCluster:
 
 
 def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
-    """The cluster that this process was started in; None: members are processes of this machine."""
+    """Find the cluster of this process; None: members are processes of this machine."""
     file = resolved.get("cluster", None, Path)
     name = resolved.get("as", None)
     place = resolved.get("on", "local" if file is None else "env")
@@ -173,7 +173,7 @@ def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
 
 
 def _refuse_several() -> None:
-    """Each of these processes would train by itself, in a folder of its own."""
+    """Refuse if this is one of several processes, which would each train alone, in a folder of their own."""
     several = one_of_several()
     if several is None:
         return
@@ -196,7 +196,7 @@ def trust(
     *,
     command: str = "train ... --on env",
 ) -> Authority | None:
-    """The authority of the run's key; None: all are on one host, and need none."""
+    """The authority of the run's key; None: all processes are on one host and need none."""
     if control is not None and parse_address(control).path:
         raise UsageError(f"--control {control}: between processes it is tcp://HOST:PORT.")
     key = read_key(key_file)
@@ -206,7 +206,7 @@ def trust(
 
 
 def meeting_place(spec: ClusterSpec, control: str | None, authority: Authority | None) -> str:
-    """Where the first process listens, if no other does so in its place."""
+    """The address at which rank 0 listens; an error if another process is rank 0."""
     if authority is not None and control is None:
         check_only_lead(spec, authority=authority, host=socket.gethostname())
     return listening_address(spec, control, keyed=authority is not None)
@@ -228,7 +228,7 @@ def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
 def leading(
     cluster: ResolvedCluster | RayCluster | None, resolved: Resolved, options: RunOptions
 ) -> Iterator[tuple[LaunchPlan, Callable[[int], int]]]:
-    """While it is led. Call what is given with the exit code: the agents end with the same."""
+    """Yield the launch plan, and a function to call with the exit code, with which the agents end."""
     if cluster is None:
         control = resolved.get("control", "unix")
         if options.debug:
@@ -261,7 +261,7 @@ def leading(
 
 
 def fit_strategy(text: str, cluster: ClusterSpec) -> str:
-    """The spec, with the servers that the cluster's description names."""
+    """Add the servers of the cluster description to the spec."""
     number = cluster.num_servers
     if not number:
         return text
@@ -283,7 +283,7 @@ def fit_strategy(text: str, cluster: ClusterSpec) -> str:
 
 
 def default_workers(config: Strategy, cluster: ClusterSpec) -> int:
-    """One in each slot, but for those that servers take."""
+    """One worker per slot, without those that servers take."""
     if config.default_workers == 1:
         return 1
     servers = 0 if cluster.servers else config.servers_for(cluster.num_workers)
@@ -291,7 +291,7 @@ def default_workers(config: Strategy, cluster: ClusterSpec) -> int:
 
 
 def check_room(config: Strategy, cluster: ClusterSpec, workers: int, *, is_range: bool) -> None:
-    """Refuse what the slots do not suffice for; with MIN:MAX others may come later."""
+    """Refuse more members than there are slots; with MIN:MAX more slots may come later."""
     servers = 0 if cluster.servers else config.servers_for(workers)
     if is_range or workers + servers <= cluster.num_workers:
         return

@@ -46,7 +46,7 @@ def add_ray_flags(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A Ray cluster, before anybody has connected to it."""
+    """A Ray cluster, not connected yet."""
 
     address: str
     """Empty: that of RAY_ADDRESS, or of this machine, or one that is started."""
@@ -58,7 +58,7 @@ class RayCluster:
     """There is no description of it: Ray is asked."""
 
     def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
-        """Connect. Whoever gets this ends the launcher, which gives back what was taken."""
+        """Connect to Ray. The caller has to end the launcher, which releases the slots."""
         servers, least = options.servers, options.min_workers if is_range else None
         cpus = options.threads * (options.workers + servers)
         ship = str(self.ship.resolve()) if self.ship else None
@@ -97,7 +97,7 @@ class RayCluster:
         )
 
     def _job(self, reference: str) -> Path:
-        """The job's file, as members find it: in the folder that was sent to them, or where it is."""
+        """The job's file, as members find it: in the shipped folder, or where it is."""
         path = find_job(reference).path
         if self.ship is None:
             return path

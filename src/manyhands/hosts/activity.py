@@ -1,4 +1,4 @@
-"""What a member is doing inside the job's own code, so that a hang is blamed on the member that hangs.
+"""Tracks what a member does inside the job's code, so that a hang is attributed to the right member.
 
 Every section that runs the job's code, or that may block on a disk, names itself. Everything else counts
 as waiting: for orders, or for other members. Costs a few attribute assignments per section.
@@ -19,13 +19,13 @@ WAITING = ""
 
 @dataclass
 class Activity:
-    """Written by the thread that trains, read by the one that sends beats."""
+    """Written by the training thread, read by the thread that sends beats."""
 
     step: int = 0
     """0 outside of steps."""
     doing: str = WAITING
     ticks: int = 0
-    """Counts whatever was got done: steps, micro-batches, batches of an evaluation."""
+    """Counts progress: steps, micro-batches, batches of an evaluation."""
 
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a container or a batch system allows this process, as the kernel's control groups say.
+"""Limits that a container or batch system sets for this process, from the kernel's control groups.
 
 A limit may stand at any level above the process: the strictest counts. Version 2 has one tree,
 version 1 one for each controller; inside a container the own level may not be visible, but its top
@@ -21,11 +21,11 @@ NO_LIMIT_BYTES = 1 << 60
 class MemoryLimit:
     limit_bytes: int
     used_bytes: int
-    """Without the page cache that the kernel would give up first."""
+    """Without the page cache, which the kernel would drop first."""
 
 
 def memory_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> MemoryLimit | None:
-    """The limit that leaves the least, or None where there is none."""
+    """The limit that leaves the least memory, or None if there is none."""
     limits = []
     for folder in _levels("memory", root, membership):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
@@ -37,7 +37,7 @@ def memory_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> MemoryLimi
 
 
 def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
-    """The cores' worth of time that this process may use, or None for all."""
+    """The CPU time that this process may use, in cores; None: no limit."""
     quotas = []
     for folder in _levels("cpu", root, membership):
         quota, period, *_ = [*_text(folder / "cpu.max").split(), "", ""]
@@ -49,7 +49,7 @@ def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
 
 
 def _levels(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """The folders of the groups that this process is in, the innermost first."""
+    """The folders of this process's control groups, innermost first."""
     for line in _text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

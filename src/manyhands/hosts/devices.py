@@ -1,4 +1,4 @@
-"""Which device a member computes on. Imports torch when asked, not before."""
+"""Picks the device of a member. Imports torch only when called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manyhands.errors import UsageError
 
 
 def check_device(wish: str) -> None:
-    """Refuse what is not a device, before any process looks for it."""
+    """Refuse an invalid device before any process is started."""
     for part in wish.split(","):
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", part.strip()):
             raise UsageError(
@@ -29,7 +29,7 @@ def pick_device(wish: str, local_rank: int) -> str:
     if len(wishes) > 1:
         turn, place = divmod(local_rank, len(wishes))
         wish = wishes[place]
-        # Among those who asked for any GPU, the how manieth this one is.
+        # Its index among the members that asked for any GPU.
         local_rank = turn * wishes.count(wish) + wishes[:place].count(wish)
     gpus = torch.cuda.device_count() if wish != "cpu" else 0
     if wish == "auto":
@@ -45,7 +45,7 @@ def pick_device(wish: str, local_rank: int) -> str:
 
 
 def device_id(device: str) -> str:
-    """Tells a device apart over the whole cluster."""
+    """Identify a device in the whole cluster."""
     if not device.startswith("cuda"):
         return f"{socket.gethostname()}/cpu/{os.getpid()}"
     import torch

@@ -1,4 +1,4 @@
-"""What a network does to a process, done to it on purpose: one of its connections is reset.
+"""Injects a network fault: resets one of a process's connections.
 
 Needs pidfd_getfd (Linux 5.6) and the right to look into that process, which a parent mostly has.
 """
@@ -35,7 +35,7 @@ def cut_a_link(pid: int, rng: random.Random, *, but_port: int = 0) -> bool:
 
 
 def _reset(process: int, number: int, but_port: int) -> bool:
-    """Whether a descriptor of another process was a connection, which it is no more."""
+    """Disconnect a descriptor of another process; false if it was no connection."""
     libc = ctypes.CDLL(None, use_errno=True)
     copied = libc.syscall(PIDFD_GETFD, process, number, 0)
     if copied < 0:

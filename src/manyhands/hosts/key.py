@@ -1,4 +1,4 @@
-"""The run's key: one secret text that every process of a run over several hosts is given.
+"""The run's key: a secret that every process of a run on several hosts is given.
 
 From it each process makes the same certificate authority (see transport/tls.py). It comes from the variable
 MANYHANDS_KEY or from a file that nobody else can read; never from a command line, which every user of a
@@ -24,7 +24,7 @@ def fresh_key() -> str:
 
 
 def read_key(key_file: Path | None) -> str | None:
-    """The key that this process was given, by file before environment; None if it was given none."""
+    """Read the key of this process, from a file or else the environment; None if there is none."""
     if key_file is not None:
         return _checked(_from_file(key_file), f"The file {key_file}")
     text = os.environ.get(VARIABLE)
@@ -50,7 +50,7 @@ def _from_file(path: Path) -> str:
 
 
 def _checked(text: str, where: str) -> str:
-    """The key without the spaces around it. An error tells its length, and nothing else of it."""
+    """Strip and check a key. Errors contain its length and nothing else of it."""
     text = text.strip()
     if len(text) < MIN_CHARACTERS or not text.isprintable():
         raise UsageError(
@@ -61,7 +61,7 @@ def _checked(text: str, where: str) -> str:
 
 
 def no_key(source: str, command: str = "train ... --on env") -> UsageError:
-    """What to say where one is needed. `command`: what is run on every host."""
+    """The error if a key is required and missing. `command`: what is run on every host."""
     line = f"manyhands {command} --key-file run.key"
     return UsageError(
         f"{source} may name other hosts, and no key was given, so that anybody in the network could "

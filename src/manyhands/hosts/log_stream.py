@@ -1,8 +1,8 @@
-"""What members print, on its way to the coordinator: bounded, so that nobody ever waits for it.
+"""Carries the output of members to the coordinator, with bounded buffers, so that no member ever waits.
 
-A member that prints must not stand still because a network is slow. So its output is read as fast as it
-comes, and what does not fit into the buffer is left out and counted (LogStream, in an agent). At the other
-end a full disk must not end the run: what can't be written is left out and counted too (LogFiles).
+A slow network must not block a member that prints. So its output is read as fast as it is printed, and
+what does not fit into the buffer is dropped and counted (LogStream, in an agent). At the other end a full
+disk must not end the run: output that can't be written is dropped and counted, too (LogFiles).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from manyhands.threads import OnError, describe, start_thread
 
 CHUNK_BYTES = 1 << 15
 BUFFER_BYTES = 1 << 20
-"""Of each member, while they wait to be sent."""
+"""Buffer of each member's output that waits to be sent."""
 
 
 class LogStream:
-    """Reads the outputs of members and hands them to `send(name, data)`, in one thread of its own."""
+    """Reads the output of members and passes it to `send(name, data)`, in a thread of its own."""
 
     def __init__(self, send: Callable[[str, bytes], None], *, on_error: OnError) -> None:
         """`on_error`: called if nothing can be sent any more."""
@@ -35,7 +35,7 @@ class LogStream:
         start_thread(self._carry, name="logs", on_error=self._fail)
 
     def follow(self, name: str, output: IO[bytes]) -> threading.Thread:
-        """Read until its end; the thread ends when all was read."""
+        """Read to the end of the output; the returned thread ends with it."""
 
         def on_error(error: BaseException) -> None:
             self.add(name, f"\n[its output can't be read any more: {describe(error)}]\n".encode())
@@ -67,7 +67,7 @@ class LogStream:
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        self.close()  # whoever waits in flush() need not
+        self.close()  # flush() need not wait any longer
         self._on_error(error)
 
     def _read(self, name: str, output: IO[bytes]) -> None:
@@ -84,7 +84,7 @@ class LogStream:
                 if self._closed:
                     return
                 name = next(name for name, waiting in self._waiting.items() if waiting)
-                waiting = self._waiting.pop(name)  # the next time it stands behind the others
+                waiting = self._waiting.pop(name)  # next time it comes after the others
                 data = bytes(waiting[:CHUNK_BYTES])
                 if rest := waiting[CHUNK_BYTES:]:
                     self._waiting[name] = rest
@@ -96,15 +96,14 @@ class LogFiles:
     """Writes the logs of members on other hosts. A log that can't be written never ends anything."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """`tell`: says something to whoever watches the run."""
+        """`tell` prints a notice of the run."""
         self._folder = folder
         self._tell = tell
         self._told = False
         self._left_out: dict[str, int] = {}
 
     def add(self, name: str, data: bytes | memoryview) -> None:
-        """Append to the log of a member; without data, see that there is one. Called by one thread for each
-        member."""
+        """Append to the log of a member; without data, create it. Called by one thread per member."""
         try:
             with open(self._folder / f"{name}.log", "ab", buffering=0) as log:
                 if left_out := self._left_out.get(name, 0):

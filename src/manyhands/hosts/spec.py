@@ -1,8 +1,8 @@
-"""Who takes part, as somebody else has said it: a scheduler, torchrun, or a file. Pure.
+"""The processes of a cluster, as described by a scheduler, torchrun or a file. Pure.
 
 A ClusterSpec is a list of entries. An entry is one process that was started for us, or one host: the first,
-with rank 0, is the coordinator; each of the others is an agent that starts members where it stands. The
-readers in `specs/` make one from what they are given, and check it; what is here can't be wrong any more.
+with rank 0, is the coordinator; each of the others is an agent that starts members on its host. The readers
+in `discovery/` build it from a description and check it, so a ClusterSpec is always valid.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from manyhands.errors import ClusterError
 from manyhands.hosts.view import SERVER, WORKER
 
 COORDINATOR = "coordinator"
-"""Coordinates, and works like the others unless it has no slots."""
+"""Coordinates, and runs members like the others unless it has no slots."""
 EVALUATOR = "evaluator"
-"""Has nothing to do: the workers evaluate. It is in no count."""
+"""Has nothing to do, because the workers evaluate; not counted."""
 ROLES = (COORDINATOR, WORKER, SERVER, EVALUATOR)
 
 DEFAULT_PORT = 29600
-"""Of the coordinator, where nobody says another: not one of those that torch takes (29400, 29500)."""
+"""The coordinator's default port; not one of torch's (29400, 29500)."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Entry:
     """One process that was started for us, or one host."""
 
     name: str
-    """Nobody else has it: `rank-1`, `worker-0`, `gpu-a`."""
+    """Unique: `rank-1`, `worker-0`, `gpu-a`."""
     role: str
     rank: int
     """0, 1, ... without gaps; 0 is the coordinator, evaluators come last."""
     host: str = ""
-    """A name or an address; empty where this process was not told of it."""
+    """A name or an address; empty if unknown to this process."""
     port: int | None = None
-    """Where it may listen, if somebody has said so."""
+    """Where it may listen, if given."""
     local_rank: int | None = None
-    """Its number on its host, which picks the GPU; None where this process was not told of it."""
+    """Its number on its host, which picks the GPU; None if unknown to this process."""
     slots: int = 1
-    """How many members may be started there."""
+    """The number of members that may be started there."""
     devices: tuple[str, ...] = ()
-    """Of its members, one each; empty: whatever they find."""
+    """Devices of its members, one each; empty: they choose."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class ClusterSpec:
     entries: tuple[Entry, ...]
     """By rank."""
     host: str
-    """Where the coordinator is to be found."""
+    """The coordinator's host."""
     port: int | None
-    """Where the coordinator is to listen; None: nobody has said, or `store` has taken it."""
+    """The coordinator's port; None: not given, or taken by `store`."""
     source: str
-    """Where this was read, in words: `TF_CONFIG`."""
+    """Where this was read: `TF_CONFIG`."""
     mine: Entry | None = None
-    """The entry that this process is."""
+    """The entry of this process."""
     store: str | None = None
-    """host:port of a store of torch that somebody keeps there (torchrun); its port is taken."""
+    """host:port of a torch store that another process keeps there (torchrun); its port is taken."""
 
     def __post_init__(self) -> None:
         ranks = [entry.rank for entry in self.entries]
@@ -70,7 +70,7 @@ class ClusterSpec:
 
     @property
     def me(self) -> Entry:
-        """The entry that this process is, where one has to be known."""
+        """The entry of this process; an error if unknown."""
         if self.mine is None:
             names = ", ".join(entry.name for entry in self.entries)
             raise ClusterError(
@@ -81,14 +81,14 @@ class ClusterSpec:
 
     @property
     def meeting(self) -> str | None:
-        """host:port where processes meet without a coordinator: at that store, or at the port itself."""
+        """host:port for a rendezvous without a coordinator: that store, or the port itself."""
         if self.store is not None or self.port is None:
             return self.store
         return join_address(self.host, self.port)
 
     @property
     def size(self) -> int:
-        """How many take part: all but evaluators."""
+        """The number of entries, without evaluators."""
         return sum(entry.role != EVALUATOR for entry in self.entries)
 
     @property
@@ -97,17 +97,17 @@ class ClusterSpec:
 
     @property
     def workers(self) -> tuple[Entry, ...]:
-        """Where workers may run: the coordinator's own entry among them, if it has slots."""
+        """Entries where workers may run, including the coordinator's if it has slots."""
         return tuple(e for e in self.entries if e.role in (COORDINATOR, WORKER) and e.slots)
 
     @property
     def servers(self) -> tuple[Entry, ...]:
-        """Where nothing but parameter servers run."""
+        """Entries where only parameter servers run."""
         return tuple(entry for entry in self.entries if entry.role == SERVER)
 
     @property
     def num_workers(self) -> int:
-        """How many workers there is room for."""
+        """The number of slots for workers."""
         return sum(entry.slots for entry in self.workers)
 
     @property

@@ -25,7 +25,7 @@ HOOKS = ("_wrapped_call_impl", "_call_impl")
 
 
 def shown(error: BaseException, job: Path | None = None) -> str:
-    """The traceback of an exception, as a person is shown it. `job`: the job's file."""
+    """Format the traceback of an exception for the user. `job`: the job's file."""
     cause = error.__cause__
     # A process of a pool sends its traceback as text; what is above it here is how it was fetched.
     remote = getattr(cause, "tb", None) if type(cause).__name__ == "_RemoteTraceback" else None
@@ -35,7 +35,7 @@ def shown(error: BaseException, job: Path | None = None) -> str:
 
 
 def is_users(job: Path | None) -> Callable[[str], bool]:
-    """Tells the user's files from libraries: the job and whatever isn't installed, torch's or ours."""
+    """Whether a file is the user's: the job, or anything that is not installed, torch's or ours."""
     package = _package_of(str(job)) if job is not None else None
 
     def judge(file: str) -> bool:

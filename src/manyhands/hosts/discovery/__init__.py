@@ -1,4 +1,4 @@
-"""Readers of cluster descriptions, one file a source; `detect` tells which one applies."""
+"""Readers of cluster descriptions, one file per source; `detect` picks the one that applies."""
 
 from manyhands.hosts.discovery.detect import alone, detect, look
 from manyhands.hosts.discovery.several import LauncherProcess, one_of_several

@@ -32,7 +32,7 @@ def detect(
     name: str | None = None,
     hostname: str | None = None,
 ) -> ClusterSpec:
-    """The cluster that this process is a part of; an error if nothing says so.
+    """The cluster that this process belongs to; an error if nothing describes one.
 
     `cluster` and `name` are what `--cluster` and `--as` say.
     """
@@ -50,7 +50,7 @@ def look(
     name: str | None = None,
     hostname: str | None = None,
 ) -> ClusterSpec | None:
-    """The same, or None if nothing says anything of a cluster."""
+    """The same, or None if nothing describes a cluster."""
     environ = os.environ if environ is None else environ
     hostname = socket.gethostname() if hostname is None else hostname
     name = name or environ.get(AS) or None
@@ -75,14 +75,14 @@ def look(
 
 
 def alone(hostname: str | None = None) -> ClusterSpec:
-    """The cluster of a process that nobody has told anything."""
+    """The cluster of a process without any description."""
     name = socket.gethostname() if hostname is None else hostname
     me = Entry(name="rank-0", role=COORDINATOR, rank=0, host=name, local_rank=0)
     return ClusterSpec((me,), host=name, port=None, source="nobody: one worker", mine=me)
 
 
 def _leftover(reader: object, environ: Mapping[str, str]) -> bool:
-    """Job scripts of Slurm often set WORLD_SIZE, the same for all tasks; the rank is then srun's."""
+    """Slurm job scripts often set WORLD_SIZE, the same for all tasks; the rank is then from srun."""
     if reader is not torch_variables or "RANK" in environ or not slurm.applies(environ):
         return False
     spec = slurm.read(environ)

@@ -37,13 +37,13 @@ from manyhands.hosts.spec import (
 
 KEYS = ("name", "address", "role", "rank", "slots", "devices", "port")
 ELSEWHERE = {"chief": COORDINATOR, "master": COORDINATOR, "ps": "server"}
-"""What others call our roles."""
+"""Other names of our roles."""
 MAX_SLOTS = 1024
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 
 
 def read(path: Path, *, name: str | None = None, hostname: str = "") -> ClusterSpec:
-    """The cluster of a file; `name` is what `--as` says."""
+    """The cluster of a file; `name` is the value of `--as`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def read(path: Path, *, name: str | None = None, hostname: str = "") -> ClusterS
 def parse(
     data: Any, *, source: str = "cluster file", name: str | None = None, hostname: str = ""
 ) -> ClusterSpec:
-    """`mine` is None where nothing says which entry this host is; the others are not wrong for that."""
+    """`mine` is None if nothing says which entry this host is; the other entries are still valid."""
     if not isinstance(data, dict):
         raise ClusterError(f"{source} must be an object with a list of hosts.")
     _known(data, ("hosts", "port"), source)
@@ -145,7 +145,7 @@ def _entry(host: dict[str, Any], where: str) -> Entry:
 
 
 def _elect(entries: Sequence[Entry], source: str) -> list[Entry]:
-    """One of them is the coordinator: whoever says so, or the first worker."""
+    """Make one of them the coordinator: the one with that role, or the first worker."""
     said = [entry.name for entry in entries if entry.role == COORDINATOR]
     if len(said) > 1:
         raise ClusterError(
@@ -167,7 +167,7 @@ def _elect(entries: Sequence[Entry], source: str) -> list[Entry]:
 def _rank(
     entries: Sequence[Entry], hosts: Sequence[dict[str, Any]], source: str
 ) -> tuple[Entry, ...]:
-    """In the order of their ranks: those that are given, or the order of the file."""
+    """Sort by rank: the given ranks, or the order of the file."""
     given = [
         _number(host, "rank", f"{entry.name!r} in {source}", least=0, most=len(hosts) - 1)
         for entry, host in zip(entries, hosts, strict=True)

@@ -1,4 +1,4 @@
-"""How Slurm writes many hosts in few characters: `node[01-04,07],gpu1`. Pure.
+"""Slurm's compact lists of hosts: `node[01-04,07],gpu1`. Pure.
 
 list  = item ("," item)*           commas inside brackets belong to the brackets
 item  = text and brackets, in any order: rack[1-2]node[01-04]-ib
@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"[^\[\],\s]+")
 
 
 def expand_nodelist(text: str, *, name: str = "SLURM_JOB_NODELIST") -> list[str]:
-    """The hosts, in the order in which they are written; `name` is the variable, for messages."""
+    """Expand a list of hosts, in order; `name` is the variable, for messages."""
 
     def wrong(what: str) -> ClusterError:
         return ClusterError(
@@ -43,7 +43,7 @@ def expand_nodelist(text: str, *, name: str = "SLURM_JOB_NODELIST") -> list[str]
 
 
 def _split(text: str, wrong: Wrong) -> list[str]:
-    """Cut at the commas that are outside brackets."""
+    """Split at commas outside of brackets."""
     items, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
@@ -61,7 +61,7 @@ def _split(text: str, wrong: Wrong) -> list[str]:
 
 
 def _expand(piece: str, wrong: Wrong) -> list[str]:
-    """A bracket as the numbers that it stands for; anything else as itself."""
+    """Expand a bracket to its numbers; return anything else unchanged."""
     if not piece.startswith("["):
         if not _PLAIN.fullmatch(piece):
             raise wrong(f"{piece!r} is no part of a host's name")

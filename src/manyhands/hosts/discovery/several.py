@@ -1,4 +1,4 @@
-"""If the environment says that this process is one of several that were started together. Pure.
+"""Finds out whether this process is one of several that were started together. Pure.
 
 For a command that was not told `--on`: each process would train by itself, in a run folder of its own. Only
 what is sure counts. A Slurm allocation is no sign, as long as srun has not started this process; nor is a
@@ -19,7 +19,7 @@ from manyhands.hosts.discovery import kubernetes, slurm, tf_config, torch_variab
 from manyhands.hosts.spec import ClusterSpec
 
 STARTERS = {"torchrun": "torchrun ... --no-python ", "srun": "srun ... "}
-"""What stands before the command, by the source of the description."""
+"""What is typed before the command, by the source of the description."""
 MPI = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",  # Open MPI
     "PMI_RANK": "PMI_SIZE",  # MPICH, Intel MPI
@@ -29,17 +29,17 @@ MPI = {
 @dataclass(frozen=True)
 class LauncherProcess:
     source: str
-    """Whoever says so: "torchrun"."""
+    """The source of that information: "torchrun"."""
     size: int
     before: str = ""
-    """What stands before the command that trains with the others."""
+    """What is typed before the command that trains together."""
     variables: str = ""
-    """What a shell in between has to set, if anything."""
+    """Variables that a shell in between has to set."""
     spec: ClusterSpec | None = None
-    """None: `--on env` needs variables that nobody has set yet."""
+    """None: `--on env` needs variables that are not set yet."""
 
     def line(self, argv: Sequence[str]) -> str:
-        """The command of `argv`, as all processes together have to be given it."""
+        """The command of `argv`, as it has to be typed to train together."""
         module = os.path.basename(argv[0]) == "__main__.py"
         command = shlex.join([*argv[1:], "--on", "env"])
         if module and self.source == "torchrun":
@@ -69,7 +69,7 @@ def one_of_several(environ: Mapping[str, str] | None = None) -> LauncherProcess 
 
 
 def _mpi(environ: Mapping[str, str]) -> LauncherProcess | None:
-    """mpirun, which --on env does not read: it has to hand on its own variables."""
+    """mpirun, whose variables --on env does not read: they have to be passed on under other names."""
     if torch_variables.applies(environ) or slurm.applies(environ):
         return None
     for rank, size in MPI.items():

@@ -1,4 +1,4 @@
-"""What `srun` tells each task that it starts: SLURM_PROCID and the rest. Pure.
+"""The variables that `srun` sets for each task: SLURM_PROCID and others. Pure.
 
 Rank 0 runs on the first host of the step's list. The port is made from the job's number, so that all tasks
 know it without asking and two jobs on a host rarely want the same one:
@@ -61,7 +61,7 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
     at = _my_host(environ, hosts, listed)
     places = _places(environ, hosts, world)
     if places is None or places[rank] != (at, local):
-        # Laid out in a way of its own: only what this task was told is sure.
+        # An unusual layout: only the variables of this task itself are certain.
         places = [(0, 0), *[(None, None)] * (world - 1)]
         places[rank] = (at, local)
     entries = tuple(
@@ -125,7 +125,7 @@ Place = tuple[int | None, int | None]
 
 
 def _places(environ: Mapping[str, str], hosts: Sequence[str], world: int) -> list[Place] | None:
-    """Where each task runs, for the two usual ways to lay them out; None if it can't be told."""
+    """Where each task runs, for the two usual layouts; None if unknown."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if name in environ), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""A ClusterSpec for a person: what was understood, as a table. Pure."""
+"""Formats a ClusterSpec as a table. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TF_CONFIG`, the JSON by which TensorFlow is told of its cluster. Pure.
+"""`TF_CONFIG`, the JSON that describes a cluster to TensorFlow. Pure.
 
     {"cluster": {"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222", ...], "ps": [...]},
      "task": {"type": "worker", "index": 0}}
@@ -194,7 +194,7 @@ def _index(given: Any, role: str, count: int) -> int:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for a sentence."""
+    """Name the type of a value, for messages."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, int | float):

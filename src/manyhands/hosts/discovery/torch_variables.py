@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: what torchrun sets, and much else that starts torch. Pure.
+"""RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: set by torchrun and most other launchers of torch. Pure.
 
 A process is told its own rank and how many there are, and where rank 0 is; of the others it knows no more,
 except under torchrun, whose ranks on a host follow each other.
@@ -67,7 +67,7 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
 
 
 def _local_world(environ: Mapping[str, str], world: int, local: int) -> int:
-    """How many of the ranks are on this host, as far as it is said."""
+    """The number of ranks on this host, if known."""
     if "LOCAL_WORLD_SIZE" not in environ:
         return 1
     here = number(environ, "LOCAL_WORLD_SIZE", least=1, most=world)

@@ -1,4 +1,4 @@
-"""What the readers of cluster descriptions share: numbers, addresses, and how wrong ones are told. Pure."""
+"""Shared by the readers of cluster descriptions: numbers, addresses, and errors about wrong ones. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from manyhands.errors import ClusterError
 
 MAX_PORT = 65535
 MAX_ENTRIES = 100_000
-"""More than any cluster has: a wrong number is an error, not a list that fills the memory."""
+"""More than any cluster has: a wrong number is an error, and not a list that fills memory."""
 _HOST = re.compile(r"[^\s\[\]/,:]+")
 
 
 def number(
     environ: Mapping[str, str], name: str, *, least: int = 0, most: int | None = None
 ) -> int:
-    """A variable that has to be a whole number."""
+    """Read a variable that has to be a whole number."""
     text = environ[name].strip()
     allowed = f"{least} or more" if most is None else f"from {least} to {most}"
     if not re.fullmatch(r"[0-9]{1,18}", text):
@@ -34,7 +34,7 @@ def port(environ: Mapping[str, str], name: str) -> int:
 
 
 def host(environ: Mapping[str, str], name: str) -> str:
-    """A variable that has to be the name or the address of a host."""
+    """Read a variable that has to be the name or address of a host."""
     text = environ[name].strip()
     if not is_host(text):
         raise ClusterError(

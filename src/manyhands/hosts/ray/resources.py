@@ -1,7 +1,7 @@
-"""What is asked of a Ray cluster, and whether it could ever give it. Pure.
+"""The resources requested from a Ray cluster, and whether it could ever provide them. Pure.
 
-Each member has a slot, which Ray knows as a bundle of CPUs and perhaps a GPU, and in it an actor. Bundles
-of one placement group are reserved together, on as many nodes as possible (spread) or as few (pack).
+Each member has a slot, in Ray's terms a bundle of CPUs and perhaps a GPU, with an actor in it. Bundles of one
+placement group are reserved together, on as many nodes as possible (spread) or as few (pack).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyhands.hosts.view import SERVER, WORKER
 
 PLACEMENTS = ("spread", "pack")
 LOCAL = "local"
-"""The address of a cluster that is started for the run."""
+"""The address that stands for a cluster that is started for the run."""
 CLIENT = "ray://"
 
 
@@ -54,7 +54,7 @@ def _checked(address: str, given: str) -> str:
 
 @dataclass(frozen=True)
 class RaySlot:
-    """Room for one member."""
+    """Resources for one member."""
 
     rank: int
     """1, 2, ...: its number among the agents of the run."""
@@ -76,7 +76,7 @@ class RaySlot:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node of a Ray cluster, with all that it has, used or not."""
+    """A node of a Ray cluster with its total resources."""
 
     host: str
     address: str
@@ -85,7 +85,7 @@ class RayNode:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RayNode:
-        """From what `ray.nodes()` says of it."""
+        """From an entry of `ray.nodes()`."""
         has = record["Resources"]
         return cls(
             record["NodeManagerHostname"],
@@ -101,34 +101,34 @@ class RayNode:
 def slots_for(
     *, workers: int, servers: int, threads: int, device: str, gpus: float, first: int = 1
 ) -> list[RaySlot]:
-    """A slot for each member. `device`: as `--device` has it; `gpus`: how many the cluster has in all."""
-    wishes = [part.strip() for part in device.split(",")]
-    for wish in wishes:
-        if wish not in ("auto", "cpu", "cuda"):
+    """A slot for each member. `device`: the value of `--device`; `gpus`: total GPUs of the cluster."""
+    devices = [part.strip() for part in device.split(",")]
+    for each in devices:
+        if each not in ("auto", "cpu", "cuda"):
             raise UsageError(
                 f"--device {device}: on Ray it is auto, cpu or cuda, or several of them, one a worker: "
                 "cuda,cpu. Which GPU it is, Ray decides."
             )
-    chosen = [wishes[number % len(wishes)] for number in range(workers)]
+    chosen = [devices[number % len(devices)] for number in range(workers)]
     left = gpus - chosen.count("cuda")
-    # All or none: workers that were not told apart should be alike.
+    # All or none: workers with the same setting should be alike.
     auto = 0 < chosen.count("auto") <= left
     slots = [
-        RaySlot(first + number, WORKER, threads, wish == "cuda" or (wish == "auto" and auto))
-        for number, wish in enumerate(chosen)
+        RaySlot(first + number, WORKER, threads, each == "cuda" or (each == "auto" and auto))
+        for number, each in enumerate(chosen)
     ]
     return slots + [RaySlot(first + workers + number, SERVER, threads) for number in range(servers)]
 
 
 def in_order(slots: Sequence[RaySlot], least: int | None) -> tuple[list[RaySlot], list[RaySlot]]:
-    """Those without which nothing begins, and the rest. `least`: so many workers are enough; None: all."""
+    """Split into required and spare slots. `least`: so many workers are enough; None: all."""
     workers = [slot for slot in slots if slot.role == WORKER]
     spare = [] if least is None else workers[least:]
     return [slot for slot in slots if slot not in spare], spare
 
 
 def fitting(slots: Sequence[RaySlot], nodes: Sequence[RayNode]) -> int:
-    """For how many of these slots the nodes have room, if nobody else used them."""
+    """The number of these slots that fit on the nodes, if nothing else used them."""
     room = [[node.cpus, node.gpus] for node in nodes]
     number = 0
     # Those with a GPU first, the large before the small, and CPU slots where no GPU is wasted.
