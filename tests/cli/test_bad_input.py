@@ -206,7 +206,7 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
         assert running.wait().code == 130
 
 
-def test_every_verb_has_help_with_examples() -> None:
+def test_every_command_has_help_with_examples() -> None:
     for command in ([], *([name] for name in COMMANDS)):
         done = subprocess.run(
             [sys.executable, "-m", "manyhands.cli.main", *command, "--help"],

@@ -1,4 +1,4 @@
-"""Runs whose loss or weights are no finite numbers any more."""
+"""Runs whose loss or weights are no longer finite."""
 
 from __future__ import annotations
 

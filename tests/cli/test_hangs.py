@@ -1,4 +1,4 @@
-"""Workers that hang inside the job: named, and no obstacle to the end of a run."""
+"""Workers that hang inside the job: they are named, and do not block the end of a run."""
 
 from __future__ import annotations
 

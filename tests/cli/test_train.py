@@ -1,4 +1,4 @@
-"""The verbs as people use them: what is printed, what lies in the run folder, what resume makes of it."""
+"""The commands as people use them: output, run folder, resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short programs for a lab's hosts that talk to each other, and what there is of a lab."""
+"""Short programs for the hosts of a lab, and what exists of a lab."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WITHIN_S = 20.0
 
 
 def record_of(number: int) -> records.Record:
-    """Of a lab that is there."""
+    """Return the record of an existing lab."""
     return next(r for r in records.records() if r.layout.number == number)
 
 
 def left_over(record: records.Record) -> list[str]:
-    """Whatever is there of a lab. Where another program has its number by now, that is nothing."""
+    """Return what is left of a lab; nothing if another program reuses its number."""
     number = record.layout.number
     if any(r.layout.number == number and r != record for r in records.records()):
         return []

@@ -1,4 +1,4 @@
-"""Hosts of a lab: their own names, links that are slow or cut, counters; and nothing stays."""
+"""Hosts of a lab: names, slow and cut links, counters; and nothing is left behind."""
 
 from __future__ import annotations
 

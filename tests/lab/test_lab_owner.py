@@ -1,4 +1,4 @@
-"""What becomes of a lab whose program is ended from outside, wherever it is at that moment."""
+"""A lab whose program is killed at any moment leaves nothing behind."""
 
 from __future__ import annotations
 

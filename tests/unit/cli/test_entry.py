@@ -1,4 +1,4 @@
-"""Where the command begins and ends, signals come as they do in between."""
+"""Signals at the very start and end of a command."""
 
 from __future__ import annotations
 

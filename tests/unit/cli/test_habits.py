@@ -1,4 +1,4 @@
-"""What people type out of habit: what they are told to type instead."""
+"""Flags known from other trainers: the error says what to type instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `manyhands scale` says while it waits, and when it stops waiting."""
+"""What `manyhands scale` prints while it waits, and when it stops waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a lab is known before there is one: names, addresses, bandwidths, and whether it can be."""
+"""Names, addresses and bandwidths of a lab, and whether it can be made."""
 
 from __future__ import annotations
 

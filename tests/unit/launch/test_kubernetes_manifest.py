@@ -1,4 +1,4 @@
-"""The manifest for Kubernetes: sound by the published schemas, and what its pods would really run."""
+"""The manifest for Kubernetes: valid by the published schemas, and what its pods would run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ALL = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, ALL, {"claim": "here", "secret": "mine"}])
-def test_it_is_sound_by_the_published_schemas(kind: str, more: dict[str, Any]) -> None:
+def test_it_is_valid_by_the_published_schemas(kind: str, more: dict[str, Any]) -> None:
     """Those of Kubernetes itself; of what JobSet and KubeRay add, the jobs and pods inside."""
     checked = [
         document

@@ -1,4 +1,4 @@
-"""The script for sbatch: run for real, under small stand-ins for Slurm's programs."""
+"""The script for sbatch, run for real with fake programs of Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import Slurm
+from fake_slurm import Slurm
 
 from manyhands.errors import UsageError
 from manyhands.hosts.discovery import detect

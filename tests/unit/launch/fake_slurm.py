@@ -1,8 +1,8 @@
-"""Small programs on PATH that take the place of Slurm's, and of manyhands, for the scripts we write.
+"""Fake programs of Slurm, and a fake manyhands, on PATH, to run the scripts that we write.
 
-`sbatch` reads the directives, runs the script, and runs it again if the job was queued again; `srun` starts
-the tasks with the variables that the real one sets, and hands SIGUSR1 on; `scontrol` notes the wish;
-`manyhands` notes what it was asked and told, and ends as the test wants it to.
+`sbatch` reads the directives, runs the script, and runs it again if the job was requeued; `srun` starts
+the tasks with the variables that the real one sets, and forwards SIGUSR1; `scontrol` records the request;
+`manyhands` records its arguments and environment, and exits as the test's plan says.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ while True:
     if restarts:
         environ["SLURM_RESTART_COUNT"] = str(restarts)
     job = subprocess.Popen(["bash", script], env=environ)
-    # As Slurm does for B:, only the script itself is told.
+    # As Slurm does for B:, signal only the script itself.
     signal.signal(signal.SIGUSR1, lambda *_: job.send_signal(signal.SIGUSR1))
     open(f"{state}/job-{restarts}", "w").close()
     code = job.wait()
@@ -87,7 +87,7 @@ sys.exit(code)
 
 
 class Slurm:
-    """The programs in a folder, and what they have noted."""
+    """The programs in a folder, and what they recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,14 +105,14 @@ class Slurm:
 
     @property
     def setup(self) -> str:
-        """What puts the programs before those that are really there."""
+        """A line of shell that puts the fake programs first on PATH."""
         return f"export PATH='{self.folder}/bin':$PATH"
 
     @contextmanager
     def submitted(
         self, script: str, *plans: dict[str, Any], run: str = "runs/job-4711"
     ) -> Iterator[subprocess.Popen[str]]:
-        """`plans`: for each start the codes of the tasks, whether they wait to be warned, the outcome."""
+        """Submit a script. `plans`: for each start the exit codes, whether tasks wait, the outcome."""
         (self.state / "plan.json").write_text(json.dumps(plans))
         path = self.folder / "job.sbatch"
         path.write_text(script)
@@ -134,7 +134,7 @@ class Slurm:
             process.communicate(timeout=10)
 
     def tasks(self, start: int) -> list[dict[str, Any]]:
-        """What the tasks of a start have noted, by rank."""
+        """Return what the tasks of a start recorded, by rank."""
         found = []
         for path in self.state.glob(f"{start}-*.json"):
             try:
