@@ -11,7 +11,6 @@ PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {
     "Client": "to be split",
-    "Listener": "to be split",
 }
 """Class to the reason why it is larger."""
 

@@ -1,11 +1,11 @@
-"""The side of a link that waits: takes connections in, and lets in those that pass the handshake.
+"""The listening side of links: accepts connections, and passes on those that complete the handshake.
 
-A connection passes when its TLS certificate is of this run's authority, or it proves the run's
-secret (see hmac_auth.py); on a unix socket its process must be of the same user, which does without
-either. It is then welcomed with a frame (see link.py) and handed over as a Link. Whoever stalls,
-talks something else or has no right is dropped and counted.
+A connection must show a TLS certificate of this run's authority, or prove the run's secret (see
+hmac_auth.py); on a unix socket its process must belong to the same user, which needs neither. It then
+gets a welcome frame (see link.py) and is handed over as a Link. Connections that stall, speak another
+protocol or are not authorized are dropped and counted.
 
-Cost: one thread a listener for all handshakes, one descriptor for each connection in its own.
+Cost: one thread per listener for all handshakes, one descriptor per connection.
 """
 
 from __future__ import annotations
@@ -50,11 +50,87 @@ class _HalfOpen:
     handshake: Handshake
 
 
-class Listener:
-    """Takes connections in at an address, and hands over those that passed the handshake.
+class _Handshakes:
+    """The handshakes of a listener, step by step: a client that stalls in its own delays no other."""
 
-    One thread serves all handshakes step by step, so that a client that stalls in its own holds up
-    nobody. `refused` counts the connections that did not pass; see refusals.py for which are logged.
+    def __init__(
+        self,
+        credentials: Credentials | None,
+        secret: str | None,
+        *,
+        admit: Callable[[socket.socket, str], None],
+        refuse: Callable[[socket.socket, str, object], None],
+    ) -> None:
+        """`admit(sock, peer)` takes connections that pass, `refuse(sock, who, why)` the others."""
+        self.selector = selectors.DefaultSelector()
+        self._context = credentials.server_context() if credentials else None
+        self._secret = secret
+        self._half_open: list[_HalfOpen] = []  # the oldest first
+        self._admit, self._refuse = admit, refuse
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long to wait for events at most."""
+        if not self._half_open:
+            return None
+        return max(0.0, self._half_open[0].until - time.monotonic())
+
+    def begin(self, sock: socket.socket, who: str) -> None:
+        sock.setblocking(False)
+        if self._context is not None:
+            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            handshake = tls.listening_side(sock)
+        elif self._secret is not None:
+            handshake = hmac_auth.listening_side(sock, self._secret)
+        else:
+            self._admit(sock, who)
+            return
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            self._drop(self._half_open[0], "too many others in their handshake")
+        half = _HalfOpen(sock, who, time.monotonic() + HANDSHAKE_S, handshake)
+        self._half_open.append(half)
+        self.selector.register(sock, selectors.EVENT_READ, half)
+        self.proceed(half)
+
+    def proceed(self, half: _HalfOpen) -> None:
+        if half not in self._half_open:
+            return  # dropped by an event before it in the same round
+        try:
+            events = next(half.handshake)
+        except StopIteration as end:
+            self._forget(half)
+            try:
+                self._admit(half.sock, end.value)
+            except (OSError, LinkError) as error:
+                self._refuse(half.sock, half.who, error)
+        except (OSError, ValueError, LinkError) as error:
+            self._drop(half, error)
+        else:
+            self.selector.modify(half.sock, events, half)
+
+    def drop_late(self) -> None:
+        now = time.monotonic()
+        for half in [half for half in self._half_open if half.until <= now]:
+            self._drop(half, f"no handshake within {HANDSHAKE_S:g} s")
+
+    def close(self) -> None:
+        for half in self._half_open:
+            half.sock.close()
+        self.selector.close()
+
+    def _drop(self, half: _HalfOpen, why: object) -> None:
+        self._forget(half)
+        self._refuse(half.sock, half.who, why)
+
+    def _forget(self, half: _HalfOpen) -> None:
+        self.selector.unregister(half.sock)
+        self._half_open.remove(half)
+
+
+class Listener:
+    """Accepts connections at an address, and hands over those that pass the handshake.
+
+    `refused` counts the others; see refusals.py for which of them are logged.
     """
 
     def __init__(
@@ -68,27 +144,24 @@ class Listener:
         insecure: bool = False,
         on_refused: Callable[[str, object], None] | None = None,
     ) -> None:
-        """`on_refused(who, why)` is called instead of a warning in the log, in the listener's thread, which
-        must not be held up."""
+        """`on_refused(who, why)` is called instead of a warning in the log, in the listener's thread: it must
+        not block."""
         where = parse_address(address)
         check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
         self._limits = limits
         self._on_refused = on_refused
-        self._context = credentials.server_context() if credentials else None
-        self._secret = secret
         self._sock = _listening_socket(where, backlog)
         port = 0 if where.path else self._sock.getsockname()[1]
         self._where = Address(path=where.path, host=where.host, port=port)
         self.address = str(self._where)
         self._refusals = Refusals(logger, self.address)
-        self._half_open: list[_HalfOpen] = []  # the oldest first
         self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._sock, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._handshakes = _Handshakes(credentials, secret, admit=self._admit, refuse=self._refuse)
+        for sock in (self._sock, self._woken):
+            self._handshakes.selector.register(sock, selectors.EVENT_READ)
         self._failure = ""
         self._thread = start_thread(self._serve, name="manyhands-listener", on_error=self._fail)
 
@@ -106,15 +179,15 @@ class Listener:
                 f"({self.refused} refused so far)."
             ) from None
         if link is None:
-            self._ready.put(None)  # for the next one who waits
+            self._ready.put(None)  # for the next thread that waits
             if self._failure:
                 raise LinkError(f"The listener at {self.address} failed: {self._failure}")
             raise LinkClosed(f"The listener at {self.address} is closed.")
         return link
 
     def hand_over(self, take: Callable[[Link], None], *, name: str, on_error: OnError) -> None:
-        """From now on each connection that passed goes to `take`, in a thread of its own. `on_error`: called
-        with what `take` raises, after its link was closed, and when no more connections come in."""
+        """Call `take` with each new link from now on, in a thread of its own. `on_error` is called with
+        whatever `take` raises, after its link was closed, and when no more connections are accepted."""
 
         def guarded(link: Link) -> None:
             try:
@@ -146,9 +219,9 @@ class Listener:
             if self._where.path:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._where.path)
-            for sock in (self._sock, self._woken, *(half.sock for half in self._half_open)):
+            for sock in (self._sock, self._woken):
                 sock.close()
-            self._selector.close()
+            self._handshakes.close()
             with contextlib.suppress(queue.Empty):
                 while link := self._ready.get_nowait():
                     link.close()
@@ -156,19 +229,15 @@ class Listener:
 
     def _serve(self) -> None:
         while not self._closed:
-            oldest = self._half_open[0] if self._half_open else None
-            wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
-            for key, _ in self._selector.select(wait_s):
+            for key, _ in self._handshakes.selector.select(self._handshakes.patience_s):
                 if key.fileobj is self._sock:
                     self._take()
                 elif key.data is not None:
-                    self._shake(key.data)
-            now = time.monotonic()
-            for half in [half for half in self._half_open if half.until <= now]:
-                self._drop(half, f"no handshake within {HANDSHAKE_S:g} s")
+                    self._handshakes.proceed(key.data)
+            self._handshakes.drop_late()
 
     def _fail(self, error: BaseException) -> None:
-        """Nobody can come in any more."""
+        """No connection can be accepted any more."""
         logger.error("%s failed", self.address, exc_info=error)
         self._failure = describe(error)
         self._ready.put(None)
@@ -185,55 +254,14 @@ class Listener:
         try:
             if self._where.path:
                 who = f"process {check_owner(sock)}"
-            sock.setblocking(False)
-            if self._context is not None:
-                sock = self._context.wrap_socket(
-                    sock, server_side=True, do_handshake_on_connect=False
-                )
-                handshake = tls.listening_side(sock)
-            elif self._secret is not None:
-                handshake = hmac_auth.listening_side(sock, self._secret)
-            else:
-                self._admit(sock, who)
-                return
+            self._handshakes.begin(sock, who)
         except (OSError, ValueError, LinkError) as error:
             self._refuse(sock, who, error)
-            return
-        if len(self._half_open) >= MAX_HALF_OPEN:
-            self._drop(self._half_open[0], "too many others in their handshake")
-        half = _HalfOpen(sock, who, time.monotonic() + HANDSHAKE_S, handshake)
-        self._half_open.append(half)
-        self._selector.register(sock, selectors.EVENT_READ, half)
-        self._shake(half)
-
-    def _shake(self, half: _HalfOpen) -> None:
-        if half not in self._half_open:
-            return  # dropped by an event before it in the same round
-        try:
-            events = next(half.handshake)
-        except StopIteration as end:
-            self._forget(half)
-            try:
-                self._admit(half.sock, end.value)
-            except (OSError, LinkError) as error:
-                self._refuse(half.sock, half.who, error)
-        except (OSError, ValueError, LinkError) as error:
-            self._drop(half, error)
-        else:
-            self._selector.modify(half.sock, events, half)
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         link = Link(sock, peer=peer, limits=self._limits)
         link.send(WELCOME)
         self._ready.put(link)
-
-    def _drop(self, half: _HalfOpen, why: object) -> None:
-        self._forget(half)
-        self._refuse(half.sock, half.who, why)
-
-    def _forget(self, half: _HalfOpen) -> None:
-        self._selector.unregister(half.sock)
-        self._half_open.remove(half)
 
     def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
         sock.close()
