@@ -1,11 +1,15 @@
-"""A worker's side of the parameter servers in one view: pushes gradients, waits for the news.
+"""A worker's side of the parameter servers in one view: pushes gradients, waits for new parameters.
 
-Inside a host a push is a word to the lead: the gradients lie in memory that all servers can read. Between
-hosts they travel in runs, over several connections, as soon as the backward has finished them, and the new
-parameters come back straight into the model's memory, those that the next forward needs first going first.
+Inside a host a push is one message to the lead: the gradients are in memory that all servers can read.
+Between hosts they are sent in runs, over several connections, as soon as the backward pass has finished them,
+and new parameters are received straight into the model's memory, in the order in which the next forward pass
+needs them.
 
 A connection that breaks while both sides live is made again, and what was not confirmed is sent again:
 servers count each push once. If the other side is dead, the coordinator knows, and a new view comes.
+
+Concurrency: the worker's main thread calls the public methods and waits on one condition. Messages are
+handled in the threads of event loops (transport/event_loop.py); connecting has a short-lived thread.
 """
 
 from __future__ import annotations
@@ -69,10 +73,10 @@ from manyhands.transport.event_loop import LinkReader
 logger = logging.getLogger("manyhands.ps")
 
 ASK_AFTER_S = 2.0
-"""Who waits longer than this asks the lead for whom."""
+"""After waiting this long, ask the lead which workers it waits for."""
 
 Dial = Callable[[str], Link]
-"""A new link to a server; tried until it is there, or a view comes."""
+"""Connects to a server; retries until it answers or a new view comes."""
 
 
 class Client(ServerRequests):
@@ -95,20 +99,20 @@ class Client(ServerRequests):
         send_gate: SendGate | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`check` is called while waiting, and raises when there is nothing to wait for any more.
+        """`check` is called while waiting, and raises when waiting has become pointless.
         `resolved(seq, fate)` is called from another thread, once for each push; `refused(server, why)` when a
         server talks nonsense.
         `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
-        that this very process keeps, if it keeps any. `uplink`: told of what is under way."""
+        that this very process keeps, if it keeps any. `send_gate`: counts what is being sent."""
         super().__init__(servers[0])
         self.placement: Placement | None = None
         self.last_parts: set[tuple[int, int]] = set()
         """(step, part) of the last update before this view."""
         self.ticks = 0
         self.homes: RowPlacement | None = None
-        """Where rows of tables are, if they are served."""
+        """Which servers hold which table rows, if rows are served."""
         self.bytes_of_servers = 0
-        """Sent by servers, as far as they have told this worker."""
+        """Bytes sent by servers, as far as they have reported it to this worker."""
         self._worker = worker
         self._seen = seen
         self._view = view
@@ -124,7 +128,7 @@ class Client(ServerRequests):
         self._closed = False
         self._refused: ManyhandsError | None = None
         self._error: BaseException | None = None
-        """What ended a thread that reads."""
+        """An unexpected error while handling a message."""
         self._all_shared = False
         self._seq = 0
         self._last_push = 0
@@ -134,9 +138,9 @@ class Client(ServerRequests):
         self._woken = False
         self._late: set[int] = set()
         self._released: set[int] = set()
-        """Pushes too late for their round, which wait for the next: the worker need not."""
+        """Pushes too late for their round, which count for the next: the worker need not wait for them."""
         self._fates: dict[int, PushOutcome] = {}
-        """Of pushes that some server has told of: all servers tell the same."""
+        """Of pushes that some server has reported: all servers report the same."""
         self._under_way: dict[int, Push] = {}
         self._resting = False
         self._pulled: set[str] = set()
@@ -148,14 +152,14 @@ class Client(ServerRequests):
             with self._waiting("the view to begin") as wait:
                 wait(lambda: [h.name for h in self._hosts.values() if not h.began])
         except BaseException:
-            self.close()  # its readers would come back again and again to servers of later views
+            self.close()  # else it would keep reconnecting, to servers of later views
             raise
 
     # Steps --------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Of the parameters that are here."""
+        """The version of the parameters that are here."""
         if self._all_shared:
             return self._params.mark
         return min(host.here for host in self._hosts.values())
@@ -169,7 +173,7 @@ class Client(ServerRequests):
         return sum(host.bytes_sent for host in self._hosts.values())
 
     def begin(self, *, rounds: bool) -> tuple[int, int]:
-        """The (seq, slot) of the next step, once it may begin and its slot is free."""
+        """Wait until the next step may begin and a slot is free. Returns its (seq, slot)."""
         if self._resting:
             self._resting = False
             with self._news:
@@ -188,7 +192,7 @@ class Client(ServerRequests):
         return seq, slot
 
     def push_run(self, server: str, i: int, *, seq: int, slot: int, priority: int) -> None:
-        """A piece of a gradient is complete: send it ahead of the push that it belongs to."""
+        """Send a complete piece of a gradient, ahead of the push that it belongs to."""
         host = self._hosts[server]
         with self._news:
             host.ahead.append((i, seq, slot))  # sent again if connections break before the push
@@ -215,8 +219,8 @@ class Client(ServerRequests):
         began: int,
         baskets: Mapping[str, memoryview] | None = None,
     ) -> None:
-        """A gradient is complete; its runs were pushed, where they travel. `baskets`, by server: what
-        it wants changed in tables, which travels along."""
+        """Push a complete gradient, whose runs were sent before if they travel. `baskets`, by server: its
+        gradients of table rows, which are sent along."""
         seq = push.seq
         message = PushMessage(push, began, after=self._last_push)
         self._last_push = seq
@@ -226,7 +230,7 @@ class Client(ServerRequests):
             for host in self._hosts.values():
                 host.ahead.clear()
         for name in self._hosts:
-            # Where all share memory, the lead's word is enough.
+            # In shared memory it is enough that the lead knows.
             if name == self._lead or not self._all_shared:
                 self._send_push(name, pushed)
 
@@ -236,12 +240,12 @@ class Client(ServerRequests):
         self._send(name, push.message)
 
     def finish(self, seq: int) -> None:
-        """Until the push is in the weights everywhere, or was left out, or need not be waited for."""
+        """Wait until the push is in the weights everywhere, was dropped, or need not be waited for."""
         with self._waiting(f"step {seq}", asks=seq) as wait:
             wait(lambda: [] if seq in self._released else self._holders(seq))
 
     def drain(self) -> None:
-        """Until the fate of every push is known."""
+        """Wait until the outcome of every push is known."""
         if self._under_way:
             self._ask(self._lead, PushesEnd())
         with self._waiting("its last pushes", asks=self._seq) as wait:
@@ -249,7 +253,7 @@ class Client(ServerRequests):
             self._hosts[self._lead].requests.pop(PushesEnd, None)
 
     def pull(self) -> None:
-        """Until the newest parameters are here, which others may have changed meanwhile."""
+        """Wait for the newest parameters, which other workers may have changed meanwhile."""
         if not self._all_shared:
             with self._news:
                 self._pulled = set()
@@ -260,7 +264,7 @@ class Client(ServerRequests):
             self.wait_for_runs()
 
     def wait_for_runs(self, needed: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Until the runs (server to their numbers; all) are here in the version that was told."""
+        """Wait until these runs (indices by server; None: all) have arrived in the announced version."""
 
         def behind() -> list[str]:
             return [
@@ -278,17 +282,17 @@ class Client(ServerRequests):
                 wait(behind)
 
     def rest(self) -> None:
-        """Nobody needs to wait for this worker, until its next step."""
+        """Tell the lead not to wait for this worker until its next step."""
         if not self._resting:
             self._resting = True
             self._ask(self._lead, Rest())
 
     def travelling(self) -> dict[str, list[Span]]:
-        """The runs that travel, by server."""
+        """The runs that are sent over the network, by server."""
         return {name: host.runs for name, host in self._hosts.items() if host.travels}
 
     def wake_up(self) -> None:
-        """Whoever waits should look again."""
+        """Have waiting threads check again."""
         with self._news:
             self._news.notify_all()
 
@@ -309,7 +313,7 @@ class Client(ServerRequests):
     def _waiting(
         self, what: str, *, asks: int | None = None
     ) -> Iterator[Callable[[Callable[[], Sequence[str]]], None]]:
-        """Gives a function that waits until nobody is missing; each wait has a deadline and a name."""
+        """Yields a function that waits until no server is missing; each wait has a deadline and a name."""
 
         def wait(missing: Callable[[], Sequence[str]]) -> None:
             began = time.monotonic()
@@ -337,7 +341,7 @@ class Client(ServerRequests):
             raise self._error
 
     def _fail(self, error: BaseException) -> None:
-        """A reader has failed: nothing that it would have heard arrives any more."""
+        """A message could not be handled: raise its error in the thread that waits."""
         with self._news:
             self._error = self._error or error
             self._news.notify_all()
@@ -357,7 +361,7 @@ class Client(ServerRequests):
         return [name for name, host in self._hosts.items() if host.done < seq]
 
     def _holds(self, slot: int) -> list[str]:
-        """The servers that still need what lies in a slot."""
+        """The servers that still need the contents of a slot."""
         return [
             name
             for push in self._under_way.values()
@@ -486,7 +490,7 @@ class Client(ServerRequests):
         with self._news:
             self.placement = placement
             self.homes = begun.homes
-            if not host.runs:  # else it is back, and what was here still is
+            if not host.runs:  # else it was connected before, and what arrived is still here
                 host.runs, host.arrived = runs, [-1] * len(runs)
                 if self._replica is not None:
                     host.replica = partial(self._replica, host.name)
@@ -571,7 +575,7 @@ class Client(ServerRequests):
             self._resolved(seq, fate)
 
     def _take_resolved(self) -> list[tuple[int, PushOutcome]]:
-        """Pushes whose fate is known now and was not before."""
+        """Remove and return the pushes whose outcome has just become known."""
         known = []
         for seq in [seq for seq in self._under_way if not self._holders(seq)]:
             del self._under_way[seq]
@@ -589,4 +593,4 @@ class Client(ServerRequests):
         try:
             self._hosts[name].link.send(FROM_WORKER.write(message), payload)
         except LinkError:
-            pass  # its reader knows, and connects again or gives up
+            pass  # its reader notices too, and reconnects or gives up

@@ -1,7 +1,7 @@
-"""A member's place among parameter servers: finding the others, the memory, and its own server if it is one.
+"""A member among parameter servers: finds the others and the memory, and runs its own server if it is one.
 
-Workers and dedicated servers have one each. It lives as long as the process, while servers and their
-clients are made anew for every view.
+Workers and dedicated servers have one each. It lives as long as the process; servers and clients are new in
+every view.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from manyhands.transport import Limits, Link
 logger = logging.getLogger("manyhands.ps")
 
 DIAL_S = 0.5
-"""An address that was posted is listened at, or its process is dead; then a view comes."""
+"""Timeout of one attempt. A posted address is listened at, or its process is dead and a view comes."""
 POLL_S = 0.1
 APART_S = 5.0
-"""A server that has not answered for so long, and lives, is not reached from here."""
+"""A living server that has not answered for this long is unreachable from here."""
 
 FAILED_S = 2.0
-"""A server that has failed ends its process after this time, unless a view comes."""
+"""Grace period before a failed server ends its process, in case a view comes."""
 
 
 class PsNode:
@@ -55,9 +55,9 @@ class PsNode:
         self.server: Server | None = None
         self.shared = False
         self.send_gate = SendGate()
-        """Of this process: gradients leave before sums."""
+        """Lets gradients of this process leave before sums."""
         self.rounds: tuple[RoundTable, Doorbell] | None = None
-        """Where rounds are agreed on without messages, inside a host."""
+        """Shared memory in which rounds are agreed on without messages, inside a host."""
         self._server_state: ServerState | None = None
         self._has_tables = False
         self._tables = train_state.tables.stores
@@ -69,11 +69,11 @@ class PsNode:
 
     @cached_property
     def schedule_clock(self) -> ScheduleClock:
-        """Not before the first view: a checkpoint is loaded after this was made."""
+        """Made in the first view: the checkpoint is loaded after this object was made."""
         return ScheduleClock(self.train_state.scheduler)
 
     def check(self) -> None:
-        """Raises when there is nothing to wait for any more."""
+        """Raise if waiting has become pointless: a view comes, or the server here has failed."""
         if self.me.view_changing:
             raise ViewChanging(f"view {self.me.newest_view} is coming")
         if self.server is not None and self.server.error is not None:
@@ -94,13 +94,13 @@ class PsNode:
         return workers
 
     def leave(self, view: View | None = None) -> None:
-        """End what there is of the view before; what the dead have said is still heard."""
+        """End the server of the last view; messages that dead members have sent are still handled."""
         if self.server is not None:
             server, self.server = self.server, None
             server.freeze(view.names if view is not None else self.me.view.names)
 
     def find_rounds(self, view: View) -> None:
-        """The table and the bells of this view, where it has them."""
+        """Find the table and the doorbells of this view, if it has them."""
         if self.rounds is not None:
             for each in self.rounds:
                 each.close()
@@ -118,7 +118,7 @@ class PsNode:
         self.rounds = (table, Doorbell(me.view_folder(view), me.name))
 
     def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
-        """Find the memory and, if this member serves, the other servers. Does not wait for them."""
+        """Find the memory and, if this member is a server, the other servers. Does not wait for them."""
         self.find_memory(view)
         self.find_tables(view)
         self.find_rounds(view)
@@ -167,11 +167,11 @@ class PsNode:
 
     @property
     def _serves_rows(self) -> bool:
-        """Rows are changed by servers where they travel, or where an update is made of several gradients."""
+        """If true, servers change the rows: they are sent, or an update has several gradients."""
         return bool(self._tables.specs) and (self.mode.rounds or not self.shared)
 
     def wait_until_begun(self) -> None:
-        """Until the servers of this view have begun it, where this member is one."""
+        """If this member is a server, wait until all servers have begun the view."""
         deadline = time.monotonic() + self.me.timeouts.view_s
         while self.server is not None and not self.server.begun.wait(POLL_S):
             self.check()
@@ -182,7 +182,7 @@ class PsNode:
         self.check()
 
     def replica_version(self, owner: str) -> int:
-        """Of another server's blocks that are kept here."""
+        """The version of the replica of another server's blocks here."""
         assert self._server_state is not None
         return self._server_state.held.versions.get(owner, -1)
 
@@ -191,7 +191,7 @@ class PsNode:
         return self.server is not None and self.servers_in(self.me.view)[0] == self.me.name
 
     def settled(self) -> dict[str, Any] | None:
-        """What is in the weights, by the word of the lead."""
+        """What is in the weights, on the lead; None on others."""
         if not self.leads:
             return None
         assert self._server_state is not None
@@ -203,7 +203,7 @@ class PsNode:
         }
 
     def dial(self, server: str) -> Link:
-        """A link to a server of the present view; tried until it answers, or a view comes."""
+        """Connect to a server of this view; retries until it answers or a view comes."""
         view = self.me.view.number
         address = self.fetch(f"ps/{view}/{server}")
         began, asked = time.monotonic(), False
@@ -222,7 +222,7 @@ class PsNode:
                     self._ask_for_a_view(server)
 
     def fetch(self, key: str) -> str:
-        """From the board, as soon as it is there."""
+        """Wait for a value on the board."""
         assert self.me.board is not None
         deadline = time.monotonic() + self.me.timeouts.view_s
         while True:
@@ -234,7 +234,7 @@ class PsNode:
                     raise
 
     def _ask_for_a_view(self, peer: str) -> None:
-        """Another server lives, and can't be heard: in a new view all find each other again."""
+        """Ask for a new view, in which all servers connect again: a living one is unreachable."""
         assert self.me.board is not None
         with suppress(LinkError):
             self.me.board.say("report", what="torn", view=self.me.view.number, peer=peer)
@@ -251,7 +251,7 @@ class PsNode:
         fail_process(error)
 
     def refused(self, peer: str, why: str) -> None:
-        """A peer talks nonsense: have it ended, before all wait for it."""
+        """Report a peer that broke the protocol, to have it ended before all wait for it."""
         assert self.me.board is not None
         with suppress(LinkError):
             self.me.board.say(
@@ -263,7 +263,7 @@ class PsNode:
         self.me.board.post(key, value)
 
     def find_memory(self, view: View) -> None:
-        """The parameters: once a host where memory is shared, once a process where not.
+        """Find the parameters: one copy per host if memory is shared, else one per process.
 
         The lead has them from the beginning, or has survived with them: it tells the others where.
         """
@@ -284,7 +284,7 @@ class PsNode:
             self._post(key, self.params.segment.address)
 
     def find_tables(self, view: View) -> None:
-        """The tables likewise: the lead shares them, others attach. Once: they outlive whoever made them."""
+        """Find the tables likewise: the lead shares them, others attach. Once: they outlive their creator."""
         tables = self.train_state.tables
         if not tables.specs or not self.shared:
             return

@@ -26,13 +26,13 @@ from manyhands.ps.server_connection import ServerConnection
 from manyhands.ps.tensor_messages import TensorMessages
 
 Wait = Callable[[Callable[[], Sequence[str]]], None]
-"""Waits until nobody is missing."""
+"""Waits until no server is missing."""
 
 
 class ServerRequests(ABC):
     def __init__(self, lead: str) -> None:
         self.answers: dict[tuple[str, int], memoryview] = {}
-        """By server and tag: rows that were asked for."""
+        """Requested rows, by server and tag."""
         self._lead = lead
         self._news = threading.Condition()
         self._hosts: dict[str, ServerConnection] = {}
@@ -47,11 +47,11 @@ class ServerRequests(ABC):
     def _send(self, name: str, message: Any, payload: memoryview | None = None) -> None: ...
 
     def states(self) -> TensorMessages:
-        """What the servers' optimizers remember."""
+        """Fetch the state of the servers' optimizers."""
         return self._ask_all(StateRequest(), "the optimizer's state")
 
     def table_states(self, since: int | None = None) -> TensorMessages:
-        """All rows of all tables, or those touched after a step."""
+        """Fetch all rows of all tables, or those touched after a step."""
         after = 0 if since is None else since + 1
         return self._ask_all(TableStateRequest(after), "the tables")
 
@@ -75,7 +75,7 @@ class ServerRequests(ABC):
             return [self.answers.pop((name, tag)) for name in servers]
 
     def tell_buffers(self, tag: int, payload: memoryview) -> None:
-        """Something that every worker should have; `tag` tells one time from another."""
+        """Send statistics to all other workers; `tag` tells one exchange from another."""
         self._ask(self._lead, Statistics(tag), payload)
 
     def hear_buffers(self, tag: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""A server as a worker sees it: its connections, and what of it is here."""
+"""A server as a worker sees it: its connections, and which of its parameters have arrived."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ServerConnection:
     lane_links: list[Link] = field(default_factory=list)
     runs: list[Span] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
-    """The version of each run that is here."""
+    """The version in which each run has arrived."""
     kept: frozenset[int] = frozenset()
-    """The runs whose replica is kept in this process: it is what the worker computes with."""
+    """The runs whose replica is in this process: the worker computes with the replica itself."""
     replica: Callable[[], int] = lambda: -1
     """The version of that replica."""
     version: int = -1
@@ -33,23 +33,23 @@ class ServerConnection:
     travels: bool = False
     began: bool = False
     returning: bool = False
-    """Its connections broke, and are being made again."""
+    """If true, its connections broke, and it is reconnecting."""
     lost: str = ""
     ahead: list[tuple[int, int, int]] = field(default_factory=list)
-    """(run, seq, slot) of what was sent of a push that is not complete."""
+    """(run, seq, slot) of the runs already sent of an incomplete push."""
     requests: dict[object, tuple[Any, memoryview | None]] = field(default_factory=dict)
     """Messages without an answer yet, by their class or tag: sent again over the next connection."""
     sent_before: int = 0
 
     @property
     def here(self) -> int:
-        """The version of its parameters that is here."""
+        """The version in which all of its parameters have arrived."""
         if not self.travels:
             return self.version
         return min([self.version, *map(self.version_of, range(len(self.runs)))])
 
     def version_of(self, i: int) -> int:
-        """Of a run."""
+        """The version in which a run has arrived."""
         return self.replica() if i in self.kept else self.arrived[i]
 
     @property
@@ -65,15 +65,15 @@ class PushOutcome:
     left_out: bool = False
     staleness: int = 0
     lr: float | None = None
-    """The learning rate that it was applied with, as that of a whole step; None: not told."""
+    """The learning rate that it was applied with, scaled to a whole step; None: not reported."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient on its way."""
+    """A push whose outcome is not known yet."""
 
     seq: int
     slot: int
     message: PushMessage
     baskets: Mapping[str, memoryview]
-    """By server: gradients of rows of tables."""
+    """By server: gradients of table rows."""

@@ -1,4 +1,4 @@
-"""How the servers of a view begin it together: say what they hold, give and get blocks, go.
+"""The servers of a view begin it together: they report what they hold, exchange blocks, and go.
 
     all servers connect to each other           peer
     each tells the leader what it holds         status
@@ -55,9 +55,9 @@ class Peer:
     name: str
     link: Link
     sums: Sequence[str] | None = None
-    """Where its sums lie in shared memory; None: it has not said yet."""
+    """The addresses of its sums in shared memory; None: not known yet."""
     undo: Sequence[str] = ()
-    """Where it keeps rows of tables as they were; nothing where it changes none."""
+    """The address of its undo log of table rows; empty if it changes none."""
 
 
 class ViewChange:
@@ -90,7 +90,7 @@ class ViewChange:
         return PeerHello(name, self._view, addresses, undo_addresses)
 
     def meet(self, dial: Callable[[str], Link]) -> None:
-        """Connect to the servers before this one in the view; those behind it connect to it."""
+        """Connect to the servers before this one in the view; those after it connect to this one."""
         for name in self._servers[: self._servers.index(self._server_state.name)]:
             link = dial(name)
             link.send(OPENINGS.write(self.hello()))
@@ -101,7 +101,7 @@ class ViewChange:
             self._acceptor.inbox.put(InboxItem(self._server_state.name, status))
 
     def handle(self, happened: InboxItem) -> bool:
-        """One message of the beginning; True when the view has begun."""
+        """Handle a message. Returns whether the view has begun."""
         who, message = happened.who, happened.message
         if isinstance(message, PeerDialed):
             assert happened.link is not None
@@ -188,7 +188,7 @@ class ViewChange:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Carry out the plan, once it is here and all have met."""
+        """Carry out the plan, once it is here and all servers are connected."""
         plan = self._waiting
         met = [peer for peer in self.peers.values() if peer.sums is not None]
         if plan is None or len(met) < len(self._servers) - 1:

@@ -13,12 +13,12 @@ from manyhands.ps.protocol import TO_WORKER, ParameterRun, PushMessage
 from manyhands.transport import Link
 
 MAX_ARRIVING = 8
-"""Pushes of one worker that are here in part; it has at most two under way."""
+"""Limit for partly received pushes of one worker; it has at most two in flight."""
 
 
 @dataclass
 class IncomingPush:
-    """A push of which not everything is here yet."""
+    """A push that is partly received."""
 
     slot: int
     message: PushMessage | None = None
@@ -35,17 +35,17 @@ class WorkerSession:
         travels: bool,
         runs: Sequence[Span],
     ) -> None:
-        """`slots`: its gradients. `travels`: they come over the network, in these runs."""
+        """`slots`: its gradients. `travels`: if true, they are sent over the network, in these runs."""
         self.name = name
         self.slots = slots
         self.travels = travels
         self.done = 0
-        """Its last push that is in the weights here."""
+        """Its last push that is in the weights of this server."""
         self.late: list[int] = []
-        """Its last pushes that were left out."""
+        """Its last pushes that were dropped."""
         self.link = link
         self.wants: Sequence[int] = ()
-        """The runs of parameters that it is sent, those that it needs first going first."""
+        """The runs of parameters to send it, in the order in which it needs them."""
         self._runs = runs
         self._lane_links: list[Link] = []
         self._channel: PriorityChannel | None = None
@@ -58,13 +58,13 @@ class WorkerSession:
         return self._sent_before + self.link.bytes_sent + channel
 
     def enter_again(self, link: Link) -> None:
-        """It lost its connections, and has come back with new ones."""
+        """The worker has lost its connections, and reconnects."""
         self.close()
         self._sent_before = self.bytes_sent
         self.link, self._channel, self._lane_links = link, None, []
 
     def add_lane(self, link: Link) -> bool:
-        """One more connection for bulk data; True when all are here."""
+        """Add a connection for bulk data. Returns whether all are here."""
         if not self.travels or len(self._lane_links) == LANES:
             raise ProtocolError(f"{self.name} has no use for one more lane")
         self._lane_links.append(link)
@@ -92,7 +92,7 @@ class WorkerSession:
             self._channel.put(priority, head, bytes_of(self._runs[i].of(params)))
 
     def room(self, slot: int, i: int) -> memoryview:
-        """Where a piece of a gradient goes."""
+        """The memory for a run of a gradient."""
         if not self.travels or not (0 <= slot < len(self.slots) and 0 <= i < len(self._runs)):
             raise ProtocolError(f"a run {i} for slot {slot}, which there is not")
         return bytes_of(self._runs[i].of(self.slots[slot]))
@@ -139,7 +139,7 @@ class WorkerSession:
 def find_slots(
     params: FlatTensors, addresses: Sequence[str], count: int, *, shared: bool
 ) -> Sequence[FlatTensors]:
-    """Where a worker's gradients are, or will be put."""
+    """The memory of a worker's gradients: its own if it is shared, else new."""
     if len(addresses) != (count if shared else 0):
         raise ProtocolError(f"{len(addresses)} slots in shared memory")
     try:

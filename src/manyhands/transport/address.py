@@ -1,10 +1,10 @@
-"""Where a link leads, and who is trusted there without a certificate.
+"""Addresses of links, and whom they trust without a certificate.
 
-An address is `unix:/path/to/socket` or `tcp://host:port`. A unix socket trusts the user whose
-process is at the other end, as the kernel says; TCP needs credentials, or the run's secret, or the
-word of the caller that the network is private.
+An address is `unix:/path/to/socket` or `tcp://host:port`. A unix socket trusts processes of the same user,
+which the kernel reports; TCP needs credentials, or the run's secret, or insecure=True from a caller that
+knows the network to be private.
 
-Cost: one system call for each unix connection.
+Cost: one system call per unix connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.errors import UsageError
 from manyhands.transport.tls import Credentials
 
 MAX_UNIX_PATH = 107
-"""The kernel has 108 bytes for the path of a unix socket, one of them for the end."""
+"""The kernel has 108 bytes for the path of a unix socket, including the final zero."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Connections whose other end is not reached any more: noticed after seconds, instead of never.
+"""Keep-alive: notice within seconds that the other end of a connection is unreachable.
 
-A pulled cable tells nobody. A side that only listens waits for ever, unless its kernel asks now and then
-whether the other is there; one that sends does so again and again, for a quarter of an hour, before Linux
-gives up, and must be looked at. In both cases it is the other host's kernel that answers, whatever its
-processes do: one that is busy, stopped or does not read breaks nothing. (With TCP_USER_TIMEOUT it would.)
+A pulled cable notifies nobody. A side that only receives waits forever, unless its kernel sends keep-alive
+probes. A side that sends retransmits for a quarter of an hour before Linux gives up, so a thread watches the
+retransmissions. In both cases the other host's kernel answers, whatever its processes do: one that is busy,
+stopped or does not read breaks nothing. (With TCP_USER_TIMEOUT it would.)
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from manyhands.threads import fail_process, start_thread
 ASK_EVERY_S = 3
 TIMES = 5
 SENT_AGAIN = 7
-"""So often in a row: with pauses that double, from a fifth of a second on, for 25 seconds or so."""
+"""Retransmissions in a row: with pauses that double from a fifth of a second, about 25 seconds."""
 LOOK_S = 2.0
 _RETRANSMITS = 2
-"""Where Linux has that number in tcp_info."""
+"""The offset of that number in Linux's tcp_info."""
 
 _watched: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def watch(sock: socket.socket) -> None:
-    """Shut a connection down when it has fallen silent; whoever reads or writes there hears of it. Only TCP
-    can; another is left as it is."""
+    """Shut a connection down when it becomes unreachable; its readers and writers get an error. Does nothing
+    if it is not TCP."""
     if ask_now_and_then(sock):
         _watched.add(sock)
         _look_after_watched()
@@ -44,7 +44,7 @@ def _look_after_watched() -> None:
 def look_after(
     connections: Callable[[], Iterable[socket.socket]], *, until: Callable[[], bool]
 ) -> None:
-    """Shut down those that are not reached, again and again, in a thread of its own."""
+    """Keep shutting down unreachable connections, in a thread of its own."""
 
     def look() -> None:
         while not until():
@@ -58,7 +58,7 @@ def look_after(
 
 
 def ask_now_and_then(sock: socket.socket) -> bool:
-    """False if it is no TCP connection, or this is not Linux."""
+    """Turn keep-alive probes on. Returns False if it is no TCP connection, or this is not Linux."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_EVERY_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S)
@@ -70,7 +70,7 @@ def ask_now_and_then(sock: socket.socket) -> bool:
 
 
 def unreached(sock: socket.socket) -> bool:
-    """Nobody confirms what was sent here."""
+    """Whether the other end has stopped acknowledging."""
     with suppress(OSError, AttributeError):
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_RETRANSMITS] >= SENT_AGAIN
     return False

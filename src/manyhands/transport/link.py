@@ -1,17 +1,17 @@
-"""Links: connections that carry whole messages, for the control connection and for bulk data alike.
+"""Links: connections that carry whole messages, for control and for bulk data.
 
-A Listener (see listener.py) takes connections in at an address (see address.py) and connect() makes
-one; both give a Link, which sends and receives frames (see frames.py). With credentials a link is
+A Listener (see listener.py) accepts connections at an address (see address.py) and connect() makes
+one; both return a Link, which sends and receives frames (see frames.py). With credentials a link is
 TLS 1.3 with certificates on both sides; with a secret both sides prove that they know it, and what
-follows is plain (see hmac_auth.py); with neither, a unix socket trusts its owner's user id, and TCP must
-be asked for with insecure=True.
+follows is plain (see hmac_auth.py); with neither, a unix socket trusts its owner's user id, and TCP needs
+insecure=True.
 
 The listener's side begins with a welcome frame: when connect() returns, the other side has checked
 and admitted this one, which a TLS 1.3 client would otherwise learn only from its first read.
 
 A closed connection is the first sign of a death: recv() raises LinkClosed at once. What was sent
-before close() arrives, unless the other side was sending at that moment: then TCP may drop it. For
-a sure last word let the other side close first.
+before close() arrives, unless the other side was sending at that moment: then TCP may drop it. To be
+sure that a last message arrives, let the other side close first.
 
 Cost: a plain link sends a frame with one system call and receives it with three, the payload
 straight into its block; TLS works in records of 16 KiB.
@@ -360,7 +360,7 @@ def connect(
     limits: Limits = DEFAULT_LIMITS,
     insecure: bool = False,
 ) -> Link:
-    """A link to the listener at `address`, which need not be there yet: tried until `timeout_s`.
+    """Connect to the listener at `address`, which need not be there yet: retries until `timeout_s`.
 
     Refused by either side for its certificate, proof or user, it fails at once with LinkError.
     `peer` is who is expected there, for messages; under TLS the link's peer is the certificate's

@@ -1,9 +1,9 @@
-"""Refused connections, counted instead of logged one by one: who knocks a million times must not fill a disk.
+"""Refused connections: counted instead of logged one by one, so that a million attempts do not fill a disk.
 
-Of each reason the first is logged, then the tenth, the hundredth and so on, with the number so far; when the
-listener closes, how many there were in all, if some were not logged. Reasons that differ in numbers or quoted
-text only are one, and so are those that begin with the same two clauses: what a decoder says of noise differs
-each time. Beyond MAX_REASONS all others are one, so the lines are some dozens, whatever comes.
+For each reason the first is logged, then the tenth, the hundredth and so on, with the count so far; when the
+listener closes, the total, if some were not logged. Reasons that differ only in numbers or quoted text are
+the same, and so are those that begin with the same two clauses: what a decoder says of noise differs each
+time. Beyond MAX_REASONS all others count as one reason, so there are some dozens of lines at most.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import threading
 from collections import Counter
 
 EVERY = 10
-"""Each line after the first comes when there are so many times more."""
+"""Each line after the first is logged when the count has grown by this factor."""
 MAX_REASONS = 40
 OTHERS = ""
 _DETAILS = re.compile(r"""b?'[^']*'|b?"[^"]*"|0x[0-9a-f]+|[\d.:]+""")
-"""Of a reason: what was quoted, numbers and addresses."""
+"""Quoted text, numbers and addresses in a reason."""
 CLAUSES = 2
-"""Of a reason, between colons, that tell its kind."""
+"""Clauses of a reason, between colons, that tell its kind."""
 
 
 class Refusals:
-    """Any thread adds to it."""
+    """Counts refused connections. Thread-safe."""
 
     def __init__(self, logger: logging.Logger, where: str) -> None:
-        """`where`: who refuses, as a line begins."""
+        """`where`: the name of the refusing side, which begins each line."""
         self.count = 0
         self._logger = logger
         self._where = where
@@ -53,7 +53,7 @@ class Refusals:
         self._logger.warning("%s refused %s: %s", self._where, so_far, why)
 
     def close(self) -> None:
-        """No more come."""
+        """Log the total."""
         with self._lock:
             count, hidden = self.count, self.count - self._num_logged
             self._num_logged = self.count

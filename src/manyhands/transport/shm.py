@@ -1,10 +1,10 @@
-"""Memory that processes of one host share, and that can't be left behind.
+"""Shared memory between processes of one host, which never leaks.
 
-A segment is an anonymous file (memfd): it has no name in any folder, so when the last process that
-maps it is gone, however it ended, the kernel frees it. Another process of the same user attaches by
-an address that names the creator's descriptor; the creator must be alive then, and need not be later.
+A segment is an anonymous file (memfd): it has no name in any folder, so the kernel frees it when the last
+process that maps it is gone, however it ended. Another process of the same user attaches by an address that
+names the creator's descriptor; the creator must be alive then, but not later.
 
-Cost: none a step. Creating touches no page; a page costs when it is first written.
+Cost: none per step. Creating touches no page; a page costs when it is first written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN = 64
-"""Bytes. Tensors begin on a cache line, so that two writers never share one."""
+"""Bytes. Tensors begin on a cache line, so two writers never share one."""
 
 _ADDRESS = re.compile(r"shm:(\d+):(\d+):(\d+)")
 
@@ -31,7 +31,7 @@ class Segment:
     def __init__(self, descriptor: int, nbytes: int, address: str) -> None:
         self.nbytes = nbytes
         self.address = address
-        """What to tell a process that should attach."""
+        """For other processes, to attach."""
         self._descriptor: int | None = descriptor
         self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
 
@@ -40,7 +40,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, label: str = "manyhands") -> Segment:
-        """New memory, all zero. `label` is what /proc shows."""
+        """Create zeroed memory. `label` is shown in /proc."""
         assert nbytes > 0, "a segment holds something"
         descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
         try:
@@ -52,7 +52,7 @@ class Segment:
 
     @classmethod
     def attach(cls, address: str) -> Segment:
-        """The segment of an address, which another process of this user on this host has told."""
+        """Attach to a segment of another process of this user on this host."""
         parts = _ADDRESS.fullmatch(address)
         if parts is None:
             raise LinkError(f"{address!r} is no address of shared memory.")
@@ -83,7 +83,7 @@ class Segment:
         return memoryview(self._map)
 
     def close(self) -> None:
-        """No further process can attach by way of this one; tensors that exist stay valid."""
+        """Let no further process attach through this one; existing tensors stay valid."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
