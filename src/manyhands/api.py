@@ -206,7 +206,7 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             device=mine,
             scratch=scratch,
             view=View(next(_views), seats),
-            rendezvous=cluster.meeting,
+            rendezvous=cluster.rendezvous,
         )
         hands = Hands(config.build(), me, seed=seed)
         yield hands

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.cli.options import Resolved
-from manyhands.cli.where import meeting_place, trust
+from manyhands.cli.where import lead_address, run_authority
 from manyhands.doctor import Check, Finding, checks, wants_colour
 from manyhands.doctor.hosts import ClusterProbe, agent_timeouts, find_problems, format_table
 from manyhands.errors import Interrupted
@@ -24,7 +24,7 @@ from manyhands.events.units import clean
 from manyhands.hosts.agent import Agent
 from manyhands.hosts.discovery import describe, detect
 from manyhands.hosts.host_facts import PairFacts
-from manyhands.hosts.rendezvous import dialled_address
+from manyhands.hosts.rendezvous import connect_address
 from manyhands.hosts.spec import EVALUATOR, ClusterSpec
 
 HELP = "check this machine, or the hosts of a cluster, and say what to fix"
@@ -105,15 +105,17 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     control = resolved.get("control", None)
     wait_s = resolved.get("wait", WAIT_S, float)
     key_file = resolved.get("key_file", None, Path)
-    authority = trust(spec, control, key_file, command=f"doctor --cluster {arguments.cluster}")
+    authority = run_authority(
+        spec, control, key_file, command=f"doctor --cluster {arguments.cluster}"
+    )
     if spec.mine.role == EVALUATOR:
         print(f"{spec.mine.name} has nothing to do: the workers evaluate. Nothing is tested here.")
         return 0
     if spec.mine.rank:
-        address = dialled_address(spec, control, keyed=authority is not None)
+        address = connect_address(spec, control, keyed=authority is not None)
         timeouts = agent_timeouts(wait_s)
         return Agent(spec, address, authority=authority, timeouts=timeouts, doctor=True).run()
-    address = meeting_place(spec, control, authority)
+    address = lead_address(spec, control, authority)
     if not arguments.json:
         print(describe(spec), end="\n\n", flush=True)
     out = sys.stderr if arguments.json else sys.stdout

@@ -26,7 +26,7 @@ from manyhands.hosts.key import no_key, read_key
 from manyhands.hosts.launchers import LocalLauncher
 from manyhands.hosts.launchers.agents import AgentLauncher
 from manyhands.hosts.ray.resources import parse_place
-from manyhands.hosts.rendezvous import dialled_address, listening_address, one_host
+from manyhands.hosts.rendezvous import connect_address, listening_address, one_host
 from manyhands.hosts.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER
@@ -122,12 +122,12 @@ class ResolvedCluster:
         from manyhands.hosts.agent import Agent
 
         keyed = self.authority is not None
-        address = dialled_address(self.spec, self.control, keyed=keyed)
+        address = connect_address(self.spec, self.control, keyed=keyed)
         agent = Agent(self.spec, address, authority=self.authority, timeouts=self.timeouts)
         return agent.run()
 
     def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
-        control = meeting_place(self.spec, self.control, self.authority)
+        control = lead_address(self.spec, self.control, self.authority)
         launcher = AgentLauncher(
             self.spec,
             least=options.min_workers if is_range else None,
@@ -167,7 +167,7 @@ def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
         return find_ray(resolved, address)
     spec = with_slots(detect(cluster=file, name=name), slots)
     control = resolved.get("control", None)
-    authority = trust(spec, control, key_file)
+    authority = run_authority(spec, control, key_file)
     timeouts = Timeouts() if wait_s is None else Timeouts(gather_s=wait_s)
     return ResolvedCluster(spec, authority, control, timeouts)
 
@@ -189,7 +189,7 @@ def _refuse_several() -> None:
     )
 
 
-def trust(
+def run_authority(
     spec: ClusterSpec,
     control: str | None,
     key_file: Path | None,
@@ -205,7 +205,7 @@ def trust(
     return Authority.from_secret("manyhands run", key) if key else None
 
 
-def meeting_place(spec: ClusterSpec, control: str | None, authority: Authority | None) -> str:
+def lead_address(spec: ClusterSpec, control: str | None, authority: Authority | None) -> str:
     """The address at which rank 0 listens; an error if another process is rank 0."""
     if authority is not None and control is None:
         check_only_lead(spec, authority=authority, host=socket.gethostname())

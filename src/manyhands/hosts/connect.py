@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from manyhands.errors import CoordinatorLost, LinkError, LinkTimeout, ManyhandsError, UsageError
 from manyhands.hosts.interfaces import own_address
 from manyhands.hosts.log_stream import CHUNK_BYTES
-from manyhands.hosts.rendezvous import StoreReader, dialled_address
+from manyhands.hosts.rendezvous import StoreReader, connect_address
 from manyhands.hosts.spec import ClusterSpec
 from manyhands.transport import Authority, Credentials, Limits, Link, connect
 
@@ -108,7 +108,7 @@ def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> No
     """
     if spec.store is not None or own_address(spec.host) is not None:
         return
-    address = dialled_address(spec, None, keyed=True)
+    address = connect_address(spec, None, keyed=True)
     connector = Connector(spec, address, host=host, credentials=authority.issue("coordinator"))
     try:
         _, link = connector.connect(RIVAL_S)

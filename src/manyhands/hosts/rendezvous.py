@@ -59,7 +59,7 @@ def listening_address(spec: ClusterSpec, control: str | None, *, keyed: bool) ->
     return str(Address(host=host, port=0 if spec.store else spec.port or DEFAULT_PORT))
 
 
-def dialled_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> str | None:
+def connect_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> str | None:
     """The address to which agents connect; None: it is in the store."""
     if control is not None:
         return control

@@ -80,7 +80,7 @@ class ClusterSpec:
         return self.mine
 
     @property
-    def meeting(self) -> str | None:
+    def rendezvous(self) -> str | None:
         """host:port for a rendezvous without a coordinator: that store, or the port itself."""
         if self.store is not None or self.port is None:
             return self.store

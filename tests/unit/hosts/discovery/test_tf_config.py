@@ -62,7 +62,7 @@ def test_local_ranks_count_on_one_host() -> None:
 
 
 def test_a_chief_alone_is_a_cluster() -> None:
-    assert parse(config({"chief": ["[fd00::1]:9"]}, task("chief", 0))).meeting == "[fd00::1]:9"
+    assert parse(config({"chief": ["[fd00::1]:9"]}, task("chief", 0))).rendezvous == "[fd00::1]:9"
 
 
 def test_what_else_stands_there_means_nothing_and_an_index_may_be_a_text() -> None:

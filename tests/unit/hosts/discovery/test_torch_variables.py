@@ -26,13 +26,13 @@ def test_plain_variables_say_who_i_am_and_where_the_first_is() -> None:
     assert [entry.host for entry in spec.entries] == ["node-a", "here", ""]
     assert (spec.host, spec.port, spec.store) == ("node-a", 29500, None)
     assert (spec.me.name, spec.me.rank, spec.size) == ("rank-1", 1, 3)
-    assert spec.meeting == "node-a:29500"
+    assert spec.rendezvous == "node-a:29500"
     assert spec.source == "RANK and WORLD_SIZE"
 
 
 def test_under_torchrun_the_port_is_taken_by_its_store_and_neighbours_are_known() -> None:
     spec = detect(TORCHRUN, hostname="here")
-    assert (spec.port, spec.store, spec.meeting) == (None, "node-a:29500", "node-a:29500")
+    assert (spec.port, spec.store, spec.rendezvous) == (None, "node-a:29500", "node-a:29500")
     assert [entry.host for entry in spec.entries] == ["here", "here", ""]
     assert [entry.local_rank for entry in spec.entries] == [0, 1, None]
     assert spec.source == "torchrun"
@@ -43,12 +43,12 @@ def test_without_a_local_rank_the_rank_picks_the_device() -> None:
 
 
 def test_an_ipv6_master_gets_its_brackets() -> None:
-    assert detect(PLAIN | {"MASTER_ADDR": "fd00::1"}).meeting == "[fd00::1]:29500"
+    assert detect(PLAIN | {"MASTER_ADDR": "fd00::1"}).rendezvous == "[fd00::1]:29500"
 
 
 def test_alone_is_a_cluster_of_one() -> None:
     spec = alone("here")
-    assert (spec.size, spec.me.rank, spec.me.local_rank, spec.meeting) == (1, 0, 0, None)
+    assert (spec.size, spec.me.rank, spec.me.local_rank, spec.rendezvous) == (1, 0, 0, None)
 
 
 @pytest.mark.parametrize(
