@@ -40,7 +40,7 @@ FUSED: tuple[type[Optimizer], ...] = (
     torch.optim.Adagrad,
 )
 MARKS = 128
-"""Numbers beside shared memory: a version for each server, and behind them how many there are."""
+"""Numbers beside shared memory: a version for each server, and in the last place how many there are."""
 
 
 class FlatTensors:
@@ -173,7 +173,7 @@ class Span:
 
 @dataclass
 class BlockState:
-    """A block, ready to be put into a holding."""
+    """A block with its optimizer state, ready to be put into a store."""
 
     params: Tensor
     state: dict[str, Any]
@@ -182,7 +182,7 @@ class BlockState:
 def runs_of(
     layout: BlockLayout, numbers: Iterable[int], *, max_bytes: int | None = None
 ) -> list[Span]:
-    """Blocks as runs, in order; none above `max_bytes` unless a single block is."""
+    """Blocks as spans, in order; none above `max_bytes` unless a single block is."""
     runs: list[list[Block]] = []
     for number in sorted(numbers):
         block = layout.blocks[number]
@@ -240,7 +240,7 @@ class BlockOptimizer:
                 self._parameters[number].grad = None
 
     def state(self, number: int) -> dict[str, Any]:
-        """What the optimizer remembers of a block: tensors of its size, and scalars."""
+        """The optimizer state of a block: tensors of its size, and scalars."""
         return dict(self.optimizer.state.get(self._parameters[number], {}))
 
     def load_state(self, number: int, state: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ class BlockStore:
         *,
         ticks: int,
     ) -> None:
-        """`ticks`: how many steps of the schedule the trainee's own scheduler has done."""
+        """`ticks`: how many steps the job's own scheduler has done."""
         layout = self.layout = flat.layout
         self.flat = flat
         self.numbers = sorted(materials)
@@ -293,7 +293,7 @@ class BlockStore:
                 self._optimizer.load_state(i, state)
         scheduler = train_state.schedule_for(self._optimizer.optimizer)
         self._schedule_clock = ScheduleClock(scheduler, ticks)
-        # A holding of no blocks has nothing to step, and torch would wonder about its schedule.
+        # A store without blocks never steps its optimizer, and torch would warn about its scheduler.
         self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def __contains__(self, number: int) -> bool:
@@ -305,14 +305,14 @@ class BlockStore:
         return float(self._optimizer.optimizer.param_groups[0]["lr"])
 
     def apply(self, sums: FlatTensors, *, lr_scale: float, ticks: int) -> None:
-        """One step of the optimizer with these gradients, and the schedule brought up to `ticks`."""
+        """Do one optimizer step with these gradients, and advance the schedule to `ticks`."""
         gradients = {i: self._like(run, run.of(sums)) for i, run in enumerate(self.runs)}
         if gradients:
             self._optimizer.step(gradients, lr_scale=lr_scale)
         self._schedule_clock.advance(ticks)
 
     def take(self, number: int) -> BlockState:
-        """A block, as it is. The tensors are this holding's own."""
+        """The current state of a block. The tensors are this store's own."""
         run = self.runs[self._run_of[number]]
         block = self.layout.blocks[number]
         if self.layout.whole_tensors:
@@ -328,7 +328,7 @@ class BlockStore:
         return self._like(run, run.of(self.flat))
 
     def _like(self, run: Span, flat: Tensor) -> Tensor:
-        """An optimizer that looks at whole tensors gets them in their shape."""
+        """In the tensor's own shape, for an optimizer that needs whole tensors."""
         return flat.view(self.layout.shape_of(run.blocks[0])) if self.layout.whole_tensors else flat
 
 
@@ -338,7 +338,7 @@ def add_up(
     sources: Sequence[FlatTensors],
     coefficients: Sequence[float],
 ) -> None:
-    """sums = the sources, each times its coefficient, added in their order."""
+    """Set sums to the sources, each times its coefficient, added in their order."""
     for run in runs:
         total = run.of(sums)
         parts = [run.of(source) for source in sources]
@@ -371,9 +371,9 @@ def squared_norm(sums: FlatTensors, runs: Sequence[Span]) -> float:
 
 
 def _join(states: Sequence[Mapping[str, Any]], run: Span) -> dict[str, Any]:
-    """What an optimizer remembers of a run, from what it remembers of its blocks.
+    """The optimizer state of a span from those of its blocks.
 
-    Of some it may remember nothing: parameters that no gradient has reached yet. Then zeros stand in.
+    A block may have none, if no gradient has reached it yet: then zeros stand in.
     """
     known = next((i for i, state in enumerate(states) if state), None)
     if known is None or not states[1:]:

@@ -9,8 +9,8 @@ is not elementwise must see whole tensors: then a block is exactly one tensor.
 Blocks belong to virtual shards, the unit that moves between servers. A shard is one block while there
 are at most MAX_SHARDS blocks, so that balance is as fine as it can be; beyond that a shard is a run of
 neighbouring blocks of about 1/MAX_SHARDS of the bytes, which bounds what a placement has to plan and
-to say, and still leaves 16 shards to each of 64 servers. Both cuts depend on the model alone, never on
-who serves it.
+to say, and still leaves 16 shards for each of 64 servers. Both cuts depend on the model alone, never on
+the servers.
 
 Costs: under ALIGN elements of padding a piece; one pass over pieces and blocks; a message a block at
 most, fewer where neighbours go to the same server.
@@ -29,26 +29,26 @@ from itertools import pairwise
 from manyhands.errors import UsageError
 
 ALIGN = 16
-"""Elements: where pieces and blocks begin. 64 bytes of float32, a cache line."""
+"""Pieces and blocks begin at multiples of this many elements: 64 bytes of float32, a cache line."""
 BLOCK_BYTES = 4 << 20
 MIN_BLOCK_BYTES = 64 << 10
-"""How far `min_blocks` may shrink blocks: below, a message costs more than its bytes."""
+"""Lower bound for `min_blocks`: below it a message costs more than its bytes."""
 BLOCKS_PER_SERVER = 16
 """With `min_blocks` this many times the servers, no server is over about a 16th off its share, as long
 as the model has 1 MiB (16 of the smallest blocks) for each."""
 MIN_BLOCKS = 8 * BLOCKS_PER_SERVER
-"""Enough for eight servers; fixed, for a layout must not depend on who serves it today."""
+"""Enough for eight servers; fixed, because a layout must not depend on the servers of a view."""
 MAX_SHARDS = 1024
 
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """One parameter, as far as its layout is concerned."""
+    """What the layout needs to know of a parameter."""
 
     name: str
     numel: int
     itemsize: int
-    """Bytes an element."""
+    """Bytes per element."""
     group: int = 0
     """Index of the optimizer's parameter group."""
     dtype: str = ""
@@ -68,7 +68,7 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Where a piece lies: elements [start, stop) of a buffer."""
+    """The place of a piece: elements [start, stop) of a buffer."""
 
     buffer: int
     start: int
@@ -77,7 +77,7 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class Block:
-    """Elements [start, stop) of a buffer: what is pushed, applied and pulled as one."""
+    """Elements [start, stop) of a buffer: the unit of placement."""
 
     number: int
     buffer: int
@@ -96,7 +96,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All pieces, buffers, blocks and shards of a model. Made by `Layout.of`."""
+    """All pieces, buffers, blocks and shards of a model. Made by `BlockLayout.of`."""
 
     pieces: tuple[FlatParameter, ...]
     """In the optimizer's order."""
@@ -162,7 +162,7 @@ class BlockLayout:
 
     @cached_property
     def digest(self) -> str:
-        """The same for two layouts only if every parameter and every block lies at the same place."""
+        """Equal for two layouts only if every parameter and every block is at the same place."""
         said = [
             [asdict(piece) for piece in self.pieces],
             [asdict(block) for block in self.blocks],
@@ -276,7 +276,7 @@ def _cut(buffer: BufferSpec, wanted: int, block_bytes: int) -> list[tuple[int, i
 
 
 def _units(size: int, unit: int = ALIGN) -> int:
-    """In how many units of ALIGN elements (or of so many bytes) it fits."""
+    """How many units of ALIGN elements (or of `unit` bytes) it takes."""
     return -(-size // unit)
 
 

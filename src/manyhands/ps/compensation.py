@@ -18,10 +18,10 @@ class Compensation:
     def __init__(self, strength: float) -> None:
         self.strength = strength
         self._then: dict[str, list[Tensor]] = {}
-        """Of each worker: the server's runs as they were when it got them."""
+        """For each worker: the server's spans as they were when it got them."""
 
     def correct(self, worker: str, gradient: FlatTensors, params: BlockStore) -> None:
-        """Change a gradient of this worker, in place."""
+        """Correct a gradient of this worker, in place."""
         if worker not in self._then:
             return
         for run, then in zip(params.runs, self._then[worker], strict=True):
@@ -30,7 +30,7 @@ class Compensation:
             mine.addcmul_(mine * mine, moved, value=self.strength)
 
     def remember(self, worker: str, params: BlockStore) -> None:
-        """The worker gets the weights of now."""
+        """Note that the worker gets the current weights."""
         then = self._then.get(worker)
         if then is None:
             self._then[worker] = [run.of(params.flat).clone() for run in params.runs]

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from manyhands.ps.mode import PsMode
 
 DEDICATED = 2
-"""Servers of their own, if nobody says how many: two, for a replica needs a second one."""
+"""Number of dedicated servers by default: two, because a replica needs a second one."""
 
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """What the four have in common."""
+    """Options shared by the four strategies."""
 
     needs_coordinator: ClassVar[bool] = True
     elastic: ClassVar[bool] = True
 
     servers: int | Literal["auto"] = "auto"
-    """How many servers; auto: every worker for whom there is something to serve, or two dedicated ones."""
+    """How many servers; auto: every worker that would have a block to serve, or two dedicated ones."""
     placement: Literal["colocated", "dedicated"] = "colocated"
-    """Whether workers serve too, or servers are processes of their own."""
+    """Whether workers are servers too (colocated), or servers are processes of their own (dedicated)."""
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How numbers travel; auto: shared memory inside a host, the network otherwise."""
+    """How gradients and parameters travel; auto: shared memory inside a host, the network otherwise."""
     replicas: int = 1
     """Copies of each block on another server, kept up to date: 1 or 0."""
     row_bits: int = 32
-    """Of each number of a table's row that travels: 32, or 16 (bfloat16)."""
+    """Bits of each number of a table's row on the wire: 32, or 16 (bfloat16)."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -76,4 +76,4 @@ class ParameterServer(Strategy):
 
     @abstractmethod
     def mode(self, clip_norm: float | None) -> PsMode:
-        """How servers and clients agree; after torch is loaded."""
+        """The mode of servers and workers; needs torch."""

@@ -1,13 +1,14 @@
-"""The lead: the one server of a view whose policy decides for the whole model. Pure.
+"""Decides, by a policy, which pushes make up the next update of the whole model. Pure.
 
-All servers must put the same pushes into the same updates, also when the slowest are left behind or a
-worker dies in the middle of a push. So a push counts once every server has it (where gradients travel;
-inside a host they lie in memory that all can read), and one policy, here, says what the next update is.
+All servers must put the same pushes into the same updates, even if slow workers are left behind or a worker
+dies in the middle of a push. So a push counts once every server has it (where gradients travel; inside a host
+all servers can read them), and one server, the lead, decides for all. If an update is everybody's gradients,
+every server runs a Decider and all come to the same decisions.
 
-    had(server, push)    a server has a push; the last one to say so makes it count
+    had(server, push)    a server has a push; it counts when all servers have it
     decisions()          what is to be applied now, in order
-    late()               what was left out, since the last time
-    word(worker)         which step a worker may begin: told along with the news
+    late()               pushes that were left out since the last call
+    word(worker)         which step a worker may begin: sent along with updates
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from manyhands.ps.policies import Policy, PolicyUpdate, Verdict
 from manyhands.ps.staleness import Rule, lr_scale
 
 MAX_UNDER_WAY = 64
-"""Pushes of one worker that do not count yet; it has at most two."""
+"""Limit of pushes of one worker that do not count yet; a correct worker has at most two."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartPermit:
-    """What a worker is told about its next step."""
+    """Which step a worker may begin."""
 
     at: int
     """Its number, where the policy counts rounds."""
@@ -44,7 +45,7 @@ class Decider:
         lr_rule: Rule = "none",
         by_part: bool = False,
     ) -> None:
-        """`by_part`: an update is one part of a batch, and moves the weights by that part of a step."""
+        """`by_part`: if true, an update is one part of a batch, and moves the weights by that part."""
         self.policy = policy
         policy.version = ledger.version
         self._ranks = {worker: rank for rank, worker in enumerate(policy.workers)}
@@ -61,10 +62,10 @@ class Decider:
         self._ending: set[str] = set()
 
     def had(self, server: str, push: Contribution, *, began: int, after: int) -> None:
-        """A server has all of a push, which its worker made after the one numbered `after`.
+        """Note that a server has all of a push, which its worker made after the one numbered `after`.
 
-        It counts when every server has it, and in its worker's order: two may overtake each other
-        on different connections. ValueError if it is none that this worker should have made.
+        It counts when every server has it, and in its worker's order: two pushes may overtake each other
+        on different connections. Raises ValueError if the worker should not have made it.
         """
         if push.seq <= self._last.get(push.worker, 0):
             return  # sent again after it has counted
@@ -84,7 +85,7 @@ class Decider:
             self._last[push.worker] = last = push.seq
 
     def count(self, push: Contribution, *, began: int) -> bool:
-        """A push is complete; False if it was resolved before or is too late."""
+        """Count a push that every server has; False if it was resolved before or is too late."""
         due = self.policy.resume_at(push.worker)
         if push.seq > due and push.worker in self.policy.workers:
             raise ValueError(f"{push.worker} pushed step {push.seq} where step {due} is due")
@@ -107,8 +108,8 @@ class Decider:
             self._progress = progress_after(self._progress, contributions)
             rate = lr_factor(contributions)
             if self._by_part:
-                # The mean over the part, moving the weights by that part of a step: optimizers that look at
-                # the size of a gradient see that of a batch.
+                # The mean over the part, moving the weights by that part of a step: an optimizer that depends
+                # on the size of a gradient sees that of a batch.
                 (only,) = contributions
                 part, whole = only.share
                 rate *= part / whole * lr_scale(self._lr_rule, only.staleness)
@@ -131,21 +132,21 @@ class Decider:
         return update
 
     def late(self) -> list[Contribution]:
-        """Pushes that were left out of the weights, each told once."""
+        """Drain the pushes that were left out of the weights."""
         late, self._late = self._late, []
         return late
 
     def stragglers(self) -> list[str]:
-        """Workers whose push was too late for its round and waits for the next: they may go on."""
+        """Drain the workers whose push was too late for its round and waits for the next: they may go on."""
         told, self._stragglers = sorted(self._stragglers), set()
         return told
 
     def ends(self, worker: str) -> None:
-        """The worker gives nothing more until what it gave is resolved."""
+        """The worker pushes no more until its pushes are resolved."""
         self._ending.add(worker)
 
     def rest(self, worker: str) -> None:
-        """Nobody waits for this worker until it wakes. All that it gave is resolved."""
+        """Don't wait for this worker until it wakes. All its pushes are resolved."""
         if worker not in self.resting:
             self.resting.add(worker)
             self.policy.leave(worker)

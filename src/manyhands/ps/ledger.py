@@ -1,8 +1,7 @@
 """What is in the weights: decisions, in the order of their versions, and what they were made of. Pure.
 
-A *decision* says what the next update consists of. The lead, the first server of a view, makes them
-out of what its policy allows; every server applies all of them in the same order, so that a version
-means the same thing everywhere, and a survivor can finish what a dead one has begun.
+A *decision* says which contributions make up the next update. Every server applies all decisions in the same
+order, so that a version means the same everywhere, and a survivor can finish what a dead server has begun.
 
 The ledger remembers the last decisions (a server may be a few behind another when the membership
 changes), the parts of steps that were applied lately (whoever pushed them may be dead), how many
@@ -91,14 +90,14 @@ class Contribution:
 @dataclass(frozen=True, slots=True)
 class Decision:
     version: Number
-    """The version that it makes."""
+    """The version of the weights after it."""
     contributions: tuple[Contribution, ...]
     """In rank order: the order in which they are added."""
     lr_scale: Finite = 1.0
     progress: Annotated[tuple[int, int], _progress] = (0, 1)
     """Steps of the schedule after it, since training began, as a fraction: mostly one a batch."""
     factor: Finite = 1.0
-    """What clipping multiplied the sum by; known once it is applied."""
+    """Factor from clipping; known once the sum is made."""
 
     @property
     def ticks(self) -> int:
@@ -156,7 +155,7 @@ class Ledger:
         return int(self.progress)
 
     def note(self, decision: Decision) -> None:
-        """It is applied."""
+        """Note that a decision is applied."""
         assert decision.version == self.version + 1, f"{decision.version} after {self.version}"
         self.version = decision.version
         self.progress = Fraction(*decision.progress)
@@ -170,13 +169,13 @@ class Ledger:
             self._kept -= len(self.decisions.popleft().contributions)
 
     def after(self, version: int) -> list[Decision]:
-        """What was applied after `version`, oldest first."""
+        """Decisions applied after `version`, oldest first."""
         missed = [d for d in self.decisions if d.version > version]
         assert len(missed) == self.version - version, f"{version} is too long ago to catch up from"
         return missed
 
     def between(self, version: int, last: int) -> list[Decision]:
-        """What was applied after `version`, up to `last`."""
+        """Decisions applied after `version`, up to `last`."""
         return [d for d in self.after(version) if d.version <= last] if last > version else []
 
     def to_record(self) -> LedgerRecord:

@@ -28,20 +28,20 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be cut into blocks. A subclass may do anything: it may not."""
+    """Whether its parameters may be cut into blocks. Not for a subclass: it may do anything."""
     return type(optimizer) in ELEMENTWISE
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, in the optimizer's order. Not those that are frozen: a
-    server would let weight decay change them."""
+    """The trained parameters by name, in the optimizer's order. Not the frozen ones: weight decay on a
+    server would change them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     return {names[id(p)]: p for p in listed if p.requires_grad}
 
 
 def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout:
-    """The same in every process, whoever serves: it depends on the model and its optimizer alone."""
+    """The layout of a model. It depends only on the model and its optimizer, so all processes agree."""
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     pieces = [
         FlatParameter(
@@ -61,7 +61,7 @@ def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout
 def block_state(
     layout: BlockLayout, block: Block, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What an optimizer remembers of a block, from what it remembers of each parameter."""
+    """The optimizer state of a block, from that of each parameter."""
     whole: dict[str, Any] = {}
     if layout.whole_tensors:
         (only,) = layout.pieces_in(block)
@@ -85,7 +85,7 @@ def block_state(
 def piece_state(
     layout: BlockLayout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What an optimizer remembers of a parameter, from what it remembers of its blocks."""
+    """The optimizer state of a parameter, from that of its blocks."""
     if layout.whole_tensors:
         return {
             k: v

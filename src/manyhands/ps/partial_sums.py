@@ -1,12 +1,11 @@
-"""Sums that are made run by run, while gradients still come.
+"""Which spans of which gradients have arrived, so that sums can be made before a decision.
 
-Where an update is everybody's gradients, a run of it can be added up, and sent to whoever keeps its replica,
-as soon as that run has come from every worker: the network has something to do while others still compute.
-That the update is decided on comes later, and says so (updates.py). Between hosts only; and not where the
-whole gradient must be known before anything is done with a part of it: to clip it, or to weigh samples by a
-job's own weights.
+If an update is everybody's gradients, a span of it can be added up, and sent to the server with its replica,
+as soon as that span has come from every worker: the network is busy while others still compute. The decision
+comes later, and says whether these sums hold (updates.py). Between hosts only; and not where the whole
+gradient must be known before a part of it is used: to clip it, or to apply a job's own sample weights.
 
-Which runs are here, of which push. Used by the server's thread alone.
+Used by the server's thread alone.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from manyhands.ps.ledger import Decision
 
 @dataclass
 class PartialRound:
-    """What has come of one round's gradients."""
+    """What has arrived of one round's gradients."""
 
     slots: dict[str, int] = field(default_factory=dict)
-    """Of each worker, the gradient buffer that it is in."""
+    """The slot of each worker's gradient."""
     here: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """By run: whose are here."""
+    """By span: the workers whose part is here."""
 
 
 class PartialSums:
@@ -34,10 +33,10 @@ class PartialSums:
         self._workers = list(workers)
         self._rounds: dict[int, PartialRound] = {}
         self._over = 0
-        """The last round that was decided on."""
+        """The last round that there is a decision on."""
 
     def arrived(self, worker: str, seq: int, slot: int, runs: Iterable[int]) -> list[int]:
-        """Runs of a push are here; those that are complete with them."""
+        """Note spans of a push; returns those that have now come from every worker."""
         if seq <= self._over:
             return []  # sent again
         now = self._rounds.setdefault(seq, PartialRound())
@@ -51,13 +50,13 @@ class PartialSums:
         return complete
 
     def sources(self, seq: int) -> list[tuple[str, int]]:
-        """The worker and slot of each gradient of a round of which a run is complete, in order."""
+        """The (worker, slot) of each gradient of a round, in the order in which they are added."""
         slots = self._rounds[seq].slots
         return [(worker, slots[worker]) for worker in self._workers]
 
     def decided(self, decision: Decision) -> int | None:
-        """The round that it is, if the sum of the gradients as they are is what was decided on. What has
-        come of it, or before it, is forgotten."""
+        """The round of a decision, if it is the plain sum of the gradients that have arrived. Forgets that
+        round and all before it."""
         seqs = {given.seq for given in decision.contributions}
         (seq,) = seqs if len(seqs) == 1 else (None,)
         plain = all(factor == 1.0 for factor in decision.coefficients())

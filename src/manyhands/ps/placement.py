@@ -37,13 +37,13 @@ from manyhands.ps.blocks import Block, BlockLayout
 from manyhands.transport.fields import Count, Finite
 
 SLACK = 0.05
-"""So far from its share a server may be before shards move for it."""
+"""How far off its share a server may be before shards move."""
 TOLERANCE = 0.1
-"""So far from its share a server may be without being called uneven."""
+"""How far off its share a server may be without being called uneven."""
 STRIPES = 4
-"""Between hosts each server has so many runs of neighbours, all over the model."""
+"""Between hosts, the number of runs of neighbouring shards per server, all over the model."""
 GAIN = 0.01
-"""What moving past a target, or more runs of neighbours, must bring: so much of a share."""
+"""What a move past a target, or more runs of neighbours, must gain: a part of a share."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Placement:
     layout: BlockLayout
     servers: tuple[str, ...]
     shares: tuple[float, ...]
-    """Of the bytes, by server; they add up to 1."""
+    """Shares of the bytes, by server; they add up to 1."""
     firsts: tuple[int, ...]
     """By shard: its server, as an index into `servers`."""
     seconds: tuple[int, ...] | None
-    """By shard: its replica's server likewise, or None where there are no replicas."""
+    """By shard: the server of its replica, as an index too; None without replicas."""
 
     def server_of(self, block: Block) -> str:
         return self.servers[self.firsts[self.layout.shard_of(block)]]
@@ -98,7 +98,7 @@ class Placement:
 
     @cached_property
     def imbalance(self) -> float:
-        """How far the server furthest off its share is, in parts of that share."""
+        """How far the worst server is off its share, in parts of that share."""
         return self._spread.worst()
 
     def to_record(self) -> PlacementRecord:
@@ -244,7 +244,7 @@ class _Spread:
         self.excess[server] += self.sizes[shard]
 
     def fill(self, shards: Iterable[int]) -> None:
-        """The largest first, each to the server that is fullest last."""
+        """Place the largest first, each on the server that is then least full."""
         for shard in sorted(shards, key=lambda x: (-self.sizes[x], x)):
             after = [
                 ((excess + self.sizes[shard]) / target, server)
@@ -260,7 +260,7 @@ class _Spread:
         return self
 
     def _next_move(self) -> tuple[int, int] | None:
-        """The shard to move, and where to; None when all is well or nothing helps.
+        """The shard to move, and its target; None if all is even or nothing helps.
 
         First what brings both servers nearer to their targets without overshooting: every such byte
         has to move anyway. Then what makes the two more alike (x below the difference of excesses):
@@ -288,7 +288,7 @@ class _Spread:
         return None
 
     def _rank(self, shard: int, a: int, b: int, gap: float) -> tuple[int, int, int, int]:
-        """Best what travels free, then what helps most (roughly), then what makes longer runs."""
+        """Prefer what needs no transfer, then what helps most (roughly), then what makes longer runs."""
         held = self.held[shard] if self.held else ()
         helps = int(min(self.sizes[shard], gap - self.sizes[shard])).bit_length()
         beside = [self.owner[x] for x in (shard - 1, shard + 1) if 0 <= x < len(self.owner)]
@@ -332,7 +332,7 @@ def _seconds(
     """For each shard the server of its replica."""
     others: list[list[int]] = []
     for a, host in enumerate(hosts):
-        # Turned so that rounding does not favour the same servers each time.
+        # Rotated so that rounding does not favour the same servers each time.
         turn = [*range(a + 1, len(hosts)), *range(a)]
         others.append([b for b in turn if hosts[b] != host] or turn)
     owner = [
@@ -344,7 +344,7 @@ def _seconds(
     for a, choices in enumerate(others):
         mine = [shard for shard, first in enumerate(firsts) if first == a]
         kept = Counter(owner[shard] for shard in mine)
-        # One for all of them: who has most of them already, then who keeps for fewest others.
+        # One for all of them: the server that has most of them already, then the one with the fewest others.
         keeper = max(choices, key=lambda b: (kept[b], -keepers[b]))
         keepers[keeper] += 1
         for shard in mine:
@@ -357,7 +357,7 @@ def _seconds(
 
 
 def _cut(sizes: Sequence[int], targets: Sequence[float]) -> list[int]:
-    """Cut a line where the targets (scaled to its length) end; what lies across goes by its middle."""
+    """Cut a line where the targets (scaled to its length) end; an item across a cut goes by its middle."""
     total, scale = sum(sizes), sum(targets)
     owner, before, server = [], 0, 0
     end = targets[0] * total

@@ -1,10 +1,11 @@
-"""The rows of tables at a server, beside the blocks of its Estate.
+"""The rows of tables on a server, beside the blocks of its ServerState.
 
-Inside a host the tables are once in shared memory, and outlive whoever dies. Each server changes the rows
-whose ids fall to it, and keeps them as they were until all have made the update (embeddings/undo.py).
+Inside a host there is one copy of the tables in shared memory, which outlives any process. Each server
+changes the rows whose ids fall to it, and keeps the old ones until all have made the update
+(embeddings/undo.py).
 
-Between hosts each server has rows of its own, by shards that two servers hold (embeddings/row_placement.py).
-Workers push to both; a decision changes the rows at both, in the same order.
+Between hosts each server has rows of its own, in shards that two servers hold (embeddings/row_placement.py).
+Workers push to both; a decision changes the rows on both, in the same order.
 
 Used by the server's thread alone.
 """
@@ -49,7 +50,7 @@ class GradLocation(Protocol):
 
 
 class ReceivedGrads:
-    """A basket that came over the network."""
+    """Gradients of rows that came over the network."""
 
     def __init__(self) -> None:
         self.basket: TableGrads = {}
@@ -70,10 +71,10 @@ class RowServerState:
         self.homes: RowPlacement | None = None
         """Of the view that counts; None inside a host."""
         self.baskets: dict[str, Sequence[GradLocation]] = {}
-        """Of each worker, in its slots."""
+        """The slots of each worker."""
         self.undo = UndoLog.create() if shared else None
         self.undo_logs: dict[str, UndoLog] = {}
-        """Of the other servers."""
+        """Those of the other servers."""
         self._adds = adds
         self._bits = bits
         self._wire = wire_specs(tables.specs, adds=adds)
@@ -82,12 +83,12 @@ class RowServerState:
         self._coming: RowPlacement | None = None
         self._arrived: list[tuple[str, int, RowChunk]] = []
         self._rates: dict[int, tuple[float, float]] = {}
-        """The learning rates of the last versions, now and at the start."""
+        """(learning rate, base learning rate) of the last versions."""
 
     # A view begins ------------------------------------------------------------------------------
 
     def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, BlockState]]:
-        """The rows of a shard, by role, to be given away; or only those touched after a step."""
+        """The rows of a shard, by role, to be sent; or only those touched after a step."""
         from manyhands.embeddings.row_transfer import export  # and numba: not without tables
 
         for name in self.tables.specs:
@@ -96,7 +97,7 @@ class RowServerState:
             yield ROLE + name, BlockState(torch.empty(0), tensors)
 
     def prepare(self, homes: RowPlacement, materials: Mapping[tuple[str, int], BlockState]) -> None:
-        """Keep what came until the view has begun."""
+        """Keep the received rows until the view begins."""
         self._coming = homes
         self._arrived = [
             (role.removeprefix(ROLE), shard, _chunk(block_state))
@@ -111,7 +112,7 @@ class RowServerState:
         self.take_over()
 
     def take_over(self) -> None:
-        """What was prepared counts now."""
+        """Switch to what was prepared."""
         if self._coming is None:
             return
         from manyhands.embeddings.row_transfer import drop, load
@@ -130,11 +131,11 @@ class RowServerState:
                     load(store, chunk)
 
     def meet(self, undo_logs: Mapping[str, str]) -> None:
-        """Where the other servers keep rows as they were."""
+        """Attach the undo logs of the other servers."""
         self.undo_logs = {name: UndoLog.attach(address) for name, address in undo_logs.items()}
 
     def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
-        """Where a worker's baskets are, or will be put."""
+        """Find a worker's row gradients in shared memory, or make space for them."""
         if len(addresses) != (slots if self.shared else 0):
             raise ProtocolError(f"{len(addresses)} baskets in shared memory")
         try:
@@ -200,14 +201,14 @@ class RowServerState:
         return rows
 
     def _check(self, name: str, ids: NDArray[np.int64]) -> None:
-        """These came over the network."""
+        """Check ids that came over the network."""
         try:
             self.tables.store(name).check(ids)
         except JobError as error:
             raise ProtocolError(str(error)) from error
 
     def _tell_all(self, since: int) -> Iterator[tuple[TensorMessage | StateEnd, memoryview | None]]:
-        """All rows that this server is asked for, for a checkpoint."""
+        """All rows of which this server is the first holder, for a checkpoint."""
         assert self.homes is not None
         own = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
         for shard in own:
@@ -220,7 +221,7 @@ class RowServerState:
     def apply(
         self, decision: Decision, servers: Sequence[str], *, lr: float, base_lr: float
     ) -> None:
-        """A decision's gradients of rows, as far as this server changes them."""
+        """Apply a decision's gradients to the rows that this server changes."""
         self._rates = {**dict(list(self._rates.items())[-7:]), decision.version: (lr, base_lr)}
         self._apply(decision, servers, self.name, self.undo)
 
@@ -229,7 +230,7 @@ class RowServerState:
         return step_of(decision) % EVICT_EVERY == 0 and bool(self.tables.evicting)
 
     def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
-        """Inside a host: bring the rows that fell to dead servers to where the others are."""
+        """Inside a host: bring the rows of dead servers up to the others."""
         for server in servers:
             log = self.undo_logs.get(server)
             if server in alive or log is None:
@@ -260,8 +261,8 @@ class RowServerState:
         )
 
     def _add(self, basket: TableGrads, now: int) -> None:
-        """Differences that a worker has made. Whose row others have changed since it was read is moved by as
-        much less: two who both took a row all the way would take it twice as far."""
+        """Add the differences that a worker has made. A row that others have changed since it was read moves
+        by as much less: two workers that both move it all the way would move it twice as far."""
         for name, sparse in basket.items():
             store = self.tables.store(name)
             slots = store.find(sparse.ids, create=True, now=now)
@@ -270,7 +271,7 @@ class RowServerState:
             )
 
     def _turns_for(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The turns of a table, with room for these slots."""
+        """The counts of changes of a table, with space for these slots."""
         turns = self._turns[name]
         highest = int(slots.max(initial=0)) + 1
         if highest > len(turns):
@@ -279,15 +280,15 @@ class RowServerState:
 
 
 def step_of(decision: Decision) -> int:
-    """The clock of tables: the last step that a decision is of, which goes on when a run is resumed."""
+    """The clock of tables: the last step of a decision, which continues when a run is resumed."""
     return max(given.step for given in decision.contributions)
 
 
 class ColocatedRows:
-    """The rows of a server, for a worker of its process: without a message."""
+    """The rows of a server, for the worker of its process: without messages."""
 
     def __init__(self, name: str, rows: RowServerState, turn: AbstractContextManager[Any]) -> None:
-        """`turn` is held by whoever works on the server's blocks and rows."""
+        """`turn` is held by the thread that works on the server's blocks and rows."""
         self.name = name
         self._rows = rows
         self._turn = turn

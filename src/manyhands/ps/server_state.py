@@ -1,8 +1,9 @@
-"""What a process that serves keeps while the membership changes around it.
+"""What a server process keeps across views.
 
-The parameters' memory, the blocks it holds (its own and replicas, see block_store.py), the ledger of what
-was applied, and the sums of the last two updates with the gradients that they were made of: enough to
-finish what others have finished, and to take over from a server whose replica is here.
+The memory of the parameters, the blocks that it holds (its own and replicas, see block_store.py), the ledger
+of applied decisions, and the sums of the last two updates with the gradients that they were made of: enough
+to finish what other servers have finished, and to take over from a server whose replica is here. What changes
+it is in updates.py.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
 
 SPAN_BYTES = 4 << 20
-"""Of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it was
-a fifth slower for the small one that the benchmark has."""
+"""Most bytes of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it
+was a fifth slower for the small model of the benchmark."""
 
 
 @dataclass
 class HeldBlocks:
-    """What is held by the word of one view."""
+    """The blocks that a server holds in one view."""
 
     view: int = 0
     placement: Placement | None = None
     own: BlockStore | None = None
     replicas: dict[str, BlockStore] = field(default_factory=dict)
-    """By the server that they are replicas of."""
+    """By the server that owns the blocks."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of the replicas."""
 
@@ -66,21 +67,21 @@ class ServerState:
         self.params = params
         self.schedule_clock = schedule_clock
         self.shared = shared
-        """Members share memory: gradients of the dead are still there, and sums need not travel."""
+        """If true, members share memory: gradients of dead workers stay there, and sums need not travel."""
         self.replicas = replicas
         self.ledger = Ledger(progress=Fraction(schedule_clock.ticks))
         self.held = HeldBlocks()
         self.coming: HeldBlocks | None = None
-        """Ready for a view that has not begun."""
+        """Prepared for a view that has not begun."""
         self.sums = GradientSums([self._memory("manyhands-sums") for _ in range(2)])
         self.ahead: dict[int, Decision] = {}
-        """Decisions that a replica has, by version, and the own blocks have not."""
+        """Decisions by version that a replica has applied, and the own blocks have not."""
         self.others: dict[str, GradientSums] = {}
-        """The sums of servers whose replicas are here: theirs in shared memory, or what they sent."""
+        """The sums of servers whose replicas are here: in their shared memory, or as they sent them."""
         self.gradients: dict[str, Sequence[FlatTensors]] = {}
-        """Of each worker, in its slots: its own memory, or what it sent."""
+        """The slots of each worker: its own memory, or what it sent."""
         self.rows = rows
-        """Of tables; None where the model has none, or workers change rows themselves."""
+        """Rows of tables; None if the model has none, or workers change rows themselves."""
 
     @property
     def layout(self) -> BlockLayout:
@@ -95,7 +96,7 @@ class ServerState:
                 reach[name] = version + 1
         ledger = Ledger.from_record(self.ledger.to_record())
         while (decision := self.ahead.get(ledger.version + 1)) is not None:
-            ledger.note(decision)  # else a replica would have what nobody knows of
+            ledger.note(decision)  # else a replica would be ahead of every ledger
         return ServerStatus(
             server=self.name,
             host=self.host,
@@ -109,14 +110,14 @@ class ServerState:
         )
 
     def block_state(self, number: int) -> BlockState:
-        """A block that is held here, in whatever role."""
+        """The state of a block that is held here, as own or as replica."""
         for block_store in (self.held.own, *self.held.replicas.values()):
             if block_store is not None and number in block_store:
                 return block_store.take(number)
         raise AssertionError(f"{self.name} holds no block {number}")
 
     def fresh(self, number: int) -> BlockState:
-        """A block as the job, or its checkpoint, has it."""
+        """The state of a block as the job, or its checkpoint, has it."""
         model, optimizer = self.train_state.model, self.train_state.optimizer
         pieces = pieces_of(model, optimizer)
         states = {name: optimizer.state.get(p, {}) for name, p in pieces.items()}
@@ -132,7 +133,7 @@ class ServerState:
         fresh: bool,
         homes: RowPlacement | None = None,
     ) -> None:
-        """Build what is held by `placement`, from what came (role, block) and what is here."""
+        """Build the blocks of `placement`, from those received, by (role, block), and those held here."""
 
         def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:
             return {
@@ -148,8 +149,8 @@ class ServerState:
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
             if numbers:
-                # Where memory is not shared, the replica is what a worker of this process computes
-                # with: its parameters need not travel.
+                # Where memory is not shared, a worker of this process computes with the replica: its
+                # parameters need not travel.
                 memory = FlatTensors.private(self.layout) if self.shared else self.params
                 block_store = BlockStore(
                     self.train_state, memory, find("replica", numbers), ticks=ticks
@@ -161,11 +162,11 @@ class ServerState:
             self.rows.prepare(homes, materials)
 
     def begin(self) -> None:
-        """The view for which everything is prepared has begun."""
+        """Begin the view for which everything is prepared."""
         assert self.coming is not None
         self.held, self.coming = self.coming, None
         self.sums.versions = [0, 0]
-        # Workers tell anew where their gradients are; memory of the dead is let go.
+        # Workers send the addresses of their gradients again; memory of dead workers is freed.
         self.others, self.ahead, self.gradients = {}, {}, {}
         if self.rows is not None:
             self.rows.begin(self.ledger.version)
@@ -193,12 +194,12 @@ class ServerState:
 
 
 def spans(layout: BlockLayout, numbers: Iterable[int]) -> list[Span]:
-    """Blocks as they travel."""
+    """Blocks cut into spans for messages."""
     return runs_of(layout, numbers, max_bytes=SPAN_BYTES)
 
 
 def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str | None]]:
-    """The blocks of a server as they travel, and who keeps the replica of each run."""
+    """The spans in which a server's blocks travel, and for each the server that has its replica."""
     kept: dict[str | None, list[int]] = defaultdict(list)
     for block in placement.blocks_of(server):
         kept[placement.replica_of(block)].append(block.number)

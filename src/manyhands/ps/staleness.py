@@ -1,9 +1,9 @@
 """Staleness of pushes: what it does to the learning rate. Pure.
 
 The staleness of a push is the number of updates applied between the weights that it was computed on
-and its own update: 0 where all wait for all, about the number of workers less one where nobody waits.
+and its own update: 0 in lockstep, about the number of workers less one in async.
 
-`lr_scale` is what the learning rate of one push is multiplied by (Zhang et al. 2016, "Staleness-aware
+`lr_scale` is the factor on the learning rate of one push (Zhang et al. 2016, "Staleness-aware
 Async-SGD": divide by it; the square root is the milder rule for where that makes the steps too small).
 """
 

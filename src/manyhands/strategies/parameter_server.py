@@ -1,17 +1,18 @@
 """Parameter servers: workers push gradients to servers, which hold the parameters and the optimizer.
 
-The parameters lie in blocks, spread over servers by bytes, each with a replica on another server. Every
-worker is also a server of its part (colocated, the decentralized form), or servers are processes of
-their own (dedicated). Inside a host, parameters and gradients lie in shared memory: a push is a few
-words. (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".)
+The parameters are cut into blocks, spread over servers by bytes, each with a replica on another server. Every
+worker is also a server of its part (colocated, the decentralized form), or servers are processes of their
+own (dedicated). Inside a host, parameters and gradients are in shared memory, and a push carries only numbers
+about them. (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".)
 
     ps:sync      an update is everybody's gradients: the same mathematics as one worker
-    ps:backup    an update is the first n-k gradients; nobody waits for the k slowest
-    ps:async     each gradient is an update of its own, on arrival; nobody waits for anybody
-    ps:ssp       as async, but nobody runs more than s steps ahead of the slowest
+    ps:backup    an update is the first n-k gradients; no worker waits for the k slowest
+    ps:async     each gradient is an update of its own, on arrival; no worker waits
+    ps:ssp       like async, but no worker runs more than s steps ahead of the slowest
 
-Cost per worker and step: inside a host, one message to the lead server and one back from each; over the
-network the gradients out and the parameters in, M bytes each, as much as a ring all-reduce.
+Cost per worker and step: inside a host no messages in ps:sync, otherwise one message to the lead server and
+one back from each; over the network the gradients out and the parameters in, M bytes each, as much as a ring
+all-reduce.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class PsAsync(ParameterServer):
     updates_whole_batches: ClassVar[bool] = False
 
     lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
-    """Learning rate over staleness: divided by 1 + staleness, or by its square root; none: as it is."""
+    """Divide the learning rate by 1 + staleness, or by its square root; none: leave it."""
     compensate: float = 0.0
     """Strength of delay compensation (DC-ASGD), such as 0.04; 0: none."""
     row_age: int = 0
-    """So many steps a worker may go on with a table's row that it has, before it asks for it again."""
+    """Steps for which a worker may reuse a table's row before it fetches it again."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -84,7 +85,7 @@ class PsSsp(PsAsync):
     summary: ClassVar[str] = "as ps:async, but nobody runs more than `staleness` steps ahead"
 
     staleness: int = 4
-    """So many steps the fastest worker may be ahead of the slowest; 0: none."""
+    """How many steps the fastest worker may be ahead of the slowest; 0: none."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -108,9 +109,9 @@ class PsBackup(ParameterServer):
     spares: int = 1
     """How many workers a step does not wait for."""
     late: Literal["drop", "decay"] = "drop"
-    """What comes too late is computed anew by others, or goes into the next step, weakened."""
+    """What to do with a late gradient: drop it and compute it again, or add it to the next step, decayed."""
     decay: float = 0.5
-    """What a late gradient is multiplied by for each step that it missed."""
+    """Factor on a late gradient for each step that it missed."""
 
     def check(self, workers: int) -> None:
         super().check(workers)

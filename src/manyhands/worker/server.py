@@ -22,7 +22,7 @@ def live(member: Member) -> None:
 
 
 class ServerProgram:
-    """A server's life, driven by the coordinator's orders."""
+    """A dedicated server, driven by the coordinator's orders."""
 
     def __init__(self, member: Member) -> None:
         from manyhands.compute.seeds import seed_loading
@@ -41,7 +41,7 @@ class ServerProgram:
         assert isinstance(config, ParameterServer), f"{config.name} has no servers"
         job = load_job(task["job"], task["settings"])
         seed_loading(job.seed, "data")
-        # Only for its length: the schedule of the learning rate goes by it.
+        # Only its length is needed, by the learning rate schedule.
         num_steps = total_steps(job, len(job.data()))
         train_state = TrainState.of(job, device="cpu", num_steps=num_steps)
         train_state.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
@@ -102,7 +102,7 @@ class ServerProgram:
 
 
 class _Stateless:
-    """A learner's state is a worker's business."""
+    """Stands in for a learner, whose state only workers have."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
