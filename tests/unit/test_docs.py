@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import importlib
 import inspect
@@ -22,6 +23,8 @@ import torch
 import manyhands
 import manyhands.testing
 from manyhands.control.messages import ORDERS, REPORTS
+from manyhands.events import events
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.transport.fields import MessageSet
 
 ROOT = Path(__file__).parents[2]
@@ -247,3 +250,19 @@ def test_the_pictures_are_what_the_policies_draw(
     script["main"]()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert drawn == {path.name: path.read_text() for path in folder.glob("ps-*.svg")}
+
+
+def test_the_page_on_the_run_folder_has_every_event_and_field() -> None:
+    page = (ROOT / "docs" / "run-folder.md").read_text()
+    rows = dict(re.findall(r"^\| `([A-Z]\w+)` (\|.*)$", page, re.MULTILINE))
+    kinds = {kind.__name__: kind for kind in events.Event.__subclasses__()}
+    assert rows.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        fields = {field.name for field in dataclasses.fields(kind)} - {"time"}
+        assert fields <= set(re.findall(r"`(\w+)`", rows[name])), name
+
+
+def test_the_page_on_the_design_has_every_timeout() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `(\w+_s)` \| ([\d.]+) \|", page, re.MULTILINE)
+    assert {name: float(value) for name, value in rows} == dataclasses.asdict(Timeouts())
