@@ -1,4 +1,4 @@
-"""`mh.join()`: the strategies for people who keep their own loop.
+"""`mh.join()`: strategies for users who keep their own training loop.
 
     with mh.join("allreduce") as hands:
         model, optimizer = hands.prepare(model, optimizer)
@@ -112,7 +112,8 @@ class Hands:
         epoch: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """This worker's share of every global batch of one epoch; over all workers, each sample once."""
+        """Yield this worker's share of every global batch of one epoch; over all workers, each sample
+        once."""
         if not is_map_style(dataset):
             raise JobError(
                 "hands.batches() needs a map-style dataset (len() and []), to share out its samples; it got "
@@ -140,7 +141,7 @@ class Hands:
             yield batch
 
     def step(self, loss: Loss, batch: Any) -> StepReport:
-        """One global step with this worker's batch; `loss(model, batch)` is its mean loss."""
+        """Make one global step with this worker's batch; `loss(model, batch)` is its mean loss."""
         if self._train_state is None:
             raise UsageError("Call hands.prepare(model, optimizer) before hands.step(loss, batch).")
         train_state = self._train_state
@@ -163,7 +164,7 @@ class Hands:
         return report
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
-        """The weighted mean of a number over all workers, for evaluation."""
+        """Return the weighted mean of a number over all workers, for evaluation."""
         total = self._learner.add_up(torch.tensor([float(value) * weight, weight]))
         return float(total[0] / total[1])
 
@@ -173,7 +174,7 @@ class Hands:
 
 @contextmanager
 def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) -> Iterator[Hands]:
-    """Join the workers that torchrun, srun or another has started, or be the only one."""
+    """Join the workers that torchrun, srun or another launcher started, or be the only one."""
     cluster = look() or alone()
     place, world = cluster.me, cluster.size
     if cluster.servers or place.role == EVALUATOR or any(e.slots != 1 for e in cluster.entries):
@@ -219,7 +220,7 @@ _views = count(1)
 
 
 class _Collating(Job):
-    """As much of a job as a feed needs, with a collate of the person's own."""
+    """The part of a job that a feed needs, with the user's collate."""
 
     def __init__(self, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         super().__init__(seed=seed)
@@ -230,7 +231,7 @@ class _Collating(Job):
 
 
 def _count(batch: Any) -> int:
-    """The samples of a batch: the length of its first tensor."""
+    """Count the samples of a batch: the length of its first tensor."""
     if isinstance(batch, Tensor):
         return len(batch)
     values = batch.values() if isinstance(batch, dict) else batch

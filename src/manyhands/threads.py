@@ -1,13 +1,13 @@
-"""The only way to start a thread: each one has somebody who hears of its failure.
+"""The only way to start a thread: every thread has a handler for its failure.
 
-A thread that ends with an exception takes its work with it, while those who depend on it wait for ever or
-go on as if it were done. So `start_thread` and `start_timer` require `on_error`, which is called with
+A thread that ends with an exception takes its work with it, while everything that depends on it waits forever
+or continues as if it were done. So `start_thread` and `start_timer` require `on_error`, which is called with
 whatever the target raises, in the same thread. It passes the error on to the owner:
 
-    a result that somebody waits for    keep the error; the next call of the owner raises it
+    a result that is waited for          keep the error; the next call of the owner raises it
     a connection                        close it; its other end and its readers notice
     the coordinator                     its inbox
-    anything else of a process          `fail_process`, which ends a member with its traceback told
+    anything else of a process          `fail_process`, which ends a member and reports its traceback
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def fail_process(error: BaseException) -> None:
 
 
 def on_process_failure(handler: OnError) -> None:
-    """Set what `fail_process` does here. By default it prints the traceback, and the process goes on."""
+    """Set what `fail_process` does here. By default it prints the traceback, and the process continues."""
     global _on_process_failure
     _on_process_failure = handler
 
 
 def describe(error: BaseException) -> str:
-    """The error and where it happened, in one line."""
+    """Return the error and where it happened, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

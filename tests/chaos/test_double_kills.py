@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.testing import harness
-from manyhands.testing.chaos import audit, suffer
+from manyhands.testing.chaos import audit, train_with_kills
 from manyhands.testing.conformance import Case
 
 EPOCHS = 14
@@ -46,7 +46,9 @@ CASES = {
 @pytest.mark.parametrize("kind", CASES)
 def test_two_deaths_at_almost_the_same_time_end_no_run(kind: str, tmp_path: Path) -> None:
     job, disturbed = CASES[kind]
-    ordeal = suffer(disturbed, tmp_path / "run", seed=1, kills=0, doubles=3, epochs=EPOCHS, job=job)
-    assert ordeal.killed, "the run was to last longer"
+    outcome = train_with_kills(
+        disturbed, tmp_path / "run", seed=1, kills=0, doubles=3, epochs=EPOCHS, job=job
+    )
+    assert outcome.killed, "the run was to last longer"
     alone = harness.train(job, tmp_path / "alone", **FIELDS, epochs=EPOCHS).losses
-    audit(ordeal, epochs=EPOCHS, alone=alone if disturbed.equals_single else ())
+    audit(outcome, epochs=EPOCHS, alone=alone if disturbed.equals_single else ())

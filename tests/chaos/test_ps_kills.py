@@ -15,7 +15,7 @@ import pytest
 
 from manyhands.hosts.faults import cut_a_link
 from manyhands.testing import harness
-from manyhands.testing.chaos import audit, case_of, suffer
+from manyhands.testing.chaos import audit, case_of, train_with_kills
 from manyhands.testing.conformance import assert_once_an_epoch, assert_same_bits
 
 EPOCHS = 12
@@ -45,9 +45,11 @@ def test_training_goes_on(
 ) -> None:
     case = case_of(mode, transport, placement)
     coordinator = mode == "ps:sync"  # the others as `make chaos` runs them
-    ordeal = suffer(case, tmp_path / "run", seed=7, kills=2, epochs=EPOCHS, coordinator=coordinator)
-    assert ordeal.killed, "the run was to last longer"
-    audit(ordeal, epochs=EPOCHS, alone=alone.losses)
+    outcome = train_with_kills(
+        case, tmp_path / "run", seed=7, kills=2, epochs=EPOCHS, coordinator=coordinator
+    )
+    assert outcome.killed, "the run was to last longer"
+    audit(outcome, epochs=EPOCHS, alone=alone.losses)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +64,13 @@ def test_a_dedicated_server_dies_and_no_bit_changes(
     transport: str, undisturbed: harness.Finished, tmp_path: Path
 ) -> None:
     case = case_of("ps:sync", transport, "dedicated")
-    ordeal = suffer(
+    outcome = train_with_kills(
         case, tmp_path / "run", seed=3, kills=1, epochs=SHORT, role="server", job="Dropout"
     )
-    assert ordeal.killed, "the run was to last longer"
-    audit(ordeal, epochs=SHORT)
-    assert ordeal.done is not None
-    assert_same_bits(ordeal.done.state(), undisturbed.state())
+    assert outcome.killed, "the run was to last longer"
+    audit(outcome, epochs=SHORT)
+    assert outcome.done is not None
+    assert_same_bits(outcome.done.state(), undisturbed.state())
 
 
 @pytest.mark.parametrize(

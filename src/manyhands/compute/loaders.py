@@ -1,4 +1,4 @@
-"""Processes beside a worker that load batches ahead. Each builds the job's data set for itself.
+"""Loader processes of a worker: they load batches ahead of time. Each builds its own data set.
 
     worker                                          loader process
     ------                                          --------------
@@ -38,9 +38,9 @@ from manyhands.errors import LoaderLost
 from manyhands.threads import fail_process, start_thread
 
 MAX_TRIES = 3
-"""So often a batch is loaded before whoever kills the process is believed to do it again."""
+"""Attempts to load a batch before it counts as the cause of the kills."""
 END_S = 1.0
-"""How long a process that is told to end may take."""
+"""Grace period for a process that is told to end."""
 ALIGN = 64
 BATCH, FAILED = "batch", "failed"
 _SIZES = struct.Struct("!QQ")
@@ -64,7 +64,7 @@ class Loaders:
         *,
         notice: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`notice` is told, from another thread, what a person should know."""
+        """`notice` is called, from another thread, with messages for the user."""
         self.ahead = 2 * processes
         self._job = (reference, dict(settings))
         self._notice = notice
@@ -78,7 +78,7 @@ class Loaders:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that were needed so far."""
+        """Processes that were started so far."""
         return [process.pid for process in self._processes if process is not None]
 
     def submit(self, epoch: int, indices: Tensor) -> Future[Any]:
@@ -87,7 +87,7 @@ class Loaders:
         return task.future
 
     def write_stacks(self) -> None:
-        """Where every loader process is, into the worker's log."""
+        """Write the stacks of every loader process to the worker's log."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
@@ -102,7 +102,7 @@ class Loaders:
             thread.join(END_S)
 
     def _serve(self, number: int) -> None:
-        """One process, from the first batch that it is asked for. In the thread that it dies with."""
+        """Run one process, from its first batch on. In a thread that ends with it."""
         try:
             while (task := self._tasks.get()) is not None:
                 if not self._closed and task.future.set_running_or_notify_cancel():
@@ -161,8 +161,8 @@ class LoaderProcess:
             send(ours, (reference, dict(settings), os.getpid(), sys.path))
 
     def ask(self, epoch: int, indices: Sequence[int]) -> tuple[str, Any, str]:
-        """BATCH and a batch; or FAILED, the exception that the job raised, and its traceback. Raises OSError
-        or EOFError if the process is gone."""
+        """Return BATCH and a batch; or FAILED, the exception that the job raised, and its traceback. Raises
+        OSError or EOFError if the process is gone."""
         send(self._socket, (epoch, list(indices)))
         kind, value, trace = receive(self._socket)
         return kind, value, trace
@@ -171,7 +171,7 @@ class LoaderProcess:
         self._process.kill()
 
     def end(self) -> str:
-        """It is of no use any more. How it ended, in words."""
+        """End the process; return how it ended, in words."""
         with suppress(OSError):
             self._socket.close()
         try:
@@ -188,7 +188,7 @@ class LoaderProcess:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the bytes of tensors to whoever carries them."""
+    """A pickler that leaves out the bytes of tensors, which travel separately."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or not _is_plain(obj):

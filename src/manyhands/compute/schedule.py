@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a job: for how many steps it is, and how a resumed run goes on with it.
+"""The learning-rate schedule of a job: its number of steps, and how a resumed run continues it.
 
 A checkpoint holds the optimizer's moments, the position of the schedule, and a description of the optimizer
 and schedule that the job made at the start. When a run is resumed:
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SCHEDULES = KEEP, STRETCH, RESTART = ("keep", "stretch", "restart")
-"""How a resumed run may go on with the schedule of its learning rate."""
+"""How a resumed run may continue the schedule of its learning rate."""
 
 MakeSchedule = Callable[["Optimizer", int], Any]
-"""A job's schedule(): a scheduler over an optimizer, for so many steps; or None."""
+"""A job's schedule(): makes a scheduler for an optimizer and a number of steps, or returns None."""
 Settings = list[dict[str, Any]]
-"""Of each group of an optimizer, without its parameters."""
+"""Settings of each group of an optimizer, without its parameters."""
 
 OVERTIME = "manyhands_overtime"
 _OWN = ("params", "param_names")
 _TUNING = ("fused", "foreach")
-"""How an optimizer computes, and not what."""
+"""Options that change how an optimizer computes, not what."""
 
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """What a schedule is made for, as a checkpoint keeps it."""
+    """The steps that a schedule was made for; saved in checkpoints."""
 
     steps: int = 0
     """Steps of the schedule."""
@@ -59,13 +59,13 @@ class SchedulePlan:
 
 
 class HeldSchedule:
-    """A scheduler that is stepped no further than it was made for."""
+    """A scheduler that stops at the number of steps that it was made for."""
 
     def __init__(self, inner: Any, steps: int) -> None:
         self._inner = inner
         self._steps = steps
         self._overtime = 0
-        """Steps since it was over."""
+        """Steps since its end."""
 
     @property
     def last_epoch(self) -> int:
@@ -90,7 +90,7 @@ class HeldSchedule:
 
 
 def position(scheduler: Any) -> int:
-    """How often a scheduler was stepped."""
+    """Return how many times a scheduler was stepped."""
     while hasattr(scheduler, "_schedulers") and not hasattr(scheduler, "last_epoch"):
         scheduler = scheduler._schedulers[0]
     return int(getattr(scheduler, "last_epoch", 0))
@@ -101,7 +101,8 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 def put_settings(optimizer: Optimizer, settings: Settings) -> None:
-    """Exactly these: whatever else a group holds, such as the mark of an earlier schedule, is gone."""
+    """Replace the settings of all groups; anything else in them, such as marks of an earlier schedule,
+    goes."""
     for group, given in zip(optimizer.param_groups, settings, strict=True):
         kept = {key: group[key] for key in _OWN if key in group}
         group.clear()
@@ -109,7 +110,7 @@ def put_settings(optimizer: Optimizer, settings: Settings) -> None:
 
 
 def describe(optimizer: Optimizer, settings: Settings, scheduler: Any) -> str:
-    """Equal for two jobs only if they make the same groups and the same schedule of it."""
+    """Return a text that is equal for two jobs only if they make the same groups and schedule."""
     groups = [
         [
             [list(p.shape) for p in group["params"]],
@@ -122,12 +123,12 @@ def describe(optimizer: Optimizer, settings: Settings, scheduler: Any) -> str:
 
 
 def _named(value: Any) -> Any:
-    """What JSON can't say: tensors by their numbers, objects by their kind (an address differs each time)."""
+    """Encode tensors by their numbers, other objects by their type (an address would differ each time)."""
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def twin_of(optimizer: Optimizer, settings: Settings) -> Optimizer:
-    """An optimizer like the job's with these settings, which nobody steps."""
+    """Make an optimizer like the job's with these settings, which is never stepped."""
     twin = copy.copy(optimizer)
     twin.param_groups = [
         {**copy.deepcopy(each), "params": group["params"]}

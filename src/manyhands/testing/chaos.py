@@ -44,21 +44,21 @@ TRANSPORTS = ("shm", "tcp")
 PLACEMENTS = ("colocated", "dedicated")
 KINDS = [("allreduce", "", ""), *itertools.product(MODES, TRANSPORTS, PLACEMENTS)]
 SPARE_HANDLES = 6
-"""So many more files or threads than at first may be open at a moment: a connection that is being made."""
+"""Files or threads that may be open beyond those at first: a connection may be in progress."""
 RECOVERED_WITHIN_S, DONE_WITHIN_S = 60.0, 600.0
-"""Limits for hangs, no promises."""
+"""Limits to detect hangs."""
 PAUSE = "pause member 700ms every 5s"
 """Too short for a member to count as dead."""
 STEPS_PER_EPOCH = 6
-"""Of the jobs that are trained here, at least."""
+"""Steps per epoch of the jobs that are trained here, at least."""
 LAST_KILL = 0.8
 """Where in a run the last kill of one member is: the run has to recover before it ends."""
 EVERY = ("--checkpoint-every", "20")
-"""Something to resume from."""
+"""Checkpoints to resume from."""
 APART_S = 0.3
-"""At most, between the deaths of two members."""
+"""Largest time between the deaths of two members."""
 LIKE_ALONE, NEAR_ALONE = 1e-4, 0.25
-"""How far a loss may be from that of one worker alone; where workers don't wait, the mean of the last."""
+"""Largest relative difference from one worker's losses; for asynchronous strategies, of the last mean."""
 
 
 def case_of(mode: str, transport: str, placement: str) -> Case:
@@ -77,7 +77,7 @@ def case_of(mode: str, transport: str, placement: str) -> Case:
 
 
 @dataclass
-class Ordeal:
+class ChaosRun:
     """A run in which members were killed."""
 
     case: Case
@@ -93,7 +93,7 @@ class Ordeal:
     left_over: list[str] = field(default_factory=list)
 
 
-def suffer(
+def train_with_kills(
     case: Case,
     run: Path,
     *,
@@ -105,13 +105,13 @@ def suffer(
     job: str = "Regression",
     everybody: bool = False,
     coordinator: bool = False,
-) -> Ordeal:
+) -> ChaosRun:
     """Train with this many kills of one member (of a role) and of two members; optionally kill all members
     once, and the coordinator once."""
     rng = random.Random(f"{seed} {case.strategy}")
-    ordeal = Ordeal(case, run)
-    blows = ["two"] * doubles + ["all"] * everybody + ["coordinator"] * coordinator
-    rng.shuffle(blows)
+    outcome = ChaosRun(case, run)
+    kills_outside = ["two"] * doubles + ["all"] * everybody + ["coordinator"] * coordinator
+    rng.shuffle(kills_outside)
     chaos = ("--chaos", _chaos(kills, role, epochs, seed))
     with temporary_folder() as scratch:
         arguments = case.arguments(job, run, *EVERY, *chaos, epochs=epochs)
@@ -120,29 +120,29 @@ def suffer(
             running = stack.enter_context(harness.command(*arguments, run=run, environ=environ))
             running.wait_for_step(2)
             wanted = len(_view(running)["members"])
-            for blow in blows:
-                _watch(running, ordeal, rng.uniform(0.0, 1.5))
+            for kind in kills_outside:
+                _watch(running, outcome, rng.uniform(0.0, 1.5))
                 while running.process.poll() is None and len(_view(running)["members"]) < wanted:
-                    _watch(running, ordeal, 0.1)
+                    _watch(running, outcome, 0.1)
                 if running.process.poll() is not None:
                     break
-                if blow == "coordinator":
-                    _kill_coordinator(running, ordeal)
+                if kind == "coordinator":
+                    _kill_coordinator(running, outcome)
                     known = len(running.events())
                     again = harness.command("resume", str(run), *chaos, run=run, environ=environ)
                     running = stack.enter_context(again)
                     running.wait_for(partial(_makes_steps, known))
                 else:
-                    _strike(running, ordeal, rng, blow)
-            _watch(running, ordeal, DONE_WITHIN_S)
-            ordeal.done = running.wait(timeout_s=DONE_WITHIN_S)
-            _note(running, ordeal)
-        if not harness.gone(list(ordeal.pids)):
-            ordeal.left_over.append("processes")
-        ordeal.left_over += [str(path) for path in scratch.iterdir()]
-    ordeal.left_over += _shared_memory_of(ordeal.pids)
-    _count_injected(ordeal, ordeal.done)
-    return ordeal
+                    _kill_members(running, outcome, rng, kind)
+            _watch(running, outcome, DONE_WITHIN_S)
+            outcome.done = running.wait(timeout_s=DONE_WITHIN_S)
+            _note(running, outcome)
+        if not harness.gone(list(outcome.pids)):
+            outcome.left_over.append("processes")
+        outcome.left_over += [str(path) for path in scratch.iterdir()]
+    outcome.left_over += _shared_memory_of(outcome.pids)
+    _count_injected(outcome, outcome.done)
+    return outcome
 
 
 def _chaos(kills: int, role: str, epochs: int, seed: int) -> str:
@@ -151,39 +151,41 @@ def _chaos(kills: int, role: str, epochs: int, seed: int) -> str:
     return "; ".join([*(f"kill {role} after step {step}" for step in steps), PAUSE, f"seed {seed}"])
 
 
-def _count_injected(ordeal: Ordeal, done: harness.Finished) -> None:
+def _count_injected(outcome: ChaosRun, done: harness.Finished) -> None:
     events = done.events
     for event in events:
         if event["event"] == "Injected" and event["fault"] == "kill":
-            ordeal.killed.append(event["member"])
+            outcome.killed.append(event["member"])
             step = _recovered(events, [event["member"]], event["time"])
             if step is not None:
-                ordeal.pauses_s.append(step["time"] - event["time"])
+                outcome.pauses_s.append(step["time"] - event["time"])
         elif event["event"] == "Injected":
-            ordeal.num_paused += 1
+            outcome.num_paused += 1
 
 
-def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = (), samples: int = 98) -> None:
-    """It finished by itself, every sample counts once, and so does every push; nothing is left over; and
-    the losses are those of one worker `alone`, or near them where the strategy is not synchronous."""
-    done, logs = ordeal.done, _logs(ordeal.run)
+def audit(
+    outcome: ChaosRun, *, epochs: int, alone: Sequence[float] = (), samples: int = 98
+) -> None:
+    """Assert that the run finished by itself, every sample and every push counts once, nothing is left
+    over, and the losses are those of one worker `alone`, or near them for asynchronous strategies."""
+    done, logs = outcome.done, _logs(outcome.run)
     assert done is not None
     assert done.code == 0, f"{done.out}\n{done.err}\n{logs}"
     assert_once_an_epoch(done, epochs=epochs, samples=samples)
     lost = [e["member"] for e in done.of("MemberLost")]
-    assert set(lost) <= set(ordeal.killed), f"killed {ordeal.killed}, reported as lost {lost}"
+    assert set(lost) <= set(outcome.killed), f"killed {outcome.killed}, reported as lost {lost}"
     assert not done.of("MemberFailed"), done.of("MemberFailed")
-    summary = json.loads((ordeal.run / "summary.json").read_text())
+    summary = json.loads((outcome.run / "summary.json").read_text())
     pushes = summary["pushes"]
     if pushes is not None and not done.of("Resumed"):  # else both count from there
         assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
-    for pid, readings in ordeal.handles.items():
+    for pid, readings in outcome.handles.items():
         # At the first reading a new member may still be connecting to the others.
         for early, last in zip(zip(*readings[:2], strict=True), readings[-1], strict=True):
             most = max(early) + SPARE_HANDLES
             assert last <= most, f"process {pid} leaks: files, threads {readings}"
-    assert not ordeal.left_over, f"left over: {ordeal.left_over}"
-    if alone and ordeal.case.equals_single:
+    assert not outcome.left_over, f"left over: {outcome.left_over}"
+    if alone and outcome.case.equals_single:
         far = [abs(ours / theirs - 1) for ours, theirs in zip(done.losses, alone, strict=True)]
         assert max(far) < LIKE_ALONE, f"step {far.index(max(far)) + 1} differs by {max(far):.2g}"
     elif alone:
@@ -192,50 +194,52 @@ def audit(ordeal: Ordeal, *, epochs: int, alone: Sequence[float] = (), samples: 
         assert abs(ours / theirs - 1) < NEAR_ALONE, f"the loss ends at {ours:.3g}, not {theirs:.3g}"
 
 
-def audit_counts(ordeal: Ordeal, *, epochs: int) -> None:
-    """Of a run of the counting job: every sample is in the weights once an epoch."""
-    audit(ordeal, epochs=epochs, samples=Counting.samples)
-    assert ordeal.done is not None
-    check_counts(ordeal.done.state(), epochs=epochs, rows=ordeal.case.counts_rows)
+def audit_counts(outcome: ChaosRun, *, epochs: int) -> None:
+    """Assert that every sample is in the weights of the counting job once an epoch."""
+    audit(outcome, epochs=epochs, samples=Counting.samples)
+    assert outcome.done is not None
+    check_counts(outcome.done.state(), epochs=epochs, rows=outcome.case.counts_rows)
 
 
-def _kill_coordinator(running: harness.RunningCommand, ordeal: Ordeal) -> None:
-    """And with it all members, which end by themselves."""
-    _note(running, ordeal)
+def _kill_coordinator(running: harness.RunningCommand, outcome: ChaosRun) -> None:
+    """Kill the coordinator; its members end by themselves."""
+    _note(running, outcome)
     running.process.kill()
     running.process.wait()
-    assert harness.gone(list(ordeal.pids)), "members have outlived their coordinator"
+    assert harness.gone(list(outcome.pids)), "members have outlived their coordinator"
 
 
-def _watch(running: harness.RunningCommand, ordeal: Ordeal, seconds: float) -> None:
-    """Let it run, up to its end, and note what its processes hold."""
+def _watch(running: harness.RunningCommand, outcome: ChaosRun, seconds: float) -> None:
+    """Wait, at most until the end of the run, and note the open files and threads of its processes."""
     deadline = time.monotonic() + seconds
     while running.process.poll() is None and time.monotonic() < deadline:
-        _note(running, ordeal)
+        _note(running, outcome)
         time.sleep(min(0.5, seconds))
 
 
-def _note(running: harness.RunningCommand, ordeal: Ordeal) -> None:
+def _note(running: harness.RunningCommand, outcome: ChaosRun) -> None:
     pids = running.pids()
-    ordeal.pids |= {*pids.values(), running.process.pid}
+    outcome.pids |= {*pids.values(), running.process.pid}
     # Only of those that take part: what a member holds grows while it starts.
     for pid in (running.process.pid, *(pids[name] for name in _view(running)["members"])):
         with suppress(OSError):
             reading = _handles_of(pid)
-            ordeal.handles.setdefault(pid, []).append(reading)
+            outcome.handles.setdefault(pid, []).append(reading)
 
 
-def _strike(running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random, blow: str) -> None:
+def _kill_members(
+    running: harness.RunningCommand, outcome: ChaosRun, rng: random.Random, kind: str
+) -> None:
     """Kill two members, or all, and wait until the run has recovered or is over."""
     members, pids = list(_view(running)["members"]), running.pids()
-    victims = _pair(members, rng) if blow == "two" else members
+    victims = _pair(members, rng) if kind == "two" else members
     killed = time.time()
     for victim in victims:
-        if blow == "two" and victim != victims[0]:
+        if kind == "two" and victim != victims[0]:
             time.sleep(rng.choice([rng.uniform(0.0, APART_S / 5), rng.uniform(0.0, APART_S)]))
         with suppress(ProcessLookupError):
             os.kill(pids[victim], signal.SIGKILL)
-    ordeal.killed += victims
+    outcome.killed += victims
     deadline = time.monotonic() + RECOVERED_WITHIN_S
     while running.process.poll() is None and not _recovered(running.events(), victims, killed):
         if time.monotonic() > deadline:
@@ -247,7 +251,7 @@ def _strike(running: harness.RunningCommand, ordeal: Ordeal, rng: random.Random,
 
 
 def _pair(members: Sequence[str], rng: random.Random) -> list[str]:
-    """Two members; the second is often the first of those that are left, who decides in the next view."""
+    """Choose two members; often the second is the first survivor, which decides in the next view."""
     first = rng.choice(members)
     others = [name for name in members if name != first]
     return [first, others[0] if rng.random() < 0.5 else rng.choice(others)]
@@ -256,7 +260,7 @@ def _pair(members: Sequence[str], rng: random.Random) -> list[str]:
 def _recovered(
     events: Sequence[Mapping[str, Any]], victims: Sequence[str], killed: float
 ) -> Mapping[str, Any] | None:
-    """The first step in a view without these."""
+    """Return the first step in a view without the victims."""
     for number, event in enumerate(events):
         if event["event"] != "ViewChanged" or event["time"] < killed:
             continue
@@ -266,18 +270,18 @@ def _recovered(
 
 
 def _makes_steps(known: int, events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is a step among the events behind those that were `known`."""
+    """Return true if there is a step after the first `known` events."""
     return any(e["event"] == "StepCommitted" for e in events[known:])
 
 
 def _view(running: harness.RunningCommand) -> Mapping[str, Any]:
-    """The last one."""
+    """Return the last view."""
     return [e for e in running.events() if e["event"] == "ViewChanged"][-1]
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """For sockets, whose paths must be short."""
+    """Make a folder with a short path, as sockets need."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
         yield folder
@@ -286,7 +290,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _handles_of(pid: int) -> tuple[int, int]:
-    """Open files and threads of a process."""
+    """Return the numbers of open files and threads of a process."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
@@ -323,7 +327,7 @@ def main() -> int:
         kind = f"{mode} {transport} {placement}".strip()
         with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
             try:
-                ordeal = suffer(
+                outcome = train_with_kills(
                     *(counting_case(case), Path(folder) / "counts"),
                     job=COUNTING,
                     seed=seed,
@@ -333,10 +337,12 @@ def main() -> int:
                     everybody=True,
                     coordinator=True,
                 )
-                audit_counts(ordeal, epochs=asked.epochs)
-                told = [_told(ordeal)]
+                audit_counts(outcome, epochs=asked.epochs)
+                told = [_told(outcome)]
                 if alone:
-                    second = suffer(case, Path(folder) / "losses", seed=seed, kills=2, epochs=20)
+                    second = train_with_kills(
+                        case, Path(folder) / "losses", seed=seed, kills=2, epochs=20
+                    )
                     audit(second, epochs=20, alone=alone)
                     told.append(_told(second))
                     num_killed += len(second.killed)
@@ -344,8 +350,8 @@ def main() -> int:
                 num_bad += 1
                 print(f"{kind}, seed {seed}: FAILED\n{error}", flush=True)
                 continue
-        num_killed += len(ordeal.killed)
-        pauses.setdefault(kind, []).extend(ordeal.pauses_s)
+        num_killed += len(outcome.killed)
+        pauses.setdefault(kind, []).extend(outcome.pauses_s)
         print(f"{kind}, seed {seed}: {'; then '.join(told)}", flush=True)
     print_pauses(pauses)
     print(f"\n{num_killed} members killed, {num_bad} runs wrong, {time.monotonic() - began:.0f} s")
@@ -353,7 +359,7 @@ def main() -> int:
 
 
 def _losses_alone() -> list[float]:
-    """Of an undisturbed run of one worker."""
+    """Return the losses of an undisturbed run of one worker."""
     with tempfile.TemporaryDirectory(prefix="chaos-run-") as folder:
         fields = {**case_of("allreduce", "", "").fields, "pause_s": 0}
         done = harness.train("Regression", Path(folder) / "run", epochs=20, **fields)
@@ -361,12 +367,12 @@ def _losses_alone() -> list[float]:
         return done.losses
 
 
-def _told(ordeal: Ordeal) -> str:
-    assert ordeal.done is not None
-    pauses = ", ".join(f"{pause:.2f}" for pause in ordeal.pauses_s)
-    restarts = len(ordeal.done.of("Resumed"))
+def _told(outcome: ChaosRun) -> str:
+    assert outcome.done is not None
+    pauses = ", ".join(f"{pause:.2f}" for pause in outcome.pauses_s)
+    restarts = len(outcome.done.of("Resumed"))
     return (
-        f"killed {', '.join(ordeal.killed)}; next step after {pauses} s; {ordeal.num_paused} paused, "
+        f"killed {', '.join(outcome.killed)}; next step after {pauses} s; {outcome.num_paused} paused, "
         f"{restarts} restarts from a checkpoint"
     )
 

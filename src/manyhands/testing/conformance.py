@@ -1,4 +1,4 @@
-"""What every strategy must keep, checked with real processes. A new strategy is one more Case.
+"""The conformance suite of strategies, with real processes. A new strategy is one more Case.
 
 from manyhands.testing.conformance import CHECKS, Case
 
@@ -30,7 +30,7 @@ from manyhands.testing.harness import Finished
 
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
 EQUAL = "--equal-shares"
-"""For bits: where other work makes a worker slow, shares, and with them the order of sums, follow."""
+"""For bit-equal results: shares by speed depend on other load, and the order of sums on the shares."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Case:
     strategy: str
     workers: int
     equals_single: bool = True
-    """Synchronous: the same mathematics as one worker, up to the order of sums."""
+    """If true, the strategy is synchronous: same result as one worker, up to the order of sums."""
     flags: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     counts_rows: bool = True
-    """If true, every sample is once an epoch in the rows of tables, too, not only in the dense weights."""
+    """If true, every sample counts once an epoch in the rows of tables, too, not only in dense weights."""
 
     def __str__(self) -> str:
         more = (*self.flags, *(f"{name}={value}" for name, value in self.fields.items()))
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def elastic(self) -> bool:
-        """Training goes on in place when a worker dies."""
+        """If true, training continues in place when a worker dies."""
         return make_strategy(self.strategy).elastic
 
     def arguments(self, job: str, run: Path, *flags: str, **fields: Any) -> list[str]:
@@ -72,7 +72,8 @@ class Case:
 
 
 def equals_single(case: Case, folder: Path) -> None:
-    """Every sample once an epoch; the losses and weights of one worker to 1e-5, uneven last batch too."""
+    """Use every sample once an epoch; match one worker's losses and weights to 1e-5, uneven last batch
+    included."""
     _same_as_single(case, folder, "Regression")
 
 
@@ -90,7 +91,7 @@ def equals_single_with_own_weights(case: Case, folder: Path) -> None:
 
 
 def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
-    """Same seed, same bits, also of a run that was stopped in the middle of an epoch and resumed."""
+    """Get the same bits from the same seed, also when stopped in the middle of an epoch and resumed."""
     whole = case.train("Dropout", folder / "whole", EQUAL)
     run = folder / "stopped"
     with harness.command(*case.arguments("Dropout", run, EQUAL, pause_s=0.05), run=run) as running:
@@ -108,8 +109,7 @@ def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
 
 
 def begins_again(case: Case, folder: Path) -> None:
-    """SIGKILL of all members: all begin again from the last checkpoint, and nothing of it can be told from
-    the result."""
+    """Kill all members: all restart from the last checkpoint, and the result does not show it."""
     run = folder / "run"
     arguments = case.arguments("Dropout", run, EQUAL, "--checkpoint-every", "2", pause_s=0.05)
     with harness.command(*arguments, run=run) as running:
@@ -132,7 +132,7 @@ def begins_again(case: Case, folder: Path) -> None:
 
 
 def goes_on_after_a_kill(case: Case, folder: Path) -> None:
-    """SIGKILL of a worker: the run finishes by itself with the samples and the mathematics as before."""
+    """Kill a worker: the run finishes by itself, with the same samples and the same result."""
     run, victim = folder / "run", f"worker-{case.workers - 1}"
     arguments = case.arguments("Regression", run, "--max-restarts", "0", pause_s=0.03)
     with harness.command(*arguments, run=run) as running:
@@ -148,18 +148,18 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
     assert later, "it was to be killed before the end"
     assert not any(victim in e["shares"] for e in later)
     assert harness.gone([*pids.values(), running.process.pid])
-    # In the weights, though the victim could not report them any more: of their loss a part is missing.
+    # In the weights, but the victim could not report them: a part of their loss is missing.
     unheard = {e["step"] for e in done.steps if lost <= e["time"] <= recovered}
     _as_single(case, done, "Regression", unheard=unheard)
 
 
 def survives_a_kill(case: Case, folder: Path) -> None:
-    """SIGKILL of a worker, as the strategy says that it takes it."""
+    """Kill a worker: training continues in place or restarts, as the strategy declares."""
     (goes_on_after_a_kill if case.elastic else begins_again)(case, folder)
 
 
 def counting_case(case: Case) -> Case:
-    """The case as it trains the counting job, where every update counts in full."""
+    """Return the case for the counting job, in which every update counts in full."""
     strategy, rows = case.strategy, True
     if strategy.startswith(("ps:async", "ps:ssp")):
         name, _, options = strategy.rstrip(")").partition("(")
@@ -171,7 +171,7 @@ def counting_case(case: Case) -> Case:
 
 
 def counts_every_sample_once(case: Case, folder: Path) -> None:
-    """SIGKILL of two members: what the weights have counted is every sample, once an epoch."""
+    """Kill two members: the weights have counted every sample once an epoch."""
     case, run, epochs = counting_case(case), folder / "run", 6
     arguments = case.arguments(
         COUNTING, run, "--checkpoint-every", "5", epochs=epochs, pause_s=0.03
@@ -190,7 +190,7 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
 
 
 def resumes_as(case: Case, other: Case, folder: Path) -> None:
-    """Stopped in the middle of an epoch, a run goes on as another strategy, or on other workers."""
+    """Stop in the middle of an epoch; resume with another strategy or number of workers."""
     run = folder / "run"
     with harness.command(*case.arguments("Regression", run, pause_s=0.05), run=run) as running:
         running.wait_for_step(9)
@@ -205,7 +205,7 @@ def resumes_as(case: Case, other: Case, folder: Path) -> None:
 
 
 def reports_the_bytes_it_sends(case: Case, folder: Path) -> None:
-    """What the events say was sent is what the kernel says was sent, for a model of some size."""
+    """Compare the bytes in the events with the kernel's count."""
     from manyhands.testing.traffic import tcp_bytes_sent
 
     run = folder / "run"
@@ -234,7 +234,7 @@ CHECKS = (
     counts_every_sample_once,
     reports_the_bytes_it_sends,
 )
-"""All of them. `resumes_as` wants another case, too."""
+"""All checks. `resumes_as` takes a second case."""
 
 
 def assert_once_an_epoch(done: Finished, *, epochs: int = EPOCHS, samples: int = SAMPLES) -> None:
@@ -246,7 +246,7 @@ def assert_once_an_epoch(done: Finished, *, epochs: int = EPOCHS, samples: int =
 
 
 def assert_same_bits(first: Any, second: Any) -> None:
-    """Two states are equal in every bit."""
+    """Assert that two states are equal in every bit."""
     import torch
 
     if isinstance(first, Mapping):
@@ -289,7 +289,7 @@ def _as_single(
 
 @dataclass(frozen=True)
 class Reference:
-    """What one worker makes of a job."""
+    """Result of one worker for a job."""
 
     losses: list[float]
     metrics: list[Mapping[str, float]]
@@ -298,7 +298,7 @@ class Reference:
 
 @lru_cache
 def _reference(job: str, fields: tuple[tuple[str, Any], ...]) -> Reference:
-    """Trained once for all the cases that are held against it."""
+    """Train once, for all cases that are compared with it."""
     with tempfile.TemporaryDirectory() as folder:
         done = Case("single", workers=1).train(job, Path(folder) / "run", **dict(fields))
         metrics = [event["metrics"] for event in done.of("Evaluated")]

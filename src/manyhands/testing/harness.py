@@ -1,4 +1,4 @@
-"""Runs of the real command line, for tests: started, watched, killed, read.
+"""Runs the real command line for tests: start, watch, kill and read runs.
 
 Everything goes through the program that people type, in processes of its own, and everything that is
 checked is read from the run folder, as people would.
@@ -43,7 +43,7 @@ class Finished:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The committed steps of the true history."""
+        """Committed steps, without those that a restart undid."""
         return committed_steps(self.events)
 
     @property
@@ -51,13 +51,13 @@ class Finished:
         return [record["loss"] for record in self.steps]
 
     def state(self) -> dict[str, Any]:
-        """The newest checkpoint: model, optimizer, scheduler, learner."""
+        """Read the newest checkpoint: model, optimizer, scheduler, learner."""
         from manyhands.runs.saver import read_state
 
         return read_state(final(self.run, steps(self.run)[-1]))
 
     def uses_by_epoch(self) -> dict[int, list[int]]:
-        """For each epoch, every position that a committed step used, as often as it was used."""
+        """Return, for each epoch, every position that a committed step used, once for each use."""
         uses: dict[int, list[int]] = {}
         for record in self.steps:
             for ranges in record["shares"].values():
@@ -67,7 +67,7 @@ class Finished:
 
 
 class RunningCommand:
-    """A manyhands command that runs."""
+    """A running manyhands command."""
 
     def __init__(self, arguments: Sequence[str], run: Path, environ: dict[str, str] | None = None):
         self.run = run
@@ -119,14 +119,14 @@ class RunningCommand:
         )
 
     def pids(self) -> dict[str, int]:
-        """The process of each member, of the newest start."""
+        """Return the process of each member, of the newest start."""
         return {e["member"]: e["pid"] for e in self.events() if e["event"] == "MemberStarted"}
 
     def kill(self, member: str, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pids()[member], number)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the coordinator."""
+        """Send a signal to the coordinator."""
         self.process.send_signal(number)
 
 
@@ -134,7 +134,7 @@ class RunningCommand:
 def command(
     *arguments: str, run: Path, environ: dict[str, str] | None = None
 ) -> Iterator[RunningCommand]:
-    """A running command that does not outlive the block."""
+    """Run a command that does not outlive the block."""
     running = RunningCommand(arguments, run, environ)
     try:
         yield running
@@ -155,7 +155,7 @@ def train(
     workers: int = 1,
     **fields: Any,
 ) -> Finished:
-    """`manyhands train`, to its end."""
+    """Run `manyhands train` to its end."""
     with command(
         *train_arguments(job, run, *flags, strategy=strategy, workers=workers, **fields), run=run
     ) as c:
@@ -170,7 +170,7 @@ def train_arguments(
     workers: int = 1,
     **fields: Any,
 ) -> list[str]:
-    """A job of testing/jobs.py by its name, or any by its path."""
+    """Return the arguments for a job of testing/jobs.py by its name, or any job by its path."""
     reference = f"{JOBS}:{job}" if isinstance(job, str) and job.isidentifier() else str(job)
     settings = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
     return [
@@ -195,7 +195,7 @@ def resume(run: Path, *flags: str) -> Finished:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return true if a process runs (a zombie does not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -204,7 +204,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: Sequence[int], within_s: float = 5.0) -> bool:
-    """Whether all processes are gone, after some time."""
+    """Wait until all processes are gone; return false if they are not within the time."""
     deadline = time.monotonic() + within_s
     while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:
