@@ -1,15 +1,15 @@
-"""Does this machine have what training needs, and does it work? The checks behind `manyhands doctor`.
+"""Checks whether this machine has what training needs, and whether it works: `manyhands doctor`.
 
     software.py      versions, optional packages, what torch was built with
     machine.py       cores, memory, devices, shared memory, open files, disk: read from the system
     network.py       the hostname, and links: a real round trip each
     collectives.py   real processes that form a process group and all-reduce
 
-Each check is a function that looks at one thing and returns a Finding; where it looks is an
-argument. They stand here in the order in which they are told: what later ones need comes first.
+Each check is a function that examines one thing and returns a Finding; paths are arguments. The order here is
+the order of the output: prerequisites come first.
 
-Cost: a few milliseconds for most; a second or two for importing torch; for each process group as
-long as fresh processes take to start and import torch.
+Cost: a few milliseconds for most; a second or two for importing torch; for each process group the time that
+new processes take to start and import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether processes of this host can form a process group and all-reduce: the core of training.
+"""Checks that processes of this host can form a process group and all-reduce: the core of training.
 
 Fresh Python processes are started by the same launcher as members, with the same environment; they
 meet by a file in a temporary folder, each gives its part to a sum, and each checks it (see
@@ -33,7 +33,7 @@ from manyhands.threads import start_thread
 from manyhands.transport.fields import write
 
 GROUP_S = 60.0
-"""The processes have started, found each other, added up and left."""
+"""How long starting the processes, forming the group and one all-reduce may take."""
 SETTLE_S = 0.5
 """After the first failure: how long the others may take to end by themselves."""
 ADDER = "manyhands.doctor.adder"
@@ -41,12 +41,12 @@ ADDER = "manyhands.doctor.adder"
 
 @dataclass(frozen=True)
 class Trial:
-    """How an attempt to form a group went."""
+    """The result of an attempt to form a group."""
 
     took_s: float
     error: str = ""
     logs: Path | None = None
-    """Kept only when it went wrong."""
+    """The folder of its logs; kept only after a failure."""
 
 
 def check_gloo(*, deadline_s: float = GROUP_S) -> Finding:
@@ -66,7 +66,7 @@ def check_gloo(*, deadline_s: float = GROUP_S) -> Finding:
 
 
 def gloo_remedy(interface: str, there: Iterable[str]) -> str:
-    """What to do when gloo fails on the interface (or several, with commas) that it was given."""
+    """What to do if gloo fails on the interface, or comma-separated interfaces, that was set for it."""
     there = list(there)
     absent = [name for name in interface.split(",") if name and name not in there]
     if absent:
@@ -85,7 +85,7 @@ def gloo_remedy(interface: str, there: Iterable[str]) -> str:
 
 
 def check_nccl(*, deadline_s: float = GROUP_S) -> Finding:
-    """One process a GPU over NCCL."""
+    """One process per GPU, over NCCL."""
     try:
         import torch
         import torch.distributed as dist
@@ -109,7 +109,7 @@ def check_nccl(*, deadline_s: float = GROUP_S) -> Finding:
 
 
 def try_group(backend: str, world: int, *, deadline_s: float = GROUP_S) -> Trial:
-    """Form a group of `world` fresh processes and all-reduce once."""
+    """Form a group of `world` new processes and all-reduce once."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="manyhands-doctor-"))
     try:
@@ -125,7 +125,7 @@ def try_group(backend: str, world: int, *, deadline_s: float = GROUP_S) -> Trial
 
 
 def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str:
-    """What went wrong, or nothing. No process is left, whatever happens."""
+    """Run the group; return the error, or an empty string. No process is left, whatever happens."""
     limit = time.monotonic() + deadline_s
     ended: queue.SimpleQueue[tuple[str, int] | BaseException] = queue.SimpleQueue()
     codes: dict[str, int] = {}
@@ -161,7 +161,7 @@ def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of this: a process that was started and is not known yet can't be ended."""
+    """Delay Ctrl-C: a process that was started but is not registered yet would not be ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -174,7 +174,7 @@ def _watch(handle: Handle, ended: queue.SimpleQueue[tuple[str, int] | BaseExcept
 
 
 def _explain(folder: Path, codes: dict[str, int], world: int, deadline_s: float) -> str:
-    """The first failure in time, else who was late and with what; nothing when all went well."""
+    """Describe the first failure, or else which process was late at which step; empty if all succeeded."""
     for name, code in codes.items():
         if code > 0:
             return f"{name}: {_last_words(folder, name) or f'ended with exit code {code}'}"
@@ -188,7 +188,7 @@ def _explain(folder: Path, codes: dict[str, int], world: int, deadline_s: float)
 
 
 def _last_words(folder: Path, name: str) -> str:
-    """The last line of a log: the step that was begun, or why it failed."""
+    """The last line of a log: the step that it had begun, or why it failed."""
     try:
         text = (folder / f"{name.replace(' ', '-')}.log").read_text(errors="replace")
     except OSError:

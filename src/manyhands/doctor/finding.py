@@ -1,4 +1,4 @@
-"""What a check found: one line for a person, one record for a program."""
+"""The result of a check: one line of output, or one record of JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, TextIO
 @dataclass(frozen=True)
 class Finding:
     name: str
-    """Of what was looked at."""
+    """What was checked."""
     ok: bool | None
     """False: training will fail or suffer until it is fixed. None: worth knowing, nothing to fix."""
     detail: str
-    """What was found."""
+    """The result, in words."""
     remedy: str = ""
-    """What to type, or at least to do; always there where `ok` is False."""
+    """What to type, or at least what to do; never empty if `ok` is False."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -30,7 +30,7 @@ class Check:
     find: Callable[[], Finding]
 
     def run(self) -> Finding:
-        """What it found. A check that fails is a finding too: the others must still be told."""
+        """Run the check. An exception is a finding, too, so that the other checks still run."""
         try:
             return self.find()
         except Exception as error:
@@ -43,6 +43,6 @@ class Check:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether colours are for a person who can see them and has not refused them (no-color.org)."""
+    """Whether to print colours: to a terminal that supports them, unless disabled (no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")

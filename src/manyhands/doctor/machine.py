@@ -1,4 +1,4 @@
-"""What this machine lets a process have: cores, memory, devices, shared memory, files, disk.
+"""Resources that a process can use on this machine: cores, memory, devices, shared memory, files, disk.
 
 All read from the system, nothing is tried but one file without a name in the run folder's place.
 """
@@ -20,11 +20,11 @@ from manyhands.hosts.launchers import cores
 from manyhands.hosts.machine import MEMINFO, machine_memory
 
 LEAST_MEMORY_BYTES = 10**9
-"""Two workers take most of this before they have a model: Python and torch themselves."""
+"""Python and torch of two workers take most of this, without any model."""
 LEAST_SHARED_BYTES = 128 << 20
-"""Containers get 64 MiB unless asked: too little for data loaders and for NCCL."""
+"""Containers get 64 MiB by default: too little for data loaders and NCCL."""
 LEAST_FILES = 1024
-"""What systems give by default; a member takes a handful, a loader or a link some more."""
+"""The default of most systems; a member uses a handful, each loader or link some more."""
 LEAST_DISK_BYTES = 10**9
 
 
@@ -146,7 +146,7 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_run_folder(folder: Path) -> Finding:
-    """Whether runs can be written to the folder, which need not be there yet, and how much."""
+    """Check that runs can be written to the folder, which need not exist yet, and its free space."""
     folder = folder.absolute()
     remedy = "manyhands train JOB --run-dir /another/folder/NAME"
     place = next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Whether this host can be reached under its own name, and whether links work: tried, not guessed.
+"""Checks that this host can be reached by its own name, and that links work, by trying.
 
 Each link check is a round trip over manyhands.transport, both ends in this process, with the same
 handshake that members go through.
@@ -23,7 +23,7 @@ LINK_S = 10.0
 
 
 def check_hostname(name: str | None = None, *, timeout_s: float = RESOLVE_S) -> Finding:
-    """Gloo and many others look their own host up, and listen at the address that they get."""
+    """Check the host's own name: gloo and other libraries resolve it and listen at that address."""
     name = name or socket.gethostname()
     remedy = f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts"
     try:
@@ -71,7 +71,7 @@ def check_tls_links() -> Finding:
 def _round_trip(
     address: str, near: Credentials | None = None, far: Credentials | None = None
 ) -> float:
-    """Seconds for a message to go and to come back, once both sides are linked."""
+    """Measure the round trip of a message over an established link, in seconds."""
     payload = bytes(range(256)) * 16
     with (
         Listener(address, credentials=far) as listener,
@@ -90,7 +90,7 @@ def _round_trip(
 
 
 def _resolve(name: str, timeout_s: float) -> list[str]:
-    """The addresses of a name. A name server that does not answer blocks far longer than we wait."""
+    """Resolve a name. A name server that does not answer blocks far longer than the timeout here."""
     answers: queue.SimpleQueue[list[str] | BaseException] = queue.SimpleQueue()
 
     def ask() -> None:

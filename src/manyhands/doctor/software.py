@@ -1,4 +1,4 @@
-"""Versions, what torch was built with, and packages that manyhands can do without.
+"""Versions, the backends of torch, and optional packages.
 
 The only checks here that cost anything import torch, which proves more than its version: that its
 libraries load on this machine.
@@ -28,7 +28,7 @@ class Package:
     module: str
     purpose: str
     without: str
-    """What there is instead when it is absent."""
+    """The fallback if it is absent."""
     install: str
 
 
@@ -88,7 +88,7 @@ def judge_torch(version: str) -> Finding:
 
 
 def check_backends() -> Finding:
-    """Which libraries for collectives torch was built with."""
+    """Check which collective libraries torch was built with."""
     try:
         import torch
         import torch.distributed as dist
