@@ -1,11 +1,11 @@
-"""`Arrays`: a map-style dataset over tensors that lie in memory.
+"""`Arrays`: a map-style dataset over tensors in memory.
 
-Sample i is the tuple of every tensor's row i. What sets it apart from torch's TensorDataset is
-`gather(indices)`: the whole batch comes from one `index_select` a tensor, with no Python loop over
-samples and no collating. A training loop that finds the method `gather` on a dataset uses it; any
-other reader, torch's DataLoader among them, sees an ordinary dataset.
+Sample i is the tuple of row i of every tensor. In contrast to torch's TensorDataset it has
+`gather(indices)`: the whole batch comes from one `index_select` per tensor, without a Python loop over
+samples and without collating. A training loop uses `gather` if a dataset has it; any other reader, such as
+torch's DataLoader, sees an ordinary dataset.
 
-Costs one copy of the batch, and nothing beside the tensors themselves.
+Cost: one copy of the batch, and nothing besides the tensors themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.errors import UsageError
 
 
 class Arrays(Dataset[tuple[Tensor, ...]]):
-    """Tensors of equal length, one row a sample: `Arrays(images, labels)`."""
+    """Tensors of equal length, one row per sample: `Arrays(images, labels)`."""
 
     def __init__(self, *tensors: Tensor) -> None:
         _check(tensors)
@@ -33,11 +33,11 @@ class Arrays(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        """The samples as a list: what DataLoader asks for, once a batch, before it collates."""
+        """Return samples as a list. DataLoader calls this once per batch, before it collates."""
         return list(zip(*self.gather(torch.as_tensor(indices, dtype=torch.int64)), strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """The rows at `indices` (one-dimensional, whole numbers) of every tensor, in that order."""
+        """Return the rows at `indices` (one-dimensional, integers) of every tensor, in that order."""
         return tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in self.tensors)
 
     def __repr__(self) -> str:

@@ -1,11 +1,11 @@
-"""A text as a data set of word ids, prepared once by all processes that want it.
+"""A text as a data set of word ids, prepared once by all processes together.
 
     corpus = manyhands.data.corpus("text.txt", min_count=5)
     corpus.vocabulary, corpus[0]
 
-Whoever asks for a text that is not prepared yet takes part: a plain file is counted in pieces, each by
-the first process that comes to it, so that all workers of a run read it once together. A lock that goes
-away with its process says which pieces are taken: the death of one leaves a piece to the others.
+Each process that opens a text that is not prepared yet takes part: a plain file is counted in pieces, each by
+the first process that locks it, so that the workers of a run read it once together. The kernel releases the
+locks of a process that dies, and another process takes its piece.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from manyhands.data.text_files import check_readable, is_compressed
 from manyhands.errors import DataError
 
 FORMAT = 1
-"""Of the files in the cache."""
+"""Version of the files in the cache."""
 PIECE_BYTES = 16 << 20
-"""Counted by one process at a time: about a fifth of a second."""
+"""Bytes that a process counts at a time: about a fifth of a second."""
 
 
 class WordCorpus(Corpus):
-    """A Corpus that knows its vocabulary."""
+    """A Corpus with its vocabulary."""
 
     def __init__(self, path: Path, vocabulary: Vocabulary, *, chunk: int) -> None:
         super().__init__(path, chunk=chunk)
@@ -48,7 +48,8 @@ def corpus(
     chunk: int = 1_000,
     cache: str | os.PathLike[str] | None = None,
 ) -> WordCorpus:
-    """Chunks of about `chunk` words, of those that come `min_count` times or more."""
+    """Return the text in chunks of about `chunk` words, with the words that occur `min_count` times or
+    more."""
     folder = Path(cache) if cache is not None else cache_home() / "text"
     vocabulary, ids = prepare(path, folder, min_count=min_count, max_words=max_words)
     return WordCorpus(ids, vocabulary, chunk=chunk)
@@ -61,7 +62,7 @@ def prepare(
     min_count: int = 5,
     max_words: int | None = None,
 ) -> tuple[Vocabulary, Path]:
-    """The vocabulary of a text and the file of its ids: from the cache, or made with whoever asks now."""
+    """Return the vocabulary of a text and the file of its ids, from the cache or made now."""
     text = Path(path)
     folder = Path(cache) / _key(text, min_count, max_words)
     words_file, ids_file = folder / "vocabulary.txt", folder / "ids.int32"
@@ -70,11 +71,11 @@ def prepare(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(
-                f"The cache folder {folder} can't be made: {error.strerror}."
+                f"The cache folder {folder} can't be created: {error.strerror}."
             ) from error
         counts = _count_together(text, folder)
         if not counts:
-            raise DataError(f"{text} has no words in it, only spaces. Is it the right file?")
+            raise DataError(f"{text} has no words, only spaces. Is it the right file?")
         vocabulary = Vocabulary.of(counts, min_count=min_count, max_words=max_words)
         with _claim(folder / "encode", wait=True):
             if not ids_file.exists():
@@ -95,7 +96,7 @@ def _count_together(text: Path, folder: Path) -> Counter[str]:
     if not is_compressed(text):
         size = text.stat().st_size
         pieces = [(at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES)]
-    # First what nobody has begun; then what others have, in case one of them did not come to its end.
+    # First pieces that nobody has begun; then those of others, in case one of them died.
     for wait in (False, True):
         for number, (start, stop) in enumerate(pieces):
             counted = folder / f"counts-{number}"
@@ -115,7 +116,7 @@ def _count_together(text: Path, folder: Path) -> Counter[str]:
 
 @contextmanager
 def _claim(target: Path, *, wait: bool) -> Iterator[bool]:
-    """Whether nobody else is making `target`; with `wait`, not before that is so."""
+    """Yield whether nobody else is making `target`. `wait`: wait until that is so."""
     with open(target.with_name(f".{target.name}.lock"), "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

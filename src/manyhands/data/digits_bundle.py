@@ -1,11 +1,11 @@
 """The digits that come with scikit-learn: 1,797 handwritten digits of 8 by 8 pixels. No download.
 
-The split is fixed and needs no random numbers, so it is the same with every version of every
-library: samples are sorted by digit (stably) and every fifth one is for testing. That makes 1,437
-training and 360 test samples, with every digit in the same proportion in both.
+The split is fixed and uses no random numbers, so it is the same with every version of every library: samples
+are sorted by digit (stably) and every fifth one is for testing. That gives 1,437 training and 360 test
+samples, with the same proportion of each digit.
 
-Costs half a megabyte. The file is read where scikit-learn keeps it, without the import of scikit-learn,
-which takes a second.
+Cost: half a megabyte. The file is read from scikit-learn's folder without importing scikit-learn, which takes
+a second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from manyhands.data.arrays import Arrays
 
 PIXEL_MAX = 16
-"""The pixels count the dark dots in squares of 4 by 4."""
+"""Maximum pixel value: pixels count dark dots in squares of 4 by 4."""
 TEST_EVERY = 5
 
 
 def digits(split: Literal["train", "test"]) -> Arrays:
-    """Images, float32 in [0, 1] of shape (1, 8, 8), and labels, int64 from 0 to 9."""
+    """Return images, float32 in [0, 1] of shape (1, 8, 8), and labels, int64 from 0 to 9."""
     if split not in ("train", "test"):
         near = closest(str(split), ("train", "test"))
         raise UsageError(f'digits({split!r}): the split is "train" or "test"{near}')

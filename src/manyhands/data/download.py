@@ -1,18 +1,17 @@
-"""Files from the network, fetched once, checked, and never seen half done.
+"""Downloads files once, with checksums, atomically.
 
-    take the folder's lock                  the others wait here, and then find the files
-    for each file that is not there:
-        for each mirror, until one serves:  read into NAME.part, hashing
-            wrong size or SHA-256:          on to the next mirror
-            right:                          rename NAME.part to NAME
+    lock the folder                         others wait here, and then find the files
+    for each missing file:
+        for each mirror, until one works:   read into NAME.part, hashing
+            wrong size or SHA-256:          try the next mirror
+            correct:                        rename NAME.part to NAME
 
-A rename is atomic, so a file under its own name is always whole. The lock is `flock` on a file in
-the folder: it goes away with the process that holds it, however that dies. Whoever waited for a
-holder that failed reports that failure (it stands in the lock file) instead of knocking on the same
-dead mirrors again; so eight workers on a machine without a network wait for one set of timeouts,
-not for eight.
+A rename is atomic, so a file under its own name is always complete. The lock is `flock` on a file in the
+folder: the kernel releases it when its process dies. A process that waited for another one that failed
+reports that failure (from the lock file) instead of trying the same dead mirrors again. So eight workers on
+a machine without a network wait for one set of timeouts, not for eight.
 
-Costs each file's bytes once over the network, for all processes of a machine together.
+Cost: each file once over the network, for all processes of a machine together.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ class RemoteFile:
 @dataclass(frozen=True)
 class DownloadTimeouts:
     answer_s: float = 20.0
-    """To connect, and between two pieces of an answer. (Looking up a name is the system's time.)"""
+    """For connecting, and between two reads of a response. (DNS has the timeouts of the system.)"""
     file_s: float = 600.0
-    """For one whole file from one mirror, however steadily it drips."""
+    """For one file from one mirror, even if it keeps sending slowly."""
     lock_s: float = 1800.0
     """For another process that is downloading the same files."""
     poll_s: float = 0.1
-    """Between two looks at the lock."""
+    """Between two attempts to lock."""
 
 
 DEFAULT_TIMEOUTS = DownloadTimeouts()
 
 
 class _MirrorFailed(Exception):
-    """Why one mirror did not give one file; the next one is tried."""
+    """A mirror could not provide a file; the next one is tried."""
 
 
 def cache_home() -> Path:
-    """Where data that was fetched or prepared is kept."""
+    """Return the cache folder for downloaded and prepared data."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is invalid and is ignored.
     home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
@@ -82,9 +81,9 @@ def fetch(
     remedy: str,
     timeouts: DownloadTimeouts = DEFAULT_TIMEOUTS,
 ) -> None:
-    """Have all of `files` in `folder`. Safe to call from many processes at once.
+    """Download missing files to a folder. Safe to call from many processes at once.
 
-    `title` names the data set and `remedy` says what a person can do; both end up in the errors.
+    `title` names the data set and `remedy` tells the user what to do; both are part of errors.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +104,7 @@ def fetch(
 
 @contextlib.contextmanager
 def _lock(folder: Path, title: str, timeouts: DownloadTimeouts) -> Iterator[tuple[IO[str], bool]]:
-    """The folder's lock file, locked and at its start; and whether another process had it."""
+    """Yield the locked lock file of a folder, and whether another process held it before."""
     path = folder / LOCK_NAME
     waited = False
     deadline = time.monotonic() + timeouts.lock_s
@@ -155,14 +154,14 @@ def _fetch_missing(
                 except _MirrorFailed as error:
                     failures.append(f"  {url}: {error}")
             else:
-                # The other files would meet the same mirrors: one file's failures say it all.
+                # Other files would fail in the same way.
                 raise DataError(f"{title} can't be downloaded. Tried:\n" + "\n".join(failures))
 
 
 def _fetch_one(
     url: str, file: RemoteFile, folder: Path, progress: _Progress, timeouts: DownloadTimeouts
 ) -> None:
-    # One fixed name: under the lock there is one writer, and what a killed one left is overwritten.
+    # A fixed name: the lock allows one writer, and the file of a killed process is overwritten.
     part = folder / f"{file.name}.part"
     progress.start(url, file)
     digest = hashlib.sha256()
@@ -185,12 +184,12 @@ def _fetch_one(
 
 
 def _read(url: str, file: RemoteFile, timeouts: DownloadTimeouts) -> Iterator[bytes]:
-    """The pieces of an answer; whatever the network does wrong comes out as _MirrorFailed."""
+    """Yield the chunks of a response. Network errors are raised as _MirrorFailed."""
     deadline = time.monotonic() + timeouts.file_s
     num_bytes = 0
     try:
         with urllib.request.urlopen(url, timeout=timeouts.answer_s) as answer:
-            # read1 returns what has come, so that a drip is seen by the deadline.
+            # read1 returns what has arrived, so that the deadline also covers a slow sender.
             while chunk := answer.read1(CHUNK_BYTES):
                 num_bytes += len(chunk)
                 if num_bytes > file.num_bytes:
@@ -218,7 +217,7 @@ class _Progress(Protocol):
 
 
 class _Lines:
-    """For a log file: a line when a file starts, none while it runs."""
+    """Progress for a log file: one line when a download starts."""
 
     def start(self, url: str, file: RemoteFile) -> None:
         _say(f"Downloading {url} ({file.num_bytes / 1e6:.1f} MB)")
@@ -229,7 +228,7 @@ class _Lines:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[_Progress]:
-    """A bar a file on a terminal, plain lines elsewhere; both on stderr, beside any output."""
+    """Show one bar per file on a terminal, plain lines elsewhere; both on stderr."""
     if not sys.stderr.isatty():
         yield _Lines()
         return
@@ -249,6 +248,6 @@ def _progress() -> Iterator[_Progress]:
 
 
 def _say(line: str) -> None:
-    # One write a line: the lines of processes that share a log stay whole.
+    # One write per line, so that lines of processes that share a log do not mix.
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -2,17 +2,16 @@
 
 The original four files in idx format are looked for, gzipped or not, in this order:
 
-    the folder given                      nowhere else, if one is given
+    the given folder                      only there, if one is given
     $MANYHANDS_DATA, or its subfolder     if the variable is set
         mnist
     the cache                             $XDG_CACHE_HOME/manyhands/mnist, else ~/.cache/...
 
-and if none has them they are downloaded into the cache, once for all processes of the machine
-(see download.py). Decoding is strict: a file that is not exactly what its header says is refused.
-Files in the cache must have the known SHA-256; in a folder of your own, any idx files of the same
-names and shapes will do.
+Otherwise they are downloaded to the cache, once for all processes of the machine (see download.py).
+Decoding is strict: a file that differs from its header is refused. Files in the cache must have the known
+SHA-256; in a folder of your own, any idx files with the same names and shapes will do.
 
-Costs 11.6 MB of download, and in memory 188 MB for the training images as float32.
+Cost: a download of 11.6 MB, and 188 MB of memory for the training images as float32.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ STEMS = {"train": "train", "test": "t10k"}
 SIDE = 28
 NUM_CLASSES = 10
 MEAN, STD = 0.1307, 0.3081
-"""Of all training pixels, scaled to [0, 1]."""
+"""Mean and deviation of all training pixels, scaled to [0, 1]."""
 
 
 def mnist(split: Literal["train", "test"], folder: str | os.PathLike[str] | None = None) -> Arrays:
-    """Images, float32 of shape (1, 28, 28), and labels, int64 from 0 to 9.
+    """Return images, float32 of shape (1, 28, 28), and labels, int64 from 0 to 9.
 
     Pixels are scaled to [0, 1], then normalised to mean 0 and deviation 1 over the training images.
     """
@@ -98,18 +97,18 @@ def _as_arrays(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Arrays:
 
     from manyhands.data.arrays import Arrays
 
-    # In place: a second copy of the training images would be another 188 MB in every worker.
+    # In place: a second copy of the training images would take another 188 MB in every worker.
     pixels = torch.from_numpy(images.astype("float32")).div_(255).sub_(MEAN).div_(STD)
     return Arrays(pixels.unsqueeze(1), torch.from_numpy(labels.astype("int64")))
 
 
 def cache_folder() -> Path:
-    """Where downloads go."""
+    """Return the folder for downloads."""
     return cache_home() / "mnist"
 
 
 def _locate(split: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Path]:
-    """The split's image and label files; downloads them if they are nowhere."""
+    """Return the image and label files of a split. Downloads them if they are not found."""
     if folder is not None:
         given = Path(folder).expanduser()
         found = _find(split, given)
@@ -141,8 +140,8 @@ def _locate(split: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Pa
 
 
 def _find(split: str, folder: Path, *, half_is_none: bool = False) -> tuple[Path, Path] | None:
-    """The split's two files in `folder`, or None if neither is there. One without the other is an
-    error; or None as well for `half_is_none`, for a cache that is about to be filled."""
+    """Return the two files of a split in `folder`, or None if neither exists. One without the other is an
+    error; with `half_is_none` also None, for a cache that is about to be filled."""
     names = (f"{STEMS[split]}-images-idx3-ubyte", f"{STEMS[split]}-labels-idx1-ubyte")
     paths = [
         next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
@@ -158,9 +157,9 @@ def _find(split: str, folder: Path, *, half_is_none: bool = False) -> tuple[Path
 
 
 def read_idx(path: Path, *, item_shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The idx file of unsigned bytes at `path`, gzipped or not: an array (N, *item_shape), N > 0.
+    """Read an idx file of unsigned bytes, gzipped or not: an array (N, *item_shape), N > 0.
 
-    idx: a big-endian 32-bit magic (0x0800 + number of dimensions), one such number a dimension,
+    idx: a big-endian 32-bit magic (0x0800 + number of dimensions), one such number per dimension,
     then the bytes, last dimension fastest.
     """
     import numpy as np
@@ -190,7 +189,7 @@ def read_idx(path: Path, *, item_shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def _read_unzipped(path: Path) -> bytes:
-    """Told by content, not by name: browsers unzip downloads and keep the name, or the reverse."""
+    """Unzip by content, not by name: browsers may unzip downloads and keep the name, or the reverse."""
     content = _read(path)
     if not content.startswith(b"\x1f\x8b"):
         return content
@@ -199,7 +198,7 @@ def _read_unzipped(path: Path) -> bytes:
     except (EOFError, OSError, zlib.error) as error:
         how = "it ends too early (truncated)" if isinstance(error, EOFError) else str(error)
         raise DataError(
-            f"{path}: expected a whole gzip file, and found {len(content):,} bytes that do not "
+            f"{path}: expected a complete gzip file, and found {len(content):,} bytes that do not "
             f"unzip: {how}. {_replace(path)}"
         ) from error
 
@@ -212,7 +211,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check_digest(path: Path) -> None:
-    """The cache holds what was published, or says that it does not."""
+    """Check the SHA-256 of a file in the cache."""
     known = {file.name: file.sha256 for file in FILES}
     if path.name not in known:
         return

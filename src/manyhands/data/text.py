@@ -4,11 +4,11 @@
     encode("text8.gz", vocabulary, "ids.int32")
     corpus = Corpus("ids.int32")     # sample i: about 1,000 ids, -1 where a sentence ends
 
-A word is what stands between spaces; a newline ends a sentence, if there is more than one line. Files
-may be plain or end in .gz, .bz2 or .xz. Plain ones can be counted in ranges; compressed ones can't be
-entered in the middle. See corpus_files for all of it at once, by several processes and kept for the next.
+Words are separated by spaces; a newline ends a sentence, if there is more than one line. Files may be plain
+or end in .gz, .bz2 or .xz. Plain files can be counted in ranges; compressed ones can't be read from the
+middle. corpus_files.py does all of it, with several processes and a cache.
 
-Costs two passes over the text (count, encode) at about 30 MB a second and 4 bytes a word on the disk.
+Cost: two passes over the text (count, encode) at about 30 MB a second, and 4 bytes per word on the disk.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SENTENCE_END = -1
 def count_words(
     path: str | os.PathLike[str], start: int = 0, stop: int | None = None
 ) -> Counter[str]:
-    """How often each word comes that begins in bytes [start, stop) of the file (None: to its end)."""
+    """Count the words that begin in bytes [start, stop) of the file (None: to its end)."""
     from manyhands.data.text_scan import WordTable
 
     path = Path(path)
     if (start, stop) != (0, None) and is_compressed(path):
         raise UsageError(
-            f"Bytes {start} to {stop} of {path}: a compressed file can't be entered in the middle. "
+            f"Bytes {start} to {stop} of {path}: a compressed file can't be read from the middle. "
             f"Leave start and stop out, or unpack it first: {unpacking(path)}"
         )
     table = WordTable()
@@ -62,7 +62,7 @@ def count_words(
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Words by id, the commonest first; equally common ones by the alphabet."""
+    """Words by id, the most frequent first; equally frequent ones in alphabetical order."""
 
     words: tuple[str, ...]
     counts: NDArray[np.int64]
@@ -71,10 +71,10 @@ class Vocabulary:
     def of(
         cls, counts: Mapping[str, int], *, min_count: int = 5, max_words: int | None = None
     ) -> Vocabulary:
-        """The words that come `min_count` times or more; of these the `max_words` commonest."""
+        """Select the words that occur `min_count` times or more; of these the `max_words` most frequent."""
         if min_count < 1 or (max_words is not None and max_words < 2):
             raise UsageError(
-                f"A vocabulary with min_count={min_count} and max_words={max_words} can't be: "
+                f"A vocabulary with min_count={min_count} and max_words={max_words} is not possible: "
                 "min_count is at least 1, and max_words at least 2 or None for all."
             )
         if len(counts) < 2:
@@ -125,23 +125,25 @@ class Vocabulary:
 
     @property
     def total(self) -> int:
-        """Words of the corpus that are in the vocabulary."""
+        """Number of words of the corpus that are in the vocabulary."""
         return int(self.counts.sum())
 
     def keep_probability(self, sample: float) -> NDArray[np.float32]:
-        """How likely each word stays in the text when common ones are thinned out; sample=0: always.
+        """Return the probability that each word stays when frequent ones are subsampled; sample=0: 1.
 
         (sqrt(f / sample) + 1) * sample / f for a word that makes up f of the text, at most 1.
         """
         if sample < 0:
-            raise UsageError(f"sample={sample} can't be: 0 (keep all) or a small share, as 1e-4.")
+            raise UsageError(
+                f"sample={sample} is not valid: give 0 (keep all) or a small fraction, as 1e-4."
+            )
         if sample == 0:
             return np.ones(len(self), dtype=np.float32)
         ratio = self.counts / (sample * self.total)
         return np.minimum((np.sqrt(ratio) + 1.0) / ratio, 1.0).astype(np.float32)
 
     def noise(self, power: float = 0.75) -> NDArray[np.uint64]:
-        """The alias table that the kernels draw from: words in proportion to count ** power."""
+        """Return the alias table for negative samples: words in proportion to count ** power."""
         from manyhands.data.text_scan import alias_table
 
         table: NDArray[np.uint64] = alias_table(self.counts.astype(np.float64) ** power)
@@ -156,7 +158,8 @@ class Vocabulary:
 def encode(
     path: str | os.PathLike[str], vocabulary: Vocabulary, target: str | os.PathLike[str]
 ) -> int:
-    """Write the text as int32 ids, without unknown words, -1 between sentences; how many words."""
+    """Write the text as int32 ids, without unknown words, -1 between sentences. Returns the number of
+    words."""
     from manyhands.data.text_scan import WordTable, encode_block
 
     table = WordTable.of(vocabulary.words)
@@ -164,7 +167,7 @@ def encode(
     num_words = 0
     with written_beside(Path(target)) as file:
         for text, at, _, ended in pieces(Path(path), 0, None):
-            # A word has at least one byte and a space, and a sentence end comes with a newline.
+            # A word takes at least one byte and a space; a sentence end has a newline.
             ids = np.empty(len(text.bytes) + 2, dtype=np.int32)
             text.done, count = encode_block(
                 *(text.bytes, at, ended, table.slots, table.hashes, table.starts, table.letters),
@@ -176,16 +179,16 @@ def encode(
 
 
 class Corpus(Dataset[Tensor]):
-    """The file that `encode` wrote, as samples of about `chunk` ids each (int32, -1: sentence end).
+    """The file that `encode` wrote, in samples of about `chunk` ids each (int32, -1: sentence end).
 
-    A cut goes behind a sentence end if one follows within a quarter of a chunk. A pickled corpus is
-    its path: whoever unpickles it maps the file anew.
+    Samples are cut after a sentence end, if one follows within a quarter of a chunk. A pickled corpus is only
+    its path; unpickling maps the file again.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, chunk: int = 1_000) -> None:
         if chunk < 4:
             raise UsageError(
-                f"Corpus: chunk={chunk} can't be: give 4 words or more, as chunk=1000."
+                f"Corpus: chunk={chunk} is too small: give 4 words or more, as chunk=1000."
             )
         self.path, self.chunk = Path(path), chunk
         try:
@@ -204,7 +207,7 @@ class Corpus(Dataset[Tensor]):
 
     @cached_property
     def ids(self) -> NDArray[np.int32]:
-        # As a plain array of the same memory: each slice of a memmap costs microseconds.
+        # A plain array of the same memory: slicing a memmap costs microseconds.
         return np.asarray(np.memmap(self.path, dtype=np.int32, mode="r"))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Text files read in pieces, packed or not, and files that are whole or absent."""
+"""Reads text files in pieces, compressed or not, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from manyhands.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 MAX_WORD_BYTES = 1 << 20
-"""Beyond that it is no text, and would have to be in memory as a whole."""
+"""A longer word is not text, and would have to be in memory as a whole."""
 
 UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz"}
-"""By how a name ends: packed so, and unpacked with this."""
+"""By suffix: the command that decompresses the file."""
 
 
 def is_compressed(path: str | os.PathLike[str]) -> bool:
@@ -32,13 +32,15 @@ def is_compressed(path: str | os.PathLike[str]) -> bool:
 
 def check_readable(path: Path) -> None:
     if path.is_dir():
-        raise DataError(f"{path} is a folder, and a text file is needed. Name one in it.")
+        raise DataError(f"{path} is a folder. Give a text file.")
     try:
         with open(path, "rb"):
             empty = path.stat().st_size == 0
     except FileNotFoundError as error:
         here = (
-            f"{path.parent} has no such file" if path.parent.is_dir() else "nor is its folder there"
+            f"{path.parent} has no such file"
+            if path.parent.is_dir()
+            else "its folder does not exist either"
         )
         raise DataError(f"{path} does not exist: {here}. Give the path of a text file.") from error
     except PermissionError as error:
@@ -53,22 +55,22 @@ def check_readable(path: Path) -> None:
 
 @dataclass
 class TextPiece:
-    """A piece of the file; the reader goes on with what is behind `done`."""
+    """A piece of the file. The reader continues after `done`."""
 
     bytes: NDArray[np.uint8]
     done: int = 0
 
 
 def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[TextPiece, int, int, bool]]:
-    """Pieces of the text: (piece, where to begin in it, where words may no longer begin, is it the end).
+    """Yield pieces of the text: (piece, start, limit for beginnings of words, whether it is the last).
 
-    What the taker leaves undone, a word without its end, comes again at the front of the next piece.
+    What the caller leaves undone, a word without its end, comes again at the start of the next piece.
     """
     from manyhands.data.text_scan import between_words
 
     check_readable(path)
     with _opened(path) as file:
-        # A little earlier: whether a word crosses the border is seen by what stands before it.
+        # Start a little earlier, to see whether a word crosses the border.
         before = min(start, 3)
         if start:
             file.seek(start - before)
@@ -94,7 +96,7 @@ def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[TextPiece
             if len(left) > MAX_WORD_BYTES:
                 raise DataError(
                     f"{path}, byte {place - len(left):,}: a word of more than {MAX_WORD_BYTES:,} bytes. "
-                    "It is no text with spaces between its words; give one that is."
+                    "It is not text with spaces between words."
                 )
 
 
@@ -132,7 +134,7 @@ def _open(path: Path) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file, unpacked on the way; what is wrong with its packing comes out as DataError."""
+    """Open a file and decompress it. Errors of compression are raised as DataError."""
     try:
         with _open(path) as file:
             yield file
@@ -152,7 +154,7 @@ def unpacking(path: Path) -> str:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is whole or absent: written under another name, flushed, then renamed."""
+    """Write a file atomically: under another name, flushed, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         with open(beside, "wb") as file:

@@ -1,10 +1,10 @@
-"""The words of a text, found byte by byte and kept in a hash table of plain arrays. Compiled by numba.
+"""Scans the words of a text byte by byte into a hash table of plain arrays. Compiled by numba.
 
-The table knows a word by its bytes: `slots` (open addressing, a power of two) point to entries, and an
-entry has a hash, a place in `letters`, a length and a count. Counting and encoding are one scan each,
-at some hundred megabytes a second; text is decoded only once a distinct word.
+The table identifies a word by its bytes: `slots` (open addressing, a power of two) point to entries, and an
+entry has a hash, an offset in `letters`, a length and a count. Counting and encoding are one scan each, at
+some hundred megabytes a second; each distinct word is decoded once.
 
-A space is what str.split() takes for one, written in UTF-8.
+Spaces are those of str.split(), in UTF-8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _inline = njit(cache=True, nogil=True, inline="always")
 
 @dataclass
 class WordTable:
-    """Words and their counts, in the order in which they first came."""
+    """Words and their counts, in the order of first occurrence."""
 
     slots: NDArray[np.int32] = field(default_factory=lambda: np.full(1 << 12, -1, np.int32))
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(1 << 11, np.uint64))
@@ -38,14 +38,15 @@ class WordTable:
 
     @classmethod
     def of(cls, words: Iterable[str]) -> WordTable:
-        """A table in which word i is entry i."""
+        """Make a table in which word i is entry i."""
         table = cls()
         text = "\n".join(words).encode() + b"\n"
         table.count(np.frombuffer(text, np.uint8), 0, len(text), ended=True)
         return table
 
     def count(self, text: NDArray[np.uint8], start: int, limit: int, *, ended: bool) -> int:
-        """Count the words that begin in [start, limit); where the first one that has no end begins."""
+        """Count the words that begin in [start, limit). Returns where the first word without an end begins.
+        Count the words that begin in [start, limit). Returns where the first word without an end begins."""
         while True:
             start, full = _count(
                 text,
@@ -80,7 +81,7 @@ class WordTable:
 
 @_fast
 def space_at(text: NDArray[np.uint8], at: int) -> int:
-    """How many bytes the space at this place has; 0 if there is none."""
+    """Return the number of bytes of the space at this position; 0 if there is none."""
     byte = text[at]
     if byte <= 32:
         return 1 if byte == 32 or 9 <= byte <= 13 or 28 <= byte <= 31 else 0
@@ -103,7 +104,7 @@ def space_at(text: NDArray[np.uint8], at: int) -> int:
 
 @_fast
 def between_words(text: NDArray[np.uint8], at: int) -> int:
-    """From this place on, the first that is not inside a word; the text's length if there is none."""
+    """Return the first position from here on that is not inside a word, or the length of the text."""
     for back in range(1, min(at, 3) + 1):
         size = space_at(text, at - back)
         if size >= back:
@@ -115,7 +116,7 @@ def between_words(text: NDArray[np.uint8], at: int) -> int:
 
 @_inline
 def _word_at(text: NDArray[np.uint8], at: int) -> Any:
-    """Where the word that begins here ends (or the text), and its hash."""
+    """Return the end of the word (or text) that begins here, and its hash."""
     key = _SEED
     while at < len(text):
         byte = text[at]
@@ -131,7 +132,7 @@ def _word_at(text: NDArray[np.uint8], at: int) -> Any:
 def _find(
     text: Any, begin: int, end: int, key: Any, slots: Any, hashes: Any, starts: Any, letters: Any
 ) -> Any:
-    """The slot of a word: its own, or the empty one where it would be."""
+    """Return the slot of a word: its own, or the empty one where it would be."""
     mask = len(slots) - 1
     slot = np.int64(key) & mask
     while slots[slot] >= 0:
@@ -170,7 +171,7 @@ def _count(
     letters: NDArray[np.uint8],
     used: NDArray[np.int64],
 ) -> tuple[int, bool]:
-    """How far it came, and whether it stopped because the table is full."""
+    """Return where it stopped, and whether it stopped because the table is full."""
     while at < limit:
         size = space_at(text, at)
         if size > 0:
@@ -210,10 +211,10 @@ def encode_block(
     ids: NDArray[np.int32],
     line: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Fill `ids` with the entries of known words; how far it came in the text, and how many ids.
+    """Fill `ids` with the entries of known words. Returns the position in the text, and the number of ids.
 
-    `line` remembers between calls: whether a newline came since the last word, and whether any word
-    was written before it. A sentence end (-1) is thus written only between two words.
+    `line` keeps state between calls: whether a newline came since the last word, and whether any word was
+    written before it. So a sentence end (-1) is written only between two words.
     """
     count = 0
     while at < len(text):
@@ -241,10 +242,10 @@ def encode_block(
 
 @_fast
 def alias_table(weights: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """For draws in proportion to the weights at one look each (Walker, 1977; Vose, 1991).
+    """Make a table for draws in proportion to weights in constant time (Walker, 1977; Vose, 1991).
 
-    Draw a place and 32 more random bits: below the place's upper 32 bits it is the place itself, else
-    its lower 32 bits, the alias.
+    Draw an index and 32 more random bits: if these are below the upper 32 bits of the entry, the result is
+    the index itself, else the lower 32 bits of the entry, the alias.
     """
     size = len(weights)
     share = weights * (size / weights.sum())

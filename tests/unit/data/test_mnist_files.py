@@ -187,9 +187,9 @@ def idx(magic: int, *shape: int, body: bytes) -> bytes:
         (idx(2051, 2, 28, 28, body=bytes(1567)), r"1,568 bytes .* found 1,567 \(truncated\)"),
         (idx(2051, 2, 28, 28, body=bytes(1569)), r"1,568 bytes .* found 1,569 \(too long\)"),
         (idx(2051, 2**32 - 1, 28, 28, body=b""), r"found 0 \(truncated\)"),
-        (gzip.compress(bytes(1000))[:-9], r"a whole gzip file.*ends too early \(truncated\)"),
-        (gzip.compress(bytes(1000))[:-8] + bytes(8), "a whole gzip file.*CRC check failed"),
-        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "a whole gzip file"),
+        (gzip.compress(bytes(1000))[:-9], r"a complete gzip file.*ends too early \(truncated\)"),
+        (gzip.compress(bytes(1000))[:-8] + bytes(8), "a complete gzip file.*CRC check failed"),
+        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "a complete gzip file"),
     ],
 )
 def test_a_broken_file_is_named_with_expected_found_and_remedy(
