@@ -12,16 +12,16 @@ MAX_BAD_STEPS = 20
 
 class BadSteps:
     def __init__(self, limit: int = MAX_BAD_STEPS) -> None:
-        """`limit`: so many in a row are too many; 0: never."""
+        """`limit`: this many in a row are too many; 0: never."""
         self.since: int | None = None
         """The first step of the row, or None after a step with a finite loss."""
         self.count = 0
         self.too_many = False
-        """The limit was reached: nothing is counted any more."""
+        """If true, the limit was reached, and counting has stopped."""
         self._limit = limit
 
     def add(self, step: int, loss: float, *, weight: float = 1.0) -> None:
-        """A step is committed. One that weighs nothing has no loss, and says nothing."""
+        """Count a committed step. One without weight has no loss and is skipped."""
         if not weight or self.too_many:
             return
         if math.isfinite(loss):

@@ -1,10 +1,10 @@
-"""How the batch and the learning rate follow the number of workers, where they do (`--scale-batch`). Pure.
+"""Scales the batch and the learning rate with the number of workers (`--scale-batch`). Pure.
 
 The job's `batch_size` and learning rate are for a *reference* number of workers, r. With w workers the
 global batch is batch_size * w / r, so that each has as many samples as there, and the learning rate is
 multiplied by w / r (`linear`: Goyal et al. 2017, "Accurate, Large Minibatch SGD") or by its square root
 (`sqrt`: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"). A larger
-factor is come to over a warm-up, as Goyal et al. do it; a smaller one holds at once.
+factor is reached over a warm-up, as in Goyal et al.; a smaller one applies at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 NONE, LINEAR, SQRT = "none", "linear", "sqrt"
 RULES = (NONE, LINEAR, SQRT)
 WARMUP = 100
-"""Steps, if nobody says how many."""
+"""Default number of warm-up steps."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,20 @@ class Scaling:
     reference: int = 1
     """The number of workers that the job's batch_size and learning rate are for."""
     warmup: int = WARMUP
-    """Steps until a larger factor holds in full."""
+    """Steps until a larger factor is reached."""
 
     @property
     def on(self) -> bool:
         return self.rule != NONE
 
     def batch(self, batch_size: int, world: int) -> int:
-        """The global batch of so many workers: the nearest whole number."""
+        """The global batch for a number of workers: the nearest whole number."""
         if not self.on:
             return batch_size
         return max(1, (2 * batch_size * world + self.reference) // (2 * self.reference))
 
     def factor(self, world: int) -> float:
-        """What the learning rate of so many workers is multiplied by."""
+        """The factor of the learning rate for a number of workers."""
         if not self.on:
             return 1.0
         ratio = world / self.reference
@@ -45,7 +45,7 @@ class Scaling:
 
 
 FIXED = Scaling()
-"""The batch and the learning rate are the job's, whoever takes part."""
+"""No scaling: batch and learning rate are the job's."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Ramp:
     start: float = 1.0
     end: float = 1.0
     since: int = 0
-    """The last step that was made with `start`."""
+    """The last step with `start`."""
     over: int = 0
-    """Steps from there to the first that is made with `end`."""
+    """Steps from there to the first with `end`."""
 
     def at(self, step: int) -> float:
         done = step - self.since
@@ -72,6 +72,6 @@ class Ramp:
         return max(0, self.since + self.over - step) if self.over > 1 else 0
 
     def turn(self, end: float, *, step: int, over: int) -> Ramp:
-        """After this step to another end: over so many steps if it is higher, else at once."""
+        """Head for another end after this step: over a warm-up if it is higher, else at once."""
         now = self.at(step)
         return Ramp(now, end, step, over if end > now else 0)

@@ -210,8 +210,9 @@ class Driver:
 
     def _take_request(self) -> None:
         """Another number of workers, if somebody asked for it (`manyhands scale`)."""
-        if (workers := self.run.take_request()) is None:
+        if (request := self.run.take_request()) is None:
             return
+        workers = request.workers
         facts = self.membership.roster.facts
         why = why_not(workers, self.membership.views.current.world, self.options, facts)
         asked = f"asked for {workers} {'worker' if workers == 1 else 'workers'}"

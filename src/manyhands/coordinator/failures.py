@@ -1,8 +1,8 @@
 """Which failure came first. Pure.
 
 When a member dies, its peers fail too, a moment later and with louder messages. So failures have
-grades: a cause is named at once; a consequence (a broken collective) only if no cause shows up while
-things settle; a suspicion (a link that closed) only if nothing better does.
+grades: a cause is reported at once; a consequence (a broken collective) only if no cause shows up for a
+while; a suspicion (a closed link) only if nothing better does.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MemberFailure:
     traceback: str = ""
     grade: Grade = Grade.CAUSE
     usage: bool = False
-    """The person's mistake: told without a traceback."""
+    """If true, it is a user error: shown without a traceback."""
     exit_code: int = 1
     by_chance: bool = False
-    """Nothing says that it would come again: a process was killed, a host is gone."""
+    """If true, it need not happen again: a process was killed, or a host is gone."""
 
 
 class FirstFailure:
@@ -39,14 +39,14 @@ class FirstFailure:
     def add(self, failure: MemberFailure, now: float) -> None:
         known = self._failures.get(failure.member)
         if known is not None and known.grade is not Grade.SUSPICION:
-            return  # what a member said first is why it ended
+            return  # the first reason that a member gave counts
         if known is not None:
             del self._failures[failure.member]  # it counts from now on
         self._failures[failure.member] = failure
         self._newest = now
 
     def verdict(self, now: float) -> MemberFailure | None:
-        """The failure to name, once it is certain or nothing new has come for a while."""
+        """The failure to report, once it is certain or nothing new has come for a while."""
         first = min(self._failures.values(), key=lambda failure: failure.grade, default=None)
         if first is None or first.grade is Grade.CAUSE or now - self._newest >= self._settle_s:
             return first

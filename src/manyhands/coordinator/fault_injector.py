@@ -26,7 +26,7 @@ from manyhands.coordinator.fault_spec import (
     FaultClause,
     FaultSpec,
     FaultTimer,
-    befallen,
+    possible_targets,
 )
 from manyhands.coordinator.membership import Membership
 from manyhands.coordinator.plan import TrainingPlan
@@ -169,7 +169,7 @@ class FaultInjector:
         alive = [name for name in self._membership.views.current.names if members[name].alive]
         workers = [name for name in alive if is_worker(name)]
         servers = [name for name in alive if not is_worker(name)]
-        return befallen(clause, workers, servers)
+        return possible_targets(clause, workers, servers)
 
     def _is_reachable(self, name: str) -> bool:
         """Whether it is a process on this machine without a fault that still lasts."""

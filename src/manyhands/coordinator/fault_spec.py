@@ -1,4 +1,4 @@
-"""The language of `--chaos`: which faults a run is to suffer, whom they befall, and when. Pure.
+"""The language of `--chaos`: which faults are injected, into which members, and when. Pure.
 
 chaos    = clause (";" clause)*
 clause   = fault [timing]  |  "seed" N
@@ -31,7 +31,7 @@ TARGETS = (WORKER, SERVER, MEMBER)
 EXAMPLE = "kill worker every 10s; pause server 2s; cut link"
 ONCE_WITHIN_S = 60.0
 WORKERS_LEFT = 2
-"""A kill leaves so many, and one server where there are any."""
+"""A kill leaves this many, and one server if there are any."""
 
 GRAMMAR = """\
 --chaos "CLAUSE; CLAUSE; ...", each of them a fault and when it happens, or  seed N:
@@ -83,7 +83,7 @@ class FaultSpec:
 
 
 class FaultTimer:
-    """When the faults of one clause are due."""
+    """When the faults of a clause are due."""
 
     def __init__(self, timing: FaultTiming, rng: random.Random) -> None:
         self._timing = timing
@@ -96,15 +96,17 @@ class FaultTimer:
         return (step if self._timing.kind == AFTER_STEP else elapsed_s) >= self._due_s
 
     def done(self, elapsed_s: float) -> None:
-        """It has happened. What was late is not made up for."""
+        """The fault has happened. Missed ones are not made up for."""
         if self._timing.kind == EVERY:
             self._due_s = elapsed_s + self._timing.value
         else:
             self._over = True
 
 
-def befallen(clause: FaultClause, workers: Sequence[str], servers: Sequence[str]) -> list[str]:
-    """Whom of these a clause may befall: a kill leaves enough of them to go on."""
+def possible_targets(
+    clause: FaultClause, workers: Sequence[str], servers: Sequence[str]
+) -> list[str]:
+    """The members that a clause may hit: a kill leaves enough of them to continue."""
     if clause.fault == KILL:
         can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
         workers, servers = workers if can_die[0] else (), servers if can_die[1] else ()
@@ -113,7 +115,7 @@ def befallen(clause: FaultClause, workers: Sequence[str], servers: Sequence[str]
 
 
 def check(chaos: FaultSpec, *, strategy: str, elastic: bool, workers: int, servers: int) -> None:
-    """Refuse what could never happen in such a run."""
+    """Refuse faults that could never happen in such a run."""
     if not elastic:
         raise UsageError(
             f'--chaos "{chaos}": {strategy} does not go on when a worker dies, but begins again from '
@@ -127,7 +129,7 @@ def check(chaos: FaultSpec, *, strategy: str, elastic: bool, workers: int, serve
                 "with a process of their own come with  --strategy 'ps:sync(placement=dedicated)'."
             )
         anybody = FaultClause(clause.fault, role)
-        if not befallen(anybody, ["worker"] * workers, ["server"] * servers):
+        if not possible_targets(anybody, ["worker"] * workers, ["server"] * servers):
             raise UsageError(
                 f'--chaos "{clause}": a kill leaves {WORKERS_LEFT} workers, and a server where there are '
                 f"any; here are {workers} workers and {servers} servers. "
@@ -160,7 +162,7 @@ def parse_chaos(text: str) -> FaultSpec:
 
 
 def show_duration(seconds: float) -> str:
-    """As it can be parsed again: 500ms, 2s, 1m."""
+    """A duration as it is parsed: 500ms, 2s, 1m."""
     ms = round(seconds * 1_000)
     if ms % 60_000 == 0:
         return f"{ms // 60_000}m"
@@ -173,7 +175,7 @@ _NAME = re.compile(f"({WORKER}|{SERVER})-[0-9]+")
 
 
 class _Words:
-    """What is left of a clause."""
+    """The words of a clause that are not parsed yet."""
 
     def __init__(self, clause: str) -> None:
         self._clause = " ".join(clause.split())

@@ -84,10 +84,10 @@ def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
             )
 
 
-def why_not(workers: Any, present: int, options: RunOptions, facts: WorkerFacts) -> str:
+def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts) -> str:
     """Why the run can't have so many workers, with `present` now; empty if it can."""
     config, samples = options.config, facts.train_samples
-    if not isinstance(workers, int) or workers < 1:
+    if workers < 1:
         return "at least 1 is needed"
     if not config.elastic:
         return f"{options.strategy} keeps the number of workers it started with"

@@ -41,5 +41,5 @@ class Leases:
 
     @property
     def exhausted(self) -> bool:
-        """Nothing is left to hand out; leases may still be open."""
+        """If true, nothing is left to hand out; leases may still be open."""
         return not len(self.free)

@@ -103,13 +103,13 @@ def lower_is_better(name: str) -> bool | None:
     return said.pop() if len(said) == 1 and telling[-1] in LOWER | HIGHER else None
 
 
-def saved_monitor(training_plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
-    """By which direction of this metric a saved course has chosen its best model."""
-    training_plan = training_plan or {}
-    if "monitor" in training_plan:
-        mode, before = _split(training_plan["monitor"])
+def saved_monitor(plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
+    """The direction of this metric by which a saved plan has chosen its best model."""
+    plan = plan or {}
+    if "monitor" in plan:
+        mode, before = _split(plan["monitor"])
         return Monitor(before, mode == MIN) if before == name else None
-    best = training_plan.get("best", {}).get("metrics") or {}
+    best = plan.get("best", {}).get("metrics") or {}
     return Monitor(name, formerly_lower(name)) if name in best else None
 
 

@@ -1,13 +1,13 @@
-"""The plateau rule: when a number that is watched gets no better, the learning rate is lowered. Pure.
+"""The plateau rule: when a metric stops improving, the learning rate is lowered. Pure.
 
     plateau  = option (";" option)*
     option   = "factor=" NUMBER | "patience=" N | "watch=" METRIC | "every=" N
              | "threshold=" NUMBER | "cooldown=" N | "lowest=" NUMBER
     METRIC   = a name, or "min " or "max " and a name (monitor.py)
 
-What is watched is of all workers together: a metric of the evaluation, judged after each, or the mean
-of the training losses over an epoch or so many steps. The coordinator decides, between two steps, so
-that every worker's learning rate falls at the same one.
+It watches all workers together: a metric of the evaluation, judged after each one, or the mean of the
+training losses over an epoch or a number of steps. The coordinator decides between two steps, so that
+the learning rate of all workers falls at the same step.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Plateau:
     factor: float = 0.1
     """What the learning rate is multiplied by."""
     patience: int = 10
-    """After so many in a row that were no better than the best."""
+    """Number of values in a row that are no better than the best, before it is lowered."""
     watch: str = ""
     """A metric of the evaluation, or train_loss, as "accuracy" or "min mae"; empty: the job's monitor, or
     train_loss without one."""
     every: int = 0
     """Steps over which train_loss is a mean; 0: an epoch."""
     threshold: float = 1e-4
-    """What counts as better is so much better, as a part of the best."""
+    """By how much a value has to be better to count, relative to the best."""
     cooldown: int = 0
-    """So many are not counted after the learning rate was lowered."""
+    """Number of values that are not counted after the learning rate was lowered."""
     lowest: float = 0.0
-    """All lowerings together multiply the learning rate by no less than this."""
+    """The smallest total factor of the learning rate."""
 
     def __str__(self) -> str:
         said = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -56,8 +56,8 @@ class Plateau:
     def metric(self) -> Monitor:
         return read_monitor(self.watch, option="watch={}")
 
-    def told(self, number: int) -> str:
-        """So many of what patience is counted in."""
+    def describe_patience(self, number: int) -> str:
+        """A number of what patience counts, in words."""
         what = "epoch" if self.counts_losses else "evaluation"
         what = "mean" if self.every else what
         over = f" over {self.every} steps" if self.every else ""
@@ -113,9 +113,9 @@ def resolve(
     return replace(plateau, watch=str(read_monitor(text, option=option, saved=saved)))
 
 
-def saved_watch(training_plan: Mapping[str, Any] | None) -> Monitor | None:
-    """What the plateau rule of a saved course has watched."""
-    state = (training_plan or {}).get("rates", {}).get("plateau", {})
+def saved_watch(plan: Mapping[str, Any] | None) -> Monitor | None:
+    """What the plateau rule of a saved plan has watched."""
+    state = (plan or {}).get("rates", {}).get("plateau", {})
     if not state.get("watch"):
         return None
     return Monitor(state["watch"], state.get("lower", formerly_lower(state["watch"])))
@@ -165,7 +165,7 @@ class PlateauWatch:
         self.waited: int = state.get("waited", 0)
         self.cooling: int = state.get("cooling", 0)
         self.num_steps: int = state.get("num_steps", 0)
-        """Steps in the mean that is being made."""
+        """Number of steps in the current mean."""
         self._sum = _number(state.get("sum", 0.0))
         self._samples: int = state.get("samples", 0)
 
@@ -183,19 +183,19 @@ class PlateauWatch:
         }
 
     def add(self, loss: float, samples: int) -> None:
-        """One more step is committed."""
+        """Count a committed step."""
         self._sum += loss * samples
         self._samples += samples
         self.num_steps += 1
 
     def close(self) -> str:
-        """The mean over its steps is complete: judge it."""
+        """Judge the mean over its steps, which is complete."""
         mean = self._sum / self._samples if self._samples else math.nan
         self._sum, self._samples, self.num_steps = 0.0, 0, 0
         return self.judge(mean)
 
     def judge(self, value: float) -> str:
-        """One more value; why the learning rate is lowered now, or nothing."""
+        """Judge one more value. Returns why the learning rate is lowered now, or an empty string."""
         rule = self.rule
         assert rule is not None
         if rule.better(value, self.best):
@@ -208,11 +208,11 @@ class PlateauWatch:
         if self.waited < rule.patience or lower >= self.factor:
             return ""
         than = "a number" if self.best is None else f"better than {self.best:.4g}"
-        why = f"{rule.metric.name} has not been {than} for {rule.told(self.waited)}"
+        why = f"{rule.metric.name} has not been {than} for {rule.describe_patience(self.waited)}"
         self.factor, self.waited, self.cooling = lower, 0, rule.cooldown
         return why
 
 
 def _number(value: float | None) -> float:
-    """What has been through JSON, which says None for what is no number."""
+    """A number from JSON, which has None for what is not a number."""
     return math.nan if value is None else value

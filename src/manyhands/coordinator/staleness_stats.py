@@ -4,8 +4,8 @@ The staleness of a part is the number of updates applied between the weights tha
 and its own update: 0 where all wait for all, about the number of workers less one where nobody waits.
 
 `StalenessStats` counts in bins 0, 1, 2-3, 4-7, ... so that it stays a few numbers however long the
-run, travels in an event, and merges exactly. Its mean and maximum are exact, its p95 is the upper end
-of a bin: at most twice the true one.
+run, fits in an event, and merges exactly. Mean and maximum are exact; p95 is the upper end of a bin, at
+most twice the true value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class StalenessStats:
-    """How stale the parts were, so far."""
+    """Counts of staleness so far."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,7 +33,7 @@ class StalenessStats:
         self._bins[staleness.bit_length()] += 1
 
     def merge(self, other: StalenessStats) -> None:
-        """Count all that the other has counted, too."""
+        """Add the counts of another."""
         self.count += other.count
         self.total += other.total
         self.max = max(self.max, other.max)
@@ -47,7 +47,7 @@ class StalenessStats:
 
     @property
     def p95(self) -> int:
-        """95 of 100 parts were at most so stale: the upper end of the bin, or the maximum."""
+        """The 95th percentile: the upper end of its bin, or the maximum."""
         below = 0
         for i, count in enumerate(self._bins):
             below += count
@@ -71,11 +71,11 @@ class StalenessStats:
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> StalenessStats:
-        run_stats = cls()
-        run_stats.count, run_stats.total, run_stats.max = told["count"], told["total"], told["max"]
-        run_stats._bins = [told["histogram"][_label(i)] for i in range(len(told["histogram"]))]
-        return run_stats
+    def from_dict(cls, values: Mapping[str, Any]) -> StalenessStats:
+        stats = cls()
+        stats.count, stats.total, stats.max = values["count"], values["total"], values["max"]
+        stats._bins = [values["histogram"][_label(i)] for i in range(len(values["histogram"]))]
+        return stats
 
     def _grow(self, num_bins: int) -> None:
         self._bins += [0] * (num_bins - len(self._bins))

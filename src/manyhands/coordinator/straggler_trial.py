@@ -1,17 +1,17 @@
-"""Workers that hold the others up more than they help: found by trying, not by guessing.
+"""Finds stragglers that slow a run down more than they help, by trying instead of guessing.
 
-A CPU beside a GPU gets little of a batch, and all wait for the exchange with it. Whether that pays depends on
-the model, the batch and the machine: a large GPU takes as long for half of a batch as for all of it, an old
-one does not. So a run in lockstep whose workers are very unlike measures itself, once they have their shares,
-and again without the slow ones. If it is faster so, they stay out; if not, they come back.
+A CPU next to a GPU gets a small share of a batch, and all wait for the exchange with it. Whether it helps
+depends on the model, the batch and the machine: a large GPU takes as long for half of a batch as for all of
+it, an old one does not. So a run in lockstep with very different workers measures its throughput once they
+have their shares, and again without the slow ones. If it is faster, they stay out; if not, they come back.
 
-    together    all take part; how fast is that?
+    together    measure with all workers
     leaving     the slow ones leave, one a view
-    without     how fast is it without them?
-    apart       faster: they stay out, as long as that is so
+    without     measure without them
+    apart       faster: they stay out, as long as that holds
     settled     not faster: they are back, or on their way
 
-When a worker dies, or another number of them is asked for, all begin together again.
+When a worker dies, or the run is resized, the trial starts over with all workers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import Protocol
 from manyhands.coordinator.throughput import Throughput
 
 WINDOW_S = 3.0
-"""How long a measurement takes, of the time in which there was something to do."""
+"""Length of a measurement; only time with work to do counts."""
 WINDOW_STEPS = 10
 WARM_S = 1.0
-"""The time before, in which nobody's share may change."""
-WORTH = 1.05
-"""So much faster it has to be without the slow ones: nobody is sent away for noise."""
-PLAIN = 0.8
-"""Slower than this by the first few steps, and nothing more needs to be measured."""
-PLAIN_STEPS = 3
-MUCH = 4.0
-"""So many times slower than the fastest is slow, here; and a CPU beside anything else."""
-MOST_TRIALS = 3
+"""Time before a measurement in which no worker's share may change."""
+WORTHWHILE = 1.05
+"""How much faster the run has to be without the slow workers: noise must not remove any."""
+CLEARLY_SLOWER = 0.8
+"""Below this ratio after the first few steps, no full measurement is needed."""
+CLEAR_STEPS = 3
+MUCH_SLOWER = 4.0
+"""How many times slower than the fastest a worker has to be; next to other devices, a CPU always is slow."""
+MAX_TRIALS = 3
 
 
 class Meter:
-    """Samples a second, of the time in which there was something to do."""
+    """Samples per second, over the time with work to do."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,12 +53,12 @@ class Meter:
             self._busy_since = self._clock()
 
     def note(self, samples: int) -> None:
-        """One more step is done."""
+        """Count a step."""
         self.samples += samples
         self.steps += 1
 
     def busy(self, busy: bool) -> None:
-        """Whether there is something to do from now on."""
+        """Set whether there is work to do from now on."""
         self._seconds = self.seconds
         self._busy_since = self._clock() if busy else None
 
@@ -76,7 +76,7 @@ class Meter:
         return self.samples / self.seconds
 
     def take(self) -> float:
-        """What was measured; begins anew."""
+        """Return the throughput and start over."""
         per_s = self.per_s
         self.begin()
         return per_s
@@ -115,7 +115,7 @@ class StragglerTrial:
         self._workers: Sequence[str] = ()
         self._parts: Mapping[str, float] = {}
         self._warm = False
-        """Nobody's share has changed for a while, and everybody's speed is known."""
+        """If true, no share has changed for a while, and the speed of each worker is known."""
         self._slow: list[str] = []
         self._names = ""
         self._together = 0.0
@@ -123,7 +123,7 @@ class StragglerTrial:
         self._doubts = 0
 
     def tick(self, throughput: Throughput) -> None:
-        """Whatever happened; but not while a view is being joined."""
+        """Continue the trial. Not called while a view is being joined."""
         pool = self._pool
         if pool.num_changes != self._num_changes:
             self._num_changes = pool.num_changes
@@ -137,7 +137,7 @@ class StragglerTrial:
         watched = self.phase in (TrialPhase.TOGETHER, TrialPhase.WITHOUT, TrialPhase.APART)
         if not watched or pool.changes_soon:
             return
-        if self.phase == TrialPhase.WITHOUT and self._plainly_slower:
+        if self.phase == TrialPhase.WITHOUT and self._clearly_slower:
             self._judge(self._meter.take())
             return
         speeds = throughput.speeds_of(pool.workers)
@@ -156,8 +156,8 @@ class StragglerTrial:
 
     def _try(self, speeds: Mapping[str, float]) -> None:
         self._together = self._meter.take()
-        self._slow = self._slow_ones(speeds)
-        can_leave_out = self._pool.can_leave_out(len(self._slow)) and self._trials < MOST_TRIALS
+        self._slow = self._find_slow(speeds)
+        can_leave_out = self._pool.can_leave_out(len(self._slow)) and self._trials < MAX_TRIALS
         if not self._slow or not can_leave_out:
             self._to(TrialPhase.SETTLED)
             return
@@ -168,40 +168,40 @@ class StragglerTrial:
         self._to(TrialPhase.LEAVING)
 
     def _judge(self, without: float) -> None:
-        told = f"{without:,.0f} samples/s without {self._names}, {self._together:,.0f} with"
+        result = f"{without:,.0f} samples/s without {self._names}, {self._together:,.0f} with"
         left = len(self._workers)
         all_of_them = left + len(self._slow)
-        if without > WORTH * self._together:
-            self._notice(f"{told}: left out (--workers {all_of_them}:{all_of_them} keeps all)")
+        if without > WORTHWHILE * self._together:
+            self._notice(f"{result}: left out (--workers {all_of_them}:{all_of_them} keeps all)")
             self._to(TrialPhase.APART)
         else:
-            self._notice(f"{told}: taken back")
+            self._notice(f"{result}: taken back")
             self._pool.take_back()
             self._to(TrialPhase.SETTLED)
 
     @property
-    def _plainly_slower(self) -> bool:
+    def _clearly_slower(self) -> bool:
         meter = self._meter
-        enough = meter.steps >= PLAIN_STEPS and meter.seconds >= WARM_S
-        return enough and meter.per_s < PLAIN * self._together
+        enough = meter.steps >= CLEAR_STEPS and meter.seconds >= WARM_S
+        return enough and meter.per_s < CLEARLY_SLOWER * self._together
 
     def _watch(self, without: float) -> None:
-        """They are out for as long as that is faster."""
+        """Keep them out for as long as that is faster."""
         self._doubts = self._doubts + 1 if without < self._together else 0
         if self._doubts == 2:
             self._notice(f"{without:,.0f} samples/s without {self._names} by now: taken back")
             self._pool.take_back()
             self._to(TrialPhase.SETTLED)
 
-    def _slow_ones(self, speeds: Mapping[str, float]) -> list[str]:
-        """Those that may be a brake, never all."""
+    def _find_slow(self, speeds: Mapping[str, float]) -> list[str]:
+        """Workers that may slow the run down; never all."""
         fastest = max(speeds.values())
         kinds = {name: self._pool.device_type(name) for name in speeds}
         mixed = len({kind == "cpu" for kind in kinds.values()}) == 2
         return [
             name
             for name, speed in speeds.items()
-            if (mixed and kinds[name] == "cpu") or (not mixed and speed * MUCH < fastest)
+            if (mixed and kinds[name] == "cpu") or (not mixed and speed * MUCH_SLOWER < fastest)
         ]
 
     def _to(self, phase: TrialPhase) -> None:

@@ -1,8 +1,8 @@
-"""How fast each worker computes, and which part of a batch it should have so that all end together. Pure.
+"""How fast each worker computes, and the share of a batch with which all finish together. Pure.
 
-What counts is the time that a worker computes, not the time that it waits for others: the slow one is who
-computes long while the others wait. Parts stay equal until other ones would make a step shorter by a good
-deal: small differences are noise, and equal parts add up in the same order in every run.
+Only computing time counts, not waiting: the slow worker is the one that computes while the others wait.
+Shares stay equal until others would make a step much shorter: small differences are noise, and with equal
+shares sums are added in the same order in every run.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MEMORY_S = 3.0
-"""Seconds of computing after which a measurement counts a third."""
+"""Seconds of computing after which the weight of a measurement has fallen to a third."""
 KNOWN_AFTER_S = 1.5
-"""Seconds of computing before a worker's speed is believed."""
+"""Seconds of computing before a worker's speed counts as known."""
 WORTH = 1.15
-"""A step has to become so many times shorter for parts to change."""
+"""How many times shorter a step has to become for shares to change."""
 KEPT = 0.2
-"""Of what was measured, when parts change: who has a fixed cost in each step has another speed now."""
+"""Weight of earlier measurements after shares change: a worker with a fixed cost per step has a new speed."""
 SLOW = 1.5
-"""A worker that takes so many times as long as the median for a sample is told of."""
+"""A worker is reported if it takes this many times as long per sample as the median."""
 AGAIN = 5.0
-"""And again when it has become so many times slower, or faster, since."""
+"""It is reported again once that ratio has changed by this factor."""
 LEAST = 1e-4
-"""Of the fastest's part. In whole samples it may be none, but now and then (see dispatch.py): a worker that
-has nothing to do would never be known to be fast again."""
+"""The smallest share, relative to the fastest worker's. In whole samples it may be none, except now and then
+(see dispatch.py): otherwise a worker that has become fast would never be noticed."""
 
 
 @dataclass
 class Speed:
     samples: float = 0.0
     seconds: float = 0.0
-    """Both of late, what is longer ago counting less."""
+    """Recent samples and seconds; older ones count less."""
     known_s: float = 0.0
     """Seconds measured since the start."""
 
@@ -56,17 +56,17 @@ class Speed:
 class Throughput:
     speeds: dict[str, Speed] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
-    """Of a batch, as they are now, in proportion to each other; who is not in it has the mean."""
-    told: dict[str, float] = field(default_factory=dict)
-    """Who is known to be slow, and how much."""
+    """Current shares of a batch, in proportion; a worker that is not in it has the mean."""
+    reported: dict[str, float] = field(default_factory=dict)
+    """Workers that were reported as slow, and how slow."""
 
     def note(self, worker: str, samples: int, seconds: float) -> None:
-        """It has computed so many samples in so many seconds."""
+        """Count samples that a worker has computed, and the time it took."""
         if samples and seconds > 0.0:
             self.speeds.setdefault(worker, Speed()).add(samples, seconds)
 
     def weights(self, workers: Sequence[str]) -> list[float]:
-        """The parts of a batch for these workers, in proportion."""
+        """The shares of a batch for these workers, in proportion."""
         now = self._parts_of(workers)
         known = self.speeds_of(workers)
         if known is None:
@@ -84,24 +84,24 @@ class Throughput:
         return rounded
 
     def news(self, workers: Collection[str]) -> list[tuple[str, float]]:
-        """Workers slower than the median, and how many times: once each, again when that changed a lot."""
+        """Workers to report as slow now, and how many times slower than the median they are."""
         speeds = self.speeds_of(workers)
         if speeds is None or len(speeds) < 2:
             return []
         usual = median(speeds.values()) if len(speeds) > 2 else max(speeds.values())
         found = []
         for worker, speed in speeds.items():
-            times, before = usual / speed, self.told.get(worker)
+            times, before = usual / speed, self.reported.get(worker)
             if times < SLOW:
                 if before is not None and times < (1 + SLOW) / 2:
-                    del self.told[worker]
+                    del self.reported[worker]
             elif before is None or not 1 / AGAIN < times / before < AGAIN:
-                self.told[worker] = times
+                self.reported[worker] = times
                 found.append((worker, times))
         return found
 
     def speeds_of(self, workers: Collection[str]) -> dict[str, float] | None:
-        """Samples a second of each; None as long as one is not known well enough."""
+        """Samples per second of each; None until all are known well enough."""
         speeds = {worker: self.speeds.get(worker, Speed()) for worker in workers}
         if any(speed.known_s < KNOWN_AFTER_S for speed in speeds.values()):
             return None

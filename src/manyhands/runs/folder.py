@@ -19,14 +19,23 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import RunFolderError
+from manyhands.errors import ProtocolError, RunFolderError
 from manyhands.runs.files import opened_here, write_json
+from manyhands.transport.fields import read, write
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 REQUEST = "request.json"
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """Asks a run for another number of workers (`manyhands scale`)."""
+
+    workers: int
 
 
 class RunFolder:
@@ -183,20 +192,20 @@ class RunFolder:
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def request(self, workers: int) -> None:
-        """Ask the coordinator of this run for another number of workers."""
-        write_json(self.path / REQUEST, {"workers": workers})
+        """Ask the coordinator that trains in it for another number of workers."""
+        write_json(self.path / REQUEST, write(ScaleRequest(workers)))
 
-    def take_request(self) -> Any:
-        """Return the requested number of workers, if there is a new request, as it was written."""
+    def take_request(self) -> ScaleRequest | None:
+        """The request since the last call, if any. One that can't be read asks for 0 workers."""
         path = self.path / REQUEST
         if not path.exists():
             return None
         try:
-            workers = json.loads(path.read_text())["workers"]
-        except (OSError, ValueError, KeyError, TypeError):
-            workers = "unreadable"
+            request = read(ScaleRequest, json.loads(path.read_text()))
+        except (OSError, ValueError, ProtocolError):
+            request = ScaleRequest(0)
         path.unlink(missing_ok=True)
-        return workers
+        return request
 
     def discard(self) -> None:
         """Delete a run in which nothing was trained, unless another coordinator is training in it."""

@@ -133,7 +133,7 @@ class Stage:
     """A hand-out, and what it told whom."""
 
     def __init__(self, tmp_path: Path, config: Strategy, workers: int, **plan_config: Any) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.told: list[tuple[str, Any]] = []
         self.training_plan = TrainingPlan(
             PlanConfig(**{"batch_size": 4, "epochs": 1, **plan_config})
         )

@@ -20,9 +20,9 @@ from manyhands.coordinator.fault_spec import (
     FaultSpec,
     FaultTimer,
     FaultTiming,
-    befallen,
     check,
     parse_chaos,
+    possible_targets,
 )
 from manyhands.errors import UsageError
 
@@ -142,7 +142,7 @@ names = st.integers(0, 5)
 def test_a_kill_leaves_enough(fault: str, target: str, num_workers: int, num_servers: int) -> None:
     workers = [f"worker-{n}" for n in range(num_workers)]
     servers = [f"server-{n}" for n in range(num_servers)]
-    for victim in befallen(FaultClause(fault, target, 1.0), workers, servers):
+    for victim in possible_targets(FaultClause(fault, target, 1.0), workers, servers):
         assert target in ("member", victim, victim.partition("-")[0])
         if fault == KILL:
             assert len([name for name in workers if name != victim]) >= 2
