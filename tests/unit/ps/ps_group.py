@@ -41,7 +41,7 @@ LONG_S = 20.0
 Dial = Callable[[str], Link]
 
 
-class House:
+class RunningServer:
     """A server in this process, and how to knock at it."""
 
     def __init__(self, server: Server, dial: Dial, *, shared: bool, slots: int) -> None:
@@ -139,9 +139,9 @@ def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = No
 
 
 @contextlib.contextmanager
-def house(
+def running_server(
     kind: str, folder: Path, *, rounds: bool = False, lr_rule: Rule = "none"
-) -> Iterator[House]:
+) -> Iterator[RunningServer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     train_state = TrainState(model, torch.optim.SGD(model.parameters(), lr=LR), loss=lambda m, b: b)
@@ -189,12 +189,12 @@ def house(
     )
     try:
         server.meet(dial)
-        open_house = House(server, dial, shared=shared, slots=slots)
+        running = RunningServer(server, dial, shared=shared, slots=slots)
         try:
-            yield open_house
-            open_house.check()
+            yield running
+            running.check()
         finally:
-            open_house.client.close()
+            running.client.close()
     finally:
         server.freeze()
 
@@ -260,7 +260,7 @@ def mutated_pushes(push: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def entered(at: House) -> Iterator[tuple[Link, list[Link], bytes]]:
+def entered(at: RunningServer) -> Iterator[tuple[Link, list[Link], bytes]]:
     """The bad worker, with its lanes; and a run's worth of a gradient."""
     (run,) = at.client.travelling()[SERVER]
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Servers without processes or links: estates that settle, apply updates, fall behind, die and join.
+"""Servers without processes or links: states that recover, apply updates, fall behind, die and join.
 
 A reference beside them, one holding of the whole model, gets every update in full. Whatever happened,
 after each change of membership every server and every replica must be equal to it, bit by bit.
@@ -122,8 +122,8 @@ def assert_same(mine: BlockState, theirs: BlockState, what: str) -> None:
         assert same, f"{what}: {key}"
 
 
-class Village:
-    """Estates on one host (`shared`: the memory is common) or on several, and the reference."""
+class ServerGroup:
+    """Server states on one host (`shared`: with common memory) or on several, and the reference."""
 
     def __init__(self, name: str, *, shared: bool, chance: random.Random, block_bytes: int) -> None:
         self.name, self.shared, self.chance = name, shared, chance

@@ -34,11 +34,11 @@ from ps_group import (
     WHO,
     WORDS,
     entered,
-    house,
     last_words,
     mutated,
     mutated_pushes,
     push_of,
+    running_server,
 )
 from torch import nn
 
@@ -55,7 +55,7 @@ from manyhands.transport import Link, Listener, connect
 @pytest.mark.parametrize("head", WORDS, ids=lambda head: head["kind"])
 def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Path) -> None:
     payload = STATISTICS if head is BUFFERS else None
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         for wrong in mutated(head):
             assert at.say(ENTER, wrong, payload=payload), f"{wrong} was taken"
         for other in (
@@ -72,7 +72,7 @@ def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Pa
 
 
 def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         for head in (ENTER, LANE):
             for wrong in mutated(head):
                 assert at.say(wrong), f"{wrong} was taken"
@@ -83,7 +83,7 @@ def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
 
 
 def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         (run,) = at.client.travelling()[SERVER]
         payload = bytes(run.numel * 4)
         wrongs = [
@@ -104,7 +104,7 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
 def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
     rows = {"kind": "rows", "tag": 1, "table": "t", "bytes": 8}
     basket = {"kind": "basket", "seq": 1, "slot": 0, "bytes": 8}
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         for head in (rows, basket):
             assert "without tables" in at.say(ENTER, head, payload=bytes(8))
             for wrong in mutated(head):
@@ -117,7 +117,7 @@ def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
 
 
 def test_payloads_only_where_they_belong(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         for head in (PUSH, WHO, *PLAIN):
             assert at.say(ENTER, head, payload=b"")
             assert at.say(ENTER, head, payload=bytes(1 << 15))
@@ -154,7 +154,7 @@ _heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
 
 
 def test_made_up_words(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
 
         @settings(max_examples=120)
         @given(_heads, st.none() | st.binary(max_size=100), st.sampled_from(["", "enter", "lane"]))
@@ -171,7 +171,7 @@ def test_made_up_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tls", "proof"])
 def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
-    with house(kind, tmp_path) as at:
+    with running_server(kind, tmp_path) as at:
         peer = {"kind": "peer", "view": VIEW, "sums": [], "undo": []}
         assert "has the key of" in at.say({**ENTER, "worker": GOOD})
         assert "has the key of" in at.say({**LANE, "worker": GOOD})
@@ -193,7 +193,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
     enter = (
         '{"kind": "enter", "worker": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
     )
-    with house("unix", tmp_path) as at:
+    with running_server("unix", tmp_path) as at:
         at.train()
         stranger = subprocess.run(
             [sys.executable, "-c", code, at.server.address, enter],
@@ -206,7 +206,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
 
 
 def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
-    with house("unix", tmp_path) as at:
+    with running_server("unix", tmp_path) as at:
         good = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
         _, pid, number, nbytes = good[0].split(":")
         small = FlatTensors.shared(layout_of(*_tiny()), label="test-small")
@@ -235,7 +235,7 @@ def _tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         flat = FlatTensors.shared(at.layout, label="test-gradients")
         assert flat.segment is not None
         assert at.say({**ENTER, "slots": [flat.segment.address] * 2})
@@ -244,7 +244,7 @@ def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         with entered(at) as (words, channel, gradient):
             words.send({**PUSH, "push": push_of(BAD, 1, 1)})
             words.send({"kind": "pull"})
@@ -254,7 +254,7 @@ def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_due(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         for seq in (5, 6):
             with entered(at) as (words, channel, gradient):
                 channel[1].send({**RUN, "seq": seq}, gradient)
@@ -264,14 +264,14 @@ def test_a_step_that_is_not_due(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         with entered(at) as (words, _, _):
             assert "which does not exist yet" in last_words(words, {**PUSH, "began": 1})
         at.train()
 
 
 def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         with entered(at) as (_, channel, gradient):
             runs = [{**RUN, "seq": seq} for seq in range(2, 40)]
             with contextlib.suppress(LinkError):
@@ -285,7 +285,7 @@ def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
     """Held until the one before them is here, and not without end."""
-    with house("unix", tmp_path) as at:
+    with running_server("unix", tmp_path) as at:
         addresses = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
         pushes = [
             {**PUSH, "push": push_of(BAD, seq, 0), "after": seq - 1}
@@ -296,7 +296,7 @@ def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
 
 
 def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         with entered(at) as (words, channel, gradient):
             for _ in range(3):
                 words.send(PUSH)
@@ -312,7 +312,7 @@ def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
 
 
 def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         assert "has not entered" in at.say(LANE)
         with entered(at):
             assert "no use for one more lane" in at.say(LANE)
@@ -320,7 +320,7 @@ def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
 
 
 def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
-    with house("proof", tmp_path) as at:
+    with running_server("proof", tmp_path) as at:
         for wrong in ({"samples": math.nan}, {"slot": 7}, {"step": -1}):
             client = at.enter(BAD)
             try:
@@ -333,7 +333,7 @@ def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
 
 
 def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_path: Path) -> None:
-    with house("proof", tmp_path, lr_rule="inverse") as at:
+    with running_server("proof", tmp_path, lr_rule="inverse") as at:
         other = at.enter(BAD)
         try:
             at.push(other, BAD)
@@ -350,13 +350,16 @@ def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_p
 
 def test_weights_that_no_server_knows_of_any_more_are_lost(tmp_path: Path) -> None:
     """All who held them died: the run begins again from its checkpoint."""
-    with house("proof", tmp_path) as at, pytest.raises(WeightsLost, match="has seen version 3"):
+    with (
+        running_server("proof", tmp_path) as at,
+        pytest.raises(WeightsLost, match="has seen version 3"),
+    ):
         at.enter(BAD, seen=3)
 
 
 @pytest.mark.parametrize("kind", ["tls", "unix"])
 def test_broken_connections_are_no_nonsense(kind: str, tmp_path: Path) -> None:
-    with house(kind, tmp_path) as at:
+    with running_server(kind, tmp_path) as at:
         at.train()
         for _ in range(5):
             for link in at.links:
@@ -366,7 +369,7 @@ def test_broken_connections_are_no_nonsense(kind: str, tmp_path: Path) -> None:
 
 def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> None:
     """In lock-step the others wait for who was refused; come back with sense, it is counted."""
-    with house("proof", tmp_path, rounds=True) as at:
+    with running_server("proof", tmp_path, rounds=True) as at:
         first = at.push(at.client, GOOD, rounds=True)
         for wrong in mutated_pushes(push_of(BAD, 1, 0)):
             assert at.say(ENTER, {**PUSH, "push": wrong}), f"{wrong} was taken"
@@ -385,7 +388,7 @@ def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> Non
 
 
 def test_strangers_who_never_speak_keep_nobody_out(tmp_path: Path) -> None:
-    with house("unix", tmp_path) as at, contextlib.ExitStack() as stack:
+    with running_server("unix", tmp_path) as at, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         silent = [stack.enter_context(at.dial(BAD)) for _ in range(3 * MAX_UNIDENTIFIED)]
         with pytest.raises(LinkClosed):
@@ -405,7 +408,7 @@ def test_refused_links_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFi
         gc.collect()
         return sum(type(thing) is Link for thing in gc.get_objects())
 
-    with house("unix", tmp_path) as at:
+    with running_server("unix", tmp_path) as at:
         before = links()
         for _ in range(50):
             assert at.say({**ENTER, "view": 0})

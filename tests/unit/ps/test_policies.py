@@ -258,7 +258,7 @@ def test_what_is_in_time_is_never_decayed() -> None:
     assert update.contributions[1] == Contribution("c", 3, staleness=2, scale=1.0)
 
 
-def test_who_returns_to_an_empty_house_goes_on_where_the_work_stood() -> None:
+def test_a_worker_that_returns_after_all_left_goes_on_where_the_work_stood() -> None:
     policy = SspPolicy("ab", staleness=9)
     run(policy, [("a", "b", "b", "b", "b")])
     policy.leave("a")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_states import Village, noise
+from server_states import ServerGroup, noise
 
 import manyhands.ps.rounds as rounds_module
 from manyhands.embeddings.spec import Table as TableSpec
@@ -30,12 +30,12 @@ CLIP_NORM = 0.5
 @pytest.mark.parametrize("tries", [1, 4])
 def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_path: Path) -> None:
     """The first server waits for the others where rows are evicted, and tries again and again."""
-    village = Village("plain", shared=True, chance=random.Random(1), block_bytes=128)
-    first, second = village.join(), village.join()
-    village.settle()
-    village.go()
-    rounds = RoundTable.create(village.workers, [first.name, second.name])
-    bells = {name: Doorbell(tmp_path, name) for name in (*village.workers, *rounds.servers)}
+    group = ServerGroup("plain", shared=True, chance=random.Random(1), block_bytes=128)
+    first, second = group.join(), group.join()
+    group.settle()
+    group.go()
+    rounds = RoundTable.create(group.workers, [first.name, second.name])
+    bells = {name: Doorbell(tmp_path, name) for name in (*group.workers, *rounds.servers)}
     servings = {}
     mode = PsMode(SyncPolicy, rounds=True, slots=1, for_all=True, clip_norm=CLIP_NORM)
     for server_state in (first, second):
@@ -43,14 +43,14 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
         server_state.rows = RowServerState(
             server_state.name, TableStores({"t": spec}, seed=0), shared=True, adds=False
         )
-        server_state.rows.baskets = {worker: [ReceivedGrads()] for worker in village.workers}
+        server_state.rows.baskets = {worker: [ReceivedGrads()] for worker in group.workers}
         assert server_state.held.placement is not None
         servings[server_state.name] = RoundServer(
             *(rounds, bells[server_state.name], server_state, mode, server_state.held.placement),
             lock=threading.RLock(),
         )
-    for worker in village.workers:
-        village.slots[worker][0].copy_(noise(village.layout, village.generator))
+    for worker in group.workers:
+        group.slots[worker][0].copy_(noise(group.layout, group.generator))
         turns = RoundWorker(
             worker, rounds, bells[worker], server=None, check=lambda: None, timeout_s=10.0
         )
@@ -67,7 +67,7 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     finally:
         for each in (rounds, *bells.values()):
             each.close()
-        village.close()
+        group.close()
 
 
 # Memory order -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Estates: who falls behind, dies or joins, the parameters and what the optimizer remembers stay right."""
+"""Server states: whichever falls behind, dies or joins, parameters and optimizer state stay right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_states import OPTIMIZERS, Village, layout_for, train_state
+from server_states import OPTIMIZERS, ServerGroup, layout_for, train_state
 
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.placement import place
@@ -17,173 +17,173 @@ from manyhands.ps.server_state import SPAN_BYTES, ServerState, spans
 from manyhands.ps.updates import apply, apply_replica
 
 
-def make_village(name: str = "sgd", *, shared: bool, servers: int = 3, seed: int = 0) -> Village:
-    village = Village(name, shared=shared, chance=random.Random(seed), block_bytes=128)
+def make_group(name: str = "sgd", *, shared: bool, servers: int = 3, seed: int = 0) -> ServerGroup:
+    group = ServerGroup(name, shared=shared, chance=random.Random(seed), block_bytes=128)
     for _ in range(servers):
-        village.join()
-    village.settle()
-    village.check()
-    village.go()
-    return village
+        group.join()
+    group.settle()
+    group.check()
+    group.go()
+    return group
 
 
 @pytest.fixture(params=[True, False], ids=["one host", "several hosts"])
-def village(request: pytest.FixtureRequest) -> Iterator[Village]:
-    village = make_village(shared=request.param)
-    yield village
-    village.close()
+def group(request: pytest.FixtureRequest) -> Iterator[ServerGroup]:
+    group = make_group(shared=request.param)
+    yield group
+    group.close()
 
 
-def test_servers_and_replicas_follow_every_update(village: Village) -> None:
+def test_servers_and_replicas_follow_every_update(group: ServerGroup) -> None:
     for _ in range(4):
-        village.finish(village.decide(factor=0.5))
-    village.settle()
-    village.check()
+        group.finish(group.decide(factor=0.5))
+    group.settle()
+    group.check()
 
 
-def test_who_dies_is_replaced_by_its_replicas(village: Village) -> None:
+def test_who_dies_is_replaced_by_its_replicas(group: ServerGroup) -> None:
     for number in (0, 1):
-        village.finish(village.decide())
-        village.lose(number)
-        village.settle()
-        village.check()
-        village.go()
-    village.finish(village.decide())
-    village.settle()
-    village.check()
+        group.finish(group.decide())
+        group.lose(number)
+        group.settle()
+        group.check()
+        group.go()
+    group.finish(group.decide())
+    group.settle()
+    group.check()
 
 
-def test_who_joins_gets_its_blocks_and_the_schedule(village: Village) -> None:
+def test_who_joins_gets_its_blocks_and_the_schedule(group: ServerGroup) -> None:
     for _ in range(3):
-        village.finish(village.decide())
-    newcomer = village.join()
-    plan = village.settle()
-    village.check()
+        group.finish(group.decide())
+    newcomer = group.join()
+    plan = group.settle()
+    group.check()
     assert newcomer.name in {move.target for move in plan.moves if move.role == "own"}
     assert newcomer.schedule_clock.ticks == plan.ledger.ticks > 0
-    village.go()
-    village.finish(village.decide())
-    village.settle()
-    village.check()
+    group.go()
+    group.finish(group.decide())
+    group.settle()
+    group.check()
 
 
 def test_one_host_a_server_several_decisions_behind_finishes_them_by_itself() -> None:
     """Gradients lie in memory that all can read, and the other has told what it has done."""
-    village = make_village("adam", shared=True)
-    ahead, behind, other = village.server_states
+    group = make_group("adam", shared=True)
+    ahead, behind, other = group.server_states
     for _ in range(2):
-        decision = village.decide(factor=0.75)
+        decision = group.decide(factor=0.75)
         for server_state in (ahead, other):
-            village.sum_up(server_state, decision)
+            group.sum_up(server_state, decision)
             apply(server_state, decision)
     assert (ahead.ledger.version, behind.ledger.version) == (2, 0)
-    plan = village.settle()
-    village.check()
+    plan = group.settle()
+    group.check()
     # Replicas of those who went on are behind them; those of the one behind are not.
     assert plan.stale
     assert all(owner != behind.name for _, owner in plan.stale)
-    village.close()
+    group.close()
 
 
 def test_one_host_replicas_of_a_dead_server_catch_up_from_the_gradients() -> None:
-    village = make_village("adamw", shared=True)
-    dead = village.server_states[0]
+    group = make_group("adamw", shared=True)
+    dead = group.server_states[0]
     for _ in range(2):
-        decision = village.decide()
-        for server_state in village.server_states:
-            village.sum_up(server_state, decision)
+        decision = group.decide()
+        for server_state in group.server_states:
+            group.sum_up(server_state, decision)
             apply(server_state, decision)
-    assert any(e.held.versions.get(dead.name) == 0 for e in village.server_states)
-    village.lose(0)
-    village.settle()
-    village.check()
-    village.close()
+    assert any(e.held.versions.get(dead.name) == 0 for e in group.server_states)
+    group.lose(0)
+    group.settle()
+    group.check()
+    group.close()
 
 
 def test_one_host_a_replica_that_is_ahead_of_all_who_live_takes_them_along() -> None:
     """Its server had applied the update, handed the sum over and died; nobody else had got so far."""
-    village = make_village(shared=True)
-    village.finish(village.decide())
-    dead, keeper = village.server_states[0], village.keepers_of(village.server_states[0])[0]
-    decision = village.decide()
-    village.sum_up(dead, decision)
+    group = make_group(shared=True)
+    group.finish(group.decide())
+    dead, keeper = group.server_states[0], group.keepers_of(group.server_states[0])[0]
+    decision = group.decide()
+    group.sum_up(dead, decision)
     apply(dead, decision)
-    village.hand_over(dead, keeper, decision)
+    group.hand_over(dead, keeper, decision)
     apply_replica(keeper, dead.name, decision)
     assert (keeper.ledger.version, keeper.status().ledger.version) == (1, 2)
-    village.lose(0)
-    village.settle()
-    village.check()
-    village.close()
+    group.lose(0)
+    group.settle()
+    group.check()
+    group.close()
 
 
 def test_several_hosts_whoever_heard_commit_takes_the_others_along() -> None:
     """All sums are with the keepers before anybody applies one, so one word is enough."""
-    village = make_village("adafactor", shared=False)
-    decision = village.decide(factor=0.5)
-    for server_state in village.server_states:
-        village.sum_up(server_state, decision)
-        for keeper in village.keepers_of(server_state):
-            village.hand_over(server_state, keeper, decision)
-    heard = village.server_states[1]
+    group = make_group("adafactor", shared=False)
+    decision = group.decide(factor=0.5)
+    for server_state in group.server_states:
+        group.sum_up(server_state, decision)
+        for keeper in group.keepers_of(server_state):
+            group.hand_over(server_state, keeper, decision)
+    heard = group.server_states[1]
     apply(heard, decision)
     for owner in heard.held.replicas:
         apply_replica(heard, owner, decision)
-    village.lose(0)
-    village.settle()
-    village.check()
+    group.lose(0)
+    group.settle()
+    group.check()
 
 
 def test_several_hosts_what_nobody_heard_commit_of_never_was() -> None:
-    village = make_village(shared=False)
-    before = [buffer.clone() for buffer in village.server_states[1].params.buffers]
-    decision = village.decide()
-    for server_state in village.server_states:
-        village.sum_up(server_state, decision)
-    village.lose(0)
-    village.settle()
-    for server_state in village.server_states:
+    group = make_group(shared=False)
+    before = [buffer.clone() for buffer in group.server_states[1].params.buffers]
+    decision = group.decide()
+    for server_state in group.server_states:
+        group.sum_up(server_state, decision)
+    group.lose(0)
+    group.settle()
+    for server_state in group.server_states:
         assert server_state.ledger.version == 0
-    after = village.server_states[0].params.buffers
+    after = group.server_states[0].params.buffers
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_view_that_never_began_leaves_everything_as_it_was(village: Village) -> None:
-    village.finish(village.decide())
+def test_a_view_that_never_began_leaves_everything_as_it_was(group: ServerGroup) -> None:
+    group.finish(group.decide())
     for _ in range(2):  # nobody hears go
-        village.lose(2) if len(village.server_states) > 2 else village.join()
-        village.settle()
-        village.check()
-    village.go()
-    village.finish(village.decide())
-    village.settle()
-    village.check()
+        group.lose(2) if len(group.server_states) > 2 else group.join()
+        group.settle()
+        group.check()
+    group.go()
+    group.finish(group.decide())
+    group.settle()
+    group.check()
 
 
-def some_fall_behind(village: Village) -> None:
+def some_fall_behind(group: ServerGroup) -> None:
     """An update of which each has done as much as the view's sudden end allows."""
-    chance, decision = village.chance, village.decide(factor=village.chance.choice([1.0, 0.5]))
-    newest = chance.choice(village.server_states)
-    for server_state in village.server_states:
-        village.sum_up(server_state, decision)
-        if not village.shared:
-            for keeper in village.keepers_of(server_state):
-                village.hand_over(server_state, keeper, decision)
-    for server_state in village.server_states:
+    chance, decision = group.chance, group.decide(factor=group.chance.choice([1.0, 0.5]))
+    newest = chance.choice(group.server_states)
+    for server_state in group.server_states:
+        group.sum_up(server_state, decision)
+        if not group.shared:
+            for keeper in group.keepers_of(server_state):
+                group.hand_over(server_state, keeper, decision)
+    for server_state in group.server_states:
         if server_state is newest or chance.random() < 0.5:
             apply(server_state, decision)
             for owner in server_state.held.replicas:
-                if not village.shared:
+                if not group.shared:
                     apply_replica(server_state, owner, decision)
-    if village.shared:
-        for owner in village.server_states:
-            for keeper in village.keepers_of(owner):
+    if group.shared:
+        for owner in group.server_states:
+            for keeper in group.keepers_of(owner):
                 if owner.ledger.version == decision.version and chance.random() < 0.5:
-                    village.hand_over(owner, keeper, decision)
+                    group.hand_over(owner, keeper, decision)
                     apply_replica(keeper, owner.name, decision)
     # A server whose update was found by nobody else must not be the one that dies.
-    village.server_states.remove(newest)
-    village.server_states.append(newest)
+    group.server_states.remove(newest)
+    group.server_states.append(newest)
 
 
 @settings(max_examples=25)
@@ -191,31 +191,29 @@ def some_fall_behind(village: Village) -> None:
 def test_whatever_happens_all_end_equal_to_the_one_to_whom_nothing_did(
     name: str, shared: bool, servers: int, seed: int
 ) -> None:
-    village = make_village(name, shared=shared, servers=servers, seed=seed)
-    chance = village.chance
+    group = make_group(name, shared=shared, servers=servers, seed=seed)
+    chance = group.chance
     for _ in range(4):
         for _ in range(chance.randrange(3)):
-            village.finish(village.decide())
+            group.finish(group.decide())
         if chance.random() < 0.6:
-            some_fall_behind(village)
+            some_fall_behind(group)
         # One dies at a time: now, or while the next view is being prepared.
-        dies = (
-            chance.choice(["now", "later", "never"]) if len(village.server_states) > 1 else "never"
-        )
-        victim = village.server_states[chance.randrange(max(len(village.server_states) - 1, 1))]
+        dies = chance.choice(["now", "later", "never"]) if len(group.server_states) > 1 else "never"
+        victim = group.server_states[chance.randrange(max(len(group.server_states) - 1, 1))]
         if dies == "now":
-            village.server_states.remove(victim)
-        if len(village.server_states) < 4 and chance.random() < 0.5:
-            village.join()
-        plan = village.settle()
-        village.check()
+            group.server_states.remove(victim)
+        if len(group.server_states) < 4 and chance.random() < 0.5:
+            group.join()
+        plan = group.settle()
+        group.check()
         # A replica behind its server was given up, to be sent anew: until then that one must live.
         if dies == "later" and all(victim.name != owner for _, owner in plan.stale):
-            village.server_states.remove(victim)
-            village.settle()
-            village.check()
-        village.go()
-    village.close()
+            group.server_states.remove(victim)
+            group.settle()
+            group.check()
+        group.go()
+    group.close()
 
 
 # Small things -----------------------------------------------------------------------------------

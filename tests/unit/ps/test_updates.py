@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_states import Village
+from server_states import ServerGroup
 
 from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.ledger import Decision
@@ -27,24 +27,24 @@ LONG_S = 20.0
 
 
 class Servers:
-    """The updates of a village's estates, each linked with each; messages are delivered by hand."""
+    """The pipelines of a group of servers, each linked with each; messages are delivered by hand."""
 
     def __init__(
         self,
-        village: Village,
+        group: ServerGroup,
         folder: Path,
         *,
         clip_norm: float | None = None,
         for_all: bool = False,
     ) -> None:
-        self.village = village
+        self.group = group
         self.stack = contextlib.ExitStack()
-        village.settle()
-        village.begin()
+        group.settle()
+        group.begin()
         mode = PsMode(
             make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all
         )
-        names = [server_state.name for server_state in village.server_states]
+        names = [server_state.name for server_state in group.server_states]
         links = self._links(names, folder)
         self.far = {(a, b): links[b, a] for a, b in links}
         """Where `b` hears `a`."""
@@ -52,28 +52,28 @@ class Servers:
         self.exchanges: dict[str, MessageExchange] = {}
         self.applied: dict[str, list[Decision]] = {name: [] for name in names}
         self.links = links
-        for server_state in village.server_states:
+        for server_state in group.server_states:
             placement = server_state.held.placement
             assert placement is not None
             peers = {
                 other.name: Peer(
                     other.name, links[server_state.name, other.name], _addresses(other)
                 )
-                for other in village.server_states
+                for other in group.server_states
                 if other is not server_state
             }
             server_state.attach_sums({name: peer.sums or () for name, peer in peers.items()})
             exchange = (
                 MessageExchange(server_state, mode, placement, peers)
-                if village.shared
-                else NetworkExchange(server_state, mode, placement, peers, workers=village.workers)
+                if group.shared
+                else NetworkExchange(server_state, mode, placement, peers, workers=group.workers)
             )
             self.exchanges[server_state.name] = exchange
             self.updates[server_state.name] = UpdatePipeline(
                 server_state, mode, exchange, applied=self._note(server_state.name)
             )
             for sums in server_state.others.values():
-                village.flats += sums.flats
+                group.flats += sums.flats
 
     def _note(self, name: str) -> Callable[[Decision, float], None]:
         return lambda decision, lr: self.applied[name].append(decision)
@@ -121,7 +121,7 @@ class Servers:
         return True
 
     def num_spans(self, name: str) -> int:
-        (state,) = [each for each in self.village.server_states if each.name == name]
+        (state,) = [each for each in self.group.server_states if each.name == name]
         assert state.held.placement is not None
         return len(travelling(state.held.placement, name)[0])
 
@@ -140,8 +140,8 @@ class Servers:
                 link.close()
         self.exchanges[name].close()
         del self.updates[name], self.exchanges[name]
-        server_state = next(e for e in self.village.server_states if e.name == name)
-        self.village.server_states.remove(server_state)
+        server_state = next(e for e in self.group.server_states if e.name == name)
+        self.group.server_states.remove(server_state)
         return server_state
 
 
@@ -158,26 +158,26 @@ def shared(request: pytest.FixtureRequest) -> bool:
 def three(
     shared: bool, folder: Path, *, clip_norm: float | None = None, for_all: bool = False
 ) -> Iterator[Servers]:
-    village = Village("adam", shared=shared, chance=random.Random(3), block_bytes=128)
+    group = ServerGroup("adam", shared=shared, chance=random.Random(3), block_bytes=128)
     for _ in range(3):
-        village.join()
-    servers = Servers(village, folder, clip_norm=clip_norm, for_all=for_all)
+        group.join()
+    servers = Servers(group, folder, clip_norm=clip_norm, for_all=for_all)
     with servers.stack:
         yield servers
     for exchange in servers.exchanges.values():
         exchange.close()
-    village.close()
+    group.close()
 
 
 def test_in_any_order_all_apply_every_decision(shared: bool, tmp_path: Path) -> None:
     with three(shared, tmp_path) as servers:
         for seed in range(6):
-            servers.decide(servers.village.decide())
+            servers.decide(servers.group.decide())
             servers.deliver(random.Random(seed))
         for told in servers.applied.values():
             assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
-        servers.village.settle()
-        servers.village.check()
+        servers.group.settle()
+        servers.group.check()
 
 
 def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
@@ -185,9 +185,9 @@ def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
 ) -> None:
     """Decided ahead: a server waits for who keeps its replicas after two updates."""
     with three(shared, tmp_path) as servers:
-        village = servers.village
-        village.workers = ["w0"]
-        decision = village.decide()
+        group = servers.group
+        group.workers = ["w0"]
+        decision = group.decide()
         servers.decide(decision)
         assert {len(told) for told in servers.applied.values()} == {1 if shared else 0}
         for version in (2, 3, 4):
@@ -196,7 +196,7 @@ def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
         assert {len(told) for told in servers.applied.values()} == {2 if shared else 0}
         servers.deliver(random.Random(0))
         assert {len(told) for told in servers.applied.values()} == {4}
-        for server_state in village.server_states:
+        for server_state in group.server_states:
             assert set(server_state.held.versions.values()) == {4}
 
 
@@ -204,9 +204,9 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
     shared: bool, tmp_path: Path
 ) -> None:
     with three(shared, tmp_path, clip_norm=0.5) as servers:
-        village = servers.village
-        decision = village.decide()
-        gradients = [village.slots[g.worker][g.slot] for g in decision.contributions]
+        group = servers.group
+        decision = group.decide()
+        gradients = [group.slots[g.worker][g.slot] for g in decision.contributions]
         whole = sum(
             c * torch.cat(flat.buffers)
             for c, flat in zip(decision.coefficients(), gradients, strict=True)
@@ -220,7 +220,7 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
         applied = torch.cat(
             [
                 run.of(server_state.sums.of(1))
-                for server_state in village.server_states
+                for server_state in group.server_states
                 if server_state.held.own is not None
                 for run in server_state.held.own.runs
             ]
@@ -249,7 +249,7 @@ def test_sums_that_are_made_early_are_the_same(part: float, shared: bool, tmp_pa
     with three(shared, tmp_path, for_all=True) as servers:
         for seed in range(6):
             chance = random.Random(seed)
-            decision = servers.village.decide(for_all=True)
+            decision = servers.group.decide(for_all=True)
             come(servers, decision, chance, part=part)
             assert any(servers.made_early()) != shared
             servers.decide(decision)
@@ -258,37 +258,37 @@ def test_sums_that_are_made_early_are_the_same(part: float, shared: bool, tmp_pa
             assert not any(servers.made_early())
         for told in servers.applied.values():
             assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
-        servers.village.settle()
-        servers.village.check()
+        servers.group.settle()
+        servers.group.check()
 
 
 def test_sums_that_were_made_of_something_else_are_made_anew(tmp_path: Path) -> None:
     with three(False, tmp_path, for_all=True) as servers:
-        village, chance = servers.village, random.Random(0)
+        group, chance = servers.group, random.Random(0)
         for version in (1, 2):
-            decision = village.decide(for_all=True)
+            decision = group.decide(for_all=True)
             others = [replace(given, slot=1 - given.slot) for given in decision.contributions]
             come(servers, replace(decision, contributions=tuple(others)), chance, part=1.0)
             assert all(servers.made_early())
             servers.decide(decision)
             servers.deliver(chance)
             assert {len(told) for told in servers.applied.values()} == {version}
-        village.settle()
-        village.check()
+        group.settle()
+        group.check()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     with three(False, tmp_path, for_all=True) as servers:
-        village = servers.village
-        servers.decide(village.decide(for_all=True))
+        group = servers.group
+        servers.decide(group.decide(for_all=True))
         servers.deliver(chance)
-        before = village.version
-        decision = village.decide(for_all=True)
+        before = group.version
+        decision = group.decide(for_all=True)
         come(servers, decision, chance, part=chance.choice([0.5, 1.0]))
         decided = chance.random() < 0.5
-        dead = chance.choice(village.server_states).name
+        dead = chance.choice(group.server_states).name
         for name, updates in servers.updates.items():
             if decided and name != dead:
                 updates.enqueue(decision)
@@ -296,9 +296,9 @@ def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
         servers.deliver(chance)
         for exchange in servers.exchanges.values():
             exchange.close()
-        newest = max(int(e.status().ledger.version) for e in village.server_states)
-        village.settle()
-        assert {server_state.ledger.version for server_state in village.server_states} == {newest}
+        newest = max(int(e.status().ledger.version) for e in group.server_states)
+        group.settle()
+        assert {server_state.ledger.version for server_state in group.server_states} == {newest}
         assert newest == before, "the dead one had not agreed"
 
 
@@ -308,12 +308,12 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
 ) -> None:
     chance = random.Random(seed)
     with three(shared, tmp_path) as servers:
-        village = servers.village
-        servers.decide(village.decide())
+        group = servers.group
+        servers.decide(group.decide())
         servers.deliver(chance)
-        lead, *others = [server_state.name for server_state in village.server_states]
+        lead, *others = [server_state.name for server_state in group.server_states]
         dead = chance.choice([lead, *others])
-        decision = village.decide()
+        decision = group.decide()
         # The lead tells the others, one after the other, before it begins; if it dies, not all hear it.
         told = [*others, lead]
         for name in told if dead != lead else told[: chance.randrange(len(told))]:
@@ -324,11 +324,11 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
         servers.deliver(chance)
         for exchange in servers.exchanges.values():
             exchange.close()
-        newest = max(int(e.status().ledger.version) for e in village.server_states)
-        village.settle()
-        assert {server_state.ledger.version for server_state in village.server_states} == {newest}
+        newest = max(int(e.status().ledger.version) for e in group.server_states)
+        group.settle()
+        assert {server_state.ledger.version for server_state in group.server_states} == {newest}
         if newest == 2:
-            village.check()
+            group.check()
 
 
 def test_one_host_a_server_applies_what_it_has_told_though_the_lead_is_dead(
@@ -336,24 +336,24 @@ def test_one_host_a_server_applies_what_it_has_told_though_the_lead_is_dead(
 ) -> None:
     """Else the replica at its keeper would be ahead of it."""
     with three(True, tmp_path) as servers:
-        village = servers.village
-        lead, heard, other = village.server_states
-        assert village.keepers_of(heard) == [other]
-        decision = village.decide()
+        group = servers.group
+        lead, heard, other = group.server_states
+        assert group.keepers_of(heard) == [other]
+        decision = group.decide()
         servers.kill(lead.name)  # after it has told one of them
         servers.updates[heard.name].enqueue(decision)
         servers.deliver(random.Random(0))
         assert heard.ledger.version == other.held.versions[heard.name] == 1
-        village.settle()
-        village.check()
+        group.settle()
+        group.check()
 
 
 def test_several_hosts_a_commit_is_carried_out_though_who_said_it_is_dead(tmp_path: Path) -> None:
     """It can't be told that its replica has taken the update, and that changes nothing."""
     with three(False, tmp_path) as servers:
-        village = servers.village
-        lead, heard, other = village.server_states
-        servers.decide(village.decide())
+        group = servers.group
+        lead, heard, other = group.server_states
+        servers.decide(group.decide())
         # The sums go to their keepers and the lead hears that all have: it commits.
         inward = [pair for pair in servers.far if pair != (lead.name, heard.name)]
         for _ in range(9):
@@ -369,5 +369,5 @@ def test_several_hosts_a_commit_is_carried_out_though_who_said_it_is_dead(tmp_pa
         assert len(servers.applied[heard.name]) == 1
         assert set(heard.held.versions.values()) == {1}
         assert {heard.name, other.name} == servers.updates.keys()
-        village.settle()
-        village.check()
+        group.settle()
+        group.check()
