@@ -45,7 +45,7 @@ class Hostile(Regression):
         servers = [s for s in gc.get_objects() if isinstance(s, Server) and not s._frozen]
         if to == "servers":
             return [peer.link for peer in servers[-1]._view_change.peers.values()]
-        sessions = servers[-1]._sessions.items()
+        sessions = servers[-1]._service.sessions.by_name.items()
         return [session.link for name, session in sessions if name != servers[-1].name]
 """
 PUSH = write(Contribution("worker-1", 600, 0, 5, 1, 8.0, 16.0, (8, 16), loss=0.5))
