@@ -170,7 +170,8 @@ class Client(ServerRequests):
 
     @property
     def bytes_sent(self) -> int:
-        return sum(host.bytes_sent for host in self._hosts.values())
+        with self._news:  # a link may be replaced right now
+            return sum(host.bytes_sent for host in self._hosts.values())
 
     def begin(self, *, rounds: bool) -> tuple[int, int]:
         """Wait until the next step may begin and a slot is free. Returns its (seq, slot)."""
@@ -455,9 +456,9 @@ class Client(ServerRequests):
             current = link is host.link or link in host.lane_links
             if self._closed or self._refused or not current or host.returning:
                 return
+            host.sent_before = host.bytes_sent
             host.returning = True
             host.began = False
-            host.sent_before = host.bytes_sent
             links, channel = [host.link, *host.lane_links], host.channel
             host.lane_links, host.channel = [], None
         for each in links:

@@ -40,6 +40,7 @@ class ServerConnection:
     requests: dict[object, tuple[Any, memoryview | None]] = field(default_factory=dict)
     """Messages without an answer yet, by their class or tag: sent again over the next connection."""
     sent_before: int = 0
+    """Bytes sent over the links that were lost."""
 
     @property
     def here(self) -> int:
@@ -54,6 +55,9 @@ class ServerConnection:
 
     @property
     def bytes_sent(self) -> int:
+        """Bytes sent over all links so far. It never falls, also while a lost link is replaced."""
+        if self.returning:
+            return self.sent_before
         channel = self.channel.bytes_sent if self.channel else 0
         return self.sent_before + self.link.bytes_sent + channel
 
