@@ -261,7 +261,9 @@ class RoundServer(UpdateExchange):
         self._bell.ring([self._bell.name])
 
     def stop(self) -> None:
-        """Note which sums of other servers are complete, for the server that takes over."""
+        """Note which sums of other servers are complete, for the server that takes over. No round can be
+        carried out any more."""
+        del self._pipeline  # which refers to this object: a cycle would keep the memory of the view
         self.follow()
         for owner, i in self._kept.items():
             for number in (self._table.summed[i] - 1, self._table.summed[i]):

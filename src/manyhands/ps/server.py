@@ -442,6 +442,13 @@ class ViewService:
         self._decisions = decisions
         self._leads = leads
 
+    def end(self) -> None:
+        """The view is over. Break reference cycles, so that memory of other members is freed at once: the
+        next view maps its own, and the cyclic collector may not run for minutes."""
+        if self.rounds is not None:
+            self.rounds.stop()
+        self.sessions.permit = lambda who: None
+
     def handle_server(self, who: str, message: object) -> None:
         match message:
             case Decide(decision):
@@ -552,7 +559,7 @@ class Server:
         self._service: ViewService | None = None
         self._lock = threading.RLock()
         """Held by the thread that works on the blocks: this server's, or a worker's in rounds."""
-        self._make_service = partial(
+        self._make_service: Callable[..., ViewService] | None = partial(
             make_service, server_state, mode, view, local=local, rounds=rounds, send_gate=send_gate
         )
         admission = Admission(
@@ -605,9 +612,10 @@ class Server:
         if self._thread.is_alive():
             raise ManyhandsError(f"{self.name} did not stop within 30 s.")
         with self._lock:
-            if self.rounds is not None:
-                self.rounds.stop()
-            self._service = None  # with it, memory of others is let go
+            if self._service is not None:
+                self._service.end()
+            # They hold memory of other members.
+            self._service = self._make_service = None
 
     @property
     def near(self) -> ColocatedRows | None:
@@ -690,6 +698,7 @@ class Server:
     def _begin(self) -> None:
         """The view has begun: build what serves it, and hear what came early."""
         assert self._view_change.plan is not None
+        assert self._make_service is not None
         self._service = self._make_service(
             self._view_change.plan,
             self._view_change.peers,

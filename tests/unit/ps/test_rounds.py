@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import random
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,32 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     finally:
         for each in (rounds, *bells.values()):
             each.close()
+        group.close()
+
+
+def test_a_server_that_has_stopped_frees_the_table_without_the_cyclic_collector(
+    tmp_path: Path,
+) -> None:
+    """Else each view change leaves two descriptors behind until the collector happens to run."""
+    group = ServerGroup("plain", shared=True, chance=random.Random(1), block_bytes=128)
+    state = group.join()
+    group.settle()
+    group.go()
+    rounds = RoundTable.create(group.workers, [state.name])
+    bell = Doorbell(tmp_path, state.name)
+    mode = PsMode(SyncPolicy, rounds=True, slots=1, for_all=True)
+    assert state.held.placement is not None
+    server = RoundServer(*(rounds, bell, state, mode, state.held.placement), lock=threading.RLock())
+    table = weakref.ref(rounds)
+    gc.disable()
+    try:
+        server.freeze()
+        server.stop()
+        del server, rounds
+        assert table() is None
+    finally:
+        gc.enable()
+        bell.close()
         group.close()
 
 
