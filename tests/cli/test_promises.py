@@ -180,7 +180,7 @@ def test_a_record_that_can_not_be_written_loses_nothing(tmp_path: Path) -> None:
         resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
         done = running.wait()
     assert done.code == 1
-    assert "record can't be written any more" in done.err
+    assert "The run's events.jsonl can't be written: " in done.err
     assert checkpoints.verify(checkpoints.final(run, checkpoints.steps(run)[-1])).step > 0
     resumed = harness.resume(run, "--set", "epochs=2", "--set", "pause_s=0")
     assert resumed.code == 0, resumed.err
