@@ -26,16 +26,19 @@ from typing import Any
 import pytest
 
 from manyhands.errors import LinkError
+from manyhands.ps.acceptor import HELLO_S
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch
 from manyhands.transport import Authority, connect
 from manyhands.transport.frames import Header, pack, pack_header
+from manyhands.transport.listener import HANDSHAKE_S
 
 BARRAGE_S = 0.4
 """Of garbage at one port, as fast as it goes."""
 ATTACK_S = 60.0
-PATIENCE_S = 10.0
-"""How long a server may take to close a connection that said something wrong."""
+PATIENCE_S = max(HANDSHAKE_S, HELLO_S) + 5.0
+"""How long a server may take to close a connection that said something wrong. Noise can look like the
+beginning of a long hello: the server waits for the rest as long as for any other, and may be busy then."""
 SILENT = 200
 GREW_BYTES = 64 << 20
 """What members may need more at most: the connections of an attack; far less than what is announced."""
