@@ -35,7 +35,6 @@ from manyhands.errors import (
 from manyhands.hosts.activity import WAITING, Activity
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.channels import LANES, PriorityChannel, SendGate
 from manyhands.ps.decider import StartPermit
 from manyhands.ps.ledger import Contribution
 from manyhands.ps.placement import Placement
@@ -68,7 +67,7 @@ from manyhands.ps.server_connection import Push, PushOutcome, ServerConnection
 from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
 from manyhands.transport import Link, Message
-from manyhands.transport.event_loop import LinkReader
+from manyhands.transport.event_loop import LANES, LinkReader, PriorityChannel
 
 logger = logging.getLogger("manyhands.ps")
 
@@ -96,14 +95,13 @@ class Client(ServerRequests):
         seen: int = 0,
         baskets: Sequence[str] = (),
         replica: Callable[[str], int] | None = None,
-        send_gate: SendGate | None = None,
         activity: Activity | None = None,
     ) -> None:
         """`check` is called while waiting, and raises when waiting has become pointless.
         `resolved(seq, fate)` is called from another thread, once for each push; `refused(server, why)` when a
         server talks nonsense.
         `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
-        that this very process keeps, if it keeps any. `send_gate`: counts what is being sent."""
+        that this very process keeps, if it keeps any."""
         super().__init__(servers[0])
         self.placement: Placement | None = None
         self.last_parts: set[tuple[int, int]] = set()
@@ -122,7 +120,7 @@ class Client(ServerRequests):
         self._check = check
         self._resolved, self._tell_refused = resolved, refused
         self._baskets = list(baskets)
-        self._replica, self._send_gate = replica, send_gate
+        self._replica = replica
         self._activity = activity or Activity()
         self._timeout_s = timeout_s
         self._closed = False
@@ -505,7 +503,7 @@ class Client(ServerRequests):
                 channel.append(link)
         with self._news:
             host.lane_links = channel
-            host.channel = PriorityChannel(channel, send_gate=self._send_gate) if channel else None
+            host.channel = PriorityChannel(channel) if channel else None
             host.version = max(host.version, begun.version)
             host.done = max(host.done, begun.done)
             self._late |= set(begun.late) & self._under_way.keys()

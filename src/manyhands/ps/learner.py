@@ -200,7 +200,6 @@ class PsLearner(Learner):
             seen=self._seen,
             baskets=self._rows.addresses if self._rows is not None else (),
             replica=node.replica_version if node.server is not None else None,
-            send_gate=node.send_gate,
             activity=self.train_state.activity,
         )
         if node.server is not None:

@@ -20,7 +20,6 @@ from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, We
 from manyhands.hosts.view import SERVER, Me, View
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.channels import SendGate
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
@@ -54,8 +53,6 @@ class PsNode:
         self.params: FlatTensors | None = None
         self.server: Server | None = None
         self.shared = False
-        self.send_gate = SendGate()
-        """Lets gradients of this process leave before sums."""
         self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Shared memory in which rounds are agreed on without messages, inside a host."""
         self._server_state: ServerState | None = None
@@ -144,7 +141,6 @@ class PsNode:
             ServerView(view.number, servers, [seat.name for seat in view.workers]),
             local=local or {},
             rounds=self.rounds,
-            send_gate=self.send_gate,
             events=ServerEvents(self._ask_for_a_view, self.refused, self._on_server_error),
         )
         self._post(f"ps/{view.number}/{self.me.name}", self.server.address)

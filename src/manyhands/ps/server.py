@@ -33,7 +33,6 @@ from manyhands.hosts.view import TORN_S
 from manyhands.ps.acceptor import Acceptor, Admission, InboxItem, PeerDisconnected
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.blocks import order_needed
-from manyhands.ps.channels import SendGate
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.decider import MAX_UNDER_WAY, Decider, StartPermit
 from manyhands.ps.ledger import Contribution, Decision
@@ -541,11 +540,10 @@ class Server:
         *,
         local: Mapping[str, Sequence[FlatTensors]],
         rounds: tuple[RoundTable, Doorbell] | None = None,
-        send_gate: SendGate | None = None,
         events: ServerEvents | None = None,
     ) -> None:
         """`local`: gradients of a worker in this process. `rounds`: where rounds are agreed on, if not by
-        messages. `send_gate`: what leaves this process before sums."""
+        messages."""
         self.address = listener.address
         self.server_state = server_state
         self.error: BaseException | None = None
@@ -560,7 +558,7 @@ class Server:
         self._lock = threading.RLock()
         """Held by the thread that works on the blocks: this server's, or a worker's in rounds."""
         self._make_service: Callable[..., ViewService] | None = partial(
-            make_service, server_state, mode, view, local=local, rounds=rounds, send_gate=send_gate
+            make_service, server_state, mode, view, local=local, rounds=rounds
         )
         admission = Admission(
             self.name,
@@ -735,7 +733,6 @@ def make_service(
     *,
     local: Mapping[str, Sequence[FlatTensors]],
     rounds: tuple[RoundTable, Doorbell] | None,
-    send_gate: SendGate | None,
     lock: AbstractContextManager[Any],
     followed: Callable[[], None],
     refuse: Refuse,
@@ -753,7 +750,6 @@ def make_service(
             *(state, mode, placement, peers),
             workers=view.workers,
             followed=followed,
-            send_gate=send_gate,
         )
     sessions = WorkerSessions(
         *(state, mode, plan, peers), first_worker=view.workers[0], local=local

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.ps.block_store import Span
-from manyhands.ps.channels import PriorityChannel
 from manyhands.ps.protocol import PushMessage
 from manyhands.transport import Link
+from manyhands.transport.event_loop import PriorityChannel
 
 
 @dataclass

@@ -41,7 +41,6 @@ from manyhands.ps.block_store import (
     scale,
     squared_norm,
 )
-from manyhands.ps.channels import BackgroundChannel, SendGate
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.ledger import Decision
 from manyhands.ps.mode import PsMode
@@ -58,6 +57,7 @@ from manyhands.ps.protocol import (
 )
 from manyhands.ps.rows import step_of
 from manyhands.ps.server_state import HeldBlocks, ServerState, spans, travelling
+from manyhands.transport.event_loop import PriorityChannel
 
 if TYPE_CHECKING:
     from manyhands.ps.recovery_plan import RecoveryPlan
@@ -333,10 +333,6 @@ class MessageExchange(UpdateExchange):
         """A span of a gradient is here, or all of it."""
         return
 
-    def flush(self) -> None:
-        """Wait until all sums have left."""
-        return
-
     def close(self) -> None:
         """The view is over: nothing more is committed, and no sums leave."""
         self._closed = True
@@ -405,9 +401,8 @@ class NetworkExchange(MessageExchange):
         *,
         workers: Sequence[str],
         followed: Callable[[], None] = lambda: None,
-        send_gate: SendGate | None = None,
     ) -> None:
-        """`followed` is called when a replica here is newer. `send_gate`: what leaves before sums."""
+        """`followed` is called when a replica here is newer."""
         super().__init__(server_state, mode, placement, peers)
         self._lead = placement.servers[0]
         self._followed = followed
@@ -428,11 +423,7 @@ class NetworkExchange(MessageExchange):
         self._runs, keepers = travelling(placement, server_state.name)
         self._keepers = [(k, keepers[:i].count(k)) for i, k in enumerate(keepers)]
         """For each span: the server with its replica, and the span's index there."""
-        # Without rounds a worker pushes on and on: sums would never get a turn.
-        gate = send_gate if send_gate is not None and mode.for_all else SendGate()
-        self._channels = {
-            keeper: BackgroundChannel(peers[keeper].link, gate) for keeper in self._taken
-        }
+        self._channels = {name: PriorityChannel([peers[name].link]) for name in self._taken}
         kept = [
             (placement.server_of(b), b.number) for b in placement.replicas_of(server_state.name)
         ]
@@ -465,10 +456,6 @@ class NetworkExchange(MessageExchange):
         if not 0 <= i < len(self._kept.get(owner, ())):
             raise ProtocolError(f"span {i} of a sum whose replica is not here")
         return bytes_of(self._kept[owner][i].of(self._server_state.others[owner].of(version)))
-
-    def flush(self) -> None:
-        for channel in self._channels.values():
-            channel.flush()
 
     # Sums of this server's own blocks -----------------------------------------------------------
 
@@ -507,7 +494,7 @@ class NetworkExchange(MessageExchange):
             if i not in sent:
                 self._send_span(i, sums, messages.pop(keeper, plain) if keeper else plain)
         for keeper, message in messages.items():
-            self._channels[keeper].put(BETWEEN_SERVERS.write(message))
+            self._channels[keeper].put(0, BETWEEN_SERVERS.write(message))
         if not self._taken:
             self._send_held(self._server_state.name, version)
 
@@ -518,7 +505,7 @@ class NetworkExchange(MessageExchange):
         keeper, index = self._keepers[i]
         if keeper is not None:
             head = BETWEEN_SERVERS.write(replace(message, run=index))
-            self._channels[keeper].put(head, bytes_of(self._runs[i].of(sums)))
+            self._channels[keeper].put(0, head, bytes_of(self._runs[i].of(sums)))
 
     # Commit -------------------------------------------------------------------------------------
 

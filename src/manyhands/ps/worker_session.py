@@ -8,9 +8,9 @@ from typing import Any
 
 from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
-from manyhands.ps.channels import LANES, PriorityChannel
 from manyhands.ps.protocol import TO_WORKER, ParameterRun, PushMessage
 from manyhands.transport import Link
+from manyhands.transport.event_loop import LANES, PriorityChannel
 
 MAX_ARRIVING = 8
 """Limit for partly received pushes of one worker; it has at most two in flight."""

@@ -1,8 +1,8 @@
 """Event loops: a few threads per process that read and write all links of its parameter servers.
 
 An EventLoop is one thread around epoll. A LinkReader delivers the messages of one link, a LinkWriter sends
-what its owner has for one link; neither has a thread of its own, so the number of threads does not grow with
-the number of connections.
+what its owner has for one link, and a PriorityChannel sends bulk data over several links. None of them has a
+thread of its own, so the number of threads does not grow with the number of connections.
 
 Concurrency: all callbacks of a reader or writer run in the thread of its loop, one at a time. They must not
 block: every other link of that loop would wait. Sockets are never waited for: a frame that is half received
@@ -24,7 +24,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ from manyhands.transport.tls import WouldBlock
 
 NUM_LOOPS = 2
 """Threads for reading, and as many for writing: one core copies or encrypts 2 to 3 GB/s."""
+LANES = 2
+"""Connections for bulk data between two members: the second fills the pauses of the first."""
 
 Frame = tuple[dict[str, Any], Payload | None]
 """Head and payload."""
@@ -211,8 +213,8 @@ class LinkReader:
 class LinkWriter:
     """Sends frames over a link, one after the other, without a thread of its own.
 
-    `take` returns the next frame or None, `on_sent` is called after each one, and `on_end` once, with the
-    error that ended it. All are called in the loop's thread.
+    `take` returns the next frame or None; `on_end` is called once, with the error that ended it. Both are
+    called in the loop's thread.
     """
 
     def __init__(
@@ -220,11 +222,10 @@ class LinkWriter:
         link: Link,
         *,
         take: Callable[[], Frame | None],
-        on_sent: Callable[[], None],
         on_end: Callable[[Exception], None],
     ) -> None:
         self._link = link
-        self._take, self._on_sent, self._on_end = take, on_sent, on_end
+        self._take, self._on_end = take, on_end
         self._loop = next(_loops("write"))
         self._scheduled = self._ended = False
         self._descriptor = -1
@@ -263,7 +264,6 @@ class LinkWriter:
         self._parts = None
         self._loop.unwatch(self._descriptor)
         self._link.end_frame(self._frame_bytes)
-        self._on_sent()
         self.wake()
 
     def _begin(self) -> bool:
@@ -291,3 +291,54 @@ class LinkWriter:
         if self._descriptor >= 0:
             self._link.release()
         self._on_end(error)
+
+
+class PriorityChannel:
+    """Sends bulk data to one peer: its links take frames from one queue, the most urgent first.
+
+    A large transfer neither waits for one slow stream nor delays what matters more. The kernel's queues are
+    kept short; otherwise the order would be theirs. Frames of equal priority are sent in the order of `put`.
+
+    Payloads are not copied: their memory must not change until the peer has confirmed them. This also bounds
+    the queue (a worker has two gradient buffers, and may not fill one again before it was taken).
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = list(links)
+        for link in links:
+            link.queue_little()
+        self._error: BaseException | None = None
+        self._order = itertools.count()
+        self._queue: list[tuple[int, int, Frame]] = []
+        self._lock = threading.Lock()
+        self._writers = [LinkWriter(link, take=self._take, on_end=self._end) for link in links]
+
+    def put(self, priority: int, head: dict[str, Any], payload: memoryview | None = None) -> None:
+        """Smaller numbers go first. Raises the error of an earlier frame, unless the link is lost. From any
+        thread."""
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            heapq.heappush(self._queue, (priority, next(self._order), (head, payload)))
+        for writer in self._writers:
+            writer.notify()
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_sent for link in self._links)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        with self._lock:
+            self._queue.clear()
+
+    def _take(self) -> Frame | None:
+        with self._lock:
+            return heapq.heappop(self._queue)[2] if self._queue else None
+
+    def _end(self, error: Exception) -> None:
+        """A link is lost: close all. The readers of the links handle it."""
+        if not isinstance(error, LinkError):
+            self._error = error
+        self.close()

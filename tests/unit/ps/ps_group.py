@@ -19,7 +19,6 @@ from torch import nn
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
-from manyhands.ps.channels import LANES
 from manyhands.ps.client import Client
 from manyhands.ps.ledger import Contribution
 from manyhands.ps.mode import PsMode
@@ -30,6 +29,7 @@ from manyhands.ps.server_connection import PushOutcome
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
+from manyhands.transport.event_loop import LANES
 from manyhands.transport.fields import write
 
 BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +109,7 @@ class Servers:
         """One message of `a` to `b`, if there is one."""
         exchange = self.exchanges[b]
         if a in self.updates:
-            self.exchanges[a].flush()
+            wait_until_sent(self.exchanges[a])
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
             return exchange.buffer_for(a, head["version"], head["run"])
@@ -143,6 +145,17 @@ class Servers:
         server_state = next(e for e in self.group.server_states if e.name == name)
         self.group.server_states.remove(server_state)
         return server_state
+
+
+def wait_until_sent(exchange: MessageExchange) -> None:
+    """Until all sums have left."""
+    for channel in exchange._channels.values() if isinstance(exchange, NetworkExchange) else ():
+        while channel._queue:
+            time.sleep(0.0001)
+        for writer in channel._writers:  # what it has taken is sent when its loop runs this
+            sent = threading.Event()
+            writer._loop.call(sent.set)
+            assert sent.wait(LONG_S)
 
 
 def _addresses(server_state: ServerState) -> list[str]:

@@ -13,11 +13,11 @@ import pytest
 from manyhands.errors import LinkClosed, LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, runs_of
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.channels import LANES
 from manyhands.ps.ledger import Contribution
 from manyhands.ps.protocol import NewVersion, PushMessage
 from manyhands.ps.worker_session import WorkerSession
 from manyhands.transport import Link, Listener, connect
+from manyhands.transport.event_loop import LANES
 
 LONG_S = 20.0
 LAYOUT = BlockLayout.of([FlatParameter("p", 96, 4, dtype="float32")], block_bytes=128)

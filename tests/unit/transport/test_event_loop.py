@@ -137,7 +137,6 @@ def test_frames_of_a_writer_and_of_threads_are_not_mixed(kind: str, tmp_path: Pa
         writer = LinkWriter(
             near,
             take=lambda: frames.pop(0) if frames else None,
-            on_sent=lambda: None,
             on_end=ended.put,
         )
         writer.notify()
@@ -168,7 +167,6 @@ def test_a_slow_receiver_does_not_hold_up_other_links(tmp_path: Path) -> None:
             LinkWriter(
                 near,
                 take=lambda frames=frames: frames.pop(0) if frames else None,
-                on_sent=lambda: None,
                 on_end=lambda error: None,
             ).notify()
         for far, _ in reversed(writers):  # nobody reads the large ones until the others are here

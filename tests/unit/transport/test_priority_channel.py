@@ -1,4 +1,4 @@
-"""Lanes: what is needed first goes first, over several connections, and nobody is left waiting."""
+"""Priority channels: urgent frames go first, over several connections, and a lost link ends them all."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed
-from manyhands.ps.channels import PriorityChannel
 from manyhands.transport import Link, Listener, Message, connect
+from manyhands.transport.event_loop import PriorityChannel
 
 LONG_S = 20.0
 BIG = 8 << 20
-"""Bytes: more than the socket takes before somebody reads."""
+"""Bytes: more than a socket takes before the peer reads."""
 
 
 @contextlib.contextmanager
 def linked(folder: Path, count: int) -> Iterator[tuple[list[Link], list[Link]]]:
-    """So many links: this side's ends and the other's."""
+    """Links: the ends of this side, and of the other."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener(f"unix:{folder}/lanes"))
         near, far = [], []
@@ -42,12 +42,12 @@ def recv(link: Link) -> Message:
     return link.recv(timeout_s=LONG_S)
 
 
-def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Path) -> None:
+def test_urgent_frames_overtake_others_and_equals_keep_their_order(tmp_path: Path) -> None:
     with linked(tmp_path, 1) as (near, (far,)):
         channel = PriorityChannel(near)
         channel.put(9, {"i": "big"}, memoryview(bytes(BIG)))
         deadline = time.monotonic() + LONG_S
-        while channel._queue:  # it is being sent, and holds the lane until somebody reads
+        while channel._queue:  # it is being sent, and blocks the link until the peer reads
             assert time.monotonic() < deadline
             time.sleep(0.001)
         for priority, i in [(5, "a"), (1, "b"), (5, "c"), (0, "d"), (1, "e")]:
@@ -57,13 +57,13 @@ def test_what_is_needed_first_overtakes_and_equals_keep_their_order(tmp_path: Pa
         wait_until_released(near)
 
 
-def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path) -> None:
+def test_a_large_transfer_on_one_link_does_not_delay_the_other(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, far):
         channel = PriorityChannel(near)
         channel.put(0, {"i": 0}, memoryview(bytes(BIG)))
         channel.put(1, {"i": 1}, memoryview(b"x"))
         deadline = time.monotonic() + LONG_S
-        while channel.bytes_sent == 0:  # counted when a frame has left whole; nobody reads yet
+        while channel.bytes_sent == 0:  # counted when a whole frame has left; nobody reads yet
             assert time.monotonic() < deadline
             time.sleep(0.001)
         small = next(link for link, sent in zip(far, near, strict=True) if sent.bytes_sent)
@@ -72,8 +72,8 @@ def test_a_large_transfer_on_one_lane_does_not_hold_up_the_other(tmp_path: Path)
         wait_until_released(near)
 
 
-def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
-    """Not copied: a change before that is seen by the other side."""
+def test_payloads_are_not_copied_before_they_are_sent(tmp_path: Path) -> None:
+    """A change before that reaches the peer."""
     with linked(tmp_path, 1) as (near, (far,)):
         channel = PriorityChannel(near)
         memory = bytearray(4)
@@ -89,7 +89,7 @@ def test_memory_is_sent_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
         wait_until_released(near)
 
 
-def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
+def test_a_broken_link_closes_all_links_of_the_channel(
     tmp_path: Path,
 ) -> None:
     with linked(tmp_path, 2) as (near, far):
@@ -104,11 +104,11 @@ def test_a_broken_link_ends_all_lanes_and_whoever_reads_from_them_hears_of_it(
         for link in near:
             with pytest.raises(LinkClosed):
                 link.recv(timeout_s=LONG_S)
-        channel.put(0, {}, memoryview(b"into the void"))
+        channel.put(0, {}, memoryview(b"dropped"))
         channel.close()
 
 
-def test_closing_ends_a_lane_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
+def test_close_ends_a_transfer_in_the_middle(tmp_path: Path) -> None:
     with linked(tmp_path, 2) as (near, _):
         channel = PriorityChannel(near)
         for i in range(4):
