@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from manyhands.ps.ledger import Contribution
-from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy, Verdict
+from manyhands.ps.policies import (
+    AsyncPolicy,
+    BackupPolicy,
+    Contribution,
+    Policy,
+    SspPolicy,
+    SyncPolicy,
+    Verdict,
+)
 
 FOLDER = Path(__file__).parent
 WORKERS = ("worker-0", "worker-1", "worker-2")

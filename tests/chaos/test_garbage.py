@@ -142,7 +142,7 @@ class Attacker:
         claim = {"link": "claim", "name": "worker-0", "nonce": "0" * 64, "proof": "f" * 64}
         enter = {
             "kind": "enter",
-            "worker": "worker-0",
+            "sender": "worker-0",
             "view": 1,
             "slots": [],
             "baskets": [],
@@ -160,7 +160,7 @@ class Attacker:
         return outgoing.read()
 
     def sizes(self) -> None:
-        head = b'{"kind":"enter","worker":"worker-0","view":1,"slots":[],"baskets":[],"seen":0}'
+        head = b'{"kind":"enter","sender":"worker-0","view":1,"slots":[],"baskets":[],"seen":0}'
         for announced in (
             pack_header(Header(len(head), GIB)) + head + bytes(1 << 16),
             pack_header(Header(len(head), 1 << 22)) + head + bytes(1 << 16),
@@ -210,7 +210,7 @@ class Attacker:
         for head in (
             {
                 "kind": "enter",
-                "worker": "worker-0",
+                "sender": "worker-0",
                 "view": 1,
                 "slots": [],
                 "baskets": [],
@@ -218,15 +218,15 @@ class Attacker:
             },
             {
                 "kind": "enter",
-                "worker": "worker-1",
+                "sender": "worker-1",
                 "view": 1,
                 "slots": [],
                 "baskets": [],
                 "seen": 0,
             },
-            {"kind": "lane", "worker": "worker-1", "view": 1},
-            {"kind": "peer", "server": "worker-1", "view": 1, "sums": [], "undo": []},
-            {"kind": "peer", "server": "worker-0", "view": 1, "sums": [], "undo": []},
+            {"kind": "lane", "sender": "worker-1", "view": 1},
+            {"kind": "peer", "sender": "worker-1", "view": 1, "sums": [], "undo": []},
+            {"kind": "peer", "sender": "worker-0", "view": 1, "sums": [], "undo": []},
             {"kind": "decide", "decision": {"version": 1, "contributions": []}},
             {"kind": "go"},
         ):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.ps.ledger import Contribution
+from manyhands.ps.policies import Contribution
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch
 from manyhands.transport.fields import write
@@ -100,7 +100,7 @@ def test_inside_a_host(tmp_path: Path) -> None:
         ("servers", {"kind": "plan", "plan": {}}, "plan"),
         ("servers", {"kind": "status"}, "status"),
         ("workers", {"kind": "new", "version": "many"}, "version is 'many'"),
-        ("workers", {"kind": "run", "version": 1, "run": 10**9}, ""),
+        ("workers", {"kind": "span", "version": 1, "span": 10**9}, ""),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else str(value),
 )

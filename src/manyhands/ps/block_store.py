@@ -140,10 +140,6 @@ class GradientSums:
     def has(self, version: int) -> bool:
         return self.versions[version % 2] == version
 
-    def begin(self, version: int) -> None:
-        """Forget what was there: it is overwritten."""
-        self.versions[version % 2] = 0
-
     def note(self, version: int) -> None:
         self.versions[version % 2] = version
 
@@ -179,28 +175,28 @@ class BlockState:
     state: dict[str, Any]
 
 
-def runs_of(
+def spans_of(
     layout: BlockLayout, numbers: Iterable[int], *, max_bytes: int | None = None
 ) -> list[Span]:
     """Blocks as spans, in order; none above `max_bytes` unless a single block is."""
-    runs: list[list[Block]] = []
+    spans: list[list[Block]] = []
     for number in sorted(numbers):
         block = layout.blocks[number]
-        last = runs[-1][-1] if runs else None
+        last = spans[-1][-1] if spans else None
         fits = (
             last is not None
             and not layout.whole_tensors
             and (last.buffer, last.stop) == (block.buffer, block.start)
             and (
                 max_bytes is None
-                or sum(b.num_bytes for b in runs[-1]) + block.num_bytes <= max_bytes
+                or sum(b.num_bytes for b in spans[-1]) + block.num_bytes <= max_bytes
             )
         )
         if fits:
-            runs[-1].append(block)
+            spans[-1].append(block)
         else:
-            runs.append([block])
-    return [Span(run[0].buffer, run[0].start, run[-1].stop, tuple(run)) for run in runs]
+            spans.append([block])
+    return [Span(span[0].buffer, span[0].start, span[-1].stop, tuple(span)) for span in spans]
 
 
 class BlockOptimizer:
@@ -277,19 +273,21 @@ class BlockStore:
         layout = self.layout = flat.layout
         self.flat = flat
         self.numbers = sorted(materials)
-        self.runs = runs_of(layout, materials)
-        self._run_of = {block.number: i for i, run in enumerate(self.runs) for block in run.blocks}
+        self.spans = spans_of(layout, materials)
+        self._span_of = {
+            block.number: i for i, span in enumerate(self.spans) for block in span.blocks
+        }
         for number, block_state in materials.items():
             mine = flat.block(number)
             if mine.data_ptr() != block_state.params.data_ptr():
                 mine.copy_(block_state.params.reshape(-1))
         held = {
-            i: (layout.buffers[run.buffer].group, self._shaped(run))
-            for i, run in enumerate(self.runs)
+            i: (layout.buffers[span.buffer].group, self._shaped(span))
+            for i, span in enumerate(self.spans)
         }
         self._optimizer = BlockOptimizer(train_state.optimizer, held)
-        for i, run in enumerate(self.runs):
-            if state := _join([materials[b.number].state for b in run.blocks], run):
+        for i, span in enumerate(self.spans):
+            if state := _join([materials[b.number].state for b in span.blocks], span):
                 self._optimizer.load_state(i, state)
         scheduler = train_state.schedule_for(self._optimizer.optimizer)
         self._schedule_clock = ScheduleClock(scheduler, ticks)
@@ -297,7 +295,7 @@ class BlockStore:
         self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def __contains__(self, number: int) -> bool:
-        return number in self._run_of
+        return number in self._span_of
 
     @property
     def lr(self) -> float:
@@ -306,42 +304,44 @@ class BlockStore:
 
     def apply(self, sums: FlatTensors, *, lr_scale: float, ticks: int) -> None:
         """Do one optimizer step with these gradients, and advance the schedule to `ticks`."""
-        gradients = {i: self._like(run, run.of(sums)) for i, run in enumerate(self.runs)}
+        gradients = {i: self._like(span, span.of(sums)) for i, span in enumerate(self.spans)}
         if gradients:
             self._optimizer.step(gradients, lr_scale=lr_scale)
         self._schedule_clock.advance(ticks)
 
     def take(self, number: int) -> BlockState:
         """The current state of a block. The tensors are this store's own."""
-        run = self.runs[self._run_of[number]]
+        span = self.spans[self._span_of[number]]
         block = self.layout.blocks[number]
         if self.layout.whole_tensors:
-            return BlockState(self.flat.block(number), self._optimizer.state(self._run_of[number]))
-        low, high = block.start - run.start, block.stop - run.start
+            return BlockState(self.flat.block(number), self._optimizer.state(self._span_of[number]))
+        low, high = block.start - span.start, block.stop - span.start
         state = {
-            key: value.reshape(-1)[low:high] if _of_elements(value, run.numel) else value
-            for key, value in self._optimizer.state(self._run_of[number]).items()
+            key: value.reshape(-1)[low:high] if _of_elements(value, span.numel) else value
+            for key, value in self._optimizer.state(self._span_of[number]).items()
         }
         return BlockState(self.flat.block(number), state)
 
-    def _shaped(self, run: Span) -> Tensor:
-        return self._like(run, run.of(self.flat))
+    def _shaped(self, span: Span) -> Tensor:
+        return self._like(span, span.of(self.flat))
 
-    def _like(self, run: Span, flat: Tensor) -> Tensor:
+    def _like(self, span: Span, flat: Tensor) -> Tensor:
         """In the tensor's own shape, for an optimizer that needs whole tensors."""
-        return flat.view(self.layout.shape_of(run.blocks[0])) if self.layout.whole_tensors else flat
+        return (
+            flat.view(self.layout.shape_of(span.blocks[0])) if self.layout.whole_tensors else flat
+        )
 
 
 def add_up(
     sums: FlatTensors,
-    runs: Sequence[Span],
+    spans: Sequence[Span],
     sources: Sequence[FlatTensors],
     coefficients: Sequence[float],
 ) -> None:
     """Set sums to the sources, each times its coefficient, added in their order."""
-    for run in runs:
-        total = run.of(sums)
-        parts = [run.of(source) for source in sources]
+    for span in spans:
+        total = span.of(sums)
+        parts = [span.of(source) for source in sources]
         if len(parts) > 1 and coefficients[0] == coefficients[1] == 1.0:
             torch.add(parts[0], parts[1], out=total)
             done = 2
@@ -355,10 +355,10 @@ def add_up(
             total.add_(part, alpha=coefficient)
 
 
-def scale(sums: FlatTensors, runs: Sequence[Span], factor: float) -> None:
+def scale(sums: FlatTensors, spans: Sequence[Span], factor: float) -> None:
     if factor != 1.0:
-        for run in runs:
-            run.of(sums).mul_(factor)
+        for span in spans:
+            span.of(sums).mul_(factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -366,11 +366,11 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6))
 
 
-def squared_norm(sums: FlatTensors, runs: Sequence[Span]) -> float:
-    return sum(float(run.of(sums).double().pow(2).sum()) for run in runs)
+def squared_norm(sums: FlatTensors, spans: Sequence[Span]) -> float:
+    return sum(float(span.of(sums).double().pow(2).sum()) for span in spans)
 
 
-def _join(states: Sequence[Mapping[str, Any]], run: Span) -> dict[str, Any]:
+def _join(states: Sequence[Mapping[str, Any]], span: Span) -> dict[str, Any]:
     """The optimizer state of a span from those of its blocks.
 
     A block may have none, if no gradient has reached it yet: then zeros stand in.
@@ -380,10 +380,10 @@ def _join(states: Sequence[Mapping[str, Any]], run: Span) -> dict[str, Any]:
         return dict(states[0])
     joined: dict[str, Any] = {}
     for key, value in states[known].items():
-        if _of_elements(value, run.blocks[known].numel):
+        if _of_elements(value, span.blocks[known].numel):
             parts = [
                 state[key].reshape(-1) if key in state else torch.zeros(b.numel, dtype=value.dtype)
-                for state, b in zip(states, run.blocks, strict=True)
+                for state, b in zip(states, span.blocks, strict=True)
             ]
             joined[key] = torch.cat(parts)
         else:

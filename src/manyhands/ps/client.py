@@ -35,9 +35,8 @@ from manyhands.errors import (
 from manyhands.hosts.activity import WAITING, Activity
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.decider import StartPermit
-from manyhands.ps.ledger import Contribution
 from manyhands.ps.placement import Placement
+from manyhands.ps.policies import Contribution, StartPermit
 from manyhands.ps.protocol import (
     FROM_LANE,
     FROM_WORKER,
@@ -45,11 +44,11 @@ from manyhands.ps.protocol import (
     TO_WORKER,
     AskMissing,
     EnterView,
-    GradientRun,
+    GradientSpan,
     MissingWorkers,
     NewVersion,
     OpenLane,
-    ParameterRun,
+    ParameterSpan,
     PermitMessage,
     PullRequest,
     PushDropped,
@@ -60,7 +59,6 @@ from manyhands.ps.protocol import (
     RowGradients,
     ViewBegun,
     Wake,
-    made_of,
 )
 from manyhands.ps.requests import ServerRequests
 from manyhands.ps.server_connection import Push, PushOutcome, ServerConnection
@@ -208,7 +206,7 @@ class Client(ServerRequests):
         slot: int,
         rank: int,
     ) -> None:
-        head = FROM_LANE.write(GradientRun(seq, slot, i))
+        head = FROM_LANE.write(GradientSpan(seq, slot, i))
         channel.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
 
     def push(
@@ -386,17 +384,17 @@ class Client(ServerRequests):
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
             nonlocal message
             message = TO_WORKER.read(head)
-            if not isinstance(message, ParameterRun):
+            if not isinstance(message, ParameterSpan):
                 return None
-            if message.run >= len(host.runs):
-                raise ProtocolError(f"run {message.run} of {len(host.runs)}")
-            return bytes_of(host.runs[message.run].of(self._params))
+            if message.span >= len(host.runs):
+                raise ProtocolError(f"span {message.span} of {len(host.runs)}")
+            return bytes_of(host.runs[message.span].of(self._params))
 
         def on_message(frame: Message) -> None:
             nonlocal message
             if frame.payload is None:
                 message = TO_WORKER.read(frame.head)
-                if isinstance(message, ParameterRun):
+                if isinstance(message, ParameterSpan):
                     raise ProtocolError("a run without its payload")
             if isinstance(message, ViewBegun):
                 # It dials, which takes time; what follows on this link must wait for it.
@@ -483,7 +481,7 @@ class Client(ServerRequests):
     def _on_begin(self, host: ServerConnection, begun: ViewBegun) -> None:
         """The server has admitted this worker, for the first time or again."""
         record, layout = begun.placement, self._params.layout
-        placement = made_of("a placement", lambda: Placement.from_record(record, layout=layout))
+        placement = Placement.from_record(record, layout=layout)
         channel: list[Link] = []
         runs, keepers = travelling(placement, host.name)
         with self._news:
@@ -533,7 +531,7 @@ class Client(ServerRequests):
     def _hear(self, host: ServerConnection, message: Any, payload: memoryview | None) -> None:
         with self._news:
             match message:
-                case ParameterRun(version, run):
+                case ParameterSpan(version, run):
                     host.arrived[run] = max(host.arrived[run], version)
                 case NewVersion():
                     host.version = max(host.version, message.version)

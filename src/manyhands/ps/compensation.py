@@ -24,16 +24,16 @@ class Compensation:
         """Correct a gradient of this worker, in place."""
         if worker not in self._then:
             return
-        for run, then in zip(params.runs, self._then[worker], strict=True):
-            mine = run.of(gradient)
-            moved = run.of(params.flat) - then
+        for span, then in zip(params.spans, self._then[worker], strict=True):
+            mine = span.of(gradient)
+            moved = span.of(params.flat) - then
             mine.addcmul_(mine * mine, moved, value=self.strength)
 
     def remember(self, worker: str, params: BlockStore) -> None:
         """Note that the worker gets the current weights."""
         then = self._then.get(worker)
         if then is None:
-            self._then[worker] = [run.of(params.flat).clone() for run in params.runs]
+            self._then[worker] = [span.of(params.flat).clone() for span in params.spans]
             return
-        for run, copy in zip(params.runs, then, strict=True):
-            copy.copy_(run.of(params.flat))
+        for span, copy in zip(params.spans, then, strict=True):
+            copy.copy_(span.of(params.flat))

@@ -31,9 +31,9 @@ from manyhands.ps.block_store import bytes_of, clip_factor
 from manyhands.ps.client import Client
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.gradient_buffer import GradientBuffer, Overlap, WorkerMemory
-from manyhands.ps.ledger import Contribution
 from manyhands.ps.model_layout import piece_state
 from manyhands.ps.node import PsNode
+from manyhands.ps.policies import Contribution
 from manyhands.ps.rounds import RoundWorker
 from manyhands.ps.row_pushes import RowPushes, row_pushes
 from manyhands.ps.server_connection import PushOutcome

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from manyhands.errors import ManyhandsError, UsageError
+from manyhands.errors import ManyhandsError, ProtocolError, UsageError
 from manyhands.events.units import plural, size
 from manyhands.ps.blocks import Block, BlockLayout
 from manyhands.transport.fields import Count, Finite
@@ -110,7 +110,7 @@ class Placement:
     def from_record(cls, record: PlacementRecord, *, layout: BlockLayout) -> Placement:
         """What `to_record` returned, for the same layout."""
         if record.layout != layout.digest:
-            raise ManyhandsError(
+            raise ProtocolError(
                 f"This placement is of layout {record.layout!r}, and the model here has layout "
                 f"{layout.digest!r}: all members must build the same model from the same job file."
             )
@@ -118,7 +118,7 @@ class Placement:
         whole = all(len(numbers) == len(layout.shards) for numbers in columns)
         known = all(number < len(record.servers) for numbers in columns for number in numbers)
         if not (whole and known and len(record.shares) == len(record.servers)):
-            raise ManyhandsError("This is not a placement: its shards and servers do not fit.")
+            raise ProtocolError("This is not a placement: its shards and servers do not fit.")
         return cls(layout, record.servers, record.shares, record.firsts, record.seconds)
 
     def describe(self) -> str:

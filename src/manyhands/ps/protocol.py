@@ -37,16 +37,15 @@ push is due (decider.py), whose turn it is when a view begins (view_change.py), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from manyhands.embeddings.row_placement import RowPlacement
-from manyhands.errors import ManyhandsError, ProtocolError
-from manyhands.ps.decider import StartPermit
-from manyhands.ps.ledger import Contribution, Decision, Index, Number
+from manyhands.errors import ProtocolError
 from manyhands.ps.placement import PlacementRecord
-from manyhands.ps.recovery_plan import PlanRecord, ServerStatus
+from manyhands.ps.policies import Contribution, Decision, Index, Number, StartPermit
+from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus
 from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, max_length
 
 SPARSE_BYTES = 256 << 20
@@ -68,7 +67,7 @@ class WeightsUnknown(ProtocolError):
 
 @dataclass(frozen=True)
 class EnterView:
-    worker: str
+    sender: str
     view: Index
     slots: Addresses
     """Its gradient buffers in shared memory; empty if gradients are sent."""
@@ -77,35 +76,23 @@ class EnterView:
     seen: Index
     """The newest version that it has seen."""
 
-    @property
-    def sender(self) -> str:
-        return self.worker
-
 
 @dataclass(frozen=True)
 class OpenLane:
     """One more connection of a worker, for bulk data."""
 
-    worker: str
+    sender: str
     view: Index
-
-    @property
-    def sender(self) -> str:
-        return self.worker
 
 
 @dataclass(frozen=True)
 class PeerHello:
-    server: str
+    sender: str
     view: Index
     sums: Addresses
     """Its sums in shared memory."""
     undo: Addresses
-    """Where it keeps table rows as they were; empty if it changes none."""
-
-    @property
-    def sender(self) -> str:
-        return self.server
+    """Its undo log of table rows; empty if it changes none."""
 
 
 # From workers -------------------------------------------------------------------------------------
@@ -131,12 +118,12 @@ class PushMessage:
 
 
 @dataclass(frozen=True)
-class GradientRun:
+class GradientSpan:
     """A piece of a gradient, with its numbers as the payload."""
 
     seq: Number
     slot: Index
-    run: Index
+    span: Index
 
 
 @dataclass(frozen=True)
@@ -254,11 +241,11 @@ class NewVersion:
 
 
 @dataclass(frozen=True)
-class ParameterRun:
+class ParameterSpan:
     """A piece of the parameters, with its numbers as the payload."""
 
     version: Index
-    run: Index
+    span: Index
 
 
 @dataclass(frozen=True)
@@ -305,11 +292,6 @@ class TensorMessage:
 
 
 @dataclass(frozen=True)
-class PlanMessage:
-    plan: PlanRecord
-
-
-@dataclass(frozen=True)
 class Moved:
     pass
 
@@ -341,10 +323,8 @@ class ReplicaSum:
     """A piece of a sum, as the payload; or the decision that it belongs to; or both."""
 
     version: Number
-    run: Index | None = None
+    span: Index | None = None
     decision: Decision | None = None
-    anew: bool = False
-    """If true, pieces sent before are void."""
 
 
 @dataclass(frozen=True)
@@ -382,13 +362,13 @@ FROM_WORKER = MessageSet(
     },
     strict=True,
 )
-FROM_LANE = MessageSet({"run": GradientRun}, strict=True)
+FROM_LANE = MessageSet({"span": GradientSpan}, strict=True)
 TO_WORKER = MessageSet(
     {
         "refused": Refused,
         "begin": ViewBegun,
         "new": NewVersion,
-        "run": ParameterRun,
+        "span": ParameterSpan,
         "late": PushDropped,
         "word": PermitMessage,
         "missing": MissingWorkers,
@@ -403,7 +383,7 @@ BETWEEN_SERVERS = MessageSet(
     {
         "peer": PeerHello,
         "status": ServerStatus,
-        "plan": PlanMessage,
+        "plan": RecoveryPlan,
         "tensor": TensorMessage,
         "moved": Moved,
         "go": Go,
@@ -418,10 +398,8 @@ BETWEEN_SERVERS = MessageSet(
     },
     strict=True,
 )
-CARRY_PAYLOAD = (GradientRun, Statistics, RowGradients, RowsRequest)
+CARRY_PAYLOAD = (GradientSpan, Statistics, RowGradients, RowsRequest)
 """Messages of workers that need a payload; the others must not have one."""
-
-Made = TypeVar("Made")
 
 
 def parse_worker_message(
@@ -442,15 +420,3 @@ def kind_of(message: object) -> str:
     """The kind of any message, for errors."""
     sets = (OPENINGS, FROM_WORKER, FROM_LANE, TO_WORKER, BETWEEN_SERVERS)
     return next(name for each in sets for name, kind in each.kinds.items() if type(message) is kind)
-
-
-_MALFORMED = (ManyhandsError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
-              TypeError, ValueError)  # fmt: skip
-
-
-def made_of(name: str, make: Callable[[], Made]) -> Made:
-    """Build an object from a record that was received; its own checks become ProtocolErrors."""
-    try:
-        return make()
-    except _MALFORMED as error:
-        raise ProtocolError(f"{name}: {error}") from error

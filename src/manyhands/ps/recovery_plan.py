@@ -18,8 +18,8 @@ from typing import Literal
 from manyhands.embeddings.row_placement import RowMove, RowPlacement
 from manyhands.errors import WeightsLost
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.ledger import Ledger, LedgerRecord
 from manyhands.ps.placement import Placement, PlacementRecord, place
+from manyhands.ps.policies import Ledger
 from manyhands.transport.fields import Count
 
 
@@ -35,7 +35,7 @@ class ServerStatus:
     """A later view for which it had all that it should hold, and has not heard go; else 0."""
     placement: PlacementRecord | None
     """Of `view`."""
-    ledger: LedgerRecord
+    ledger: Ledger
     """With all decisions that anything here has applied."""
     replicas: Mapping[str, int]
     """How far it can bring the replicas that it keeps for each server, by the word of `view`."""
@@ -56,59 +56,18 @@ class BlockMove:
 
 
 @dataclass(frozen=True)
-class PlanRecord:
-    """A plan as it is sent: see RecoveryPlan."""
-
-    standing: Count
-    ledger: LedgerRecord
-    previous: PlacementRecord | None
-    placement: PlacementRecord
-    moves: tuple[BlockMove, ...]
-    stale: tuple[tuple[str, str], ...]
-    homes: RowPlacement | None
-    row_moves: tuple[RowMove, ...]
-
-
-@dataclass(frozen=True)
 class RecoveryPlan:
-    standing: int
+    standing: Count
     """The view whose holdings count; 0: a fresh start."""
     ledger: Ledger
-    previous: Placement | None
-    placement: Placement
-    moves: tuple[BlockMove, ...]
+    placement: PlacementRecord
+    moves: tuple[BlockMove, ...] = ()
     stale: tuple[tuple[str, str], ...] = ()
     """(keeper, owner): replicas that are behind their living owner and can't catch up by themselves,
     or were given up in a view that never began."""
     homes: RowPlacement | None = None
     """Where rows of tables are from now on, where memory is not shared."""
     row_moves: tuple[RowMove, ...] = ()
-
-    def to_record(self) -> PlanRecord:
-        return PlanRecord(
-            self.standing,
-            self.ledger.to_record(),
-            self.previous.to_record() if self.previous else None,
-            self.placement.to_record(),
-            self.moves,
-            self.stale,
-            self.homes,
-            self.row_moves,
-        )
-
-    @classmethod
-    def from_record(cls, record: PlanRecord, layout: BlockLayout) -> RecoveryPlan:
-        previous = record.previous
-        return cls(
-            record.standing,
-            Ledger.from_record(record.ledger),
-            Placement.from_record(previous, layout=layout) if previous else None,
-            Placement.from_record(record.placement, layout=layout),
-            record.moves,
-            record.stale,
-            record.homes,
-            record.row_moves,
-        )
 
 
 def make_plan(
@@ -122,9 +81,8 @@ def make_plan(
         if any(status.seen for status in statuses):
             raise WeightsLost("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
-        ledger = Ledger.from_record(statuses[0].ledger)
         homes = RowPlacement.fresh(servers, replicas=replicas) if rows else None
-        return RecoveryPlan(0, ledger, None, placement, (), homes=homes)
+        return RecoveryPlan(0, statuses[0].ledger, placement.to_record(), homes=homes)
     # Who was prepared for the standing view holds what it should there, though it did not hear go.
     having = [s for s in statuses if standing in (s.view, s.prepared)]
     newest = max(having, key=lambda status: status.ledger.version)
@@ -141,8 +99,7 @@ def make_plan(
         for target, role in zip(placement.holders(shard), roles, strict=False):
             if target not in good:
                 moves.append(BlockMove(shard, good[0], target, role))
-    ledger = Ledger.from_record(newest.ledger)
-    plan = RecoveryPlan(standing, ledger, previous, placement, tuple(moves), stale)
+    plan = RecoveryPlan(standing, newest.ledger, placement.to_record(), tuple(moves), stale)
     if first.homes is None:
         return plan
     before, having_rows = first.homes, list(by_name)

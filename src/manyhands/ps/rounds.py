@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LinkTimeout
-from manyhands.ps.ledger import Contribution, Decision, lr_factor, progress_after
 from manyhands.ps.mode import PsMode
 from manyhands.ps.placement import Placement
+from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.updates import UpdateExchange, UpdatePipeline, apply_replica
 from manyhands.threads import OnError, start_thread
@@ -291,13 +291,8 @@ class RoundServer(UpdateExchange):
     def _decision(self, number: int) -> Decision:
         table = self._table
         contributions = tuple(table.read_push(i, number) for i in range(len(table.workers)))
-        progress = progress_after(self._server_state.ledger.progress, contributions)
-        return Decision(
-            self._base + number,
-            contributions,
-            lr_scale=lr_factor(contributions),
-            progress=(progress.numerator, progress.denominator),
-        )
+        before = self._server_state.ledger.progress
+        return Decision.of(self._base + number, contributions, before=before)
 
     # Exchange -----------------------------------------------------------------------------------
 

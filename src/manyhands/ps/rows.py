@@ -29,7 +29,7 @@ from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.embeddings.undo import UndoLog
 from manyhands.errors import JobError, LinkError, ProtocolError
 from manyhands.ps.block_store import BlockState
-from manyhands.ps.ledger import Decision, Ledger
+from manyhands.ps.policies import Decision, Ledger
 from manyhands.ps.protocol import (
     RowGradients,
     RowsAnswer,
@@ -227,7 +227,7 @@ class RowServerState:
 
     def evicts(self, decision: Decision) -> bool:
         """Whether rows are to be evicted after this update."""
-        return step_of(decision) % EVICT_EVERY == 0 and bool(self.tables.evicting)
+        return decision.step % EVICT_EVERY == 0 and bool(self.tables.evicting)
 
     def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
         """Inside a host: bring the rows of dead servers up to the others."""
@@ -246,7 +246,7 @@ class RowServerState:
         baskets = [self.baskets[g.worker][g.slot].get() for g in decision.contributions]
         if self._adds:
             for basket in baskets:
-                self._add(basket, step_of(decision))
+                self._add(basket, decision.step)
             return
         lr, base_lr = self._rates[decision.version]
         self.tables.apply(
@@ -254,7 +254,7 @@ class RowServerState:
             decision.coefficients(),
             lr=lr * decision.lr_scale,
             base_lr=base_lr,
-            now=step_of(decision),
+            now=decision.step,
             part=(servers.index(server), len(servers)) if self.shared else None,
             undo=(undo, decision.version) if undo is not None else None,
             make=not self.shared,
@@ -277,11 +277,6 @@ class RowServerState:
         if highest > len(turns):
             turns = self._turns[name] = np.pad(turns, (0, 2 * highest - len(turns)))
         return turns
-
-
-def step_of(decision: Decision) -> int:
-    """The clock of tables: the last step of a decision, which continues when a run is resumed."""
-    return max(given.step for given in decision.contributions)
 
 
 class ColocatedRows:

@@ -34,9 +34,8 @@ from manyhands.ps.acceptor import Acceptor, Admission, InboxItem, PeerDisconnect
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.compensation import Compensation
-from manyhands.ps.decider import MAX_UNDER_WAY, Decider, StartPermit
-from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.mode import PsMode
+from manyhands.ps.policies import MAX_UNDER_WAY, Contribution, Decider, Decision, StartPermit
 from manyhands.ps.protocol import (
     BETWEEN_SERVERS,
     AppliedPush,
@@ -44,7 +43,7 @@ from manyhands.ps.protocol import (
     Commit,
     Decide,
     EnterView,
-    GradientRun,
+    GradientSpan,
     MissingWorkers,
     NewVersion,
     OpenLane,
@@ -120,11 +119,11 @@ class WorkerSessions:
         self._server_state = server_state
         self._mode, self._plan, self._peers = mode, plan, peers
         self._first_worker, self._local = first_worker, local
-        self._runs, self._keepers = travelling(plan.placement, server_state.name)
+        self._spans, self._keepers = travelling(server_state.placement, server_state.name)
         """This server's blocks as they travel, and for each span the server that has its replica."""
         needed = {block.number: i for i, block in enumerate(order_needed(server_state.layout))}
         self._order = sorted(
-            range(len(self._runs)), key=lambda i: needed[self._runs[i].blocks[0].number]
+            range(len(self._spans)), key=lambda i: needed[self._spans[i].blocks[0].number]
         )
         self._statistics: tuple[Statistics, memoryview | None] | None = None
         """What the first worker sent to the others last."""
@@ -145,7 +144,7 @@ class WorkerSessions:
                 state.params, message.slots, self._mode.slots, shared=state.shared
             )
             travels = who not in self._local and not message.slots
-            session = WorkerSession(who, link, slots, travels=travels, runs=self._runs)
+            session = WorkerSession(who, link, slots, travels=travels, spans=self._spans)
             session.wants = [i for i in self._order if self._keepers[i] != who]
             self.by_name[who] = session
             state.gradients[who] = slots
@@ -164,7 +163,7 @@ class WorkerSessions:
                 late=session.late,
                 last=[(each.step, each.part) for d in last for each in d.contributions],
                 travels=session.travels,
-                placement=self._plan.placement.to_record(),
+                placement=self._plan.placement,
                 homes=self._plan.homes,
                 permit=self.permit(who),
             )
@@ -203,7 +202,7 @@ class WorkerSessions:
     def send_params(self, session: WorkerSession) -> None:
         if session.travels:
             state = self._server_state
-            session.send_runs(state.ledger.version, state.params)
+            session.send_spans(state.ledger.version, state.params)
 
     def send_state(self, session: WorkerSession) -> None:
         """Send the optimizer's state, for a checkpoint."""
@@ -222,10 +221,10 @@ class WorkerSessions:
         """Where the payload of a worker's message goes. Gradients go straight into the memory that they
         are added from."""
         match message:
-            case GradientRun(slot=slot, run=run):
+            case GradientSpan(slot=slot, span=span):
                 if (session := self.by_name.get(who)) is None:
                     raise ProtocolError(f"a run of {who}, who has not entered")
-                return session.room(slot, run)
+                return session.room(slot, span)
             case RowGradients(bytes=count) | RowsRequest(bytes=count):
                 return memoryview(bytearray(count))
             case Statistics():
@@ -320,7 +319,7 @@ class OwnDecisions(Decisions):
         self._count(self._name, message)
 
     def check_due(self, who: str, seq: int) -> None:
-        due = self._decider.word(who).at
+        due = self._decider.permit(who).at
         if seq > due + MAX_AHEAD:
             raise ProtocolError(f"a push of step {seq}, where step {due} is due")
 
@@ -330,7 +329,7 @@ class OwnDecisions(Decisions):
         decider, who = self._decider, session.name
         match message:
             case PushesEnd():
-                decider.ends(who)
+                decider.end_pushes(who)
                 self._decide()
             case Rest():
                 decider.rest(who)
@@ -339,19 +338,19 @@ class OwnDecisions(Decisions):
                 decider.wake(who)
                 session.tell(PermitMessage(self.permit(who)))
             case AskMissing(seq):
-                session.tell(MissingWorkers(decider.waiting_for(who, seq + 1)))
+                session.tell(MissingWorkers(decider.policy.waiting_for(who, seq + 1)))
 
     def permit(self, who: str) -> StartPermit | None:
         if not self._leads or who in self._decider.resting:
             return None
-        permit = self._decider.word(who)
+        permit = self._decider.permit(who)
         self._told[who] = permit.until
         return permit
 
     def _count(self, server: str, message: PushMessage) -> None:
         push = message.push
         try:
-            self._decider.had(server, push, began=message.began, after=message.after)
+            self._decider.received(server, push, began=message.began, after=message.after)
         except ValueError as error:
             if (session := self._sessions.get(push.worker)) is not None:
                 self._refuse(session.link, push.worker, ProtocolError(str(error)))
@@ -414,7 +413,7 @@ class LeadDecisions(OwnDecisions):
         if self._rounds:
             return
         for name, session in self._sessions.items():
-            until = self._decider.word(name).until
+            until = self._decider.permit(name).until
             if name not in self._decider.resting and until != self._told.get(name):
                 session.tell(PermitMessage(self.permit(name)))
 
@@ -468,12 +467,12 @@ class ViewService:
         if session is None:
             raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
         match message:
-            case PushMessage() | GradientRun() if self.rounds is not None:
+            case PushMessage() | GradientSpan() if self.rounds is not None:
                 raise ProtocolError("a push as a message, where rounds use shared memory")
             case PushMessage():
                 self._on_push(session, message)
-            case GradientRun():
-                self._on_run(session, message)
+            case GradientSpan():
+                self._on_span(session, message)
             case OpenLane():
                 if session.add_lane(link):
                     self.sessions.send_params(session)
@@ -496,15 +495,12 @@ class ViewService:
         push = message.push
         self._decisions.check_due(session.name, push.seq)
         whole = session.arrived(push.seq, push.slot, message=message)
-        if not session.travels:
-            self.exchange.arrived(session.name, push.seq, push.slot, None)
         if whole is not None:
             self._decisions.push_complete(whole)
 
-    def _on_run(self, session: WorkerSession, message: GradientRun) -> None:
+    def _on_span(self, session: WorkerSession, message: GradientSpan) -> None:
         self._decisions.check_due(session.name, message.seq)
-        whole = session.arrived(message.seq, message.slot, run=message.run)
-        self.exchange.arrived(session.name, message.seq, message.slot, message.run)
+        whole = session.arrived(message.seq, message.slot, span=message.span)
         if whole is not None:
             self._decisions.push_complete(whole)
 
@@ -714,11 +710,11 @@ class Server:
         """Where the payload of a message goes: sums and gradients are received in place."""
         service = self._service
         if isinstance(message, ReplicaSum):
-            if message.run is None:
+            if message.span is None:
                 return None
             if service is None:
                 raise ProtocolError("a sum before the view has begun")
-            return service.exchange.buffer_for(who, message.version, message.run)
+            return service.exchange.buffer_for(who, message.version, message.span)
         if service is None:
             raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
         return service.sessions.buffer_for(who, message)
@@ -739,7 +735,7 @@ def make_service(
     on_error: OnError,
 ) -> ViewService:
     """Choose, once per view, how pushes become decisions and how servers exchange updates."""
-    placement, leads = plan.placement, view.servers[0] == state.name
+    placement, leads = state.placement, view.servers[0] == state.name
     state.attach_sums({name: peer.sums or () for name, peer in peers.items()})
     if state.rows is not None:
         state.rows.meet({name: peer.undo[0] for name, peer in peers.items() if peer.undo})
@@ -748,7 +744,6 @@ def make_service(
     else:
         exchange = NetworkExchange(
             *(state, mode, placement, peers),
-            workers=view.workers,
             followed=followed,
         )
     sessions = WorkerSessions(

@@ -22,12 +22,12 @@ from manyhands.ps.block_store import (
     GradientSums,
     ScheduleClock,
     Span,
-    runs_of,
+    spans_of,
 )
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.ledger import Decision, Ledger
 from manyhands.ps.model_layout import block_state, pieces_of
 from manyhands.ps.placement import Placement
+from manyhands.ps.policies import Decision, Ledger
 from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
 
@@ -94,7 +94,7 @@ class ServerState:
             others = self.others.get(name)
             if others is not None and others.has(version + 1):
                 reach[name] = version + 1
-        ledger = Ledger.from_record(self.ledger.to_record())
+        ledger = self.ledger.copy()
         while (decision := self.ahead.get(ledger.version + 1)) is not None:
             ledger.note(decision)  # else a replica would be ahead of every ledger
         return ServerStatus(
@@ -104,7 +104,7 @@ class ServerState:
             prepared=coming.view if coming else 0,
             placement=held.placement.to_record() if held.placement else None,
             homes=self.rows.homes if self.rows else None,
-            ledger=ledger.to_record(),
+            ledger=ledger,
             replicas=reach,
             seen=self.params.mark,
         )
@@ -170,9 +170,9 @@ class ServerState:
         self.others, self.ahead, self.gradients = {}, {}, {}
         if self.rows is not None:
             self.rows.begin(self.ledger.version)
-        servers = self.held.placement.servers if self.held.placement is not None else (self.name,)
-        me, count = servers.index(self.name), len(servers)
-        self.params.set_mark(self.ledger.version, server=me, servers=count)
+        servers = self.placement.servers
+        me = servers.index(self.name)
+        self.params.set_mark(self.ledger.version, server=me, servers=len(servers))
 
     def attach_sums(self, addresses: Mapping[str, Sequence[str]]) -> None:
         """Find the sums of the servers whose replicas are here: in shared memory, or sent later."""
@@ -181,6 +181,11 @@ class ServerState:
             self.others[owner] = GradientSums(
                 flats or [FlatTensors.private(self.layout) for _ in range(2)]
             )
+
+    @property
+    def placement(self) -> Placement:
+        assert self.held.placement is not None
+        return self.held.placement
 
     @property
     def own(self) -> BlockStore:
@@ -193,9 +198,9 @@ class ServerState:
         return FlatTensors.private(self.layout)
 
 
-def spans(layout: BlockLayout, numbers: Iterable[int]) -> list[Span]:
+def message_spans(layout: BlockLayout, numbers: Iterable[int]) -> list[Span]:
     """Blocks cut into spans for messages."""
-    return runs_of(layout, numbers, max_bytes=SPAN_BYTES)
+    return spans_of(layout, numbers, max_bytes=SPAN_BYTES)
 
 
 def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str | None]]:
@@ -203,10 +208,10 @@ def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str 
     kept: dict[str | None, list[int]] = defaultdict(list)
     for block in placement.blocks_of(server):
         kept[placement.replica_of(block)].append(block.number)
-    runs: list[Span] = []
+    spans: list[Span] = []
     keepers: list[str | None] = []
     for keeper, numbers in kept.items():
-        cut = spans(placement.layout, numbers)
-        runs += cut
+        cut = message_spans(placement.layout, numbers)
+        spans += cut
         keepers += [keeper] * len(cut)
-    return runs, keepers
+    return spans, keepers

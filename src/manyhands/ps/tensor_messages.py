@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import ProtocolError
+from manyhands.errors import ManyhandsError, ProtocolError
 from manyhands.ps.block_store import BlockState, bytes_of
-from manyhands.ps.protocol import TensorMessage, made_of
+from manyhands.ps.protocol import TensorMessage
 from manyhands.runs.encoding import TensorSpec, flatten, tensor_specs, unflatten
 
 PARAMS = "="
 """Stands for the parameters themselves: no name that an optimizer could use."""
+
+_MALFORMED = (ManyhandsError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
+              TypeError, ValueError)  # fmt: skip
 
 
 def pack(
@@ -76,7 +79,10 @@ class TensorMessages:
     def add(self, message: TensorMessage, payload: memoryview | None) -> tuple[str, int] | None:
         """Take in one message. Returns the key of the block that it completes, if any."""
         key = (message.role, message.block)
-        return made_of(f"block {key}", lambda: self._add(key, message.state, payload))
+        try:
+            return self._add(key, message.state, payload)
+        except _MALFORMED as error:
+            raise ProtocolError(f"block {key}: {error}") from error
 
     def _add(
         self, key: tuple[str, int], text: str | None, payload: memoryview | None

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING
 
 from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import (
-    BlockStore,
     FlatTensors,
     GradientSums,
     Span,
@@ -42,10 +41,9 @@ from manyhands.ps.block_store import (
     squared_norm,
 )
 from manyhands.ps.compensation import Compensation
-from manyhands.ps.ledger import Decision
 from manyhands.ps.mode import PsMode
-from manyhands.ps.partial_sums import PartialSums
 from manyhands.ps.placement import Placement
+from manyhands.ps.policies import Decision
 from manyhands.ps.protocol import (
     BETWEEN_SERVERS,
     Commit,
@@ -55,8 +53,7 @@ from manyhands.ps.protocol import (
     SumTaken,
     kind_of,
 )
-from manyhands.ps.rows import step_of
-from manyhands.ps.server_state import HeldBlocks, ServerState, spans, travelling
+from manyhands.ps.server_state import HeldBlocks, ServerState, message_spans, travelling
 from manyhands.transport.event_loop import PriorityChannel
 
 if TYPE_CHECKING:
@@ -90,10 +87,6 @@ class UpdateExchange(ABC):
     @abstractmethod
     def replicate(self, decision: Decision) -> None:
         """The sum is complete: let the servers with replicas have it."""
-
-    def spans_to_add(self, decision: Decision, own: BlockStore) -> Sequence[Span]:
-        """The spans of the sum that are still to be added up."""
-        return own.runs
 
     def is_final(self, decision: Decision) -> bool:
         """Whether the update may be applied now."""
@@ -160,11 +153,11 @@ class UpdatePipeline:
             return None
         decision, state, own = self._queue.popleft(), self._server_state, self._own
         sums = state.sums.of(decision.version)
-        _add_up(state, decision, sums, self._exchange.spans_to_add(decision, own))
+        _add_up(state, decision, sums, own.spans)
         if self._compensation is not None:
             self._compensation.correct(decision.contributions[0].worker, sums, own)
         if self._clip_norm is not None:
-            self._exchange.share_norm(decision.version, squared_norm(sums, own.runs))
+            self._exchange.share_norm(decision.version, squared_norm(sums, own.spans))
         self._pending = PendingUpdate(decision)
         return self._pending
 
@@ -177,7 +170,7 @@ class UpdatePipeline:
             # Every server computes the same factor: the same numbers in the same order.
             factor = clip_factor(math.sqrt(math.fsum(norms)), self._clip_norm)
             update.decision = replace(update.decision, factor=factor)
-            scale(self._server_state.sums.of(update.decision.version), self._own.runs, factor)
+            scale(self._server_state.sums.of(update.decision.version), self._own.spans, factor)
         update.clipped = True
         return True
 
@@ -186,7 +179,7 @@ class UpdatePipeline:
         self._pending = None
         lr = apply(self._server_state, decision)
         if rows is not None and self._exchange.may_evict and rows.evicts(decision):
-            rows.tables.evict(step_of(decision))
+            rows.tables.evict(decision.step)
         self._exchange.applied(decision)
         self._applied(decision, lr)
 
@@ -195,32 +188,31 @@ class UpdatePipeline:
 
 
 def _add_up(
-    state: ServerState, decision: Decision, sums: FlatTensors, runs: Sequence[Span]
+    state: ServerState, decision: Decision, sums: FlatTensors, spans: Sequence[Span]
 ) -> None:
     sources = [state.gradients[each.worker][each.slot] for each in decision.contributions]
-    add_up(sums, runs, sources, decision.coefficients())
+    add_up(sums, spans, sources, decision.coefficients())
 
 
 def make_sum(
-    state: ServerState, decision: Decision, sums: FlatTensors, runs: Sequence[Span]
+    state: ServerState, decision: Decision, sums: FlatTensors, spans: Sequence[Span]
 ) -> None:
     """The sum of a decision, clipped as it was decided."""
-    _add_up(state, decision, sums, runs)
-    scale(sums, runs, decision.factor)
+    _add_up(state, decision, sums, spans)
+    scale(sums, spans, decision.factor)
 
 
 def apply(state: ServerState, decision: Decision) -> float:
     """Apply the sum of a decision to the server's own blocks; returns the schedule's learning rate."""
     placement, own = state.held.placement, state.held.own
+    assert placement is not None
     assert own is not None
     lr = own.lr
     if state.rows is not None:  # before the blocks, which advance the learning rate
-        assert placement is not None
         state.rows.apply(decision, placement.servers, lr=lr, base_lr=state.train_state.base_lr)
     own.apply(state.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks)
     state.ledger.note(decision)
-    if placement is not None:
-        state.params.marks[placement.servers.index(state.name)] = decision.version
+    state.params.marks[placement.servers.index(state.name)] = decision.version
     state.ahead.pop(decision.version, None)
     return lr
 
@@ -244,7 +236,7 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
     state.schedule_clock.advance(plan.ledger.ticks)
     if state.held.view != plan.standing:
         state.held = HeldBlocks()  # it missed a view in which its blocks were given to others
-        state.ledger = plan.ledger
+        state.ledger = plan.ledger.copy()
         return
     for keeper, owner in plan.stale:
         if keeper == state.name:  # what is needed of it will be sent again
@@ -257,11 +249,11 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
                 if others is None or state.shared:  # never into the memory of its owner
                     others = GradientSums([FlatTensors.private(state.layout)] * 2)
                     state.others[owner] = others
-                make_sum(state, decision, others.of(decision.version), replica.runs)
+                make_sum(state, decision, others.of(decision.version), replica.spans)
             apply_replica(state, owner, decision)
     for decision in plan.ledger.after(state.ledger.version):
         if not state.sums.has(decision.version):
-            make_sum(state, decision, state.sums.of(decision.version), state.own.runs)
+            make_sum(state, decision, state.sums.of(decision.version), state.own.spans)
         apply(state, decision)
 
 
@@ -329,10 +321,6 @@ class MessageExchange(UpdateExchange):
         """Where span `i` of another server's sum goes."""
         raise ProtocolError(f"span {i} of a sum whose replica is not here")
 
-    def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
-        """A span of a gradient is here, or all of it."""
-        return
-
     def close(self) -> None:
         """The view is over: nothing more is committed, and no sums leave."""
         self._closed = True
@@ -354,7 +342,7 @@ class MessageExchange(UpdateExchange):
             self._send(keeper, ReplicaSum(decision.version, decision=decision))
 
     def _on_replica(self, owner: str, message: ReplicaSum) -> None:
-        if message.decision is None or message.run is not None:
+        if message.decision is None or message.span is not None:
             raise ProtocolError("a span of a sum that is in shared memory")
         check_decision(self._server_state, message.decision, next_is=message.version)
         self._server_state.others[owner].note(message.version)
@@ -386,11 +374,7 @@ class MessageExchange(UpdateExchange):
 
 
 class NetworkExchange(MessageExchange):
-    """Sums travel to the servers that hold replicas, and an update is committed when all have arrived.
-
-    If an update is everybody's gradients, a span of it is added up and sent before there is a decision,
-    as soon as it has come from every worker (partial_sums.py).
-    """
+    """Sums are sent to the servers that hold replicas, and an update is committed when all have arrived."""
 
     def __init__(
         self,
@@ -399,7 +383,6 @@ class NetworkExchange(MessageExchange):
         placement: Placement,
         peers: Mapping[str, Peer],
         *,
-        workers: Sequence[str],
         followed: Callable[[], None] = lambda: None,
     ) -> None:
         """`followed` is called when a replica here is newer."""
@@ -411,24 +394,22 @@ class NetworkExchange(MessageExchange):
         self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
         self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
-        whole_needed = mode.clip_norm is not None or server_state.train_state.weight is not None
-        early = mode.for_all and not whole_needed
-        self._partial_sums = PartialSums(workers) if early else None
-        self._made: set[tuple[int, int]] = set()
-        """(round, span) that were added up, and sent, before a decision."""
-        self._anew = False
-        """If true, spans that were sent early are void."""
         self._pending = self._committed = server_state.ledger.version
         """The last version whose sum is complete here, and the last one that is committed."""
-        self._runs, keepers = travelling(placement, server_state.name)
-        self._keepers = [(k, keepers[:i].count(k)) for i, k in enumerate(keepers)]
-        """For each span: the server with its replica, and the span's index there."""
+        spans, keepers = travelling(placement, server_state.name)
+        self._to_send = {
+            name: [span for span, keeper in zip(spans, keepers, strict=True) if keeper == name]
+            for name in self._taken
+        }
+        """The spans of this server's sums, by the server that has their replica."""
         self._channels = {name: PriorityChannel([peers[name].link]) for name in self._taken}
         kept = [
             (placement.server_of(b), b.number) for b in placement.replicas_of(server_state.name)
         ]
         self._kept = {
-            owner: spans(server_state.layout, [number for of, number in kept if of == owner])
+            owner: message_spans(
+                server_state.layout, [number for of, number in kept if of == owner]
+            )
             for owner in server_state.others
         }
         """The spans of the replicas here, by their owner."""
@@ -459,53 +440,19 @@ class NetworkExchange(MessageExchange):
 
     # Sums of this server's own blocks -----------------------------------------------------------
 
-    def arrived(self, worker: str, seq: int, slot: int, run: int | None) -> None:
-        if self._partial_sums is not None:
-            runs = range(len(self._runs)) if run is None else (run,)
-            for complete in self._partial_sums.arrived(worker, seq, slot, runs):
-                self._make_early(self._partial_sums, seq, complete)
-
-    def _make_early(self, partial_sums: PartialSums, seq: int, i: int) -> None:
-        state, version = self._server_state, self._server_state.ledger.version + 1
-        if self._closed or self._pending == version or not self.is_free(version):
-            return  # added up when there is a decision
-        sums = state.sums.of(version)
-        state.sums.begin(version)
-        sources = [state.gradients[worker][slot] for worker, slot in partial_sums.sources(seq)]
-        add_up(sums, [self._runs[i]], sources, [1.0] * len(sources))
-        self._made.add((seq, i))
-        self._send_span(i, sums, ReplicaSum(version))
-
-    def spans_to_add(self, decision: Decision, own: BlockStore) -> Sequence[Span]:
-        seq = self._partial_sums.decided(decision) if self._partial_sums is not None else None
-        made = {(of, i) for of, i in self._made if of == seq}
-        self._anew = len(made) < len(self._made)
-        self._made = made
-        sent = {i for _, i in made}
-        return [run for i, run in enumerate(self._runs) if i not in sent] if made else own.runs
-
     def replicate(self, decision: Decision) -> None:
-        version, sent, self._made = decision.version, {i for _, i in self._made}, set()
-        self._pending = version
-        sums, plain = self._server_state.sums.of(version), ReplicaSum(version)
-        first = ReplicaSum(version, decision=decision, anew=self._anew)
-        messages = dict.fromkeys(self._taken, first)  # to each server with a replica once
-        for i, (keeper, _) in enumerate(self._keepers):
-            if i not in sent:
-                self._send_span(i, sums, messages.pop(keeper, plain) if keeper else plain)
-        for keeper, message in messages.items():
-            self._channels[keeper].put(0, BETWEEN_SERVERS.write(message))
-        if not self._taken:
+        version = self._pending = decision.version
+        sums = self._server_state.sums.of(version)
+        for keeper, spans in self._to_send.items():
+            for i, span in enumerate(spans):
+                message = ReplicaSum(version, i, decision=None if i else decision)
+                head = BETWEEN_SERVERS.write(message)
+                self._channels[keeper].put(0, head, bytes_of(span.of(sums)))
+        if not self._to_send:
             self._send_held(self._server_state.name, version)
 
     def is_final(self, decision: Decision) -> bool:
         return decision.version <= self._committed
-
-    def _send_span(self, i: int, sums: FlatTensors, message: ReplicaSum) -> None:
-        keeper, index = self._keepers[i]
-        if keeper is not None:
-            head = BETWEEN_SERVERS.write(replace(message, run=index))
-            self._channels[keeper].put(0, head, bytes_of(self._runs[i].of(sums)))
 
     # Commit -------------------------------------------------------------------------------------
 
@@ -532,16 +479,14 @@ class NetworkExchange(MessageExchange):
 
     def _on_replica(self, owner: str, message: ReplicaSum) -> None:
         version = message.version
-        if message.run is None and message.decision is None:
-            raise ProtocolError("neither a sum nor a decision")
+        if message.span is None:
+            raise ProtocolError("a sum without its numbers")
         if message.decision is not None:
             check_decision(self._server_state, message.decision, next_is=version)
             self._uncommitted[version][owner] = message.decision
-            if message.anew:
-                self._arrived[owner, version] = 0
-        self._arrived[owner, version] += message.run is not None
+        self._arrived[owner, version] += 1
         complete = self._arrived[owner, version] == len(self._kept[owner])
-        if complete and owner in self._uncommitted.get(version, ()):
+        if complete and owner in self._uncommitted[version]:
             del self._arrived[owner, version]
             self._server_state.others[owner].note(version)
             self._send_held(owner, version)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from manyhands.errors import ProtocolError
 from manyhands.ps.acceptor import Acceptor, InboxItem
@@ -28,9 +27,7 @@ from manyhands.ps.protocol import (
     Go,
     Moved,
     PeerHello,
-    PlanMessage,
     TensorMessage,
-    made_of,
 )
 from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus, make_plan
 from manyhands.ps.rows import ROLE, RowServerState
@@ -39,7 +36,7 @@ from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.ps.updates import catch_up
 from manyhands.transport import Link
 
-Message = PeerHello | ServerStatus | PlanMessage | TensorMessage | Moved | Go
+Message = PeerHello | ServerStatus | RecoveryPlan | TensorMessage | Moved | Go
 """Those of the beginning of a view."""
 
 
@@ -74,8 +71,8 @@ class ViewChange:
         self._tensor_messages = TensorMessages()
         self._expected: set[tuple[str, int]] = set()
         self._moved: set[str] = set()
-        self._prepared = self._begun = False
-        self._waiting: RecoveryPlan | None = None
+        self._placement: Placement | None = None
+        self._proceeding = self._prepared = self._begun = False
 
     @property
     def leads(self) -> bool:
@@ -116,16 +113,13 @@ class ViewChange:
                 self._statuses[who] = message
                 if len(self._statuses) == len(self._servers):
                     self._make_plan()
-            case PlanMessage(record):
-                layout = self._server_state.layout
-                plan = made_of("a plan", lambda: RecoveryPlan.from_record(record, layout))
-                if list(plan.placement.servers) != self._servers:
-                    raise ProtocolError(f"a plan for {', '.join(plan.placement.servers)[:200]}")
-                self._waiting = plan
-                self._proceed()
+            case RecoveryPlan():
+                if list(message.placement.servers) != self._servers:
+                    raise ProtocolError(f"a plan for {', '.join(message.placement.servers)[:200]}")
+                self._take_plan(message)
             case TensorMessage():
-                add = partial(self._tensor_messages.add, message, happened.payload)
-                if (key := made_of("a block", add)) is not None:
+                key = self._tensor_messages.add(message, happened.payload)
+                if key is not None:
                     self._expected.discard(key)
                     self._when_complete()
             case Moved():
@@ -144,13 +138,13 @@ class ViewChange:
 
     def _check_turn(self, message: Message, who: str, link: Link | None) -> None:
         """Check that the sender may send this, once, and not too early or too late."""
-        planned = self._waiting is not None or self.plan is not None
+        planned = self.plan is not None
         by_lead = who == self._servers[0]
         peer = self.peers.get(who)
         fits = {
             PeerHello: peer is None if link is not None else peer is not None and peer.sums is None,
             ServerStatus: self.leads and who not in self._statuses,
-            PlanMessage: by_lead and not self.leads and not planned,
+            RecoveryPlan: by_lead and not self.leads and not planned,
             TensorMessage: not self._prepared,
             Moved: self.leads and planned and who not in self._moved and not self._begun,
             Go: by_lead and not self.leads and self._prepared and not self._begun,
@@ -165,8 +159,7 @@ class ViewChange:
         if max(status.view, status.prepared) >= self._view:
             raise ProtocolError("a status that knows a later view")
         if (record := status.placement) is not None:
-            layout = self._server_state.layout
-            made_of("a placement", lambda: Placement.from_record(record, layout=layout))
+            Placement.from_record(record, layout=self._server_state.layout)
 
     def _on_peer(self, who: str, hello: PeerHello, link: Link | None) -> None:
         if link is not None:  # it has dialed, and knows nothing of this side yet
@@ -183,19 +176,22 @@ class ViewChange:
         rows, replicas = self._server_state.rows, self._server_state.replicas
         has_homes = rows is not None and not rows.shared
         plan = make_plan(statuses, self._server_state.layout, replicas=replicas, rows=has_homes)
-        self._tell_all(PlanMessage(plan.to_record()))
-        self._waiting = plan
+        self._tell_all(plan)
+        self._take_plan(plan)
+
+    def _take_plan(self, plan: RecoveryPlan) -> None:
+        layout = self._server_state.layout
+        self.plan, self._placement = plan, Placement.from_record(plan.placement, layout=layout)
         self._proceed()
 
     def _proceed(self) -> None:
         """Carry out the plan, once it is here and all servers are connected."""
-        plan = self._waiting
+        plan = self.plan
         met = [peer for peer in self.peers.values() if peer.sums is not None]
-        if plan is None or len(met) < len(self._servers) - 1:
+        if plan is None or self._proceeding or len(met) < len(self._servers) - 1:
             return
-        self._waiting = None
+        self._proceeding = True
         server_state, layout = self._server_state, self._server_state.layout
-        self.plan = plan
         catch_up(server_state, plan)
         if self.leads and server_state.rows is not None and server_state.held.placement is not None:
             server_state.rows.finish(
@@ -228,13 +224,19 @@ class ViewChange:
                         self._tell(move.target, message, payload)
 
     def _when_complete(self) -> None:
-        plan = self.plan
-        if plan is None or self._expected or self._prepared:
+        plan, placement = self.plan, self._placement
+        if (
+            plan is None
+            or placement is None
+            or not self._proceeding
+            or self._expected
+            or self._prepared
+        ):
             return
         self._prepared = True
         complete = self._tensor_messages.complete
         self._server_state.prepare(
-            self._view, plan.placement, complete, fresh=not plan.standing, homes=plan.homes
+            self._view, placement, complete, fresh=not plan.standing, homes=plan.homes
         )
         if self.leads:
             self._moved.add(self._server_state.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
-from manyhands.ps.protocol import TO_WORKER, ParameterRun, PushMessage
+from manyhands.ps.protocol import TO_WORKER, ParameterSpan, PushMessage
 from manyhands.transport import Link
 from manyhands.transport.event_loop import LANES, PriorityChannel
 
@@ -22,7 +22,7 @@ class IncomingPush:
 
     slot: int
     message: PushMessage | None = None
-    runs: set[int] = field(default_factory=set)
+    spans: set[int] = field(default_factory=set)
 
 
 class WorkerSession:
@@ -33,7 +33,7 @@ class WorkerSession:
         slots: Sequence[FlatTensors],
         *,
         travels: bool,
-        runs: Sequence[Span],
+        spans: Sequence[Span],
     ) -> None:
         """`slots`: its gradients. `travels`: if true, they are sent over the network, in these runs."""
         self.name = name
@@ -46,7 +46,7 @@ class WorkerSession:
         self.link = link
         self.wants: Sequence[int] = ()
         """The runs of parameters to send it, in the order in which it needs them."""
-        self._runs = runs
+        self._spans = spans
         self._lane_links: list[Link] = []
         self._channel: PriorityChannel | None = None
         self._arriving: dict[int, IncomingPush] = {}
@@ -84,21 +84,21 @@ class WorkerSession:
         for message, payload in messages:
             self.tell(message, payload)
 
-    def send_runs(self, version: int, params: FlatTensors) -> None:
+    def send_spans(self, version: int, params: FlatTensors) -> None:
         if self._channel is None:
             return
         for priority, i in enumerate(self.wants):
-            head = TO_WORKER.write(ParameterRun(version, i))
-            self._channel.put(priority, head, bytes_of(self._runs[i].of(params)))
+            head = TO_WORKER.write(ParameterSpan(version, i))
+            self._channel.put(priority, head, bytes_of(self._spans[i].of(params)))
 
     def room(self, slot: int, i: int) -> memoryview:
         """The memory for a run of a gradient."""
-        if not self.travels or not (0 <= slot < len(self.slots) and 0 <= i < len(self._runs)):
+        if not self.travels or not (0 <= slot < len(self.slots) and 0 <= i < len(self._spans)):
             raise ProtocolError(f"a run {i} for slot {slot}, which there is not")
-        return bytes_of(self._runs[i].of(self.slots[slot]))
+        return bytes_of(self._spans[i].of(self.slots[slot]))
 
     def arrived(
-        self, seq: int, slot: int, *, run: int | None = None, message: PushMessage | None = None
+        self, seq: int, slot: int, *, span: int | None = None, message: PushMessage | None = None
     ) -> PushMessage | None:
         """Note a part of a push: a run or its message. Returns the message once all parts are here."""
         if not 0 <= slot < len(self.slots):
@@ -108,11 +108,11 @@ class WorkerSession:
         arriving = self._arriving.get(seq) or self._begin(seq, slot)
         if arriving.slot != slot:
             raise ProtocolError(f"push {seq} is in slot {arriving.slot}, and in {slot}")
-        if run is not None:
-            arriving.runs.add(run)
+        if span is not None:
+            arriving.spans.add(span)
         if message is not None:
             arriving.message = message
-        if arriving.message is None or (self.travels and len(arriving.runs) < len(self._runs)):
+        if arriving.message is None or (self.travels and len(arriving.spans) < len(self._spans)):
             return None
         del self._arriving[seq]
         return arriving.message

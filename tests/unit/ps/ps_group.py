@@ -20,10 +20,9 @@ from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.client import Client
-from manyhands.ps.ledger import Contribution
 from manyhands.ps.mode import PsMode
 from manyhands.ps.model_layout import layout_of
-from manyhands.ps.policies import AsyncPolicy, SyncPolicy
+from manyhands.ps.policies import AsyncPolicy, Contribution, SyncPolicy
 from manyhands.ps.server import Server, ServerView
 from manyhands.ps.server_connection import PushOutcome
 from manyhands.ps.server_state import ServerState
@@ -203,10 +202,10 @@ def push_of(worker: str, seq: int, slot: int) -> dict[str, Any]:
     return write(Contribution(worker, seq, slot, seq, share=(1, 2), loss=0.5))
 
 
-ENTER = {"kind": "enter", "worker": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
-LANE = {"kind": "lane", "worker": BAD, "view": VIEW}
+ENTER = {"kind": "enter", "sender": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
+LANE = {"kind": "lane", "sender": BAD, "view": VIEW}
 PUSH = {"kind": "push", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
-RUN = {"kind": "run", "seq": 1, "slot": 0, "run": 0}
+SPAN = {"kind": "span", "seq": 1, "slot": 0, "span": 0}
 BUFFERS = {"kind": "buffers", "tag": 1}
 WHO = {"kind": "who", "seq": 1}
 PLAIN = [{"kind": kind} for kind in ("rest", "wake", "ends", "pull", "state")]
@@ -262,7 +261,7 @@ def mutated_pushes(push: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def entered(at: RunningServer) -> Iterator[tuple[Link, list[Link], bytes]]:
     """The bad worker, with its lanes; and a run's worth of a gradient."""
-    (run,) = at.client.travelling()[SERVER]
+    (span,) = at.client.travelling()[SERVER]
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(at.dial(BAD))
         words.send(ENTER)
@@ -273,6 +272,6 @@ def entered(at: RunningServer) -> Iterator[tuple[Link, list[Link], bytes]]:
         # When all lanes are there, the parameters come by one of them.
         for _, lane in zip(range(400), itertools.cycle(channel), strict=False):
             with contextlib.suppress(LinkTimeout):
-                assert lane.recv(timeout_s=0.05).head["kind"] == "run"
+                assert lane.recv(timeout_s=0.05).head["kind"] == "span"
                 break
-        yield words, channel, bytes(run.numel * 4)
+        yield words, channel, bytes(span.numel * 4)

@@ -26,8 +26,9 @@ from manyhands.ps.block_store import (
     add_up,
 )
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.ledger import Contribution, Decision
 from manyhands.ps.model_layout import layout_of, pieces_of
+from manyhands.ps.placement import Placement
+from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.tensor_messages import TensorMessages, pack
@@ -195,7 +196,7 @@ class ServerGroup:
         self.view += 1
         statuses = [server_state.status() for server_state in self.server_states]
         plan = make_plan(statuses, self.layout, replicas=1)
-        plan = RecoveryPlan.from_record(plan.to_record(), self.layout)
+        placement = Placement.from_record(plan.placement, layout=self.layout)
         for server_state in self.server_states:
             catch_up(server_state, plan)
             assert server_state.ledger.version == plan.ledger.version
@@ -209,7 +210,7 @@ class ServerGroup:
                     arriving[move.target].add(head, copied)
         for server_state in self.server_states:
             complete = arriving[server_state.name].complete
-            server_state.prepare(self.view, plan.placement, complete, fresh=not plan.standing)
+            server_state.prepare(self.view, placement, complete, fresh=not plan.standing)
         return plan
 
     def go(self) -> None:
@@ -231,25 +232,23 @@ class ServerGroup:
 
     # Updates, as in updates.py.
 
-    def decide(self, *, factor: float = 1.0, for_all: bool = False) -> Decision:
-        """What is next, with gradients where the servers find them, and done by the reference. `for_all`: a
-        whole step of all workers."""
+    def decide(self, *, factor: float = 1.0) -> Decision:
+        """Decide on some workers' gradients, put them where the servers find them, and apply the decision to
+        the reference."""
         self.version += 1
         given, sources = [], []
         some = self.chance.sample(self.workers, self.chance.randint(1, len(self.workers)))
-        for worker in self.workers if for_all else some:
+        for worker in some:
             samples = self.chance.randint(1, 8)
             whole = 8
-            if for_all:
-                samples, whole = 8, 8 * len(self.workers)
             share, slot = (samples, whole), self.version % 2
             gradient = noise(self.layout, self.generator)
             self.slots[worker][slot].copy_(gradient)
             if not self.shared:
                 for server_state in self.server_states:
                     assert server_state.held.own is not None
-                    for run in server_state.held.own.runs:
-                        run.of(server_state.gradients[worker][slot]).copy_(run.of(gradient))
+                    for span in server_state.held.own.spans:
+                        span.of(server_state.gradients[worker][slot]).copy_(span.of(gradient))
             sources.append(gradient)
             self.progress += Fraction(*share)
             given.append(
@@ -265,8 +264,8 @@ class ServerGroup:
             factor=factor,
         )
         sums = FlatTensors.private(self.layout)
-        add_up(sums, self.reference.runs, sources, decision.coefficients())
-        _scale(sums, self.reference.runs, factor)
+        add_up(sums, self.reference.spans, sources, decision.coefficients())
+        _scale(sums, self.reference.spans, factor)
         self.reference.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
         return decision
 
@@ -274,15 +273,15 @@ class ServerGroup:
         """Its sum is made."""
         assert server_state.held.own is not None
         sums = server_state.sums.of(decision.version)
-        make_sum(server_state, decision, sums, server_state.held.own.runs)
+        make_sum(server_state, decision, sums, server_state.held.own.spans)
         server_state.sums.note(decision.version)
 
     def hand_over(self, owner: ServerState, keeper: ServerState, decision: Decision) -> None:
         """A keeper has the sum of another server."""
         theirs, version = keeper.others[owner.name], decision.version
         if not self.shared:
-            for run in keeper.held.replicas[owner.name].runs:
-                run.of(theirs.of(version)).copy_(run.of(owner.sums.of(version)))
+            for span in keeper.held.replicas[owner.name].spans:
+                span.of(theirs.of(version)).copy_(span.of(owner.sums.of(version)))
         theirs.note(version)
 
     def keepers_of(self, owner: ServerState) -> list[ServerState]:
@@ -332,7 +331,7 @@ def _unknown(layout: BlockLayout) -> FlatTensors:
     return flat
 
 
-def _scale(sums: FlatTensors, runs: list[Span], factor: float) -> None:
+def _scale(sums: FlatTensors, spans: list[Span], factor: float) -> None:
     if factor != 1.0:
-        for run in runs:
-            run.of(sums).mul_(factor)
+        for span in spans:
+            span.of(sums).mul_(factor)

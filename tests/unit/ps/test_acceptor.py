@@ -27,8 +27,8 @@ from ps_group import (
     LR,
     PLAIN,
     PUSH,
-    RUN,
     SERVER,
+    SPAN,
     STATISTICS,
     VIEW,
     WHO,
@@ -45,8 +45,8 @@ from torch import nn
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
 from manyhands.ps.acceptor import MAX_UNHEARD, MAX_UNIDENTIFIED, Acceptor, Admission
 from manyhands.ps.block_store import FlatTensors
-from manyhands.ps.decider import MAX_UNDER_WAY
 from manyhands.ps.model_layout import layout_of
+from manyhands.ps.policies import MAX_UNDER_WAY
 from manyhands.ps.server_connection import PushOutcome
 from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect
@@ -59,7 +59,7 @@ def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Pa
         for wrong in mutated(head):
             assert at.say(ENTER, wrong, payload=payload), f"{wrong} was taken"
         for other in (
-            RUN,
+            SPAN,
             LANE,
             ENTER,
             {"kind": "decide"},
@@ -76,7 +76,7 @@ def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
         for head in (ENTER, LANE):
             for wrong in mutated(head):
                 assert at.say(wrong), f"{wrong} was taken"
-        for wrong in ({**ENTER, "view": VIEW + 1}, {**ENTER, "worker": "nobody"}, *WORDS, RUN, {}):
+        for wrong in ({**ENTER, "view": VIEW + 1}, {**ENTER, "sender": "nobody"}, *WORDS, SPAN, {}):
             assert at.say(wrong), f"{wrong} was taken"
         assert at.say(ENTER, payload=b"more")
         at.train()
@@ -84,20 +84,20 @@ def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
 
 def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
-        (run,) = at.client.travelling()[SERVER]
-        payload = bytes(run.numel * 4)
+        (span,) = at.client.travelling()[SERVER]
+        payload = bytes(span.numel * 4)
         wrongs = [
-            *mutated(RUN),
-            {**RUN, "run": 1},
-            {**RUN, "slot": 2},
-            {**RUN, "run": 1 << 40},
+            *mutated(SPAN),
+            {**SPAN, "span": 1},
+            {**SPAN, "slot": 2},
+            {**SPAN, "span": 1 << 40},
             *WORDS,
         ]
         for wrong in wrongs:
             assert at.in_lanes(wrong, payload), f"{wrong} was taken"
         for size in (0, 1, len(payload) - 1, len(payload) + 1, 1 << 15):
-            assert at.in_lanes(RUN, bytes(size)), f"{size} bytes were taken"
-        assert at.in_lanes(RUN, None)
+            assert at.in_lanes(SPAN, bytes(size)), f"{size} bytes were taken"
+        assert at.in_lanes(SPAN, None)
         at.train()
 
 
@@ -133,7 +133,7 @@ _json = st.recursive(
     max_leaves=8,
 )
 _fields = (
-    "worker",
+    "sender",
     "view",
     "slots",
     "seen",
@@ -142,13 +142,13 @@ _fields = (
     "began",
     "after",
     "slot",
-    "run",
+    "span",
     "tag",
     "version",
 )
 _heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
     lambda fields: st.sampled_from(
-        ["push", "run", "who", "buffers", "enter", "lane", "peer", "decide", "commit", "tensor"]
+        ["push", "span", "who", "buffers", "enter", "lane", "peer", "decide", "commit", "tensor"]
     ).map(lambda kind: {"kind": kind, **fields})
 )
 
@@ -173,12 +173,12 @@ def test_made_up_words(tmp_path: Path) -> None:
 def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
     with running_server(kind, tmp_path) as at:
         peer = {"kind": "peer", "view": VIEW, "sums": [], "undo": []}
-        assert "has the key of" in at.say({**ENTER, "worker": GOOD})
-        assert "has the key of" in at.say({**LANE, "worker": GOOD})
-        assert "an unexpected" in at.say({**peer, "server": SERVER})
-        assert "an unexpected" in at.say({**peer, "server": BAD})
+        assert "has the key of" in at.say({**ENTER, "sender": GOOD})
+        assert "has the key of" in at.say({**LANE, "sender": GOOD})
+        assert "an unexpected" in at.say({**peer, "sender": SERVER})
+        assert "an unexpected" in at.say({**peer, "sender": BAD})
         with at.dial(SERVER) as link:
-            assert "an unexpected" in last_words(link, {**ENTER, "worker": SERVER})
+            assert "an unexpected" in last_words(link, {**ENTER, "sender": SERVER})
         at.train()
 
 
@@ -191,7 +191,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
         "    print(link.recv(timeout_s=20).head)\n"
     )
     enter = (
-        '{"kind": "enter", "worker": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
+        '{"kind": "enter", "sender": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
     )
     with running_server("unix", tmp_path) as at:
         at.train()
@@ -249,7 +249,7 @@ def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
             words.send({**PUSH, "push": push_of(BAD, 1, 1)})
             words.send({"kind": "pull"})
             assert words.recv(timeout_s=LONG_S).head["kind"] == "new"
-            assert "in slot 1, and in 0" in last_words(channel[0], RUN, payload=gradient)
+            assert "in slot 1, and in 0" in last_words(channel[0], SPAN, payload=gradient)
         at.train()
 
 
@@ -257,7 +257,7 @@ def test_a_step_that_is_not_due(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         for seq in (5, 6):
             with entered(at) as (words, channel, gradient):
-                channel[1].send({**RUN, "seq": seq}, gradient)
+                channel[1].send({**SPAN, "seq": seq}, gradient)
                 push = {**PUSH, "push": push_of(BAD, seq, 0)}
                 assert f"step {seq} where step 1 is due" in last_words(words, push)
             at.train()
@@ -273,7 +273,7 @@ def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
 def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_server("proof", tmp_path) as at:
         with entered(at) as (_, channel, gradient):
-            runs = [{**RUN, "seq": seq} for seq in range(2, 40)]
+            runs = [{**SPAN, "seq": seq} for seq in range(2, 40)]
             with contextlib.suppress(LinkError):
                 for head in runs:
                     channel[0].send(head, gradient)
@@ -300,7 +300,7 @@ def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
         with entered(at) as (words, channel, gradient):
             for _ in range(3):
                 words.send(PUSH)
-                channel[1].send(RUN, gradient)
+                channel[1].send(SPAN, gradient)
             words.send({"kind": "pull"})
             while at.server.server_state.ledger.counts[BAD] == 0:
                 assert words.recv(timeout_s=LONG_S).head["kind"] != "refused"

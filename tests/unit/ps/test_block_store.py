@@ -28,7 +28,7 @@ from manyhands.ps.block_store import (
     BlockStore,
     FlatTensors,
     add_up,
-    runs_of,
+    spans_of,
     squared_norm,
 )
 from manyhands.ps.blocks import BlockLayout, FlatParameter
@@ -69,18 +69,20 @@ def test_runs_are_the_blocks_in_order_and_no_longer_than_they_may_be(
     layout: BlockLayout, max_bytes: int | None, seed: int
 ) -> None:
     numbers = dealt(len(layout.blocks), 2, seed)[0]
-    runs = runs_of(layout, reversed(numbers), max_bytes=max_bytes)
-    assert [block.number for run in runs for block in run.blocks] == numbers
-    for run in runs:
-        assert (run.start, run.stop) == (run.blocks[0].start, run.blocks[-1].stop)
-        assert run.numel == sum(block.numel for block in run.blocks), "no gap inside"
-        assert {block.buffer for block in run.blocks} == {run.buffer}
-        if len(run.blocks) > 1:
+    spans = spans_of(layout, reversed(numbers), max_bytes=max_bytes)
+    assert [block.number for span in spans for block in span.blocks] == numbers
+    for span in spans:
+        assert (span.start, span.stop) == (span.blocks[0].start, span.blocks[-1].stop)
+        assert span.numel == sum(block.numel for block in span.blocks), "no gap inside"
+        assert {block.buffer for block in span.blocks} == {span.buffer}
+        if len(span.blocks) > 1:
             assert not layout.whole_tensors
-            assert max_bytes is None or sum(b.num_bytes for b in run.blocks) <= max_bytes
+            assert max_bytes is None or sum(b.num_bytes for b in span.blocks) <= max_bytes
     if max_bytes is None and not layout.whole_tensors:
-        ends = {(run.buffer, run.stop) for run in runs}
-        assert not any((run.buffer, run.start) in ends for run in runs), "as long as they can be"
+        ends = {(span.buffer, span.stop) for span in spans}
+        assert not any((span.buffer, span.start) in ends for span in spans), (
+            "as long as they can be"
+        )
 
 
 # Training ---------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def test_a_holding_of_nothing_follows_the_schedule_without_a_word() -> None:
     block_store = BlockStore(whom, FlatTensors.private(layout_for(whom)), {}, ticks=0)
     for ticks in (1, 2):
         block_store.apply(FlatTensors.private(block_store.layout), lr_scale=0.5, ticks=ticks)
-    assert block_store.runs == []
+    assert block_store.spans == []
     assert block_store._optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
 
 
@@ -220,7 +222,7 @@ def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unu
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     whom = TrainState(model, optimizer, loss=lambda model, batch: batch)
     layout = layout_for(whom, block_bytes=256)
-    assert [len(run.blocks) for run in runs_of(layout, range(2))] == [2]
+    assert [len(span.blocks) for span in spans_of(layout, range(2))] == [2]
     flat = filled(FlatTensors.private(layout), whom)
     used = 1 - unused
     states: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -248,8 +250,8 @@ def test_sums_are_the_sources_times_their_coefficients_in_their_order(
     mine = dealt(len(layout.blocks), 2, seed)[0]
     sums = FlatTensors.private(layout)
     sums.buffers[0].fill_(9.0)
-    runs = runs_of(layout, mine)
-    add_up(sums, runs, sources, coefficients)
+    spans = spans_of(layout, mine)
+    add_up(sums, spans, sources, coefficients)
     wanted = torch.zeros(100)
     for source, coefficient in zip(sources, coefficients, strict=True):
         wanted = wanted + source.buffers[0] * coefficient
@@ -259,5 +261,5 @@ def test_sums_are_the_sources_times_their_coefficients_in_their_order(
             torch.testing.assert_close(got, wanted[block.start : block.stop])
         else:
             assert (got == 9.0).all(), "what is another's stays untouched"
-    known = sum(float(run.of(sums).double().square().sum()) for run in runs)
-    assert squared_norm(sums, runs) == pytest.approx(known)
+    known = sum(float(span.of(sums).double().square().sum()) for span in spans)
+    assert squared_norm(sums, spans) == pytest.approx(known)

@@ -33,9 +33,9 @@ def test_a_gradient_is_corrected_by_what_the_weights_have_moved_since(params: Bl
         moved = params.flat.buffers[b].numpy() - then[b]
         corrected = before[b] + 0.3 * before[b] * before[b] * moved
         wanted = before[b].copy()  # what this server does not hold is none of its business
-        for run in params.runs:
-            if run.buffer == b:
-                wanted[run.start : run.stop] = corrected[run.start : run.stop]
+        for span in params.spans:
+            if span.buffer == b:
+                wanted[span.start : span.stop] = corrected[span.start : span.stop]
         np.testing.assert_allclose(buffer.numpy(), wanted, rtol=1e-6, atol=1e-7)
         assert not np.allclose(wanted, before[b])
         assert not np.allclose(wanted, corrected)

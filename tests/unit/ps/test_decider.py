@@ -12,9 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ps.decider import Decider
-from manyhands.ps.ledger import Contribution, Decision, Ledger
-from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy
+from manyhands.ps.policies import (
+    AsyncPolicy,
+    BackupPolicy,
+    Contribution,
+    Decider,
+    Decision,
+    Ledger,
+    Policy,
+    SspPolicy,
+    SyncPolicy,
+)
 from manyhands.ps.staleness import RULES, lr_scale
 
 SERVERS = ["s0", "s1", "s2"]
@@ -34,9 +42,9 @@ def push(
 def test_a_push_counts_once_every_server_has_it() -> None:
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=SERVERS, by_part=True)
     for server in ("s2", "s2", "s0"):
-        lead.had(server, push("w0", 1), began=0, after=0)
+        lead.received(server, push("w0", 1), began=0, after=0)
         assert lead.decisions() == []
-    lead.had("s1", push("w0", 1), began=0, after=0)
+    lead.received("s1", push("w0", 1), began=0, after=0)
     (decision,) = lead.decisions()
     assert [g.seq for g in decision.contributions] == [1]
     assert decision.progress == (1, 2)
@@ -44,25 +52,25 @@ def test_a_push_counts_once_every_server_has_it() -> None:
 
 def test_two_pushes_of_a_worker_that_overtake_each_other_count_in_its_order() -> None:
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
-    lead.had("s0", push("w0", 2), began=0, after=1)
+    lead.received("s0", push("w0", 2), began=0, after=1)
     assert lead.decisions() == []
-    lead.had("s0", push("w0", 1), began=0, after=0)
+    lead.received("s0", push("w0", 1), began=0, after=0)
     assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
 
 
 def test_what_is_said_again_changes_nothing_and_leaves_nothing() -> None:
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     for seq in (1, 2, 1, 2, 1):
-        lead.had("s0", push("w0", seq), began=0, after=seq - 1)
+        lead.received("s0", push("w0", seq), began=0, after=seq - 1)
     assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
-    assert not lead._had
+    assert not lead._received
     assert not lead._complete["w0"]
 
 
 def test_numbers_go_on_behind_what_is_in_the_ledger() -> None:
     ledger = Ledger(version=7, progress=Fraction(5, 2))
     lead = Decider(SyncPolicy(["w0"]), ledger, servers=["s0"])
-    lead.had("s0", push("w0", 1), began=7, after=0)
+    lead.received("s0", push("w0", 1), began=7, after=0)
     (decision,) = lead.decisions()
     assert (decision.version, decision.progress, decision.ticks) == (8, (3, 1), 3)
     assert decision.contributions[0].staleness == 0
@@ -72,8 +80,8 @@ def test_the_learning_rate_of_a_part_is_its_share_and_falls_with_staleness() -> 
     lead = Decider(
         AsyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"], lr_rule="inverse", by_part=True
     )
-    lead.had("s0", push("w0", 1, share=(1, 4)), began=0, after=0)
-    lead.had("s0", push("w1", 1, share=(3, 4)), began=0, after=0)
+    lead.received("s0", push("w0", 1, share=(1, 4)), began=0, after=0)
+    lead.received("s0", push("w1", 1, share=(3, 4)), began=0, after=0)
     assert [d.lr_scale for d in lead.decisions()] == [0.25, 0.75 / 2]
 
 
@@ -81,11 +89,11 @@ def test_the_factor_of_a_step_is_in_its_decision() -> None:
     lead = Decider(SyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"])
     for worker in ("w0", "w1"):
         told = replace(push(worker, 1), lr_factor=1.5, ticks=3)
-        lead.had("s0", told, began=0, after=0)
+        lead.received("s0", told, began=0, after=0)
     (decision,) = lead.decisions()
     assert (decision.lr_scale, decision.ticks) == (1.5, 3)
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
-    lead.had("s0", replace(push("w0", 1, share=(1, 4)), lr_factor=0.5), began=0, after=0)
+    lead.received("s0", replace(push("w0", 1, share=(1, 4)), lr_factor=0.5), began=0, after=0)
     assert [d.lr_scale for d in lead.decisions()] == [0.125]
 
 
@@ -94,13 +102,13 @@ def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
     lead.rest("w0")
     lead.rest("w0")
     for worker in ("w2", "w1"):
-        lead.had("s0", push(worker, 1), began=0, after=0)
+        lead.received("s0", push(worker, 1), began=0, after=0)
     assert [[g.worker for g in d.contributions] for d in lead.decisions()] == [["w1", "w2"]]
     lead.wake("w0")
     lead.wake("w0")
-    assert (lead.word("w0").at, lead.word("w0").until) == (2, 2)
+    assert (lead.permit("w0").at, lead.permit("w0").until) == (2, 2)
     for worker in ("w2", "w1", "w0"):
-        lead.had("s0", push(worker, 2), began=1, after=0 if worker == "w0" else 1)
+        lead.received("s0", push(worker, 2), began=1, after=0 if worker == "w0" else 1)
     (decision,) = lead.decisions()
     assert [g.worker for g in decision.contributions] == ["w0", "w1", "w2"], "added in rank order"
 
@@ -110,23 +118,23 @@ def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
         policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late=late)
         lead = Decider(policy, Ledger(), servers=["s0"])
         for worker in ("w0", "w1"):
-            lead.had("s0", push(worker, 1), began=0, after=0)
+            lead.received("s0", push(worker, 1), began=0, after=0)
         assert len(lead.decisions()) == 1
-        lead.had("s0", push("w2", 1, scale=0.5), began=0, after=0)
+        lead.received("s0", push("w2", 1, scale=0.5), began=0, after=0)
         return lead
 
     lead = after_a_round("drop")
     assert lead.decisions() == []
     assert [(g.worker, g.seq) for g in lead.late()] == [("w2", 1)]
     assert lead.late() == lead.stragglers() == []
-    assert lead.word("w2").at == 2
+    assert lead.permit("w2").at == 2
 
     lead = after_a_round("decay")
     assert lead.decisions() == lead.late() == []
     assert lead.stragglers() == ["w2"]
     assert lead.stragglers() == []
     for worker in ("w0", "w1"):
-        lead.had("s0", push(worker, 2), began=1, after=1)
+        lead.received("s0", push(worker, 2), began=1, after=1)
     (decision,) = lead.decisions()
     assert [(g.worker, g.seq, g.scale) for g in decision.contributions] == [
         ("w0", 2, 1.0), ("w1", 2, 1.0), ("w2", 1, 0.25),
@@ -137,12 +145,12 @@ def test_at_the_end_of_the_data_what_waits_is_applied() -> None:
     policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late="decay")
     lead = Decider(policy, Ledger(), servers=["s0"])
     for worker in ("w0", "w1", "w2"):
-        lead.had("s0", push(worker, 1), began=0, after=0)
+        lead.received("s0", push(worker, 1), began=0, after=0)
         lead.decisions()
     lead.rest("w0")
     lead.rest("w1")
     assert lead.decisions() == [], "w2 may still give something to the open round"
-    lead.ends("w2")
+    lead.end_pushes("w2")
     (decision,) = lead.decisions()
     assert [(g.worker, g.seq) for g in decision.contributions] == [("w2", 1)]
 
@@ -193,19 +201,19 @@ class Sea:
             return False
         if worker in self.resting:
             return True
-        until = self.lead.word(worker).until
+        until = self.lead.permit(worker).until
         return until is None or self.next_of(worker) <= until
 
     def next_of(self, worker: str) -> int:
         if self.by_part:
             return max(self.last[worker], self.resumed[worker]) + 1
-        return self.lead.word(worker).at
+        return self.lead.permit(worker).at
 
     def push(self, worker: str) -> None:
         if worker in self.resting:
             self.resting.discard(worker)
             self.lead.wake(worker)
-            self.resumed[worker] = self.lead.word(worker).at - 1
+            self.resumed[worker] = self.lead.permit(worker).at - 1
             return
         seq, (step, part) = self.next_of(worker), self.parts.pop(0)
         share = (part + 1, self.num_parts * (self.num_parts + 1) // 2)
@@ -223,12 +231,12 @@ class Sea:
         server, given, began, after = said
         self.said.append(said)
         self.missing[given.worker, given.seq].discard(server)
-        self.lead.had(server, given, began=began, after=after)
+        self.lead.received(server, given, began=began, after=after)
         self.look()
 
     def say_again(self, number: int) -> None:
         server, given, began, after = self.said[number]
-        self.lead.had(server, given, began=began, after=after)
+        self.lead.received(server, given, began=began, after=after)
         self.look()
 
     def may_rest(self, worker: str) -> bool:
@@ -244,7 +252,7 @@ class Sea:
         return bool(mine) and (self.by_part or worker in self.released)
 
     def end(self, worker: str) -> None:
-        self.lead.ends(worker)
+        self.lead.end_pushes(worker)
         self.look()
 
     def moves(self) -> list[tuple[Callable[[Any], None], Any]]:
@@ -316,7 +324,7 @@ class Sea:
         assert Fraction(*self.decided[-1].progress) == self.batches
         assert self.decided[-1].ticks == self.batches
         assert not self.lead.policy._waiting
-        assert not self.lead._had
+        assert not self.lead._received
 
 
 POLICIES: dict[str, Callable[[st.DataObject, list[str]], Policy]] = {

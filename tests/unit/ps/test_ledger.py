@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.ps.ledger import (
+from manyhands.ps.policies import (
     KEEP_PARTS,
     KEEP_PUSHES,
     Contribution,
@@ -63,18 +63,18 @@ def test_a_ledger_survives_the_wire_and_counts_every_push(
 ) -> None:
     ledger = Ledger()
     for made in updates:
-        after = progress_after(ledger.progress, made)
-        progress = (after.numerator, after.denominator)
-        ledger.note(Decision(ledger.version + 1, tuple(made), progress=progress))
+        ledger.note(Decision.of(ledger.version + 1, tuple(made), before=ledger.progress))
     flat = [push for made in updates for push in made]
     assert ledger.version == len(updates)
     assert ledger.counts == {w: sum(p.worker == w for p in flat) for w in {p.worker for p in flat}}
     assert ledger.progress == sum((Fraction(*p.share) * p.ticks for p in flat), Fraction())
     assert ledger.ticks == int(ledger.progress)
     assert list(ledger.parts) == [(p.step, p.part, p.samples, p.loss) for p in flat]
-    again = Ledger.from_record(on_the_wire(ledger.to_record()))
+    again = on_the_wire(ledger)
     assert again == ledger
-    assert again.parts.maxlen == ledger.parts.maxlen
+    copied = ledger.copy()
+    copied.note(Decision(ledger.version + 1, (pushed("a"),)))
+    assert again == ledger, "a copy shares nothing"
     assert not ledger.after(ledger.version)
 
 
@@ -106,7 +106,7 @@ def test_with_many_workers_nobody_is_too_far_behind_to_catch_up() -> None:
     for version in range(1, 501):
         ledger.note(Decision(version, (pushed(f"worker-{version % 100}"),)))
     assert len(ledger.after(500 - 2 * 100)) == 200
-    assert Ledger.from_record(on_the_wire(ledger.to_record())).after(300) == ledger.after(300)
+    assert on_the_wire(ledger).after(300) == ledger.after(300)
 
 
 def test_with_many_workers_in_rounds_a_few_updates_are_remembered_and_no_more() -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import SpecError
-from manyhands.ps.ledger import Contribution
 from manyhands.ps.policies import (
     POLICIES,
     AsyncPolicy,
     BackupPolicy,
+    Contribution,
+    Decision,
     Policy,
-    PolicyUpdate,
     SspPolicy,
     SyncPolicy,
     Verdict,
@@ -31,14 +31,14 @@ def step(policy: Policy, worker: str, seq: int) -> Verdict:
     return policy.push(Contribution(worker, seq))
 
 
-def taken(policy: Policy) -> list[PolicyUpdate]:
+def taken(policy: Policy) -> list[Decision]:
     updates = []
     while update := policy.take():
         updates.append(update)
     return updates
 
 
-def pushes(update: PolicyUpdate | None) -> list[tuple[str, int]]:
+def pushes(update: Decision | None) -> list[tuple[str, int]]:
     assert update is not None
     return [(c.worker, c.seq) for c in update.contributions]
 
@@ -47,7 +47,7 @@ def dropped(policy: Policy) -> tuple[tuple[str, int], ...]:
     return tuple(each.push for each in policy.dropped())
 
 
-def run(policy: Policy, orders: list[tuple[str, ...]]) -> list[PolicyUpdate]:
+def run(policy: Policy, orders: list[tuple[str, ...]]) -> list[Decision]:
     updates = []
     for order in orders:
         for worker in order:
@@ -62,7 +62,7 @@ ORDERS = st.lists(st.permutations(ABC).map(tuple), min_size=1, max_size=6)
 @given(ORDERS)
 def test_sync_gives_the_same_updates_whatever_the_order_of_arrival(orders: list[Any]) -> None:
     expected = [
-        PolicyUpdate(version, tuple(Contribution(w, version) for w in ABC))
+        Decision(version, tuple(Contribution(w, version) for w in ABC))
         for version in range(1, len(orders) + 1)
     ]
     assert run(SyncPolicy(ABC), orders) == expected
@@ -156,17 +156,17 @@ def test_staleness_counts_the_updates_since_the_pull() -> None:
     policy.started("a", 1)
     for seq in (1, 2, 3):
         step(policy, "b", seq)
-        assert policy.take() == PolicyUpdate(seq, (Contribution("b", seq),))
+        assert policy.take() == Decision(seq, (Contribution("b", seq),))
     policy.push(Contribution("a", 1))
-    assert policy.take() == PolicyUpdate(4, (Contribution("a", 1, staleness=3),))
+    assert policy.take() == Decision(4, (Contribution("a", 1, staleness=3),))
     # Where the pull was not seen, the oldest weights that a can have got are those it made.
     step(policy, "b", 4)
     policy.take()
     policy.push(Contribution("a", 2))
-    assert policy.take() == PolicyUpdate(6, (Contribution("a", 2, staleness=1),))
+    assert policy.take() == Decision(6, (Contribution("a", 2, staleness=1),))
     policy.started("a", 3, version=2)
     policy.push(Contribution("a", 3))
-    assert policy.take() == PolicyUpdate(7, (Contribution("a", 3, staleness=4),))
+    assert policy.take() == Decision(7, (Contribution("a", 3, staleness=4),))
 
 
 def test_ssp_lets_nobody_run_ahead() -> None:
@@ -206,7 +206,7 @@ def test_backup_decays_what_is_late() -> None:
     assert policy.push(Contribution("b", 1)) is Verdict.ACCEPTED
     (update,) = run(policy, [("a", "c")])
     late = Contribution("b", 1, staleness=2, scale=0.25)
-    assert update == PolicyUpdate(3, (Contribution("a", 3), late, Contribution("c", 3)))
+    assert update == Decision(3, (Contribution("a", 3), late, Contribution("c", 3)))
     assert dropped(policy) == ()
 
 

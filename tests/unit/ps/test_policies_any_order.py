@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manyhands.ps.ledger import Contribution
 from manyhands.ps.policies import (
     AsyncPolicy,
     BackupPolicy,
+    Contribution,
+    Decision,
     Policy,
-    PolicyUpdate,
     SspPolicy,
     SyncPolicy,
     Verdict,
@@ -41,7 +41,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.begun: dict[str, tuple[int, int]] = {}  # worker: seq, updates made before
         self.began_at: dict[Push, int] = {}
         self.fate: dict[Push, str] = {}
-        self.updates: list[PolicyUpdate] = []
+        self.updates: list[Decision] = []
         self.base = policy.version
 
     def both(self, method: str, *args: Any, **options: Any) -> Any:
@@ -147,7 +147,7 @@ class AnyOrder(RuleBasedStateMachine):
                 may = furthest is None or seq <= furthest
                 assert self.policy.may_start(worker, seq) == may
 
-    def count(self, update: PolicyUpdate) -> None:
+    def count(self, update: Decision) -> None:
         assert update.contributions
         assert update.version == self.base + len(self.updates) + 1, "versions have no gaps"
         order = [(self.live.index(c.worker), c.seq) for c in update.contributions]
@@ -166,7 +166,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.fate[push] = "dropped"
         assert "late" not in self.fate.values(), "what was late is told"
 
-    def check(self, update: PolicyUpdate) -> None:
+    def check(self, update: Decision) -> None:
         """Holds for this policy's updates, just before they are counted."""
 
     def willing(self) -> list[str]:
@@ -196,7 +196,7 @@ class SyncInAnyOrder(AnyOrder):
     def go(self, count: int, clock: int, eager: bool) -> None:
         self.start(SyncPolicy(NAMES[:count], clock=clock), NAMES[:count], eager=eager)
 
-    def check(self, update: PolicyUpdate) -> None:
+    def check(self, update: Decision) -> None:
         (seq,) = {c.seq for c in update.contributions}
         everybody = [w for w in self.live if self.first[w] <= seq]
         assert [c.worker for c in update.contributions] == everybody
@@ -216,7 +216,7 @@ class AsyncInAnyOrder(AnyOrder):
     def go(self, count: int, eager: bool) -> None:
         self.start(AsyncPolicy(NAMES[:count]), NAMES[:count], eager=eager)
 
-    def check(self, update: PolicyUpdate) -> None:
+    def check(self, update: Decision) -> None:
         (only,) = update.contributions
         waiting = [push for push, fate in self.fate.items() if fate == "waiting"]
         assert (only.worker, only.seq) == waiting[0], "in order of arrival"
@@ -267,7 +267,7 @@ class BackupInAnyOrder(AnyOrder):
         policy = BackupPolicy(NAMES[:count], spares=spares, late=late, decay=0.5)
         self.start(policy, NAMES[:count], eager=eager)
 
-    def check(self, update: PolicyUpdate) -> None:
+    def check(self, update: Decision) -> None:
         newest = max(c.seq for c in update.contributions)
         timely = [c for c in update.contributions if c.seq == newest]
         gave = [p for p, fate in self.fate.items() if fate == "waiting" and p[1] == newest]

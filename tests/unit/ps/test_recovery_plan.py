@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from manyhands.errors import ManyhandsError
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.ledger import Contribution, Decision, Ledger
 from manyhands.ps.placement import Placement
-from manyhands.ps.recovery_plan import BlockMove, PlanRecord, RecoveryPlan, ServerStatus, make_plan
+from manyhands.ps.policies import Contribution, Decision, Ledger
+from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, make_plan
 from manyhands.transport.fields import read, write
 
 
@@ -54,7 +54,7 @@ class Site:
             view=self.held.view,
             prepared=self.coming.view if self.coming else 0,
             placement=self.held.placement.to_record() if self.held.placement else None,
-            ledger=ledger_at(known).to_record(),
+            ledger=ledger_at(known),
             replicas=dict(self.held.replicas),
             seen=known,
         )
@@ -121,9 +121,8 @@ class Town:
                 make_plan(statuses, self.layout, replicas=self.replicas)
             raise _Lost
         plan = make_plan(statuses, self.layout, replicas=self.replicas)
-        plan = RecoveryPlan.from_record(
-            read(PlanRecord, json.loads(json.dumps(write(plan.to_record())))), self.layout
-        )
+        plan = read(RecoveryPlan, json.loads(json.dumps(write(plan))))
+        placement = Placement.from_record(plan.placement, layout=self.layout)
         self.check(plan, statuses)
         for site in self.sites:
             site.catch_up(plan)
@@ -132,11 +131,11 @@ class Town:
             owners = {
                 owner
                 for shard in range(len(self.layout.shards))
-                for owner, *second in [plan.placement.holders(shard)]
+                for owner, *second in [placement.holders(shard)]
                 if site.name in second
             }
             replicas = dict.fromkeys(owners, site.version)
-            site.coming = Held(self.view, plan.placement, replicas)
+            site.coming = Held(self.view, placement, replicas)
 
     def check(self, plan: RecoveryPlan, statuses: Sequence[ServerStatus]) -> None:
         """What stands is the newest view that anybody left has heard go of, and the newest version."""
@@ -144,17 +143,16 @@ class Town:
         if plan.standing:
             there = [s for s in statuses if plan.standing in (s.view, s.prepared)]
             assert plan.ledger.version == max(s.ledger.version for s in there)
-            (stood,) = {s.placement for s in there if s.view == plan.standing}
-            assert plan.previous is not None
-            assert plan.previous.to_record() == stood
+            assert len({s.placement for s in there if s.view == plan.standing}) == 1
         assert plan.placement.servers == tuple(site.name for site in self.sites)
 
     def check_moves(self, plan: RecoveryPlan) -> None:
         sites = {site.name: site for site in self.sites}
         moves: dict[tuple[int, str], BlockMove] = {(m.shard, m.role): m for m in plan.moves}
         assert len(moves) == len(plan.moves), "nobody gets a shard twice"
+        placement = Placement.from_record(plan.placement, layout=self.layout)
         for shard in range(len(self.layout.shards)):
-            holders = plan.placement.holders(shard)
+            holders = placement.holders(shard)
             assert len(holders) == (2 if self.replicas and len(self.sites) > 1 else 1)
             assert len(set(holders)) == len(holders)
             for name, role in zip(holders, ("own", "replica"), strict=False):
@@ -261,7 +259,7 @@ def plan_of(town: Town) -> RecoveryPlan:
 def test_nothing_moves_when_nothing_changes(town: Town) -> None:
     plan = plan_of(town)
     assert (plan.standing, plan.moves, plan.stale) == (1, (), ())
-    assert plan.previous == plan.placement
+    assert plan.placement == town.sites[0].status().placement
 
 
 def test_of_a_dead_server_only_what_must_travel_does(town: Town) -> None:
@@ -298,7 +296,7 @@ def test_who_has_just_come_begins_afresh_if_nobody_has_learnt_anything() -> None
     town.join()
     town.settle()  # and nobody hears go
     plan = plan_of(town)
-    assert (plan.standing, plan.previous, plan.moves) == (0, None, ())
+    assert (plan.standing, plan.moves) == (0, ())
 
 
 def test_a_replica_behind_its_living_server_is_sent_anew(town: Town) -> None:
@@ -350,7 +348,7 @@ def test_a_plan_nobody_has_heard_go_of_is_void(town: Town) -> None:
     town.sites.pop(0)
     plan = plan_of(town)
     assert plan.standing == 1
-    assert plan.previous == before
+    assert {site.status().placement for site in town.sites} == {before, None}
 
 
 def test_a_move_is_of_blocks_that_its_source_holds(town: Town) -> None:

@@ -19,9 +19,8 @@ import manyhands.ps.rounds as rounds_module
 from manyhands.embeddings.spec import Table as TableSpec
 from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.ps.block_store import squared_norm
-from manyhands.ps.ledger import Contribution
 from manyhands.ps.mode import PsMode
-from manyhands.ps.policies import SyncPolicy
+from manyhands.ps.policies import Contribution, SyncPolicy
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable, RoundWorker
 from manyhands.ps.rows import ReceivedGrads, RowServerState
 from manyhands.transport.shm import Segment
@@ -63,7 +62,7 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
             assert not servings[first.name].carry(1)
         assert servings[second.name].carry(1)
         assert servings[first.name].carry(1)
-        made = [squared_norm(e.sums.of(1), e.own.runs) for e in (first, second)]
+        made = [squared_norm(e.sums.of(1), e.own.spans) for e in (first, second)]
         assert math.sqrt(sum(made)) == pytest.approx(CLIP_NORM, rel=1e-4)
         assert first.ledger.decisions[0] == second.ledger.decisions[0]
     finally:

@@ -13,7 +13,7 @@ from server_states import OPTIMIZERS, ServerGroup, layout_for, train_state
 
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.placement import place
-from manyhands.ps.server_state import SPAN_BYTES, ServerState, spans
+from manyhands.ps.server_state import SPAN_BYTES, ServerState, message_spans
 from manyhands.ps.updates import apply, apply_replica
 
 
@@ -250,6 +250,6 @@ def test_a_block_that_is_held_by_nobody_here_is_not_made_up() -> None:
 
 def test_what_travels_is_cut_into_spans() -> None:
     layout = layout_for(train_state("sgd"), block_bytes=64)
-    (run,) = spans(layout, range(len(layout.blocks)))
-    assert run.numel * 4 <= SPAN_BYTES
-    assert [b.number for b in run.blocks] == list(range(len(layout.blocks)))
+    (span,) = message_spans(layout, range(len(layout.blocks)))
+    assert span.numel * 4 <= SPAN_BYTES
+    assert [b.number for b in span.blocks] == list(range(len(layout.blocks)))

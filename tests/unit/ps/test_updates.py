@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch
 from server_states import ServerGroup
 
 from manyhands.errors import LinkError, LinkTimeout
-from manyhands.ps.ledger import Decision
 from manyhands.ps.mode import PsMode
-from manyhands.ps.policies import SyncPolicy
+from manyhands.ps.policies import Decision, SyncPolicy
 from manyhands.ps.protocol import BETWEEN_SERVERS
-from manyhands.ps.server_state import ServerState, travelling
+from manyhands.ps.server_state import ServerState
 from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline
 from manyhands.ps.view_change import Peer
 from manyhands.transport import Link, Listener, connect
@@ -37,15 +35,12 @@ class Servers:
         folder: Path,
         *,
         clip_norm: float | None = None,
-        for_all: bool = False,
     ) -> None:
         self.group = group
         self.stack = contextlib.ExitStack()
         group.settle()
         group.begin()
-        mode = PsMode(
-            make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all
-        )
+        mode = PsMode(make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm)
         names = [server_state.name for server_state in group.server_states]
         links = self._links(names, folder)
         self.far = {(a, b): links[b, a] for a, b in links}
@@ -68,7 +63,7 @@ class Servers:
             exchange = (
                 MessageExchange(server_state, mode, placement, peers)
                 if group.shared
-                else NetworkExchange(server_state, mode, placement, peers, workers=group.workers)
+                else NetworkExchange(server_state, mode, placement, peers)
             )
             self.exchanges[server_state.name] = exchange
             self.updates[server_state.name] = UpdatePipeline(
@@ -112,7 +107,7 @@ class Servers:
             wait_until_sent(self.exchanges[a])
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            return exchange.buffer_for(a, head["version"], head["run"])
+            return exchange.buffer_for(a, head["version"], head["span"])
 
         try:
             message = self.far[a, b].recv(timeout_s=0.0, place=place)
@@ -121,19 +116,6 @@ class Servers:
         exchange.handle(a, BETWEEN_SERVERS.read(message.head))
         self.updates[b].advance()
         return True
-
-    def num_spans(self, name: str) -> int:
-        (state,) = [each for each in self.group.server_states if each.name == name]
-        assert state.held.placement is not None
-        return len(travelling(state.held.placement, name)[0])
-
-    def made_early(self) -> list[bool]:
-        """Of each server that has blocks: whether spans were added up before a decision."""
-        return [
-            isinstance(exchange, NetworkExchange) and bool(exchange._made)
-            for name, exchange in self.exchanges.items()
-            if self.num_spans(name)
-        ]
 
     def kill(self, name: str) -> ServerState:
         """Its links break at once; what it has sent is heard to its end."""
@@ -168,13 +150,11 @@ def shared(request: pytest.FixtureRequest) -> bool:
 
 
 @contextlib.contextmanager
-def three(
-    shared: bool, folder: Path, *, clip_norm: float | None = None, for_all: bool = False
-) -> Iterator[Servers]:
+def three(shared: bool, folder: Path, *, clip_norm: float | None = None) -> Iterator[Servers]:
     group = ServerGroup("adam", shared=shared, chance=random.Random(3), block_bytes=128)
     for _ in range(3):
         group.join()
-    servers = Servers(group, folder, clip_norm=clip_norm, for_all=for_all)
+    servers = Servers(group, folder, clip_norm=clip_norm)
     with servers.stack:
         yield servers
     for exchange in servers.exchanges.values():
@@ -232,87 +212,13 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
         assert factor == pytest.approx(0.5 / (norm + 1e-6))
         applied = torch.cat(
             [
-                run.of(server_state.sums.of(1))
+                span.of(server_state.sums.of(1))
                 for server_state in group.server_states
                 if server_state.held.own is not None
-                for run in server_state.held.own.runs
+                for span in server_state.held.own.spans
             ]
         )
         assert float(applied.double().norm()) == pytest.approx(0.5, rel=1e-5)
-
-
-def come(servers: Servers, decision: Decision, chance: random.Random, *, part: float) -> None:
-    """Gradients arrive, run by run, in any order; of each server's only a part, if it is below 1."""
-    arrivals = [
-        (name, given, run)
-        for name, exchange in servers.exchanges.items()
-        for given in decision.contributions
-        for run in range(servers.num_spans(name))
-        if chance.random() <= part
-    ]
-    chance.shuffle(arrivals)
-    for name, given, run in arrivals:
-        servers.exchanges[name].arrived(given.worker, given.seq, given.slot, run)
-        if chance.random() < 0.3:
-            servers.hear(*chance.choice(list(servers.far)))
-
-
-@pytest.mark.parametrize("part", [1.0, 0.8])
-def test_sums_that_are_made_early_are_the_same(part: float, shared: bool, tmp_path: Path) -> None:
-    with three(shared, tmp_path, for_all=True) as servers:
-        for seed in range(6):
-            chance = random.Random(seed)
-            decision = servers.group.decide(for_all=True)
-            come(servers, decision, chance, part=part)
-            assert any(servers.made_early()) != shared
-            servers.decide(decision)
-            servers.deliver(chance)
-            come(servers, decision, chance, part=part)  # sent again: it was decided on
-            assert not any(servers.made_early())
-        for told in servers.applied.values():
-            assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
-        servers.group.settle()
-        servers.group.check()
-
-
-def test_sums_that_were_made_of_something_else_are_made_anew(tmp_path: Path) -> None:
-    with three(False, tmp_path, for_all=True) as servers:
-        group, chance = servers.group, random.Random(0)
-        for version in (1, 2):
-            decision = group.decide(for_all=True)
-            others = [replace(given, slot=1 - given.slot) for given in decision.contributions]
-            come(servers, replace(decision, contributions=tuple(others)), chance, part=1.0)
-            assert all(servers.made_early())
-            servers.decide(decision)
-            servers.deliver(chance)
-            assert {len(told) for told in servers.applied.values()} == {version}
-        group.settle()
-        group.check()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_death_while_sums_are_made_early(seed: int, tmp_path: Path) -> None:
-    chance = random.Random(seed)
-    with three(False, tmp_path, for_all=True) as servers:
-        group = servers.group
-        servers.decide(group.decide(for_all=True))
-        servers.deliver(chance)
-        before = group.version
-        decision = group.decide(for_all=True)
-        come(servers, decision, chance, part=chance.choice([0.5, 1.0]))
-        decided = chance.random() < 0.5
-        dead = chance.choice(group.server_states).name
-        for name, updates in servers.updates.items():
-            if decided and name != dead:
-                updates.enqueue(decision)
-        servers.kill(dead)
-        servers.deliver(chance)
-        for exchange in servers.exchanges.values():
-            exchange.close()
-        newest = max(int(e.status().ledger.version) for e in group.server_states)
-        group.settle()
-        assert {server_state.ledger.version for server_state in group.server_states} == {newest}
-        assert newest == before, "the dead one had not agreed"
 
 
 @pytest.mark.parametrize("seed", range(8))

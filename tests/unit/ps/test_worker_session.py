@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed, LinkError, ProtocolError
-from manyhands.ps.block_store import FlatTensors, runs_of
+from manyhands.ps.block_store import FlatTensors, spans_of
 from manyhands.ps.blocks import BlockLayout, FlatParameter
-from manyhands.ps.ledger import Contribution
+from manyhands.ps.policies import Contribution
 from manyhands.ps.protocol import NewVersion, PushMessage
 from manyhands.ps.worker_session import WorkerSession
 from manyhands.transport import Link, Listener, connect
@@ -21,7 +21,7 @@ from manyhands.transport.event_loop import LANES
 
 LONG_S = 20.0
 LAYOUT = BlockLayout.of([FlatParameter("p", 96, 4, dtype="float32")], block_bytes=128)
-RUNS = runs_of(LAYOUT, [0, 2])
+RUNS = spans_of(LAYOUT, [0, 2])
 PUSH = PushMessage(Contribution("w0", 1), 0, 0)
 
 
@@ -38,7 +38,7 @@ class Hall:
 
     def session(self, *, travels: bool = True) -> WorkerSession:
         slots = [FlatTensors.private(LAYOUT) for _ in range(2)]
-        session = WorkerSession("w0", self.link()[0], slots, travels=travels, runs=RUNS)
+        session = WorkerSession("w0", self.link()[0], slots, travels=travels, spans=RUNS)
         self._stack.callback(session.close)
         return session
 
@@ -63,7 +63,7 @@ def test_a_push_is_here_once_its_head_and_all_its_runs_are(
 def arrive(session: WorkerSession, seq: int, what: str | int) -> object:
     if isinstance(what, str):
         return session.arrived(seq, 0, message=PUSH)
-    return session.arrived(seq, 0, run=what)
+    return session.arrived(seq, 0, span=what)
 
 
 def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall: Hall) -> None:
@@ -98,24 +98,24 @@ def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
     session.wants = [1, 0]
-    session.send_runs(3, params)  # no lane yet: it is sent when they are
+    session.send_spans(3, params)  # no lane yet: it is sent when they are
     far = []
     for number in range(LANES):
         near, worker = hall.link()
         far.append(worker)
         assert session.add_lane(near) == (number == LANES - 1)
-    session.send_runs(4, params)
+    session.send_spans(4, params)
     heard = []
     for link in far:
         with contextlib.suppress(LinkError):
             while len(heard) < len(RUNS):
                 heard.append(link.recv(timeout_s=0.2))
-    assert sorted(m.head["run"] for m in heard) == [0, 1]
+    assert sorted(m.head["span"] for m in heard) == [0, 1]
     for message in heard:
         assert message.head["version"] == 4
         assert message.payload is not None
         first = memoryview(message.payload).cast("f")[0]
-        assert first == {0: 1.0, 1: 2.0}[message.head["run"]]
+        assert first == {0: 1.0, 1: 2.0}[message.head["span"]]
 
 
 def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: Hall) -> None:
@@ -129,6 +129,6 @@ def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: 
     assert session.bytes_sent - near.bytes_sent == sent
     with pytest.raises(LinkClosed):
         old.send({})
-    assert session.arrived(1, 0, run=0) is None
+    assert session.arrived(1, 0, span=0) is None
     session.close()
     session.tell(NewVersion(1, 1))  # into the void: it is gone, or comes back and asks
