@@ -3,35 +3,37 @@
 The first message says what a connection is for: `enter` for a worker's control messages, `lane` for its bulk
 data, `peer` for the link between two servers.
 
-    worker to server    enter           its gradients in shared memory, or none; what it has seen
-                        push            a gradient is complete; `run` + payload: a piece of it, on a lane
-                        rest, wake      no need to wait for this worker; it continues
-                        ends            no push of this worker follows for now
-                        who             which workers does the next step wait for?
-                        pull            asks for the newest parameters
-                        buffers         the first worker's statistics, for all
-                        basket, rows    gradients of table rows; asks for rows
+    worker to server    enter               its gradients in shared memory, or none; the version it has seen
+                        push                a gradient is complete
+                        span                a piece of a gradient as the payload, on a lane
+                        rest, wake          no need to wait for this worker; it continues
+                        pushes_end          no push of this worker follows for now
+                        ask_missing         which workers does the next step wait for?
+                        pull                asks for the newest parameters
+                        buffers             the first worker's statistics, for all
+                        row_gradients       gradients of table rows
+                        rows                asks for table rows
                         state, table_state  ask for the state of the optimizer, or of tables
-    server to worker    begin           the view begins: placement, version, what became of earlier pushes
-                        new             a version, and which of the worker's pushes it has
-                        run + payload   parameters, on a lane
-                        late            a push was dropped
-                        word            which step may begin
-                        missing         the answer to `who`
+    server to worker    begin               the view begins: placement, version, outcome of earlier pushes
+                        new                 a version, and which of the worker's pushes it has
+                        span                a piece of the parameters as the payload, on a lane
+                        late                a push was dropped
+                        permit              which step may begin
+                        missing             the answer to `ask_missing`
                         tensor, state_end   the answer to `state` and `table_state`
-                        refused         the last message to a peer that broke the protocol
-    server to server    status, plan, tensor, moved, go             a view begins: see view_change.py
-                        had             to the leader: I have this push
-                        decide          from the leader: apply this
-                        norm, replica, held, taken, commit          one update: see updates.py
+                        refused             the last message to a peer that broke the protocol
+    server to server    status, plan, tensor, moved, go     a view begins: see view_change.py
+                        received            to the lead: this server has all of a push
+                        decide              from the lead: apply this
+                        norm, replica, held, taken, commit  one update: see updates.py
 
-Whoever has the run's key may connect, and may still be broken. So each message is parsed when it arrives,
-by the thread that reads the connection: the server's own thread never sees one with a wrong field. A wrong
-message is a ProtocolError: nothing of it is used, its connection is closed, its sender is told why, and the
-coordinator is asked to end the sender: all others would wait for it.
+A process with the run's key may connect, and may still be broken. So each message is parsed when it arrives,
+in the thread of an event loop: the server's own thread never sees one with a wrong field. A wrong message is
+a ProtocolError: nothing of it is used, its connection is closed, its sender gets the reason, and the
+coordinator is asked to end the sender, because all others would wait for it.
 
-Some checks need the server's state and are made there: which slots and runs exist (worker_session.py), which
-push is due (decider.py), whose turn it is when a view begins (view_change.py), which update is in progress
+Some checks need the server's state and are made there: which slots and spans exist (worker_session.py), which
+push is due (policies.py), which message a view change expects (view_change.py), which update is in progress
 (updates.py). Servers trust each other's decisions, such as the numbers that a server adds to its own blocks.
 """
 
@@ -349,14 +351,14 @@ OPENINGS = MessageSet({"enter": EnterView, "lane": OpenLane, "peer": PeerHello},
 FROM_WORKER = MessageSet(
     {
         "push": PushMessage,
-        "who": AskMissing,
+        "ask_missing": AskMissing,
         "buffers": Statistics,
-        "basket": RowGradients,
+        "row_gradients": RowGradients,
         "rows": RowsRequest,
         "table_state": TableStateRequest,
         "rest": Rest,
         "wake": Wake,
-        "ends": PushesEnd,
+        "pushes_end": PushesEnd,
         "pull": PullRequest,
         "state": StateRequest,
     },
@@ -370,7 +372,7 @@ TO_WORKER = MessageSet(
         "new": NewVersion,
         "span": ParameterSpan,
         "late": PushDropped,
-        "word": PermitMessage,
+        "permit": PermitMessage,
         "missing": MissingWorkers,
         "buffers": Statistics,
         "rows": RowsAnswer,
@@ -387,7 +389,7 @@ BETWEEN_SERVERS = MessageSet(
         "tensor": TensorMessage,
         "moved": Moved,
         "go": Go,
-        "had": PushReceived,
+        "received": PushReceived,
         "decide": Decide,
         "norm": PartialNorm,
         "replica": ReplicaSum,

@@ -207,8 +207,8 @@ LANE = {"kind": "lane", "sender": BAD, "view": VIEW}
 PUSH = {"kind": "push", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
 SPAN = {"kind": "span", "seq": 1, "slot": 0, "span": 0}
 BUFFERS = {"kind": "buffers", "tag": 1}
-WHO = {"kind": "who", "seq": 1}
-PLAIN = [{"kind": kind} for kind in ("rest", "wake", "ends", "pull", "state")]
+WHO = {"kind": "ask_missing", "seq": 1}
+PLAIN = [{"kind": kind} for kind in ("rest", "wake", "pushes_end", "pull", "state")]
 WORDS = [PUSH, WHO, BUFFERS, *PLAIN]
 """All that a worker may say, each in a form that would be taken."""
 

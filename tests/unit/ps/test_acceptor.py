@@ -64,7 +64,7 @@ def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Pa
             ENTER,
             {"kind": "decide"},
             {"kind": "go"},
-            {"kind": "had"},
+            {"kind": "received"},
             {"kind": "peer"},
         ):
             assert at.say(ENTER, other), f"{other} was taken"
@@ -103,7 +103,7 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
 
 def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
     rows = {"kind": "rows", "tag": 1, "table": "t", "bytes": 8}
-    basket = {"kind": "basket", "seq": 1, "slot": 0, "bytes": 8}
+    basket = {"kind": "row_gradients", "seq": 1, "slot": 0, "bytes": 8}
     with running_server("proof", tmp_path) as at:
         for head in (rows, basket):
             assert "without tables" in at.say(ENTER, head, payload=bytes(8))
@@ -148,7 +148,18 @@ _fields = (
 )
 _heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
     lambda fields: st.sampled_from(
-        ["push", "span", "who", "buffers", "enter", "lane", "peer", "decide", "commit", "tensor"]
+        [
+            "push",
+            "span",
+            "ask_missing",
+            "buffers",
+            "enter",
+            "lane",
+            "peer",
+            "decide",
+            "commit",
+            "tensor",
+        ]
     ).map(lambda kind: {"kind": kind, **fields})
 )
 
