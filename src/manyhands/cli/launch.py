@@ -23,7 +23,8 @@ from manyhands.cli.options import Resolved, parse_set, resolve_options
 from manyhands.cli.parser import Parser
 from manyhands.errors import UsageError
 from manyhands.job import find_job
-from manyhands.launch import KINDS, KubernetesJob, SlurmJob
+from manyhands.launch import KubernetesJob, SlurmJob
+from manyhands.launch.flags import add_flags
 from manyhands.strategies.registry import make_strategy
 
 HELP = "write the file that starts a job on Slurm or Kubernetes"
@@ -43,21 +44,21 @@ SET_BY_THE_FILE = ("on", "cluster", "as", "slots", "key_file", "run_dir", "debug
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedulers = parser.add_subparsers(metavar="SCHEDULER", required=True)
-    for name, add, write in (
-        ("slurm", _add_slurm, _slurm),
-        ("kubernetes", _add_kubernetes, _kubernetes),
+    for name, help, job_type, write in (
+        ("slurm", "A script for sbatch", SlurmJob, _slurm),
+        ("kubernetes", "A manifest for kubectl apply", KubernetesJob, _kubernetes),
     ):
         sub = schedulers.add_parser(
             name,
-            help=(add.__doc__ or "").rstrip("."),
-            description=add.__doc__,
+            help=help,
+            description=f"{help}.",
             usage=f"manyhands launch {name} JOB [flags] [-- flags of manyhands train]",
             epilog=EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # or --set, which belongs after --, would be --setup
         )
         sub.add_argument("job", metavar="JOB", help="path.py, path.py:Name or pkg.module:Name")
-        add(sub)
+        add_flags(sub, job_type)
         group = sub.add_argument_group("the file")
         group.add_argument("--name", help="of the job (default: from JOB)")
         group.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
@@ -86,73 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# Slurm --------------------------------------------------------------------------------------------
-
-
-def _add_slurm(parser: argparse.ArgumentParser) -> None:
-    """A script for sbatch."""
-    group = parser.add_argument_group("resources")
-    group.add_argument("--nodes", type=int, default=2, metavar="N", help="default: 2")
-    group.add_argument(
-        "--tasks-per-node",
-        type=int,
-        metavar="N",
-        help="processes on each node, one member each (default: its GPUs, or 1)",
-    )
-    group.add_argument("--cpus", dest="cpus_per_task", type=int, metavar="N", help="cores per task")
-    group.add_argument(
-        "--gpus", dest="gpus_per_node", metavar="N", help="per node, such as 4 or a100:4"
-    )
-    group.add_argument("--memory", metavar="SIZE", help="per node, such as 64G")
-    group.add_argument("--time", metavar="T", help="90 (minutes), 12:00:00 or 2-12:00:00")
-    group.add_argument("--partition", metavar="NAME")
-    group.add_argument("--account", metavar="NAME")
-    group.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="any other option of sbatch, such as constraint=a100; may be repeated",
-    )
-    group = parser.add_argument_group("how it is started")
-    group.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help='run before the tasks, such as "module load cuda"; may be repeated',
-    )
-    group.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="on a disk that all nodes share (default: runs/NAME-JOBID)",
-    )
-    group.add_argument(
-        "--key-file", metavar="FILE", help="holds the run's key (default: ~/.manyhands/key)"
-    )
-    group.add_argument(
-        "--warn",
-        dest="warn_s",
-        type=int,
-        default=120,
-        metavar="SECONDS",
-        help="how long before its end the job saves a checkpoint and stops (default: 120)",
-    )
-    group.add_argument(
-        "--requeues",
-        type=int,
-        default=100,
-        metavar="N",
-        help="how often it may be requeued after that (default: 100)",
-    )
-
-
 def _slurm(arguments: argparse.Namespace) -> tuple[str, str]:
     find_job(arguments.job)
-    tasks = arguments.tasks_per_node
-    if tasks is None:
-        gpus = (arguments.gpus_per_node or "1").rpartition(":")[2]
-        tasks = int(gpus) if gpus.isdecimal() else 1
     # This command runs where the job would be started by hand: tasks use the same environment.
     activate = shlex.quote(str(Path(sys.prefix) / "bin" / "activate"))
     inside = [] if sys.prefix == sys.base_prefix else [f"source {activate}"]
@@ -160,75 +96,11 @@ def _slurm(arguments: argparse.Namespace) -> tuple[str, str]:
         SlurmJob,
         arguments,
         name=arguments.name or _name(arguments.job, r"[^\w.-]+"),
-        tasks_per_node=tasks,
-        options=tuple(option.removeprefix("--") for option in arguments.sbatch),
+        options=tuple(option.removeprefix("--") for option in arguments.options),
         setup=(*inside, *arguments.setup),
     )
     _check_passed(arguments, job.num_tasks, "tasks", "--nodes or --tasks-per-node")
     return job.script(), f"Submit it with:  sbatch {shlex.quote(str(arguments.output))}"
-
-
-# Kubernetes ---------------------------------------------------------------------------------------
-
-
-def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
-    """A manifest for kubectl apply."""
-    group = parser.add_argument_group("resources")
-    group.add_argument(
-        "--kind",
-        default="job",
-        metavar="KIND",
-        help=f"{', '.join(f'{name}: {what}' for name, what in KINDS.items())} (default: job)",
-    )
-    group.add_argument(
-        "--image", required=True, help="contains manyhands and the job file; JOB is a path in it"
-    )
-    group.add_argument("--namespace", metavar="NAME")
-    group.add_argument("--pods", type=int, default=2, metavar="N", help="default: 2")
-    group.add_argument("--cpus", metavar="N", help="per pod, such as 4 or 500m")
-    group.add_argument("--memory", metavar="SIZE", help="per pod, such as 16Gi")
-    group.add_argument("--gpus", type=int, default=0, metavar="N", help="per pod")
-    group.add_argument(
-        "--gpu-resource",
-        default="nvidia.com/gpu",
-        metavar="NAME",
-        help="their name in the cluster (default: nvidia.com/gpu)",
-    )
-    group.add_argument(
-        "--slots", type=int, metavar="N", help="members per pod (default: its GPUs, or 1)"
-    )
-    group = parser.add_argument_group("where the run folder is")
-    group.add_argument(
-        "--runs",
-        dest="folder",
-        default="/runs",
-        metavar="DIR",
-        help="where pods mount the volume (default: /runs)",
-    )
-    group.add_argument("--claim", metavar="NAME", help="an existing volume claim")
-    group.add_argument(
-        "--storage", default="20Gi", metavar="SIZE", help="of a new volume (default: 20Gi)"
-    )
-    group.add_argument("--storage-class", metavar="NAME", help="of a new volume")
-    group = parser.add_argument_group("how it is started")
-    group.add_argument(
-        "--secret", metavar="NAME", help="holds the run's key (default: NAME-key); see the file"
-    )
-    group.add_argument(
-        "--grace",
-        dest="grace_s",
-        type=int,
-        default=120,
-        metavar="SECONDS",
-        help="time for a pod that must go to save a checkpoint (default: 120)",
-    )
-    group.add_argument(
-        "--retries",
-        type=int,
-        default=10,
-        metavar="N",
-        help="how many failed pods are replaced; preempted ones don't count (default: 10)",
-    )
 
 
 def _kubernetes(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -236,9 +108,8 @@ def _kubernetes(arguments: argparse.Namespace) -> tuple[str, str]:
         KubernetesJob,
         arguments,
         name=arguments.name or _name(arguments.job.lower(), r"[^a-z0-9]+"),
-        slots=arguments.slots if arguments.slots is not None else max(1, arguments.gpus),
     )
-    _check_passed(arguments, job.pods * job.slots, "slots", "--pods or --slots")
+    _check_passed(arguments, job.num_slots, "slots", "--pods or --slots")
     return job.manifest(), "Its first lines say how to start it."
 
 

@@ -9,50 +9,96 @@ from __future__ import annotations
 
 import posixpath
 import shlex
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from functools import partial
 
 from manyhands.errors import UsageError, closest
 from manyhands.events.units import plural
 from manyhands.hosts.spec import DEFAULT_PORT
-from manyhands.launch.template import at_least, fill, matching, one_line, shell_lines
+from manyhands.launch.flags import check_fields, flag, matching, one_line
+from manyhands.launch.template import fill, shell_lines
 
 KINDS = {"job": "an Indexed Job", "jobset": "a JobSet", "rayjob": "a RayJob of KubeRay"}
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+LETTERS = "small letters, digits and -"
 SUBDOMAIN = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+CPUS = r"[0-9]+(\.[0-9]+)?|[0-9]+m"
+RESOURCE = r"[a-z0-9.-]+/[\w.-]+"
 QUANTITY = r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?"
 MAX_LABEL = 63
 MAX_RAY_NAME = 47
 """KubeRay derives longer names from it, and refuses more than this."""
 
 
-@dataclass(frozen=True)
+_resource = partial(flag, "resources")
+_storage = partial(flag, "where the run folder is")
+_start = partial(flag, "how it is started")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KubernetesJob:
     job: str
     """The job file, as a path in the image."""
     name: str
-    image: str
     flags: tuple[str, ...] = ()
     """Passed on to `manyhands train`."""
-    kind: str = "job"
-    pods: int = 2
-    slots: int = 1
-    """Members per pod."""
-    namespace: str | None = None
-    cpus: str | None = None
-    memory: str | None = None
-    gpus: int = 0
-    """Per pod."""
-    gpu_resource: str = "nvidia.com/gpu"
-    claim: str | None = None
-    """An existing volume claim. None: the manifest has one."""
-    storage: str = "20Gi"
-    storage_class: str | None = None
-    folder: str = "/runs"
-    """Where pods mount the volume."""
-    secret: str | None = None
-    grace_s: int = 120
-    """Time for a pod that must go to save a checkpoint."""
-    retries: int = 10
+    kind: str = _resource(
+        "--kind",
+        "KIND",
+        ", ".join(f"{kind}: {what}" for kind, what in KINDS.items()),
+        default="job",
+    )
+    image: str = _resource(
+        "--image",
+        "IMAGE",
+        "contains manyhands and the job file; JOB is a path in it",
+        r"[\w.][\w.:/@-]*",
+        "registry.example.org/train:1.0",
+        default=MISSING,
+    )
+    namespace: str | None = _resource("--namespace", "NAME", "", LABEL, f"team-a: {LETTERS}")
+    pods: int = _resource("--pods", "N", default=2)
+    cpus: str | None = _resource(
+        "--cpus", "N", "per pod, such as 4 or 500m", CPUS, "4, 0.5 or 500m"
+    )
+    memory: str | None = _resource("--memory", "SIZE", "per pod, such as 16Gi", QUANTITY, "16Gi")
+    gpus: int = _resource("--gpus", "N", "per pod", default=0, least=0)
+    gpu_resource: str = _resource(
+        "--gpu-resource", "NAME", "their name in the cluster", RESOURCE, default="nvidia.com/gpu"
+    )
+    slots: int | None = _resource("--slots", "N", "members per pod (default: its GPUs, or 1)")
+    folder: str = _storage(
+        "--runs",
+        "DIR",
+        "where pods mount the volume",
+        r"/[\w.-]+(/[\w.-]+)*",
+        "/runs, a folder in the pods",
+        default="/runs",
+    )
+    claim: str | None = _storage(
+        "--claim", "NAME", "an existing volume claim", SUBDOMAIN, "team-runs"
+    )
+    storage: str = _storage("--storage", "SIZE", "of a new volume", QUANTITY, default="20Gi")
+    storage_class: str | None = _storage(
+        "--storage-class", "NAME", "of a new volume", SUBDOMAIN, "nfs"
+    )
+    secret: str | None = _start(
+        "--secret",
+        "NAME",
+        "holds the run's key (default: NAME-key); see the file",
+        SUBDOMAIN,
+        "digits-key",
+    )
+    grace_s: int = _start(
+        "--grace", "SECONDS", "time for a pod that must go to save a checkpoint", default=120
+    )
+    retries: int = _start(
+        "--retries",
+        "N",
+        "how many failed pods are replaced; preempted ones don't count",
+        default=10,
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -60,30 +106,17 @@ class KubernetesJob:
                 f"--kind {self.kind}: it is one of {', '.join(KINDS)}{closest(self.kind, KINDS)}"
             )
         one_line("JOB", self.job)
-        matching("--image", self.image, r"[\w.][\w.:/@-]*", "registry.example.org/train:1.0")
-        for flag, value, least in (
-            ("--pods", self.pods, 1),
-            ("--slots", self.slots, 1),
-            ("--gpus", self.gpus, 0),
-            ("--grace", self.grace_s, 1),
-            ("--retries", self.retries, 0),
-        ):
-            at_least(flag, value, least)
-        for flag, text, pattern, example in (
-            ("--name", self.name, LABEL, "digits-large: small letters, digits and -"),
-            ("--namespace", self.namespace, LABEL, "team-a: small letters, digits and -"),
-            ("--claim", self.claim, SUBDOMAIN, "team-runs"),
-            ("--secret", self.secret, SUBDOMAIN, "digits-key"),
-            ("--storage-class", self.storage_class, SUBDOMAIN, "nfs"),
-            ("--cpus", self.cpus, r"[0-9]+(\.[0-9]+)?|[0-9]+m", "4, 0.5 or 500m"),
-            ("--memory", self.memory, QUANTITY, "16Gi"),
-            ("--storage", self.storage, QUANTITY, "20Gi"),
-            ("--gpu-resource", self.gpu_resource, r"[a-z0-9.-]+/[\w.-]+", "nvidia.com/gpu"),
-            ("--runs", self.folder, r"/[\w.-]+(/[\w.-]+)*", "/runs, a folder in the pods"),
-        ):
-            if text is not None:
-                matching(flag, text, pattern, example)
+        matching("--name", self.name, LABEL, f"digits-large: {LETTERS}")
+        check_fields(self)
         self._check_length()
+
+    @property
+    def num_slots(self) -> int:
+        return self.pods * self._slots_per_pod
+
+    @property
+    def _slots_per_pod(self) -> int:
+        return max(1, self.gpus) if self.slots is None else self.slots
 
     def _check_length(self) -> None:
         more = len(self._pod(self.pods - 1)) - len(self.name)
@@ -95,26 +128,18 @@ class KubernetesJob:
             )
 
     def manifest(self) -> str:
-        values: dict[str, object] = {
-            "job": self.job,
-            "name": self.name,
-            "image": self.image,
+        values: dict[str, object] = vars(self) | {
             "namespace": f'namespace: "{self.namespace}"' if self.namespace else "",
             "in_namespace": f" -n {self.namespace}" if self.namespace else "",
-            "pods": self.pods,
             "pods_text": plural(self.pods, "pod"),
-            "slots": self.slots,
+            "slots": self._slots_per_pod,
             "coordinator": f"{self._pod(0)}.{self.name}",
             "port": DEFAULT_PORT,
             "secret": self.secret or f"{self.name}-key",
             "claim": self.claim or f"{self.name}-runs",
-            "storage": self.storage,
             "storage_class": f'storageClassName: "{self.storage_class}"'
             if self.storage_class
             else "",
-            "folder": self.folder,
-            "grace_s": self.grace_s,
-            "retries": self.retries,
             "subdomain": f'subdomain: "{self.name}"' if self.kind == "job" else "",
             "script": self._script("ray" if self.kind == "rayjob" else "env"),
             "resources": self._resources(gpus=self.gpus),
@@ -133,7 +158,7 @@ class KubernetesJob:
         flags = list(self.flags)
         if place == "ray" and not any(word.partition("=")[0] == "--workers" for word in flags):
             # With --on env every slot announces itself; Ray has to be asked for them.
-            flags = ["--workers", str(self.pods * self.slots), *flags]
+            flags = ["--workers", str(self.num_slots), *flags]
         script = fill(
             "start.sh",
             {

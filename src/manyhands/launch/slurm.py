@@ -9,73 +9,92 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from functools import partial
 
 from manyhands.events.units import plural
-from manyhands.launch.template import at_least, fill, matching, one_line, shell_lines
+from manyhands.launch.flags import check_fields, flag, matching, one_line
+from manyhands.launch.template import fill, shell_lines
 
 NAME = r"[A-Za-z0-9][\w.+-]*"
+TIMES = "90 (minutes), 12:00:00 or 2-12:00:00"
 TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
+PARTITIONS = rf"{NAME}(,{NAME})*"
+OPTION = r"[a-z][a-z-]*(=\S([ -~]*\S)?)?"
 GPUS = r"([A-Za-z][\w.-]*:)?[1-9][0-9]*"
 MEMORY = r"[0-9]+[KMGT]?"
 
 
-@dataclass(frozen=True)
+DEFAULT_KEY_FILE = '"$HOME/.manyhands/key"'
+
+_resource = partial(flag, "resources")
+_start = partial(flag, "how it is started")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlurmJob:
     job: str
     """The job file, as `manyhands train` takes it."""
     name: str
     flags: tuple[str, ...] = ()
     """Passed on to `manyhands train`."""
-    nodes: int = 2
-    tasks_per_node: int = 1
-    cpus_per_task: int | None = None
-    gpus_per_node: str | None = None
-    """`4`, or `a100:4`."""
-    memory: str | None = None
-    """Per node."""
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    options: tuple[str, ...] = ()
-    """Other options of sbatch: `constraint=a100`."""
-    warn_s: int = 120
-    """How long before its end the job is warned."""
-    requeues: int = 100
-    """The maximum number of times the job is requeued."""
-    run_dir: str | None = None
-    key_file: str | None = None
-    setup: tuple[str, ...] = ()
-    """Lines of shell to run before the tasks."""
+    nodes: int = _resource("--nodes", "N", default=2)
+    tasks_per_node: int | None = _resource(
+        "--tasks-per-node",
+        "N",
+        "processes on each node, one member each (default: its GPUs, or 1)",
+    )
+    cpus_per_task: int | None = _resource("--cpus", "N", "cores per task")
+    gpus_per_node: str | None = _resource(
+        "--gpus", "N", "per node, such as 4 or a100:4", GPUS, "4 or a100:4"
+    )
+    memory: str | None = _resource("--memory", "SIZE", "per node, such as 64G", MEMORY, "64G")
+    time: str | None = _resource("--time", "T", TIMES, TIME, TIMES)
+    partition: str | None = _resource("--partition", "NAME", "", PARTITIONS, "gpu or gpu,long")
+    account: str | None = _resource("--account", "NAME", "", NAME, "lab-42")
+    options: tuple[str, ...] = _resource(
+        "--sbatch",
+        "OPTION",
+        "any other option of sbatch, such as constraint=a100; may be repeated",
+        OPTION,
+        "constraint=a100",
+        default=(),
+    )
+    setup: tuple[str, ...] = _start(
+        "--setup",
+        "COMMAND",
+        'run before the tasks, such as "module load cuda"; may be repeated',
+        default=(),
+    )
+    run_dir: str | None = _start(
+        "--run-dir", "DIR", "on a disk that all nodes share (default: runs/NAME-JOBID)"
+    )
+    key_file: str | None = _start(
+        "--key-file", "FILE", "holds the run's key (default: ~/.manyhands/key)"
+    )
+    warn_s: int = _start(
+        "--warn",
+        "SECONDS",
+        "how long before its end the job saves a checkpoint and stops",
+        default=120,
+    )
+    requeues: int = _start(
+        "--requeues", "N", "how often it may be requeued after that", default=100, least=0
+    )
 
     def __post_init__(self) -> None:
         one_line("JOB", self.job)
         matching("--name", self.name, NAME, "digits-large")
-        at_least("--nodes", self.nodes, 1)
-        at_least("--tasks-per-node", self.tasks_per_node, 1)
-        at_least("--warn", self.warn_s, 1)
-        at_least("--requeues", self.requeues, 0)
-        if self.cpus_per_task is not None:
-            at_least("--cpus", self.cpus_per_task, 1)
-        for flag, text, pattern, example in (
-            ("--gpus", self.gpus_per_node, GPUS, "4 or a100:4"),
-            ("--memory", self.memory, MEMORY, "64G"),
-            ("--time", self.time, TIME, "90 (minutes), 12:00:00 or 2-12:00:00"),
-            ("--partition", self.partition, rf"{NAME}(,{NAME})*", "gpu or gpu,long"),
-            ("--account", self.account, NAME, "lab-42"),
-        ):
-            if text is not None:
-                matching(flag, text, pattern, example)
-        for text in self.options:
-            matching("--sbatch", text, r"[a-z][a-z-]*(=\S([ -~]*\S)?)?", "constraint=a100")
-        for flag, text in (("--run-dir", self.run_dir), ("--key-file", self.key_file)):
-            if text is not None:
-                one_line(flag, text)
-        for line in self.setup:
-            one_line("--setup", line)
+        check_fields(self)
 
     @property
     def num_tasks(self) -> int:
-        return self.nodes * self.tasks_per_node
+        return self.nodes * self._tasks_per_node
+
+    @property
+    def _tasks_per_node(self) -> int:
+        if self.tasks_per_node is not None:
+            return self.tasks_per_node
+        return int((self.gpus_per_node or "1").rpartition(":")[2])
 
     def script(self) -> str:
         resources = {
@@ -86,28 +105,18 @@ class SlurmJob:
             "partition": self.partition,
             "account": self.account,
         }
-        options = [f"{name}={value}" for name, value in resources.items() if value is not None]
-        cpus = "" if self.cpus_per_task is None else f" --cpus-per-task={self.cpus_per_task}"
-        key_file = '"$HOME/.manyhands/key"' if self.key_file is None else shlex.quote(self.key_file)
-        run = (
-            f"runs/{self.name}-$SLURM_JOB_ID" if self.run_dir is None else shlex.quote(self.run_dir)
-        )
+        given = [f"{name}={value}" for name, value in resources.items() if value is not None]
         setup = ["", "# The environment of all tasks.", *self.setup] if self.setup else []
-        values = {
-            "job": self.job,
+        values = vars(self) | {
             "quoted_job": shlex.quote(self.job),
             "flags": "\n".join(shell_lines(self.flags)),
-            "name": self.name,
-            "nodes": self.nodes,
             "nodes_text": plural(self.nodes, "node"),
-            "tasks_per_node": self.tasks_per_node,
-            "tasks_text": plural(self.tasks_per_node, "task"),
-            "options": "\n".join(f"#SBATCH --{option}" for option in [*options, *self.options]),
-            "srun_cpus": cpus,
-            "warn_s": self.warn_s,
-            "requeues": self.requeues,
+            "tasks_per_node": self._tasks_per_node,
+            "tasks_text": plural(self._tasks_per_node, "task"),
+            "options": "\n".join(f"#SBATCH --{option}" for option in (*given, *self.options)),
+            "srun_cpus": f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else "",
             "setup": "\n".join(setup),
-            "key_file": key_file,
-            "run": run,
+            "key_file": shlex.quote(self.key_file) if self.key_file else DEFAULT_KEY_FILE,
+            "run": shlex.quote(self.run_dir) if self.run_dir else f"runs/{self.name}-$SLURM_JOB_ID",
         }
         return fill("slurm.sh", values)

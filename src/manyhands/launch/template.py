@@ -1,4 +1,4 @@
-"""Fill in the templates of launch files, and check what goes into them. Pure."""
+"""Fill in the templates of launch files. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhands.errors import UsageError
+from manyhands.launch.flags import one_line
 
 TEMPLATES = Path(__file__).with_name("templates")
 PLACEHOLDER = re.compile(
@@ -31,28 +31,6 @@ def fill(name: str, values: Mapping[str, object]) -> str:
 
     text = (TEMPLATES / name).read_text(encoding="utf-8")
     return PLACEHOLDER.sub(value, text)
-
-
-def one_line(flag: str, text: str) -> str:
-    """Return the value of a flag; refuse an empty one, line breaks and other control characters."""
-    if not text.strip():
-        raise UsageError(f"{flag} is empty.")
-    if not text.isprintable():
-        raise UsageError(f"{flag} {text!r}: line breaks and control characters are not allowed.")
-    return text
-
-
-def matching(flag: str, text: str, pattern: str, example: str) -> str:
-    """Return the value of a flag; refuse it if it does not match the pattern."""
-    if not re.fullmatch(pattern, text):
-        raise UsageError(f"{flag} {text!r}: it must look like {example}.")
-    return text
-
-
-def at_least(flag: str, value: int, least: int) -> int:
-    if value < least:
-        raise UsageError(f"{flag} {value}: it must be at least {least}.")
-    return value
 
 
 def shell_lines(words: Sequence[str]) -> list[str]:

@@ -18,7 +18,8 @@ from kubernetes_validate import validate
 
 from manyhands.errors import UsageError
 from manyhands.hosts.discovery import detect
-from manyhands.launch import KINDS, KubernetesJob
+from manyhands.launch import KubernetesJob
+from manyhands.launch.kubernetes import KINDS
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install manyhands[dev]")
 
