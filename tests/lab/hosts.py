@@ -16,13 +16,13 @@ WITHIN_S = 20.0
 
 def record_of(number: int) -> records.Record:
     """Return the record of an existing lab."""
-    return next(r for r in records.records() if r.layout.number == number)
+    return next(r for r in records.records() if r.number == number)
 
 
 def left_over(record: records.Record) -> list[str]:
     """Return what is left of a lab; nothing if another program reuses its number."""
-    number = record.layout.number
-    if any(r.layout.number == number and r != record for r in records.records()):
+    number = record.number
+    if any(r.number == number and r != record for r in records.records()):
         return []
     prefix = f"manyhands-{number}-"
     namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout

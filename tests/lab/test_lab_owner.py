@@ -82,7 +82,7 @@ def test_the_next_lab_removes_what_a_killed_program_left_over() -> None:
 
 
 def test_down_all_spares_the_labs_of_living_programs() -> None:
-    if theirs := [record.layout.number for record in records() if record.owner is None]:
+    if theirs := [record.number for record in records() if record.owner is None]:
         pytest.skip(f"labs {theirs} are somebody's, and would go, too")
     with program() as dead, program() as living:
         kept = Lab(hosts=1).up().record
@@ -92,16 +92,16 @@ def test_down_all_spares_the_labs_of_living_programs() -> None:
         assert done.returncode == 0, done.stderr
         for lab in (*dead.labs, kept):
             assert left_over(lab) == []
-        assert f"removed lab {kept.layout.number}\n" in done.stdout
+        assert f"removed lab {kept.number}\n" in done.stdout
         assert harness.gone(dead.pids, within_s=0)
         for lab in living.labs:
-            number = lab.layout.number
+            number = lab.number
             assert f"kept lab {number}: of process {living.process.pid}" in done.stdout
             assert left_over(lab)
         again = Lab(hosts=1).up().record
         only = say("down")  # the one that can be taken down
-        assert only.stdout == f"removed lab {again.layout.number}\n"
-        refused = say("down", "--lab", str(living.labs[0].layout.number))
+        assert only.stdout == f"removed lab {again.number}\n"
+        refused = say("down", "--lab", str(living.labs[0].number))
         assert refused.returncode == 2
         assert f"of process {living.process.pid}" in refused.stderr
         assert living.process.poll() is None

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from manyhands.errors import Interrupted, UsageError
@@ -38,13 +39,16 @@ examples:
 Each of these has its own --help:  manyhands lab run --help
 """
 Action = Callable[[argparse.Namespace], int]
+AddFlags = Callable[[argparse.ArgumentParser], None]
 IMPOSSIBLE = ("latency", "delay", "jitter", "loss")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
-    def action(name: str, act: Action, help: str, examples: str) -> argparse.ArgumentParser:
+    def action(
+        name: str, act: Action, help: str, examples: str, *flags: AddFlags
+    ) -> argparse.ArgumentParser:
         sub = actions.add_parser(
             name,
             help=help,
@@ -53,42 +57,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(action=act)
+        for add in flags:
+            add(sub)
         return sub
 
-    up = action("up", _up, "make a lab that stays until it is removed", UP)
-    _add_size(up)
-    status = action(
-        "status", _status, "show hosts, addresses, bytes and cuts of the labs here", STATUS
-    )
-    _add_lab(status)
-    execute = action("exec", _exec, "run a command on one host, in this terminal", EXEC)
-    _add_lab(execute)
+    action("up", _up, "make a lab that stays until it is removed", UP, _add_size)
+    shows = "show hosts, addresses, bytes and cuts of the labs here"
+    action("status", _status, shows, "  manyhands lab status\n", _add_lab)
+    execute = action("exec", _exec, "run a command on one host, in this terminal", EXEC, _add_lab)
     execute.add_argument("host", metavar="HOST", help="such as host-0")
     _add_command(execute)
-    cut = action("cut", _cut, "drop all packets of a host, or those between two", CUT)
-    _add_lab(cut)
+    drops = "drop all packets of a host, or those between two"
+    cut = action("cut", partial(_change_links, Lab.cut), drops, CUT, _add_lab)
     cut.add_argument("host", metavar="A", help="such as host-0")
     cut.add_argument("other", metavar="B", nargs="?", help="only between A and B")
-    heal = action("heal", _heal, "undo a cut, or all of them", HEAL)
-    _add_lab(heal)
+    undoes = "undo a cut, or all of them"
+    heal = action("heal", partial(_change_links, Lab.heal), undoes, HEAL, _add_lab)
     heal.add_argument("host", metavar="A", nargs="?", help="the link of this host")
     heal.add_argument("other", metavar="B", nargs="?", help="the link between A and B")
-    down = action("down", _down, "remove a lab, with all processes on its hosts", DOWN)
-    _add_lab(down)
+    down = action("down", _down, "remove a lab, with all processes on its hosts", DOWN, _add_lab)
     down.add_argument(
         "--all", action="store_true", help="every lab, including what killed programs left behind"
     )
-    run = action("run", _run, "run a command once on every host of a new lab", RUN)
-    _add_size(run)
-    _add_command(run)
+    once = "run a command once on every host of a new lab"
+    action("run", _run, once, RUN, _add_size, _add_command)
 
 
 UP = """\
   manyhands lab up --hosts 3
   manyhands lab up --hosts 8 --bandwidth 25gbit
-"""
-STATUS = """\
-  manyhands lab status
 """
 EXEC = """\
   manyhands lab exec host-0 -- bash
@@ -153,12 +150,11 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    there = [record for record in records() if not record.dead]
-    if arguments.lab is None and not there:
+    numbers = [arguments.lab]
+    if arguments.lab is None:
+        numbers = [record.number for record in records() if not record.dead]
+    if not numbers:
         print("There is no lab. Make one:  manyhands lab up --hosts 3")
-    numbers = (
-        [record.layout.number for record in there] if arguments.lab is None else [arguments.lab]
-    )
     for place, number in enumerate(numbers):
         if place:
             print()
@@ -171,16 +167,10 @@ def _exec(arguments: argparse.Namespace) -> NoReturn:
     Lab.open(arguments.lab).host(arguments.host).become(command)
 
 
-def _cut(arguments: argparse.Namespace) -> int:
+def _change_links(change: Callable[..., None], arguments: argparse.Namespace) -> int:
+    """Cut or heal links, and print all cuts."""
     lab = Lab.open(arguments.lab)
-    lab.cut(arguments.host, arguments.other)
-    print(_cuts(lab))
-    return 0
-
-
-def _heal(arguments: argparse.Namespace) -> int:
-    lab = Lab.open(arguments.lab)
-    lab.heal(arguments.host, arguments.other)
+    change(lab, arguments.host, arguments.other)
     print(_cuts(lab))
     return 0
 
@@ -189,21 +179,21 @@ def _down(arguments: argparse.Namespace) -> int:
     if arguments.all:
         removed, kept = remove_all()
         for record in removed:
-            print(f"removed lab {record.layout.number}")
+            print(f"removed lab {record.number}")
         for record in kept:
-            print(f"kept lab {record.layout.number}: {record.owner_text}")
+            print(f"kept lab {record.number}: {record.owner_text}")
         if not removed and not kept:
             print("There is no lab.")
         return 0
     kept = [record for record in records() if not record.dead and record.owner is None]
     if arguments.lab is None and len(kept) == 1:
-        arguments.lab = kept[0].layout.number  # the others end with their programs
+        arguments.lab = kept[0].number  # the others end with their programs
     lab = Lab.open(arguments.lab)
-    number, owner = lab.number, lab.record.owner
-    if owner is not None:
-        raise UsageError(f"Lab {number} is {lab.record.owner_text}: it ends with that process.")
+    record = lab.record
+    if record.owner is not None:
+        raise UsageError(f"Lab {record.number} is {record.owner_text}: it ends with that process.")
     lab.down()
-    print(f"removed lab {number}")
+    print(f"removed lab {record.number}")
     return 0
 
 

@@ -52,7 +52,7 @@ class Lab:
         """Open an existing lab by its number, or the only one."""
         if reason := tools.unavailable():
             raise LabError(reason)
-        there = {record.layout.number: record for record in records() if not record.dead}
+        there = {record.number: record for record in records() if not record.dead}
         if not there:
             raise UsageError("There is no lab. Make one:  manyhands lab up --hosts 3")
         known = ", ".join(f"lab {n} ({record.owner_text})" for n, record in there.items())
@@ -61,29 +61,13 @@ class Lab:
         chosen = there.get(min(there) if number is None else number)
         if chosen is None:
             raise UsageError(f"There is no lab {number}. There is {known}.")
-        return cls._of(chosen)
-
-    @classmethod
-    def _of(cls, record: Record) -> Lab:
-        lab = cls(record.layout.num_hosts)
-        lab._bits = record.bits
-        lab._use(record)
+        lab = cls(chosen.hosts)
+        lab._bits = chosen.bits
+        lab._use(chosen)
         return lab
 
     def __enter__(self) -> Lab:
-        self._check_not_made()
-        self._cleanup = CleanupOnSignal(self._remove_quietly)
-        self._cleanup.listen()
-        try:
-            with signals_deferred():
-                self._make(Owner.of(os.getpid()))
-                # Its thread lives as long as the lab, not as long as the first process.
-                self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
-                self._starter.submit(int).result()
-        except BaseException:
-            self.down()
-            raise
-        return self
+        return self._create(Owner.of(os.getpid()))
 
     def __exit__(
         self,
@@ -95,14 +79,7 @@ class Lab:
 
     def up(self) -> Lab:
         """Make it, and keep it until `down()`."""
-        self._check_not_made()
-        try:
-            with signals_deferred():
-                self._make(None)
-        except BaseException:
-            self.down()
-            raise
-        return self
+        return self._create(None)
 
     def down(self) -> None:
         """Remove its processes, namespaces and files. Does nothing if it was not made."""
@@ -132,7 +109,7 @@ class Lab:
     @property
     def number(self) -> int:
         """Its number on this machine."""
-        return self.record.layout.number
+        return self.record.number
 
     @property
     def hosts(self) -> tuple[LabHost, ...]:
@@ -147,22 +124,19 @@ class Lab:
         if second is None:
             network.unplug(self.record.layout, self._index(first))
         else:
-            network.divide(self.record.layout, *self._pair(first, second))
+            network.set_link(self.record.layout, *self._pair(first, second), cut=True)
 
     def heal(self, first: LabHost | str | None = None, second: LabHost | str | None = None) -> None:
         """Undo that cut; without arguments, all cuts."""
-        layout = self.record.layout
-        if first is None and second is not None:
-            raise UsageError("To heal the link between two hosts, name both.")
-        if first is not None and second is not None:
-            network.join(layout, *self._pair(first, second))
-        elif first is not None:
-            network.plug(layout, self._index(first))
+        if first is None:
+            if second is not None:
+                raise UsageError("To heal the link between two hosts, name both.")
+            for cut in self.cuts():
+                self.heal(*cut)
+        elif second is None:
+            network.plug(self.record.layout, self._index(first))
         else:
-            for index in network.unplugged(layout):
-                network.plug(layout, index)
-            for pair in network.divided(layout):
-                network.join(layout, *pair)
+            network.set_link(self.record.layout, *self._pair(first, second), cut=False)
 
     def cuts(self) -> list[tuple[str, ...]]:
         """Return the current cuts: ("host-1",) or ("host-0", "host-2")."""
@@ -183,9 +157,22 @@ class Lab:
             )
         return here, there
 
-    def _check_not_made(self) -> None:
+    def _create(self, owner: Owner | None) -> Lab:
+        """Make the lab, which ends with its owner."""
         if self._record is not None:
             raise LabError(f"This lab already exists: it is lab {self.number}.")
+        if owner is not None:
+            self._cleanup = CleanupOnSignal(self._remove_quietly)
+            self._cleanup.listen()
+        try:
+            with signals_deferred():
+                self._make(owner)
+                if owner is not None:
+                    self._start_thread()
+        except BaseException:
+            self.down()
+            raise
+        return self
 
     def _make(self, owner: Owner | None) -> None:
         if reason := tools.unavailable():
@@ -199,7 +186,7 @@ class Lab:
 
     def _use(self, record: Record) -> None:
         self._record = record
-        self._hosts = tuple(LabHost(self, index) for index in range(record.layout.num_hosts))
+        self._hosts = tuple(LabHost(self, index) for index in range(record.hosts))
 
     def _remove_quietly(self) -> None:
         """Remove the lab without taking locks: the code that the signal interrupted may hold them."""
@@ -207,11 +194,15 @@ class Lab:
             remove(self._record)
 
     def _start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        # The kernel kills a child when the thread that started it ends, so that thread must live as
-        # long as the lab.
-        if self._starter is None:
-            self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
-        return self._starter.submit(_popen, command, options).result()
+        starter = self._starter or self._start_thread()
+        return starter.submit(lambda: subprocess.Popen(command, **options)).result()
+
+    def _start_thread(self) -> ThreadPoolExecutor:
+        """Start the thread that starts processes. It must live as long as the lab: the kernel kills a child
+        when the thread that started it ends."""
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="lab")
+        self._starter.submit(int).result()
+        return self._starter
 
 
 class LabHost:
@@ -236,27 +227,34 @@ class LabHost:
         It dies with this program. It has its own process group, so Ctrl-C does not reach it.
         """
         environ = {**self._environ(), **(env or {})}
-        check_command(command, environ)
-        process = self._lab._start(
-            [
-                *processes.enter_command(self._lab.record, self.index, dies_with_parent=True),
-                *command,
-            ],
-            env=environ,
-            **{"process_group": 0, **options},
-        )
+        words = self._enter(command, environ, dies_with_parent=True)
+        process = self._lab._start(words, env=environ, **{"process_group": 0, **options})
         self._started.append(process)
         return process
 
     def become(self, command: Sequence[str]) -> NoReturn:
         """Replace this process by a command on this host, which inherits its terminal."""
         environ = self._environ()
-        check_command(command, environ)
-        words = [
-            *processes.enter_command(self._lab.record, self.index, dies_with_parent=False),
-            *command,
-        ]
+        words = self._enter(command, environ, dies_with_parent=False)
         os.execve(words[0], words, environ)
+
+    def _enter(
+        self, command: Sequence[str], environ: Mapping[str, str], *, dies_with_parent: bool
+    ) -> list[str]:
+        """Return the words that run a command on this host.
+
+        Refuses a wrong command early: the errors of nsenter and ip would be hard to understand.
+        """
+        if isinstance(command, str) or not command:
+            raise UsageError(
+                f"A command is a list of words, such as ['python', 'a.py']: {command!r}."
+            )
+        if shutil.which(command[0], path=environ.get("PATH")) is None and "/" not in command[0]:
+            raise UsageError(f"There is no program {command[0]!r} to run on a lab's host.")
+        inside = processes.enter_command(
+            self._lab.record, self.index, dies_with_parent=dies_with_parent
+        )
+        return [*inside, *command]
 
     def _environ(self) -> dict[str, str]:
         """Return the environment of this program, with a number of threads. Hosts share the machine's cores,
@@ -329,18 +327,6 @@ class LabHost:
                 with suppress(OSError):
                     if pipe is not None:
                         pipe.close()
-
-
-def _popen(command: Sequence[str], options: Mapping[str, Any]) -> subprocess.Popen[Any]:
-    return subprocess.Popen(command, **options)
-
-
-def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuse a wrong command early: the errors of nsenter and ip would be hard to understand."""
-    if isinstance(command, str) or not command:
-        raise UsageError(f"A command is a list of words, such as ['python', 'a.py']: {command!r}.")
-    if shutil.which(command[0], path=environ.get("PATH")) is None and "/" not in command[0]:
-        raise UsageError(f"There is no program {command[0]!r} to run on a lab's host.")
 
 
 def remove(record: Record) -> None:

@@ -95,15 +95,10 @@ def unplug(layout: LabLayout, index: int) -> None:
     batch("ip", layout.switch, [f"link set {layout.port(index)} nomaster"])
 
 
-def join(layout: LabLayout, first: int, second: int) -> None:
-    """Restore the link between two hosts."""
-    batch("ip", layout.namespaces[first], [_neighbour(layout, second)])
-    batch("ip", layout.namespaces[second], [_neighbour(layout, first)])
-
-
-def divide(layout: LabLayout, first: int, second: int) -> None:
+def set_link(layout: LabLayout, first: int, second: int, *, cut: bool) -> None:
+    """Cut or restore the link between two hosts."""
     for here, there in ((first, second), (second, first)):
-        batch("ip", layout.namespaces[here], [_neighbour(layout, there, NOWHERE)])
+        batch("ip", layout.namespaces[here], [_neighbour(layout, there, cut=cut)])
 
 
 def unplugged(layout: LabLayout) -> set[int]:
@@ -156,8 +151,8 @@ def _host(layout: LabLayout, index: int) -> list[str]:
     ]
 
 
-def _neighbour(layout: LabLayout, index: int, hardware_address: str = "") -> str:
-    where = hardware_address or layout.hardware_address(index)
+def _neighbour(layout: LabLayout, index: int, *, cut: bool = False) -> str:
+    where = NOWHERE if cut else layout.hardware_address(index)
     return f"neighbour replace {layout.address(index)} lladdr {where} dev {INTERFACE} nud permanent"
 
 

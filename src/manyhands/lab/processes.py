@@ -20,12 +20,9 @@ KILLED_WITHIN_S = 10.0
 def enter_command(record: Record, index: int, *, dies_with_parent: bool) -> list[str]:
     """Return the prefix that makes a command run on a host, in the same process."""
     name, namespace = record.name_file(index), record.layout.namespaces[index]
-    inside = [*_path("nsenter"), f"--uts={name}", *_path("ip"), "netns", "exec", namespace]
-    return [*_path("setpriv"), "--pdeathsig", "KILL", *inside] if dies_with_parent else inside
-
-
-def _path(tool: str) -> list[str]:
-    return [find(tool) or tool]
+    setpriv, nsenter, ip = (find(tool) or tool for tool in ("setpriv", "nsenter", "ip"))
+    inside = [nsenter, f"--uts={name}", ip, "netns", "exec", namespace]
+    return [setpriv, "--pdeathsig", "KILL", *inside] if dies_with_parent else inside
 
 
 def inside(namespaces: Iterable[str]) -> list[int]:

@@ -18,11 +18,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from manyhands.errors import LabError
 from manyhands.lab.layout import MAX_LABS, LabLayout
+from manyhands.transport.fields import read
 
 FOLDER = Path("/run/manyhands")
 
@@ -48,13 +49,19 @@ class Owner:
 
 @dataclass(frozen=True)
 class Record:
-    layout: LabLayout
+    number: int
+    """The lab's number on this machine."""
+    hosts: int
     bits: int | None
     """Bandwidth of each link, in bits per second; None: unlimited."""
     owner: Owner | None
     """None: the lab is kept until it is taken down."""
     made: float
     boot: str
+
+    @property
+    def layout(self) -> LabLayout:
+        return LabLayout(self.number, self.hosts)
 
     @property
     def dead(self) -> bool:
@@ -70,11 +77,11 @@ class Record:
 
     @property
     def folder(self) -> Path:
-        return FOLDER / f"lab-{self.layout.number}"
+        return FOLDER / f"lab-{self.number}"
 
     @property
     def path(self) -> Path:
-        return FOLDER / f"lab-{self.layout.number}.json"
+        return FOLDER / f"lab-{self.number}.json"
 
     def forget(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -92,17 +99,17 @@ def locked() -> Iterator[None]:
 
 def claim(num_hosts: int, *, bits: int | None, owner: Owner | None) -> Record:
     """Record a new lab under the first free number. Call it while `locked()`."""
-    taken = {record.layout.number for record in records()}
+    taken = {record.number for record in records()}
     number = next((n for n in range(MAX_LABS) if n not in taken), None)
     if number is None:
         raise LabError(
             f"There are already {MAX_LABS} labs on this machine, the maximum. Remove those that are not "
             "needed:  manyhands lab down --all"
         )
-    record = Record(LabLayout(number, num_hosts), bits, owner, time.time(), _boot())
+    record = Record(number, num_hosts, bits, owner, time.time(), _boot())
     record.folder.mkdir(exist_ok=True)
     temporary = record.path.with_suffix(".new")
-    temporary.write_text(json.dumps(_plain(record)) + "\n")
+    temporary.write_text(json.dumps(asdict(record)) + "\n")
     os.replace(temporary, record.path)
     return record
 
@@ -114,28 +121,12 @@ def records() -> list[Record]:
         match = re.fullmatch(r"lab-([0-9]+)\.json", path.name)
         if match:
             try:
-                found.append(_record(int(match[1]), path.read_text()))
+                found.append(
+                    read(Record, {**json.loads(path.read_text()), "number": int(match[1])})
+                )
             except FileNotFoundError:
                 continue  # taken down just now
-    return sorted(found, key=lambda record: record.layout.number)
-
-
-def _plain(record: Record) -> dict[str, object]:
-    owner = record.owner
-    return {
-        "hosts": record.layout.num_hosts,
-        "bits": record.bits,
-        "owner": {"pid": owner.pid, "started": owner.started} if owner else None,
-        "made": record.made,
-        "boot": record.boot,
-    }
-
-
-def _record(number: int, text: str) -> Record:
-    read = json.loads(text)
-    owner = Owner(**read["owner"]) if read["owner"] else None
-    layout = LabLayout(number, read["hosts"])
-    return Record(layout, read["bits"], owner, read["made"], read["boot"])
+    return sorted(found, key=lambda record: record.number)
 
 
 def _started(pid: int) -> int | None:
