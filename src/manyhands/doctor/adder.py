@@ -1,15 +1,14 @@
 """One process of the doctor's process group: joins the group, all-reduces, checks the sum.
 
-A program: `python -m manyhands.doctor.adder`, with an invitation on standard input whose assignment is an
-AddTask. It prints each step before it begins it, so that the last line of its log says where it got stuck or
-why it failed; it exits with 0 only if the sum is right.
+A program that a launcher starts, with an AddTask as the assignment in its invitation. It prints each step
+before it begins it, so that the last line of its log shows where it got stuck or why it failed; it exits with
+0 only if the sum is right.
 
 Rank r contributes 2**r in every element, so that a wrong sum shows which rank is missing or counted twice.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -58,7 +57,7 @@ def add_up(task: AddTask) -> None:
 
 
 def main() -> int:
-    invitation = read(Invitation, json.load(sys.stdin))
+    invitation = Invitation.from_launcher()
     die_with(invitation.parent)
     try:
         add_up(read(AddTask, invitation.assignment))

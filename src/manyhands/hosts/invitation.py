@@ -1,13 +1,15 @@
-"""The invitation: what a member is given at its start, as JSON on its standard input."""
+"""The invitation: what a member is given at its start, as JSON in a pipe."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.transport import Credentials
-from manyhands.transport.fields import Count
+from manyhands.transport.fields import Count, read
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,9 @@ class Invitation:
     """Where members on other hosts reach this one."""
     parent: Count | None = None
     """The process that starts the member."""
+
+    @classmethod
+    def from_launcher(cls) -> Invitation:
+        """Read the invitation of this process. Its last argument is the descriptor of the pipe."""
+        with open(int(sys.argv.pop())) as pipe:
+            return read(cls, json.load(pipe))

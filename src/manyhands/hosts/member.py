@@ -1,8 +1,8 @@
 """A member's end of the control connection.
 
-A member starts with an invitation, which its launcher writes to standard input. It connects and sends
-a hello. From then on one thread reads the coordinator's messages, and another sends a beat every second. The
-messages, by `kind`:
+A member starts with an invitation, which its launcher writes to a pipe. It connects and sends a hello. From
+then on one thread reads the coordinator's messages, and another sends a beat every second. The messages, by
+`kind`:
 
     member:       hello, ready, beat, report, post, failed, bye
     coordinator:  view, order, posted, stacks
@@ -16,7 +16,6 @@ from __future__ import annotations
 import bdb
 import ctypes
 import faulthandler
-import json
 import os
 import platform
 import queue
@@ -47,7 +46,6 @@ from manyhands.hosts.view import Me, Seat, View
 from manyhands.job import find_job
 from manyhands.threads import start_thread
 from manyhands.transport import Limits, Link, connect
-from manyhands.transport.fields import read
 
 PR_SET_PDEATHSIG = 1
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=0)
@@ -99,12 +97,7 @@ class Member:
     @classmethod
     def from_launcher(cls) -> Member:
         """Read the invitation that this process was started with, and join."""
-        if len(sys.argv) > 1:  # standard input is the terminal
-            with open(int(sys.argv.pop())) as pipe:
-                text = json.load(pipe)
-        else:
-            text = json.load(sys.stdin)
-        invitation = read(Invitation, text)
+        invitation = Invitation.from_launcher()
         die_with(invitation.parent)
         # Ctrl-C and a scheduler's warning are handled by the coordinator, which tells members what to do.
         for number in (signal.SIGINT, signal.SIGUSR1):

@@ -1,10 +1,10 @@
 """Members as processes of this machine: the embedded default.
 
 Each member is a fresh Python (never a fork of one that has loaded torch), in a process group of its
-own so that Ctrl-C reaches only the coordinator, with its output in its own log. The invitation goes
-through standard input; a member that has the terminal gets it through a pipe. A member asks the kernel
-to kill it when its parent dies and ends itself when the control link closes (see hosts/member.py):
-two independent reasons why none is ever left over.
+own so that Ctrl-C reaches only the coordinator, with its output in its own log. It reads its invitation
+from a pipe, whose descriptor is its last argument. A member asks the kernel to kill it when its parent
+dies, and ends itself when the control link closes (hosts/member.py): two independent reasons why none is
+ever left over.
 """
 
 from __future__ import annotations
@@ -80,47 +80,34 @@ class LocalLauncher(Launcher):
         self._handles: list[LocalHandle] = []
 
     def start(self, request: StartRequest) -> LocalHandle:
-        if self.terminal:
-            return self._start_at_terminal(request)
         with ExitStack() as stack:
-            # Appended to: a resumed run keeps what was logged before.
-            output = (
-                subprocess.PIPE
-                if request.log is None
-                else stack.enter_context(open(request.log, "ab"))
-            )
-            # No bufsize: the invitation must be on its way when write() returns.
-            process = subprocess.Popen(
-                [sys.executable, "-m", request.entry],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                bufsize=0,
-                env=self._environment(request),
-            )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once: wait() tells
-            process.stdin.write(_invitation(request))
-            process.stdin.close()
-        handle = LocalHandle(request.name, process)
-        self._handles.append(handle)
-        return handle
-
-    def _start_at_terminal(self, request: StartRequest) -> LocalHandle:
-        if request.log is not None:
-            request.log.touch()  # what it prints is on the terminal
-        reading, writing = os.pipe()
-        with open(writing, "wb") as pipe:
-            process = subprocess.Popen(
-                [sys.executable, "-m", request.entry, str(reading)],
-                pass_fds=(reading,),
-                env=self._environment(request),
-            )
-            os.close(reading)
-            with suppress(BrokenPipeError):
-                pipe.write(_invitation(request))
-        handle = LocalHandle(request.name, process, own_group=False)
+            output: Any = subprocess.PIPE
+            if request.log is not None:
+                # Appended to: a resumed run keeps what was logged before.
+                output = stack.enter_context(open(request.log, "ab"))
+            redirected: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": subprocess.STDOUT,
+                "process_group": 0,
+                "bufsize": 0,
+            }
+            reading, writing = os.pipe()
+            # No buffer: the invitation must be on its way when write() returns.
+            pipe = stack.enter_context(open(writing, "wb", buffering=0))
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", request.entry, str(reading)],
+                    pass_fds=(reading,),
+                    env=self._environment(request),
+                    **({} if self.terminal else redirected),
+                )
+            finally:
+                os.close(reading)
+            with suppress(BrokenPipeError):  # it died at once: wait() tells
+                invitation = replace(request.invitation, parent=os.getpid())
+                pipe.write(json.dumps(write(invitation)).encode())
+        handle = LocalHandle(request.name, process, own_group=not self.terminal)
         self._handles.append(handle)
         return handle
 
@@ -145,10 +132,6 @@ class LocalLauncher(Launcher):
         if self._modes is not None:
             # A debugger that was killed at its prompt has left it without echo.
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._modes)
-
-
-def _invitation(request: StartRequest) -> bytes:
-    return json.dumps(write(replace(request.invitation, parent=os.getpid()))).encode()
 
 
 def _terminal_modes() -> list[Any] | None:
