@@ -66,11 +66,7 @@ class RayLauncher(AgentLauncher):
         """`job`: its file, as members find it. `least`: so many workers are enough to begin with."""
         host = broker.cluster.host
         own = Entry("coordinator", COORDINATOR, 0, host=host, slots=0)
-        agents = (
-            Entry(f"ray-{slot.rank}", slot.role, slot.rank, devices=(slot.device,))
-            for slot in slots
-        )
-        spec = ClusterSpec((own, *agents), host, None, "Ray", mine=own)
+        spec = ClusterSpec((own, *(slot.entry for slot in slots)), host, None, "Ray", mine=own)
         super().__init__(spec, least=least, shares_memory=shares_memory)
         self._broker = broker
         first, spare = in_order(slots, least)

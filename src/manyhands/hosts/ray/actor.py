@@ -94,5 +94,4 @@ def _spec(slot: RaySlot) -> ClusterSpec:
         Entry(f"ray-{number}", WORKER if number else COORDINATOR, number)
         for number in range(slot.rank)
     )
-    me = Entry(f"ray-{slot.rank}", slot.role, slot.rank, devices=(slot.device,))
-    return ClusterSpec((*others, me), "", None, "Ray", mine=me)
+    return ClusterSpec((*others, slot.entry), "", None, "Ray", mine=slot.entry)

@@ -26,7 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from manyhands.errors import UsageError
+from manyhands.hosts.ray.actor import actor_class
 from manyhands.hosts.ray.messages import (
     FROM_BROKER,
     TO_BROKER,
@@ -51,8 +56,6 @@ from manyhands.transport.fields import read, write
 
 CONNECT_S = 5.0
 """How long Ray's head node may take to accept a connection."""
-NODE_S = 10
-"""How long Ray may look for its node on this machine."""
 POLL_S = 0.2
 FREE_EVERY_S = 2.0
 """How often free resources are reported, while slots are missing."""
@@ -90,9 +93,8 @@ class Broker:
         """Messages of the coordinator; None: it is gone."""
         self._slots: dict[int, ActorSlot] = {}
         """By rank."""
-        self._groups: list[Any] = []
         self._request: ReserveSlots | None = None
-        self._actor_class: Any = None
+        self._actor_class: Any = ray.remote(actor_class())
         self._folder: Path | None = None
         self._reported_at = 0.0
 
@@ -167,11 +169,6 @@ class Broker:
     # The cluster ------------------------------------------------------------------------------
 
     def _connect(self, request: ConnectRay) -> None:
-        # Otherwise Ray looks for its node on this machine for a minute.
-        os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(NODE_S))
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
-
         address = request.address or os.environ.get("RAY_ADDRESS", "") or "auto"
         if address.startswith(CLIENT):
             raise UsageError(f"RAY_ADDRESS: {no_clients(address)}")
@@ -212,8 +209,6 @@ class Broker:
 
     def _start_here(self, request: ConnectRay, common: Mapping[str, Any]) -> None:
         """Start a cluster of this machine alone, with as many CPUs as requested."""
-        import ray
-
         # A token of its own, for this process and its children only: Ray would leave one in the user's home.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         self._folder = Path(tempfile.mkdtemp(prefix="mh-ray-"))
@@ -230,24 +225,15 @@ class Broker:
 
     def _reserve(self, slots: Sequence[RaySlot]) -> None:
         """Reserve all of these slots, or none until there is room for all."""
-        from ray.util.placement_group import placement_group
-
         assert self._request is not None
         group = placement_group(
             [slot.resources for slot in slots], strategy=self._request.placement.upper()
         )
-        self._groups.append(group)
         for index, slot in enumerate(slots):
             self._slots[slot.rank] = ActorSlot(slot, group, index, start_at=0.0)
 
     def _start_actors(self) -> None:
         """Create an actor for each slot that lacks one. Ray starts it as soon as the slot is reserved."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        from manyhands.hosts.ray.actor import actor_class
-
-        self._actor_class = self._actor_class or ray.remote(actor_class())
         now = time.monotonic()
         for held in self._slots.values():
             if held.start_at is None or now < held.start_at:
@@ -265,8 +251,6 @@ class Broker:
 
     def _check_actors(self) -> None:
         """Handle actors that have ended; report free resources while slots are missing."""
-        import ray
-
         by_result = {
             held.result: rank for rank, held in self._slots.items() if held.result is not None
         }
@@ -282,8 +266,6 @@ class Broker:
             self._send(FreeResources({kind: free.get(kind, 0.0) for kind in kinds}))
 
     def _on_end(self, rank: int, result: Any) -> None:
-        import ray
-
         try:
             end = read(ActorEnd, ray.get(result))
         except ray.exceptions.RayError as error:
@@ -296,8 +278,6 @@ class Broker:
 
     def _replace(self, held: ActorSlot) -> None:
         """Kill the actor; another one is started in its slot after a delay."""
-        import ray
-
         if held.actor is not None:
             with suppress(ray.exceptions.RayError):
                 ray.kill(held.actor)
@@ -307,32 +287,21 @@ class Broker:
         held.retry_s = min(2 * held.retry_s, MAX_RETRY_S)
 
     def _release(self, rank: int) -> None:
-        from ray.util.placement_group import remove_placement_group
-
         held = self._slots.pop(rank)
         self._replace(held)
         if not any(other.group is held.group for other in self._slots.values()):
-            self._groups.remove(held.group)
             remove_placement_group(held.group)
 
     def _await_agents(self) -> None:
         """Wait for the agents, which the coordinator has told to end."""
-        import ray
-
         results = [held.result for held in self._slots.values() if held.joined and held.result]
         if results:
             ray.wait(results, num_returns=len(results), timeout=END_S)
 
     def _end(self) -> None:
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
         with suppress(ray.exceptions.RayError):
-            for held in self._slots.values():
-                if held.actor is not None:
-                    ray.kill(held.actor)
-            for group in self._groups:
-                remove_placement_group(group)
+            for rank in list(self._slots):
+                self._release(rank)
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

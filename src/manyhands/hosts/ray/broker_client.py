@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import queue
 import re
 import subprocess
@@ -26,6 +27,10 @@ from manyhands.hosts.ray.messages import (
 from manyhands.threads import describe, start_thread
 
 PROGRAM = "manyhands.hosts.ray.broker"
+RAY_DEFAULTS = {
+    "RAY_gcs_server_request_timeout_seconds": "10",  # else Ray looks for its node here for a minute
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 CONNECT_S = 60.0
 """How long connecting to a cluster, or starting one, may take."""
 END_S = 12.0
@@ -53,6 +58,7 @@ class BrokerClient:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env=RAY_DEFAULTS | os.environ,
             text=True,
             process_group=0,
         )

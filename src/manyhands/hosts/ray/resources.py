@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import UsageError
+from manyhands.hosts.spec import Entry
 from manyhands.hosts.view import SERVER, WORKER
 
 PLACEMENTS = ("spread", "pack")
@@ -67,8 +68,10 @@ class RaySlot:
         return {"CPU": float(self.cpus)} | ({"GPU": 1.0} if self.gpu else {})
 
     @property
-    def device(self) -> str:
-        return "cuda" if self.gpu else "cpu"
+    def entry(self) -> Entry:
+        """The entry of the agent in this slot."""
+        device = "cuda" if self.gpu else "cpu"
+        return Entry(f"ray-{self.rank}", self.role, self.rank, devices=(device,))
 
     def __str__(self) -> str:
         return amounts(self.cpus, int(self.gpu))
