@@ -39,7 +39,7 @@ from manyhands.coordinator.leases import Leases
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.hosts.devices import device_id, pick_device
-from manyhands.hosts.discovery import alone, look
+from manyhands.hosts.discovery import detect
 from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.spec import EVALUATOR
 from manyhands.hosts.view import Me, Seat, View
@@ -175,7 +175,7 @@ class Hands:
 @contextmanager
 def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) -> Iterator[Hands]:
     """Join the workers that torchrun, srun or another launcher started, or be the only one."""
-    cluster = look() or alone()
+    cluster = detect(or_alone=True)
     place, world = cluster.me, cluster.size
     if cluster.servers or place.role == EVALUATOR or any(e.slots != 1 for e in cluster.entries):
         raise ClusterError(

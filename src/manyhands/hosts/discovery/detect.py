@@ -31,26 +31,13 @@ def detect(
     cluster: Path | None = None,
     name: str | None = None,
     hostname: str | None = None,
+    or_alone: bool = False,
 ) -> ClusterSpec:
-    """The cluster that this process belongs to; an error if nothing describes one.
+    """Return the cluster that this process belongs to.
 
-    `cluster` and `name` are what `--cluster` and `--as` say.
+    `cluster` and `name` are the values of `--cluster` and `--as`. If nothing describes a cluster, it is an
+    error, or with `or_alone` a cluster of this process only.
     """
-    environ = os.environ if environ is None else environ
-    found = look(environ, cluster=cluster, name=name, hostname=hostname)
-    if found is None:
-        raise ClusterError(_nothing(environ))
-    return found
-
-
-def look(
-    environ: Mapping[str, str] | None = None,
-    *,
-    cluster: Path | None = None,
-    name: str | None = None,
-    hostname: str | None = None,
-) -> ClusterSpec | None:
-    """The same, or None if nothing describes a cluster."""
     environ = os.environ if environ is None else environ
     hostname = socket.gethostname() if hostname is None else hostname
     name = name or environ.get(AS) or None
@@ -71,14 +58,12 @@ def look(
     ]
     for other in found[1:]:
         _agree(found[0], other)
-    return found[0] if found else None
-
-
-def alone(hostname: str | None = None) -> ClusterSpec:
-    """The cluster of a process without any description."""
-    name = socket.gethostname() if hostname is None else hostname
-    me = Entry(name="rank-0", role=COORDINATOR, rank=0, host=name, local_rank=0)
-    return ClusterSpec((me,), host=name, port=None, source="nobody: one worker", mine=me)
+    if found:
+        return found[0]
+    if not or_alone:
+        raise ClusterError(_nothing(environ))
+    me = Entry(name="rank-0", role=COORDINATOR, rank=0, host=hostname, local_rank=0)
+    return ClusterSpec((me,), host=hostname, port=None, source="nobody: one worker", mine=me)
 
 
 def _leftover(reader: object, environ: Mapping[str, str]) -> bool:
@@ -95,16 +80,11 @@ def _leftover(reader: object, environ: Mapping[str, str]) -> bool:
 
 
 def _agree(one: ClusterSpec, other: ClusterSpec) -> None:
-    def place(spec: ClusterSpec) -> tuple[int, int]:
-        return spec.me.rank, spec.size
-
-    if place(one) != place(other):
-        rank, size = place(one)
-        its_rank, its_size = place(other)
+    if (one.me.rank, one.size) != (other.me.rank, other.size):
         raise ClusterError(
-            f"{one.source} says that this process is number {rank} of {size}, and {other.source} that "
-            f"it is number {its_rank} of {its_size} (counted from 0). Unset the variables of the one "
-            "that is not meant, or name a cluster file with  --cluster FILE."
+            f"{one.source} says that this process is number {one.me.rank} of {one.size}, and {other.source} "
+            f"that it is number {other.me.rank} of {other.size} (counted from 0). Unset the variables of the "
+            "one that is not meant, or name a cluster file with  --cluster FILE."
         )
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.errors import ClusterError
-from manyhands.hosts.discovery.values import MAX_ENTRIES, number, split_address
-from manyhands.hosts.spec import COORDINATOR, WORKER, ClusterSpec, Entry
+from manyhands.hosts.discovery import values
+from manyhands.hosts.spec import ClusterSpec
 
 INDEX = "JOB_COMPLETION_INDEX"
 PODS, FIRST, SLOTS = "MANYHANDS_PODS", "MANYHANDS_COORDINATOR", "MANYHANDS_SLOTS"
@@ -33,32 +33,25 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
                 f"{given} is set, but {name} is not: pods of a job need {INDEX} (an Indexed Job has "
                 f"it), {PODS} and {FIRST}. Write the file with  manyhands launch kubernetes."
             )
-    pods = number(environ, PODS, least=1, most=MAX_ENTRIES)
-    index = number(environ, INDEX)
-    if index >= pods:
+    pods = values.number(environ, PODS, least=1, most=values.MAX_ENTRIES)
+    rank = values.number(environ, INDEX)
+    if rank >= pods:
         raise ClusterError(
-            f"{INDEX} is {index} and {PODS} is {pods}: pods go from 0 to {pods - 1}. {PODS} must be "
+            f"{INDEX} is {rank} and {PODS} is {pods}: pods go from 0 to {pods - 1}. {PODS} must be "
             "what the Job has as completions and parallelism."
         )
-    slots = number(environ, SLOTS, least=1, most=MAX_SLOTS) if SLOTS in environ else 1
+    slots = values.number(environ, SLOTS, least=1, most=MAX_SLOTS, default=1)
     try:
-        where, port = split_address(environ[FIRST].strip())
+        where, port = values.split_address(environ[FIRST].strip())
     except ValueError as error:
         raise ClusterError(
             f"{FIRST} is {environ[FIRST]!r}: {error}. It is like  digits-0.digits:29600."
         ) from None
-    entries = tuple(
-        Entry(
-            name=f"pod-{number}",
-            role=WORKER if number else COORDINATOR,
-            rank=number,
-            host=hostname if number == index and number else _sibling(where, number),
-            local_rank=0,
-            slots=slots,
-        )
-        for number in range(pods)
-    )
-    return ClusterSpec(entries, host=where, port=port, source="Kubernetes", mine=entries[index])
+    hosts = [_sibling(where, number) for number in range(pods)]
+    if rank:
+        hosts[rank] = hostname
+    entries = values.ranked_entries("pod", ((host, 0) for host in hosts), slots=slots)
+    return ClusterSpec(entries, host=where, port=port, source="Kubernetes", mine=entries[rank])
 
 
 def _sibling(first: str, number: int) -> str:

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from manyhands.errors import ClusterError
+from manyhands.hosts.discovery import values
 from manyhands.hosts.discovery.nodelist import expand_nodelist
-from manyhands.hosts.discovery.values import MAX_ENTRIES, host, number, port
-from manyhands.hosts.spec import COORDINATOR, WORKER, ClusterSpec, Entry
+from manyhands.hosts.spec import ClusterSpec
 
 NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 SHELL_STEPS = {str(2**32 - back) for back in range(3, 7)}
@@ -35,59 +35,47 @@ def is_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
-    tasks = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environ), None)
-    listed = next((name for name in NODELISTS if name in environ), None)
-    job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environ else "SLURM_JOBID"
-    for name, there in (
-        ("SLURM_NTASKS", tasks is not None),
-        ("SLURM_JOB_NODELIST", listed is not None),
-        ("SLURM_JOB_ID", job in environ),
-    ):
-        if not there:
-            raise ClusterError(
-                f"SLURM_PROCID is set, but {name} is not: srun sets both. Start each task with  srun, "
-                "or unset SLURM_PROCID."
-            )
-    assert tasks is not None
-    assert listed is not None
-    world = number(environ, tasks, least=1, most=MAX_ENTRIES)
-    rank = number(environ, "SLURM_PROCID")
-    if rank >= world:
-        raise ClusterError(
-            f"SLURM_PROCID is {rank} and {tasks} is {world}: tasks go from 0 to {world - 1}."
-        )
+    tasks = _needed(environ, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    listed = _needed(environ, "SLURM_JOB_NODELIST", *NODELISTS)
+    job = _needed(environ, "SLURM_JOB_ID", "SLURM_JOB_ID", "SLURM_JOBID")
+    world = values.number(environ, tasks, least=1, most=values.MAX_ENTRIES)
+    rank = values.number(environ, "SLURM_PROCID")
+    values.check_below("SLURM_PROCID", rank, tasks, world, "tasks")
     hosts = expand_nodelist(environ[listed], name=listed)
-    local = number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else 0
+    local = values.number(environ, "SLURM_LOCALID", default=0)
     at = _my_host(environ, hosts, listed)
     places = _places(environ, hosts, world)
     if places is None or places[rank] != (at, local):
         # An unusual layout: only the variables of this task itself are certain.
         places = [(0, 0), *[(None, None)] * (world - 1)]
         places[rank] = (at, local)
-    entries = tuple(
-        Entry(
-            name=f"task-{number}",
-            role=WORKER if number else COORDINATOR,
-            rank=number,
-            host="" if place is None else hosts[place],
-            local_rank=its,
-        )
-        for number, (place, its) in enumerate(places)
+    entries = values.ranked_entries(
+        "task", (("" if at is None else hosts[at], local_rank) for at, local_rank in places)
     )
     return ClusterSpec(
         entries,
-        host=host(environ, "MASTER_ADDR") if "MASTER_ADDR" in environ else hosts[0],
+        host=values.host(environ, "MASTER_ADDR") if "MASTER_ADDR" in environ else hosts[0],
         port=_port(environ, job),
         source="srun",
         mine=entries[rank],
     )
 
 
+def _needed(environ: Mapping[str, str], usual: str, *names: str) -> str:
+    """Return the first of these variables that is set, or report that the usual one is missing."""
+    name = values.first_set(environ, *names)
+    if name is None:
+        raise ClusterError(
+            f"SLURM_PROCID is set, but {usual} is not: srun sets both. Start each task with  srun, "
+            "or unset SLURM_PROCID."
+        )
+    return name
+
+
 def _step(environ: Mapping[str, str]) -> str | None:
     """The variable that names the step of srun, if there is one. The shell of an salloc (interactive) and
     a job's script (batch) may have a step too: it is one process, with a number that no srun gets."""
-    names = ("SLURM_STEP_ID", "SLURM_STEPID")
-    name = next((name for name in names if name in environ), None)
+    name = values.first_set(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if name is None or environ[name].strip() in SHELL_STEPS:
         return None
     return name
@@ -95,10 +83,10 @@ def _step(environ: Mapping[str, str]) -> str | None:
 
 def _port(environ: Mapping[str, str], job: str) -> int:
     if "MASTER_PORT" in environ:
-        return port(environ, "MASTER_PORT")
+        return values.port(environ, "MASTER_PORT")
     step = _step(environ)
-    steps = number(environ, step) if step else 0
-    return FIRST_PORT + (STEPS_A_JOB * number(environ, job) + steps) % NUM_PORTS
+    steps = values.number(environ, step) if step else 0
+    return FIRST_PORT + (STEPS_A_JOB * values.number(environ, job) + steps) % NUM_PORTS
 
 
 def _my_host(environ: Mapping[str, str], hosts: Sequence[str], listed: str) -> int:
@@ -111,7 +99,7 @@ def _my_host(environ: Mapping[str, str], hosts: Sequence[str], listed: str) -> i
                 "srun sets both. Start each task with  srun."
             )
         return hosts.index(name) if name in hosts else 0
-    at = number(environ, "SLURM_NODEID")
+    at = values.number(environ, "SLURM_NODEID")
     if at >= len(hosts):
         raise ClusterError(
             f"SLURM_NODEID is {at}, and {listed} is {environ[listed]!r}, which has {len(hosts)} "
@@ -126,8 +114,7 @@ Place = tuple[int | None, int | None]
 
 def _places(environ: Mapping[str, str], hosts: Sequence[str], world: int) -> list[Place] | None:
     """Where each task runs, for the two usual layouts; None if unknown."""
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    name = next((name for name in names if name in environ), None)
+    name = values.first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is None:
         return None
     counts = expand_counts(environ[name], name=name)
@@ -145,7 +132,7 @@ def expand_counts(text: str, *, name: str = "SLURM_TASKS_PER_NODE") -> list[int]
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:\(x([0-9]{1,6})\))?\s*", part)
-        if match is None or len(counts) + int(match[2] or 1) > MAX_ENTRIES:
+        if match is None or len(counts) + int(match[2] or 1) > values.MAX_ENTRIES:
             raise ClusterError(
                 f"{name} is {text!r}: {part!r} is not a number of tasks. Slurm writes it like  2(x3),1."
             )

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.errors import ClusterError
-from manyhands.hosts.discovery.values import MAX_ENTRIES, host, number, port
-from manyhands.hosts.spec import COORDINATOR, WORKER, ClusterSpec, Entry, join_address
+from manyhands.hosts.discovery import values
+from manyhands.hosts.spec import ClusterSpec, join_address
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -34,26 +34,22 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
                 f"RANK or WORLD_SIZE is set, but {name} is not: torchrun sets {', '.join(NEEDED[:-1])} "
                 f"and {NEEDED[-1]} together. Start with torchrun, set {name}, or unset RANK and WORLD_SIZE."
             )
-    world = number(environ, "WORLD_SIZE", least=1, most=MAX_ENTRIES)
-    rank = number(environ, "RANK")
-    if rank >= world:
-        raise ClusterError(
-            f"RANK is {rank} and WORLD_SIZE is {world}: ranks go from 0 to {world - 1}."
-        )
-    where, at = host(environ, "MASTER_ADDR"), port(environ, "MASTER_PORT")
-    local = number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
-    here = _local_world(environ, world, local)
-    first = rank - local if is_torchrun(environ) else rank
+    world = values.number(environ, "WORLD_SIZE", least=1, most=values.MAX_ENTRIES)
+    rank = values.number(environ, "RANK")
+    values.check_below("RANK", rank, "WORLD_SIZE", world, "ranks")
+    where, at = values.host(environ, "MASTER_ADDR"), values.port(environ, "MASTER_PORT")
+    local, here = values.number(environ, "LOCAL_RANK", default=rank), 1
+    if "LOCAL_WORLD_SIZE" in environ:
+        here = values.number(environ, "LOCAL_WORLD_SIZE", least=1, most=world)
+        values.check_below("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", here, "local ranks")
+    first = rank - local
     beside = range(first, first + here) if is_torchrun(environ) else range(rank, rank + 1)
-    entries = tuple(
-        Entry(
-            name=f"rank-{number}",
-            role=WORKER if number else COORDINATOR,
-            rank=number,
-            host=hostname if number in beside else "" if number else where,
-            local_rank=local if number == rank else number - first if number in beside else None,
-        )
-        for number in range(world)
+    entries = values.ranked_entries(
+        "rank",
+        (
+            (hostname, each - first) if each in beside else ("" if each else where, None)
+            for each in range(world)
+        ),
     )
     taken = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return ClusterSpec(
@@ -64,15 +60,3 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
         mine=entries[rank],
         store=join_address(where, at) if taken else None,
     )
-
-
-def _local_world(environ: Mapping[str, str], world: int, local: int) -> int:
-    """The number of ranks on this host, if known."""
-    if "LOCAL_WORLD_SIZE" not in environ:
-        return 1
-    here = number(environ, "LOCAL_WORLD_SIZE", least=1, most=world)
-    if local >= here:
-        raise ClusterError(
-            f"LOCAL_RANK is {local} and LOCAL_WORLD_SIZE is {here}: local ranks go from 0 to {here - 1}."
-        )
-    return here

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from manyhands.errors import ClusterError
+from manyhands.hosts.spec import COORDINATOR, WORKER, Entry
 
 MAX_PORT = 65535
 MAX_ENTRIES = 100_000
@@ -15,10 +17,22 @@ MAX_ENTRIES = 100_000
 _HOST = re.compile(r"[^\s\[\]/,:]+")
 
 
+def first_set(environ: Mapping[str, str], *names: str) -> str | None:
+    """Return the first of these variables that is set."""
+    return next((name for name in names if name in environ), None)
+
+
 def number(
-    environ: Mapping[str, str], name: str, *, least: int = 0, most: int | None = None
+    environ: Mapping[str, str],
+    name: str,
+    *,
+    least: int = 0,
+    most: int | None = None,
+    default: int | None = None,
 ) -> int:
-    """Read a variable that has to be a whole number."""
+    """Read a variable that has to be a whole number. `default`: its value if it is not set."""
+    if default is not None and name not in environ:
+        return default
     text = environ[name].strip()
     allowed = f"{least} or more" if most is None else f"from {least} to {most}"
     if not re.fullmatch(r"[0-9]{1,18}", text):
@@ -27,6 +41,13 @@ def number(
     if value < least or (most is not None and value > most):
         raise ClusterError(f"{name} is {value}: it must be {allowed}.")
     return value
+
+
+def check_below(name: str, value: int, total_name: str, total: int, noun: str) -> None:
+    if value >= total:
+        raise ClusterError(
+            f"{name} is {value} and {total_name} is {total}: {noun} go from 0 to {total - 1}."
+        )
 
 
 def port(environ: Mapping[str, str], name: str) -> int:
@@ -73,3 +94,14 @@ def split_address(text: str) -> tuple[str, int]:
     if not 1 <= int(digits) <= MAX_PORT:
         raise ValueError(f"its port is {digits}, and ports go from 1 to {MAX_PORT}")
     return where, int(digits)
+
+
+def ranked_entries(
+    prefix: str, places: Iterable[tuple[str, int | None]], *, slots: int = 1
+) -> tuple[Entry, ...]:
+    """Make an entry for each host and local rank: the first is the coordinator, the others are workers."""
+    entries = (
+        Entry(f"{prefix}-{rank}", WORKER, rank, host, local_rank=local_rank, slots=slots)
+        for rank, (host, local_rank) in enumerate(places)
+    )
+    return replace(next(entries), role=COORDINATOR), *entries

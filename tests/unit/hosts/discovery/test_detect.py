@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import ClusterError
-from manyhands.hosts.discovery import describe, detect, look
+from manyhands.hosts.discovery import describe, detect
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 TORCHRUN = RANK | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1"}
@@ -82,7 +82,6 @@ def test_a_name_without_a_file_is_refused() -> None:
 
 
 def test_nothing_is_an_error_that_says_what_to_set() -> None:
-    assert look({}) is None
     with pytest.raises(ClusterError) as caught:
         detect({})
     for way in ("torchrun", "srun", "launch kubernetes", "WORLD_SIZE", "TF_CONFIG", "--cluster"):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import ClusterError
-from manyhands.hosts.discovery import alone, detect
+from manyhands.hosts.discovery import detect
 from manyhands.hosts.spec import COORDINATOR, WORKER
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
@@ -46,8 +46,8 @@ def test_an_ipv6_master_gets_its_brackets() -> None:
     assert detect(PLAIN | {"MASTER_ADDR": "fd00::1"}).rendezvous == "[fd00::1]:29500"
 
 
-def test_alone_is_a_cluster_of_one() -> None:
-    spec = alone("here")
+def test_a_process_that_nothing_describes_can_be_a_cluster_of_one() -> None:
+    spec = detect({}, hostname="here", or_alone=True)
     assert (spec.size, spec.me.rank, spec.me.local_rank, spec.rendezvous) == (1, 0, 0, None)
 
 
