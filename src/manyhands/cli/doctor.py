@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.cli.options import Resolved
-from manyhands.cli.where import lead_address, run_authority
+from manyhands.cli.where import ResolvedCluster, run_authority
 from manyhands.doctor import Check, Finding, checks, wants_colour
 from manyhands.doctor.hosts import ClusterProbe, agent_timeouts, find_problems, format_table
 from manyhands.errors import Interrupted
 from manyhands.events.units import clean
-from manyhands.hosts.agent import Agent
 from manyhands.hosts.discovery import describe, detect
 from manyhands.hosts.host_facts import PairFacts
-from manyhands.hosts.rendezvous import connect_address
-from manyhands.hosts.spec import EVALUATOR, ClusterSpec
+from manyhands.hosts.spec import ClusterSpec
 
 HELP = "check this machine, or the hosts of a cluster, and say what to fix"
 EXAMPLES = """\
@@ -87,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     to_run = checks(arguments.folder)
     if arguments.json:
         findings = [check.run() for check in to_run]
-        print(json.dumps([finding.to_dict() for finding in findings], indent=2))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         findings = list(_run_all(to_run, sys.stdout))
         print(_verdict(findings))
@@ -105,17 +103,12 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     control = resolved.get("control", None)
     wait_s = resolved.get("wait", WAIT_S, float)
     key_file = resolved.get("key_file", None, Path)
-    authority = run_authority(
-        spec, control, key_file, command=f"doctor --cluster {arguments.cluster}"
-    )
-    if spec.mine.role == EVALUATOR:
-        print(f"{spec.mine.name} has nothing to do: the workers evaluate. Nothing is tested here.")
-        return 0
-    if spec.mine.rank:
-        address = connect_address(spec, control, keyed=authority is not None)
-        timeouts = agent_timeouts(wait_s)
-        return Agent(spec, address, authority=authority, timeouts=timeouts, doctor=True).run()
-    address = lead_address(spec, control, authority)
+    command = f"doctor --cluster {arguments.cluster}"
+    authority = run_authority(spec, control, key_file, command=command)
+    process = ResolvedCluster(spec, authority, control, agent_timeouts(wait_s))
+    if not process.leads:
+        return process.serve(doctor=True)
+    address = process.listening_address()
     if not arguments.json:
         print(describe(spec), end="\n\n", flush=True)
     out = sys.stderr if arguments.json else sys.stdout

@@ -13,6 +13,6 @@ from manyhands.transport import Authority
 class LaunchPlan:
     control: str
     """The address that the coordinator listens on."""
-    launcher: Launcher | None = None
+    launcher: Launcher
     authority: Authority | None = None
     timeouts: Timeouts | None = None

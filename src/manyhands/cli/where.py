@@ -111,8 +111,8 @@ class ResolvedCluster:
     def leads(self) -> bool:
         return self.spec.me.rank == 0
 
-    def serve(self) -> int:
-        """Run as an agent until the coordinator ends; return its exit code."""
+    def serve(self, *, doctor: bool = False) -> int:
+        """Run as an agent until the coordinator ends; return its exit code. `doctor`: answer probes only."""
         if self.spec.me.role == EVALUATOR:
             print(
                 f"{self.spec.me.name} has nothing to do: the workers evaluate between epochs, and "
@@ -121,19 +121,29 @@ class ResolvedCluster:
             return 0
         from manyhands.hosts.agent import Agent
 
-        keyed = self.authority is not None
-        address = connect_address(self.spec, self.control, keyed=keyed)
-        agent = Agent(self.spec, address, authority=self.authority, timeouts=self.timeouts)
+        address = connect_address(self.spec, self.control, keyed=self.authority is not None)
+        agent = Agent(
+            self.spec,
+            address,
+            authority=self.authority,
+            timeouts=self.timeouts,
+            doctor=doctor,
+        )
         return agent.run()
 
+    def listening_address(self) -> str:
+        """Return where rank 0 listens; an error if another process is rank 0, too."""
+        if self.authority is not None and self.control is None:
+            check_only_lead(self.spec, authority=self.authority, host=socket.gethostname())
+        return listening_address(self.spec, self.control, keyed=self.authority is not None)
+
     def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
-        control = lead_address(self.spec, self.control, self.authority)
         launcher = AgentLauncher(
             self.spec,
             least=options.min_workers if is_range else None,
             shares_memory=make_strategy(options.strategy).shares_memory,
         )
-        return LaunchPlan(control, launcher, self.authority, self.timeouts)
+        return LaunchPlan(self.listening_address(), launcher, self.authority, self.timeouts)
 
 
 def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
@@ -205,13 +215,6 @@ def run_authority(
     return Authority.from_secret("manyhands run", key) if key else None
 
 
-def lead_address(spec: ClusterSpec, control: str | None, authority: Authority | None) -> str:
-    """The address at which rank 0 listens; an error if another process is rank 0."""
-    if authority is not None and control is None:
-        check_only_lead(spec, authority=authority, host=socket.gethostname())
-    return listening_address(spec, control, keyed=authority is not None)
-
-
 def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
     if slots is None:
         return spec
@@ -230,23 +233,19 @@ def leading(
 ) -> Iterator[tuple[LaunchPlan, Callable[[int], int]]]:
     """Yield the launch plan, and a function to call with the exit code, with which the agents end."""
     if cluster is None:
-        control = resolved.get("control", "unix")
-        if options.debug:
-            launcher = LocalLauncher(terminal=True)
-            yield LaunchPlan(control, launcher, timeouts=Timeouts.endless()), lambda code: code
-        else:
-            yield LaunchPlan(control), lambda code: code
-        return
-    lead = cluster.lead(options, is_range=":" in str(resolved.sources["workers"]["value"]))
-    agents, codes = lead.launcher, [1]
-    assert isinstance(agents, AgentLauncher)
+        launcher = LocalLauncher(terminal=options.debug)
+        timeouts = Timeouts.endless() if options.debug else None
+        plan = LaunchPlan(resolved.get("control", "unix"), launcher, timeouts=timeouts)
+    else:
+        plan = cluster.lead(options, is_range=":" in str(resolved.sources["workers"]["value"]))
+    codes = [1]
 
     def done(code: int) -> int:
         codes.append(code)
         return code
 
     try:
-        yield lead, done
+        yield plan, done
     except ManyhandsError as error:
         done(error.exit_code)
         raise
@@ -254,7 +253,7 @@ def leading(
         done(130)
         raise
     finally:
-        agents.end(codes[-1])
+        plan.launcher.end(codes[-1])
 
 
 # What there is room for ---------------------------------------------------------------------------

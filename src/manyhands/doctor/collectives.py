@@ -1,11 +1,11 @@
 """Checks that processes of this host can form a process group and all-reduce: the core of training.
 
-Fresh Python processes are started by the same launcher as members, with the same environment; they
-meet by a file in a temporary folder, each gives its part to a sum, and each checks it (see
-adder.py). The first failure or the deadline ends all of them, and none is left in any case. When it
-went wrong the folder with their logs stays, and the finding says where.
+The launcher of members starts fresh Python processes, with the same environment. They meet through a file in
+a temporary folder, and each contributes to a sum and checks it (adder.py). The first failure or the deadline
+ends all of them, and none is ever left. After a failure the folder with their logs stays, and the finding
+names it.
 
-Cost: starting Python and importing torch, once a process: seconds; a few bytes on the wire.
+Cost: seconds to start Python and import torch in each process; a few bytes on the wire.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.doctor.adder import AddTask
@@ -39,30 +38,12 @@ SETTLE_S = 0.5
 ADDER = "manyhands.doctor.adder"
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The result of an attempt to form a group."""
-
-    took_s: float
-    error: str = ""
-    logs: Path | None = None
-    """The folder of its logs; kept only after a failure."""
-
-
 def check_gloo(*, deadline_s: float = GROUP_S) -> Finding:
     """Two processes over gloo, on loopback unless GLOO_SOCKET_IFNAME says otherwise."""
-    try:
-        import torch  # noqa: F401 - if it can't be imported here, nothing is learnt from two more
-    except Exception:
-        return Finding("gloo group", None, "not tried without torch")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     where = interface or "the hostname's address"  # an empty variable leaves it to gloo
-    trial = try_group("gloo", 2, deadline_s=deadline_s)
-    if trial.error:
-        remedy = gloo_remedy(interface, [name for _, name in socket.if_nameindex()])
-        detail = f"on {where}: {trial.error} (logs: {trial.logs})"
-        return Finding("gloo group", False, detail, remedy)
-    return Finding("gloo group", True, f"2 processes all-reduced on {where}, {_took(trial)}")
+    remedy = gloo_remedy(interface, [name for _, name in socket.if_nameindex()])
+    return check_group("gloo", 2, where=where, remedy=remedy, deadline_s=deadline_s)
 
 
 def gloo_remedy(interface: str, there: Iterable[str]) -> str:
@@ -84,44 +65,42 @@ def gloo_remedy(interface: str, there: Iterable[str]) -> str:
     return "sudo ip link set lo up   and let no firewall stop connections from 127.0.0.1 to itself"
 
 
-def check_nccl(*, deadline_s: float = GROUP_S) -> Finding:
+def check_nccl() -> Finding:
     """One process per GPU, over NCCL."""
-    try:
-        import torch
-        import torch.distributed as dist
-    except Exception:
-        return Finding("nccl group", None, "not tried without torch")
+    import torch
+    import torch.distributed as dist
+
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         return Finding("nccl group", None, "not tried: no GPU")
     if not (dist.is_available() and dist.is_nccl_available()):
         return Finding("nccl group", None, "not tried: this torch has no NCCL")
-    trial = try_group("nccl", num_gpus, deadline_s=deadline_s)
-    if trial.error:
-        return Finding(
-            "nccl group",
-            False,
-            f"on {plural(num_gpus, 'GPU')}: {trial.error} (logs: {trial.logs})",
-            "NCCL_DEBUG=INFO manyhands doctor   writes NCCL's reasons to such logs",
-        )
-    who = "1 process" if num_gpus == 1 else f"{num_gpus} processes"
-    return Finding("nccl group", True, f"{who}, one a GPU, all-reduced, {_took(trial)}")
+    return check_group(
+        "nccl",
+        num_gpus,
+        where=plural(num_gpus, "GPU"),
+        remedy="NCCL_DEBUG=INFO manyhands doctor   writes NCCL's reasons to such logs",
+    )
 
 
-def try_group(backend: str, world: int, *, deadline_s: float = GROUP_S) -> Trial:
+def check_group(
+    backend: str, world: int, *, where: str, remedy: str, deadline_s: float = GROUP_S
+) -> Finding:
     """Form a group of `world` new processes and all-reduce once."""
-    began = time.monotonic()
+    name, began = f"{backend} group", time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="manyhands-doctor-"))
     try:
         error = _run_group(folder, backend, world, deadline_s)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    took_s = time.monotonic() - began
     if error:
-        return Trial(took_s, error, folder)
+        return Finding(name, False, f"on {where}: {error} (logs: {folder})", remedy)
     shutil.rmtree(folder, ignore_errors=True)
-    return Trial(took_s)
+    took_s = time.monotonic() - began
+    processes = "1 process" if world == 1 else f"{world} processes"
+    detail = f"{processes} all-reduced on {where}, in {took_s:.1f} s from their start"
+    return Finding(name, True, detail)
 
 
 def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str:
@@ -177,17 +156,17 @@ def _explain(folder: Path, codes: dict[str, int], world: int, deadline_s: float)
     """Describe the first failure, or else which process was late at which step; empty if all succeeded."""
     for name, code in codes.items():
         if code > 0:
-            return f"{name}: {_last_words(folder, name) or f'ended with exit code {code}'}"
+            return f"{name}: {_last_line(folder, name) or f'ended with exit code {code}'}"
         if code < 0:
             return f"{name} was killed by {signal.Signals(-code).name}"
     late = [name for name in (f"rank {rank}" for rank in range(world)) if name not in codes]
     if late:
-        said = _last_words(folder, late[0]) or "starting Python"
-        return f"{' and '.join(late)} not done after {deadline_s:g} s, the last step: {said}"
+        step = _last_line(folder, late[0]) or "starting Python"
+        return f"{' and '.join(late)} not done after {deadline_s:g} s, the last step: {step}"
     return ""
 
 
-def _last_words(folder: Path, name: str) -> str:
+def _last_line(folder: Path, name: str) -> str:
     """The last line of a log: the step that it had begun, or why it failed."""
     try:
         text = (folder / f"{name.replace(' ', '-')}.log").read_text(errors="replace")
@@ -195,7 +174,3 @@ def _last_words(folder: Path, name: str) -> str:
         return ""
     lines = [line.strip() for line in clean(text).splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def _took(trial: Trial) -> str:
-    return f"in {trial.took_s:.1f} s from their start"

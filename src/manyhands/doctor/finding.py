@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 
 @dataclass(frozen=True)
@@ -20,17 +19,21 @@ class Finding:
     remedy: str = ""
     """What to type, or at least what to do; never empty if `ok` is False."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class Check:
     name: str
     find: Callable[[], Finding]
+    without_torch: str = ""
+    """The result if torch can't be imported; empty: the check does not need it."""
 
     def run(self) -> Finding:
         """Run the check. An exception is a finding, too, so that the other checks still run."""
+        if self.without_torch:
+            try:
+                import torch  # noqa: F401
+            except Exception:  # ImportError, or OSError for a library that does not load
+                return Finding(self.name, None, self.without_torch)
         try:
             return self.find()
         except Exception as error:

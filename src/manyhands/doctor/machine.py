@@ -70,10 +70,8 @@ def judge_memory(total: int, available: int, limit: MemoryLimit | None) -> Findi
 
 
 def check_devices(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
-    try:
-        import torch
-    except Exception:
-        return Finding("devices", None, "not known without torch")
+    import torch
+
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if gpus:
         names = [f"cuda:{i} {gpu.name} with {size(gpu.total_memory)}" for i, gpu in enumerate(gpus)]

@@ -89,11 +89,9 @@ def judge_torch(version: str) -> Finding:
 
 def check_backends() -> Finding:
     """Check which collective libraries torch was built with."""
-    try:
-        import torch
-        import torch.distributed as dist
-    except Exception:
-        return Finding("backends", None, "not known without torch")
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_available():
         return Finding("backends", False, "this torch has no torch.distributed", INSTALL_TORCH)
     has = {

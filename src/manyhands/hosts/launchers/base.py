@@ -119,3 +119,6 @@ class Launcher(ABC):
     @abstractmethod
     def close(self) -> None:
         """End every member that is left. Idempotent."""
+
+    def end(self, code: int) -> None:  # noqa: B027 - most have nothing but members
+        """End what outlives the coordinator, with the run's exit code."""
