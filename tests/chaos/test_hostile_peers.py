@@ -40,8 +40,8 @@ class Hostile(Regression):
 
     def _links(self, to):
         if to == "servers as a worker":
-            clients = [c for c in gc.get_objects() if isinstance(c, Client) and not c._closed]
-            return [host.link for host in clients[-1]._hosts.values()]
+            clients = [c for c in gc.get_objects() if isinstance(c, Client) and c._lead._link]
+            return [each._link for each in clients[-1]._connections.values()]
         servers = [s for s in gc.get_objects() if isinstance(s, Server) and not s._frozen]
         if to == "servers":
             return [peer.link for peer in servers[-1]._view_change.peers.values()]

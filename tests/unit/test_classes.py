@@ -9,9 +9,7 @@ from class_limits import over_limits, repeated_names
 
 PACKAGE = Path(manyhands.__file__).parent
 
-EXCEPTIONS: dict[str, str] = {
-    "Client": "to be split",
-}
+EXCEPTIONS: dict[str, str] = {}
 """Class to the reason why it is larger."""
 
 

@@ -44,7 +44,7 @@ ROLE = "rows "
 class Servers(Protocol):
     """What this module needs of a client."""
 
-    homes: RowPlacement | None
+    row_placement: RowPlacement | None
 
     def rows(self, table: str, tag: int, ids: Mapping[str, memoryview]) -> None: ...
     def table_states(self, since: int | None = None) -> Arrived: ...
@@ -135,11 +135,11 @@ class RemoteTables(LocalTables):
     def expect(self, batch: Any, step: int) -> None:
         """Request the rows that the next batch is predicted to look up."""
         assert self.servers is not None
-        assert self.servers.homes is not None
+        assert self.servers.row_placement is not None
         for name, predicted in self._prefetcher.ids_in(batch).items():
             ids = self._caches[name].missing(predicted.numpy(), step)
             if self._local is not None:  # local rows are read when they are needed
-                ids = ids[~self.servers.homes.held_by(self._local.name, ids)]
+                ids = ids[~self.servers.row_placement.held_by(self._local.name, ids)]
             if len(ids):
                 self._requested.append((name, step, self._request(name, ids)))
 
@@ -159,13 +159,13 @@ class RemoteTables(LocalTables):
     def _request(self, name: str, ids: NDArray[np.int64]) -> RowRequest:
         servers = self.servers
         assert servers is not None
-        assert servers.homes is not None
+        assert servers.row_placement is not None
         self._last_tag += 1
         local = self._local
-        server_of = servers.homes.server_of(ids, local.name if local is not None else None)
+        server_of = servers.row_placement.server_of(ids, local.name if local is not None else None)
         places = {
             server: np.flatnonzero(server_of == i)
-            for i, server in enumerate(servers.homes.servers)
+            for i, server in enumerate(servers.row_placement.servers)
             if (server_of == i).any()
         }
         here = None
@@ -254,10 +254,10 @@ class RemoteTables(LocalTables):
         """Split gradients by server. Those of the local server are put there at once; for the others,
         returns the bytes to send with the push."""
         assert self.servers is not None
-        assert self.servers.homes is not None
-        homes, payloads = self.servers.homes, {}
-        for server in homes.servers:
-            selected = {name: s.part(homes.held_by(server, s.ids)) for name, s in grads.items()}
+        assert self.servers.row_placement is not None
+        placement, payloads = self.servers.row_placement, {}
+        for server in placement.servers:
+            selected = {name: s.part(placement.held_by(server, s.ids)) for name, s in grads.items()}
             if self._local is not None and server == self._local.name:
                 self._local.put(worker, slot, selected)
                 continue

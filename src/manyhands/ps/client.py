@@ -1,27 +1,33 @@
 """A worker's side of the parameter servers in one view: pushes gradients, waits for new parameters.
 
+    Client              called by the worker's main thread: begin a step, push, wait for its update
+    ServerConnection    the connection to one server: its links, and which parameters have arrived
+    PendingPushes       the pushes whose outcome is unknown, and which step may begin; pure
+    ServerWaiter        waits for servers, with a deadline
+
 Inside a host a push is one message to the lead: the gradients are in memory that all servers can read.
-Between hosts they are sent in runs, over several connections, as soon as the backward pass has finished them,
-and new parameters are received straight into the model's memory, in the order in which the next forward pass
+Between hosts they are sent in spans, over several connections, as soon as backward has finished them,
+and new parameters are received straight into the model's memory, in the order in which the next forward
 needs them.
 
-A connection that breaks while both sides live is made again, and what was not confirmed is sent again:
-servers count each push once. If the other side is dead, the coordinator knows, and a new view comes.
+If a connection breaks while both sides live, it is made again, and everything that was not confirmed is sent
+again: servers count each push once. If the other side is dead, the coordinator notices, and a new view comes.
 
-Concurrency: the worker's main thread calls the public methods and waits on one condition. Messages are
-handled in the threads of event loops (transport/event_loop.py); connecting has a short-lived thread.
+Concurrency: the worker's main thread calls the client and waits on one condition, `ServerWaiter.changed`,
+whose lock protects all state here. Messages are handled in the threads of event loops
+(transport/event_loop.py); connecting has a short-lived thread.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.errors import (
     BadFrame,
     LinkError,
@@ -34,7 +40,6 @@ from manyhands.errors import (
 )
 from manyhands.hosts.activity import WAITING, Activity
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
-from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, StartPermit
 from manyhands.ps.protocol import (
@@ -42,6 +47,7 @@ from manyhands.ps.protocol import (
     FROM_WORKER,
     OPENINGS,
     TO_WORKER,
+    AppliedPush,
     AskMissing,
     EnterView,
     GradientSpan,
@@ -57,327 +63,390 @@ from manyhands.ps.protocol import (
     Refused,
     Rest,
     RowGradients,
+    RowsAnswer,
+    StateEnd,
+    StateRequest,
+    TableStateRequest,
     ViewBegun,
     Wake,
 )
 from manyhands.ps.requests import ServerRequests
-from manyhands.ps.server_connection import Push, PushOutcome, ServerConnection
 from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
 from manyhands.transport import Link, Message
 from manyhands.transport.event_loop import LANES, LinkReader, PriorityChannel
 
+if TYPE_CHECKING:
+    from manyhands.ps.node import PsNode
+
 logger = logging.getLogger("manyhands.ps")
 
 ASK_AFTER_S = 2.0
-"""After waiting this long, ask the lead which workers it waits for."""
-
-Dial = Callable[[str], Link]
-"""Connects to a server; retries until it answers or a new view comes."""
+"""Interval at which a waiting worker asks the lead which workers it waits for."""
 
 
-class Client(ServerRequests):
+@dataclass(frozen=True)
+class PushOutcome:
+    left_out: bool = False
+    staleness: int = 0
+    lr: float | None = None
+    """The learning rate that it was applied with, scaled to a whole step; None: not reported."""
+
+
+@dataclass
+class Push:
+    """A push whose outcome is unknown."""
+
+    message: PushMessage
+    row_grads: Mapping[str, memoryview]
+    """By server: gradients of table rows."""
+    outcome: PushOutcome = field(default_factory=PushOutcome)
+    released: bool = False
+    """If true, it was too late for its round and counts for the next: the worker need not wait for it."""
+
+    @property
+    def seq(self) -> int:
+        return self.message.push.seq
+
+    @property
+    def slot(self) -> int:
+        return self.message.push.slot
+
+
+class PendingPushes:
+    def __init__(self, servers: Iterable[str]) -> None:
+        self.resolved: Callable[[int, PushOutcome], None] = lambda seq, outcome: None
+        """Called once for each push, in the thread that handles messages."""
+        self.permit = StartPermit(at=1, until=0)
+        self.seq = 0
+        """The last step."""
+        self.count = 0
+        self._last = 0
+        self._pushes: dict[int, Push] = {}
+        self._applied = dict.fromkeys(servers, 0)
+        """By server: the last push of this worker that is in the weights there."""
+
+    def add(self, push: Contribution, *, began: int, row_grads: Mapping[str, memoryview]) -> Push:
+        message = PushMessage(push, began, after=self._last)
+        self.seq = self._last = push.seq
+        self.count += 1
+        added = self._pushes[push.seq] = Push(message, row_grads)
+        return added
+
+    def holders(self, selects: Callable[[Push], bool] = lambda push: True) -> list[str]:
+        """Return the servers at which one of the selected pushes is not resolved."""
+        return [
+            server
+            for push in self._pushes.values()
+            if selects(push)
+            for server, applied in self._applied.items()
+            if applied < push.seq
+        ]
+
+    def enter(self, server: str, begun: ViewBegun) -> list[Push]:
+        """The server has admitted this worker. Returns the pushes that it lacks."""
+        self._applied[server] = max(self._applied[server], begun.done)
+        self.drop(begun.late)
+        self.allow(begun.permit)
+        return [push for seq, push in self._pushes.items() if seq > self._applied[server]]
+
+    def apply(self, server: str, own: Sequence[AppliedPush]) -> None:
+        """These pushes are in the weights of a server. All servers report the same outcome."""
+        for each in own:
+            self._applied[server] = max(self._applied[server], each.seq)
+            if (push := self._pushes.get(each.seq)) is not None:
+                push.outcome = PushOutcome(staleness=each.staleness, lr=each.lr)
+        self._resolve()
+
+    def drop(self, seqs: Iterable[int]) -> None:
+        """These pushes, if they are pending, were left out."""
+        for push in [self._pushes[seq] for seq in seqs if seq in self._pushes]:
+            push.outcome = PushOutcome(left_out=True)
+        self._resolve()
+
+    def allow(self, permit: StartPermit | None) -> None:
+        self.permit = permit or self.permit
+
+    def release(self) -> None:
+        """The lead has started another round without the pending pushes before it."""
+        for push in self._pushes.values():
+            push.released |= self.permit.until is not None and push.seq < self.permit.until
+
+    def _resolve(self) -> None:
+        applied = min(self._applied.values())
+        for seq, push in list(self._pushes.items()):
+            if push.outcome.left_out or seq <= applied:
+                del self._pushes[seq]
+                self.resolved(seq, push.outcome)
+
+
+class ServerWaiter:
     def __init__(
         self,
         worker: str,
         *,
-        view: int,
-        servers: Sequence[str],
-        dial: Dial,
-        params: FlatTensors,
-        slots: Sequence[FlatTensors],
         check: Callable[[], None],
-        resolved: Callable[[int, PushOutcome], None],
-        refused: Callable[[str, str], None] = lambda who, why: None,
         timeout_s: float,
-        seen: int = 0,
-        baskets: Sequence[str] = (),
-        replica: Callable[[str], int] | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`check` is called while waiting, and raises when waiting has become pointless.
-        `resolved(seq, fate)` is called from another thread, once for each push; `refused(server, why)` when a
-        server talks nonsense.
-        `baskets`: where gradients of table rows are put. `replica`: the version of a server's blocks
-        that this very process keeps, if it keeps any."""
-        super().__init__(servers[0])
-        self.placement: Placement | None = None
-        self.last_parts: set[tuple[int, int]] = set()
-        """(step, part) of the last update before this view."""
-        self.ticks = 0
-        self.homes: RowPlacement | None = None
-        """Which servers hold which table rows, if rows are served."""
-        self.bytes_of_servers = 0
-        """Bytes sent by servers, as far as they have reported it to this worker."""
+        """`check` is called while waiting, and raises if waiting has become pointless."""
+        self.changed = threading.Condition()
+        """Protects the state of a client and its connections; notified when it changes."""
+        self.lost: dict[str, str] = {}
+        """Servers that were given up, and why."""
+        self.missing: Sequence[str] = ()
+        """The workers that the lead waits for, as it reported last."""
         self._worker = worker
-        self._seen = seen
-        self._view = view
-        self._dial = dial
-        self._params = params
-        self._slots = slots
         self._check = check
-        self._resolved, self._tell_refused = resolved, refused
-        self._baskets = list(baskets)
-        self._replica = replica
-        self._activity = activity or Activity()
         self._timeout_s = timeout_s
-        self._closed = False
-        self._refused: ManyhandsError | None = None
+        self._activity = activity or Activity()
         self._error: BaseException | None = None
-        """An unexpected error while handling a message."""
-        self._all_shared = False
-        self._seq = 0
-        self._last_push = 0
-        self._pushes = 0
-        self._at = 1
-        self._until: int | None = 0
-        self._woken = False
-        self._late: set[int] = set()
-        self._released: set[int] = set()
-        """Pushes too late for their round, which count for the next: the worker need not wait for them."""
-        self._fates: dict[int, PushOutcome] = {}
-        """Of pushes that some server has reported: all servers report the same."""
-        self._under_way: dict[int, Push] = {}
-        self._resting = False
-        self._pulled: set[str] = set()
-        self._missing: Sequence[str] = ()
-        try:
-            for name in servers:
-                self._hosts[name] = ServerConnection(name, self._enter(name))
-                self._read(self._hosts[name], self._hosts[name].link)
-            with self._waiting("the view to begin") as wait:
-                wait(lambda: [h.name for h in self._hosts.values() if not h.began])
-        except BaseException:
-            self.close()  # else it would keep reconnecting, to servers of later views
-            raise
 
-    # Steps --------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """The version of the parameters that are here."""
-        if self._all_shared:
-            return self._params.mark
-        return min(host.here for host in self._hosts.values())
-
-    @property
-    def layout(self) -> BlockLayout:
-        return self._params.layout
-
-    @property
-    def bytes_sent(self) -> int:
-        with self._news:  # a link may be replaced right now
-            return sum(host.bytes_sent for host in self._hosts.values())
-
-    def begin(self, *, rounds: bool) -> tuple[int, int]:
-        """Wait until the next step may begin and a slot is free. Returns its (seq, slot)."""
-        if self._resting:
-            self._resting = False
-            with self._news:
-                self._woken = False
-                self._hosts[self._lead].requests.pop(Rest, None)
-            self._ask(self._lead, Wake())
-            with self._waiting("being woken") as wait:
-                wait(lambda: [] if self._woken else [self._lead])
-            self._seq = self._at - 1
-            self.pull()
-        seq = self._at if rounds else self._seq + 1
-        slot = self._pushes % len(self._slots)
-        with self._waiting(f"leave to begin step {seq}", asks=seq) as wait:
-            wait(lambda: [self._lead] if self._until is not None and seq > self._until else [])
-            wait(lambda: self._holds(slot))
-        return seq, slot
-
-    def push_run(self, server: str, i: int, *, seq: int, slot: int, priority: int) -> None:
-        """Send a complete piece of a gradient, ahead of the push that it belongs to."""
-        host = self._hosts[server]
-        with self._news:
-            host.ahead.append((i, seq, slot))  # sent again if connections break before the push
-            channel = host.channel
-        if channel is not None:
-            self._send_run(host, channel, i, seq, slot, priority)
-
-    def _send_run(
+    def wait(
         self,
-        host: ServerConnection,
-        channel: PriorityChannel,
-        i: int,
-        seq: int,
-        slot: int,
-        rank: int,
-    ) -> None:
-        head = FROM_LANE.write(GradientSpan(seq, slot, i))
-        channel.put(rank, head, bytes_of(host.runs[i].of(self._slots[slot])))
-
-    def push(
-        self,
-        push: Contribution,
+        what: str,
+        behind: Callable[[], Sequence[str]],
         *,
-        began: int,
-        baskets: Mapping[str, memoryview] | None = None,
+        ask: Callable[[], None] = lambda: None,
     ) -> None:
-        """Push a complete gradient, whose runs were sent before if they travel. `baskets`, by server: its
-        gradients of table rows, which are sent along."""
-        seq = push.seq
-        message = PushMessage(push, began, after=self._last_push)
-        self._last_push = seq
-        self._seq, self._pushes = seq, self._pushes + 1
-        with self._news:
-            pushed = self._under_way[seq] = Push(seq, push.slot, message, baskets or {})
-            for host in self._hosts.values():
-                host.ahead.clear()
-        for name in self._hosts:
-            # In shared memory it is enough that the lead knows.
-            if name == self._lead or not self._all_shared:
-                self._send_push(name, pushed)
-
-    def _send_push(self, name: str, push: Push) -> None:
-        if (basket := push.baskets.get(name)) is not None:
-            self._send(name, RowGradients(push.seq, push.slot, basket.nbytes), basket)
-        self._send(name, push.message)
-
-    def finish(self, seq: int) -> None:
-        """Wait until the push is in the weights everywhere, was dropped, or need not be waited for."""
-        with self._waiting(f"step {seq}", asks=seq) as wait:
-            wait(lambda: [] if seq in self._released else self._holders(seq))
-
-    def drain(self) -> None:
-        """Wait until the outcome of every push is known."""
-        if self._under_way:
-            self._ask(self._lead, PushesEnd())
-        with self._waiting("its last pushes", asks=self._seq) as wait:
-            wait(lambda: [name for seq in self._under_way for name in self._holders(seq)])
-            self._hosts[self._lead].requests.pop(PushesEnd, None)
-
-    def pull(self) -> None:
-        """Wait for the newest parameters, which other workers may have changed meanwhile."""
-        if not self._all_shared:
-            with self._news:
-                self._pulled = set()
-            for name in self._hosts:
-                self._ask(name, PullRequest())
-            with self._waiting("the newest parameters") as wait:
-                wait(lambda: [name for name in self._hosts if name not in self._pulled])
-            self.wait_for_runs()
-
-    def wait_for_runs(self, needed: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Wait until these runs (indices by server; None: all) have arrived in the announced version."""
-
-        def behind() -> list[str]:
-            return [
-                name
-                for name, host in self._hosts.items()
-                if host.travels
-                and any(
-                    host.version_of(i) < host.version
-                    for i in (range(len(host.runs)) if needed is None else needed.get(name, ()))
-                )
-            ]
-
-        if any(host.travels for host in self._hosts.values()):
-            with self._waiting("parameters") as wait:
-                wait(behind)
-
-    def rest(self) -> None:
-        """Tell the lead not to wait for this worker until its next step."""
-        if not self._resting:
-            self._resting = True
-            self._ask(self._lead, Rest())
-
-    def travelling(self) -> dict[str, list[Span]]:
-        """The runs that are sent over the network, by server."""
-        return {name: host.runs for name, host in self._hosts.items() if host.travels}
-
-    def wake_up(self) -> None:
-        """Have waiting threads check again."""
-        with self._news:
-            self._news.notify_all()
-
-    def close(self) -> None:
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
-        for host in self._hosts.values():
-            host.link.close()
-            for link in host.lane_links:
-                link.close()
-            if host.channel is not None:
-                host.channel.close()
-
-    # Waiting ------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _waiting(
-        self, what: str, *, asks: int | None = None
-    ) -> Iterator[Callable[[Callable[[], Sequence[str]]], None]]:
-        """Yields a function that waits until no server is missing; each wait has a deadline and a name."""
-
-        def wait(missing: Callable[[], Sequence[str]]) -> None:
-            began = time.monotonic()
-            asked = began
-            while names := missing():
+        """Wait until no server is behind. `ask` is called every ASK_AFTER_S."""
+        with self.changed, self._activity.during(WAITING):
+            self._raise_error()
+            began = asked = time.monotonic()
+            while names := behind():
                 self._check()
                 self._raise_error()
                 now = time.monotonic()
-                for name in names:
-                    if now - began > self._timeout_s or self._hosts[name].lost:
-                        raise self._too_long(what, names, now - began)
-                if asks is not None and now - asked > ASK_AFTER_S:
+                if now - began > self._timeout_s or not self.lost.keys().isdisjoint(names):
+                    raise self._too_long(what, names, now - began)
+                if now - asked > ASK_AFTER_S:
                     asked = now
-                    self._send(self._lead, AskMissing(asks))
-                self._news.wait(0.5)
+                    ask()
+                self.changed.wait(0.5)
 
-        with self._news, self._activity.during(WAITING):
-            self._raise_error()
-            yield wait
+    def fail(self, error: BaseException) -> None:
+        """Raise an error of another thread in the thread that waits, now or next."""
+        with self.changed:
+            self._error = self._error or error
+            self.changed.notify_all()
 
     def _raise_error(self) -> None:
-        if self._refused is not None:
-            raise self._refused
         if self._error is not None:
             raise self._error
 
-    def _fail(self, error: BaseException) -> None:
-        """A message could not be handled: raise its error in the thread that waits."""
-        with self._news:
-            self._error = self._error or error
-            self._news.notify_all()
-
     def _too_long(self, what: str, names: Sequence[str], waited_s: float) -> LinkError:
-        lost = [f"{name} ({self._hosts[name].lost})" for name in names if self._hosts[name].lost]
+        lost = [f"{name} ({self.lost[name]})" for name in names if name in self.lost]
         if lost:
             return LinkError(f"{self._worker} lost {', '.join(lost)} while waiting for {what}")
-        behind = f", which waits for {', '.join(self._missing)}" if self._missing else ""
-        told = ", ".join(sorted(set(names)))
-        return LinkTimeout(f"{self._worker} waited {waited_s:.0f} s for {what} of {told}{behind}")
+        waits = f", which waits for {', '.join(self.missing)}" if self.missing else ""
+        servers = ", ".join(sorted(set(names)))
+        return LinkTimeout(f"{self._worker} waited {waited_s:.0f} s for {what} of {servers}{waits}")
 
-    def _holders(self, seq: int) -> list[str]:
-        """The servers that have not resolved a push."""
-        if seq in self._late or seq not in self._under_way:
-            return []
-        return [name for name, host in self._hosts.items() if host.done < seq]
 
-    def _holds(self, slot: int) -> list[str]:
-        """The servers that still need the contents of a slot."""
-        return [
-            name
-            for push in self._under_way.values()
-            if push.slot == slot
-            for name in self._holders(push.seq)
-        ]
+class ServerConnection:
+    """One link for messages and, where gradients are sent, several lanes for them and for parameters."""
 
-    # Connections --------------------------------------------------------------------------------
+    def __init__(self, name: str, client: Client) -> None:
+        self.name = name
+        self.spans: Sequence[Span] = ()
+        """The spans in which gradients are sent and parameters received; none in shared memory."""
+        self.version = -1
+        """The version that the server has announced; -1: it has not admitted this worker yet."""
+        self._client = client
+        self._changed = client.waiter.changed
+        self._arrived: list[int] = []
+        """The version in which each span has arrived."""
+        self._kept: frozenset[int] = frozenset()
+        """The spans whose replica is in this process: the model computes with the replica itself."""
+        self._link: Link | None = None
+        """For messages. None while there is no connection."""
+        self._channel: PriorityChannel | None = None
+        self._closed = False
+        """If true, don't reconnect."""
+        self._ahead: list[tuple[int, int, int]] = []
+        """(span, seq, slot) of the spans sent of an incomplete push."""
+        self._requests: dict[object, tuple[Any, memoryview | None]] = {}
+        """Messages without an answer yet, by their class or tag."""
+        self._sent_before = 0
+        """Bytes sent over links that were lost."""
 
-    def _enter(self, name: str) -> Link:
-        link = self._dial(name)
-        segments = [slot.segment for slot in self._slots]
-        addresses = [segment.address for segment in segments if segment is not None]
-        self._all_shared = bool(addresses)
-        enter = EnterView(self._worker, self._view, addresses, self._baskets, self._seen)
-        link.send(OPENINGS.write(enter))
-        return link
+    @property
+    def complete_version(self) -> int:
+        """The version in which all parameters of the server have arrived."""
+        return min([self.version, *map(self._version_of, range(len(self.spans)))])
 
-    def _read(self, host: ServerConnection, link: Link) -> None:
+    def is_behind(self, needed: Iterable[int] | None) -> bool:
+        """Whether some of these spans (None: all) have not arrived in the announced version."""
+        spans = range(len(self.spans)) if needed is None else needed
+        return any(self._version_of(i) < self.version for i in spans)
+
+    def _version_of(self, i: int) -> int:
+        if i in self._kept:
+            return self._client.node.replica_version(self.name)
+        return self._arrived[i]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent over all links so far. It never falls, also while a lost link is replaced."""
+        link = self._link.bytes_sent if self._link else 0
+        channel = self._channel.bytes_sent if self._channel else 0
+        return self._sent_before + link + channel
+
+    # Sending ------------------------------------------------------------------------------------
+
+    def send(self, message: Any, payload: memoryview | None = None) -> None:
+        """Send a message, unless there is no connection."""
+        if (link := self._link) is not None:
+            with suppress(LinkError):  # its reader notices too, and reconnects or gives up
+                link.send(FROM_WORKER.write(message), payload)
+
+    def request(
+        self, message: Any, payload: memoryview | None = None, *, key: object = None
+    ) -> None:
+        """Send a message, and again if the connection breaks before it is answered or forgotten."""
+        with self._changed:
+            self._requests[key or type(message)] = (message, payload)
+        self.send(message, payload)
+
+    def awaits(self, key: object) -> bool:
+        """Whether a request, given by its class or tag, is unanswered."""
+        return key in self._requests
+
+    def forget(self, key: object) -> None:
+        with self._changed:
+            self._requests.pop(key, None)
+
+    def send_span(self, i: int, *, seq: int, slot: int, priority: int) -> None:
+        """Send a complete piece of a gradient, ahead of the push that it belongs to."""
+        with self._changed:
+            self._ahead.append((i, seq, slot))
+            channel = self._channel
+        if channel is not None:
+            self._put(channel, i, seq, slot, priority)
+
+    def _put(self, channel: PriorityChannel, i: int, seq: int, slot: int, priority: int) -> None:
+        gradient = self.spans[i].of(self._client.slots[slot])
+        channel.put(priority, FROM_LANE.write(GradientSpan(seq, slot, i)), bytes_of(gradient))
+
+    def end_spans(self) -> None:
+        """The push of the spans sent so far is pending now. With the lock held."""
+        self._ahead.clear()
+
+    def send_push(self, push: Push) -> None:
+        if (row_grads := push.row_grads.get(self.name)) is not None:
+            self.send(RowGradients(push.seq, push.slot, row_grads.nbytes), row_grads)
+        self.send(push.message)
+
+    # Connecting ---------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        link = self._client.node.dial(self.name)
+        link.send(OPENINGS.write(self._client.enter))
+        with self._changed:
+            if self._closed:
+                link.close()
+                return
+            self._link = link
+        self._read(link, link)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """With the lock held."""
+        self._sent_before = self.bytes_sent
+        for each in (self._link, self._channel):
+            if each is not None:
+                each.close()
+        self._link = self._channel = None
+
+    def _on_end(self, control: Link, error: Exception) -> None:
+        """A link of the connection made with `control` can't be read any more: reconnect, unless the server
+        or the view is to blame."""
+        if isinstance(error, BadFrame | ProtocolError):
+            self._refuse(error)
+        elif isinstance(error, LinkError):
+            with self._changed:
+                if self._closed or control is not self._link:
+                    return
+                self._disconnect()
+            self._start(self._reconnect, str(error))
+        elif not isinstance(error, ViewChanging):  # the main thread notices that by itself
+            self._client.waiter.fail(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """The server has broken the protocol: close the connection for good, and have it ended."""
+        with self._changed:
+            if self._closed:
+                return
+            self.close()
+            self._lose(f"it broke the protocol: {error}")
+        logger.warning("%s refused %s: %s", self._client.enter.sender, self.name, error)
+        self._start(self._client.node.refused, self.name, str(error))
+
+    def _reconnect(self, why: str) -> None:
+        try:
+            self.connect()
+        except ManyhandsError as error:  # the server does not answer, or a view comes
+            self._lose(f"{why}; then {error}")
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            self._client.waiter.lost[self.name] = why
+            self._changed.notify_all()
+
+    def _start(self, target: Callable[..., object], *args: Any) -> None:
+        """Run something that takes time in a thread of its own: event loops must not wait."""
+        name, on_error = f"connects-{self.name}", self._client.waiter.fail
+        start_thread(target, *args, name=name, on_error=on_error)
+
+    def _begin(self, control: Link, begun: ViewBegun, resume: Callable[[], None]) -> None:
+        try:
+            self._enter(control, begun)
+        except (ProtocolError, LinkError, ViewChanging) as error:
+            self._on_end(control, error)
+        finally:
+            resume()
+
+    def _enter(self, control: Link, begun: ViewBegun) -> None:
+        """The server has admitted this worker, for the first time or again."""
+        client = self._client
+        placement = Placement.from_record(begun.placement, layout=client.params.layout)
+        spans, holders = travelling(placement, self.name) if begun.travels else ([], [])
+        lanes = [client.node.dial(self.name) for _ in range(LANES if spans else 0)]
+        for lane in lanes:
+            lane.send(OPENINGS.write(OpenLane(client.enter.sender, client.enter.view)))
+        with self._changed:
+            if control is not self._link:  # closed meanwhile
+                for lane in lanes:
+                    lane.close()
+                return
+            if lanes:
+                self._channel = PriorityChannel(lanes)
+            if self.version < 0:  # otherwise what arrived over an earlier connection is still here
+                own = (i for i, holder in enumerate(holders) if holder == client.enter.sender)
+                self.spans, self._arrived, self._kept = spans, [-1] * len(spans), frozenset(own)
+            self.version = max(self.version, begun.version)
+            again = client.on_begun(self.name, begun, placement)
+            ahead = [*self._ahead]
+            ahead += [(i, push.seq, push.slot) for push in again for i in range(len(self.spans))]
+            channel, unanswered = self._channel, list(self._requests.values())
+            self._changed.notify_all()
+        for lane in lanes:
+            self._read(lane, control)
+        if channel is not None:
+            for i, seq, slot in ahead:
+                self._put(channel, i, seq, slot, priority=i)
+        for push in again:
+            self.send_push(push)
+        for message, payload in unanswered:
+            self.send(message, payload)
+
+    # Receiving ----------------------------------------------------------------------------------
+
+    def _read(self, link: Link, control: Link) -> None:
         """Handle what arrives over a link from now on, in the thread of an event loop."""
         message: Any = None
 
@@ -386,208 +455,235 @@ class Client(ServerRequests):
             message = TO_WORKER.read(head)
             if not isinstance(message, ParameterSpan):
                 return None
-            if message.span >= len(host.runs):
-                raise ProtocolError(f"span {message.span} of {len(host.runs)}")
-            return bytes_of(host.runs[message.span].of(self._params))
+            if message.span >= len(self.spans):
+                raise ProtocolError(f"span {message.span} of {len(self.spans)}")
+            return bytes_of(self.spans[message.span].of(self._client.params))
 
         def on_message(frame: Message) -> None:
             nonlocal message
             if frame.payload is None:
                 message = TO_WORKER.read(frame.head)
                 if isinstance(message, ParameterSpan):
-                    raise ProtocolError("a run without its payload")
+                    raise ProtocolError("a span without its payload")
             if isinstance(message, ViewBegun):
-                # It dials, which takes time; what follows on this link must wait for it.
+                # It dials, which takes time; later messages on this link must wait for it.
                 reader.pause()
-                self._start(self._begin, host, link, message, reader.resume)
+                self._start(self._begin, control, message, reader.resume)
             else:
-                self._hear(host, message, frame.payload)
+                self._handle(message, frame.payload)
 
         reader = LinkReader(
             link,
             on_message=on_message,
-            on_end=lambda error: self._on_end(host, link, error),
+            on_end=lambda error: self._on_end(control, error),
             place=place,
         )
         reader.start()
 
-    def _begin(
-        self, host: ServerConnection, link: Link, begun: ViewBegun, resume: Callable[[], None]
-    ) -> None:
-        try:
-            self._on_begin(host, begun)
-        except (ProtocolError, LinkError, ViewChanging) as error:
-            self._on_end(host, link, error)
-        finally:
-            resume()
-
-    def _on_end(self, host: ServerConnection, link: Link, error: Exception) -> None:
-        """A link can't be read any more: reconnect, unless the server or the view is to blame."""
-        if isinstance(error, BadFrame | ProtocolError):
-            self._refuse(host, link, error)
-        elif isinstance(error, LinkError):
-            self._come_back(host, link, str(error))
-        elif not isinstance(error, ViewChanging):  # whoever waits looks for the next view too
-            self._fail(error)
-
-    def _start(self, target: Callable[..., object], host: ServerConnection, *args: Any) -> None:
-        """Run something that takes time in a thread of its own: event loops must not wait."""
-        name = f"connects-{host.name}"
-        start_thread(target, host, *args, name=name, on_error=self._fail)
-
-    def _refuse(self, host: ServerConnection, link: Link, error: Exception) -> None:
-        """The server has broken the protocol: don't talk to it again, and have it ended."""
-        link.close()
-        with self._news:
-            if self._closed or host.lost:
-                return
-            host.lost = f"it broke the protocol: {error}"
-            self._news.notify_all()
-        logger.warning("%s refused %s: %s", self._worker, host.name, host.lost)
-        self._start(lambda host: self._tell_refused(host.name, str(error)), host)
-
-    def _come_back(self, host: ServerConnection, link: Link, why: str) -> None:
-        """Connect again, and send again what was not confirmed. If nobody answers, a view will come."""
-        with self._news:
-            current = link is host.link or link in host.lane_links
-            if self._closed or self._refused or not current or host.returning:
-                return
-            host.sent_before = host.bytes_sent
-            host.returning = True
-            host.began = False
-            links, channel = [host.link, *host.lane_links], host.channel
-            host.lane_links, host.channel = [], None
-        for each in links:
-            each.close()
-        if channel is not None:
-            channel.close()
-        self._start(self._reconnect, host, why)
-
-    def _reconnect(self, host: ServerConnection, why: str) -> None:
-        try:
-            new = self._enter(host.name)
-        except ManyhandsError as error:  # nobody answers, or a view comes
-            with self._news:
-                host.lost = f"{why}; then {error}"
-                self._news.notify_all()
-            return
-        with self._news:
-            host.link, host.returning = new, False
-            if self._closed:
-                new.close()
-                return
-        self._read(host, new)
-
-    def _on_begin(self, host: ServerConnection, begun: ViewBegun) -> None:
-        """The server has admitted this worker, for the first time or again."""
-        record, layout = begun.placement, self._params.layout
-        placement = Placement.from_record(record, layout=layout)
-        channel: list[Link] = []
-        runs, keepers = travelling(placement, host.name)
-        with self._news:
-            self.placement = placement
-            self.homes = begun.homes
-            if not host.runs:  # else it was connected before, and what arrived is still here
-                host.runs, host.arrived = runs, [-1] * len(runs)
-                if self._replica is not None:
-                    host.replica = partial(self._replica, host.name)
-                    mine = (i for i, keeper in enumerate(keepers) if keeper == self._worker)
-                    host.kept = frozenset(mine)
-            host.travels = begun.travels
-        if host.travels:
-            for _ in range(LANES):
-                link = self._dial(host.name)
-                link.send(OPENINGS.write(OpenLane(self._worker, self._view)))
-                channel.append(link)
-        with self._news:
-            host.lane_links = channel
-            host.channel = PriorityChannel(channel) if channel else None
-            host.version = max(host.version, begun.version)
-            host.done = max(host.done, begun.done)
-            self._late |= set(begun.late) & self._under_way.keys()
-            self.ticks = max(self.ticks, begun.ticks)
-            self._note_permit(begun.permit)
-            host.began = True
-            self.last_parts = set(begun.last)
-            known = self._take_resolved()
-            again = [push for push in self._under_way.values() if push.seq > host.done]
-            ahead = list(host.ahead)
-            unanswered = list(host.requests.values())
-            self._news.notify_all()
-        for seq, fate in known:
-            self._resolved(seq, fate)
-        for link in channel:
-            self._read(host, link)
-        for push in again:
-            ahead += [(i, push.seq, push.slot) for i in range(len(runs))]
-        if host.channel is not None:
-            for i, seq, slot in ahead:
-                self._send_run(host, host.channel, i, seq, slot, i)
-        for push in again:
-            self._send_push(host.name, push)
-        for message, payload in unanswered:
-            self._send(host.name, message, payload)
-
-    def _hear(self, host: ServerConnection, message: Any, payload: memoryview | None) -> None:
-        with self._news:
+    def _handle(self, message: Any, payload: memoryview | None) -> None:
+        with self._changed:
+            self._requests.pop(_request_of(message), None)
             match message:
-                case ParameterSpan(version, run):
-                    host.arrived[run] = max(host.arrived[run], version)
-                case NewVersion():
-                    host.version = max(host.version, message.version)
-                    for each in message.own:
-                        host.done = max(host.done, each.seq)
-                        outcome = PushOutcome(staleness=each.staleness, lr=each.lr)
-                        self._fates.setdefault(each.seq, outcome)
-                    self.ticks = max(self.ticks, message.ticks)
-                    self.bytes_of_servers += message.sent
-                    if message.pulled:
-                        self._pulled.add(host.name)
-                        host.requests.pop(PullRequest, None)
-                    self._note_permit(message.permit)
-                case Refused(why, lost):
-                    kind = WeightsLost if lost else PeerLost
-                    self._refused = kind(f"{host.name} refused {self._worker}: {why}")
-                case PushDropped(seq, permit):
-                    if seq in self._under_way:
-                        self._late.add(seq)
-                    self._note_permit(permit)
-                case PermitMessage(permit):
-                    self._woken = True
-                    host.requests.pop(Wake, None)
-                    self._note_permit(permit)
-                    self._released |= {
-                        seq
-                        for seq in self._under_way
-                        if self._until is not None and seq < self._until
-                    }
-                case MissingWorkers(names):
-                    self._missing = names
-                    return
-                case _:
-                    self._hear_answer(host, message, payload)
-            known = self._take_resolved()
-            self._news.notify_all()
-        for seq, fate in known:
-            self._resolved(seq, fate)
+                case ParameterSpan(version, i):
+                    self._arrived[i] = max(self._arrived[i], version)
+                case NewVersion(version):
+                    self.version = max(self.version, version)
+                case Refused():
+                    self._closed = True  # it would refuse this worker again
+            self._client.handle(self.name, message, payload)
+            self._changed.notify_all()
 
-    def _take_resolved(self) -> list[tuple[int, PushOutcome]]:
-        """Remove and return the pushes whose outcome has just become known."""
-        known = []
-        for seq in [seq for seq in self._under_way if not self._holders(seq)]:
-            del self._under_way[seq]
-            self._released.discard(seq)
-            fate = self._fates.pop(seq, PushOutcome())
-            known.append((seq, PushOutcome(left_out=True) if seq in self._late else fate))
-            self._late.discard(seq)
-        return known
 
-    def _note_permit(self, permit: StartPermit | None) -> None:
-        if permit is not None:
-            self._at, self._until = permit.at, permit.until
+def _request_of(message: object) -> object:
+    """The class or tag of the request that a message answers."""
+    match message:
+        case NewVersion(pulled=True):
+            return PullRequest
+        case PermitMessage():
+            return Wake
+        case StateEnd(of):
+            return StateRequest if of == "state" else TableStateRequest
+        case RowsAnswer(tag):
+            return tag
+    return None
 
-    def _send(self, name: str, message: Any, payload: memoryview | None = None) -> None:
+
+class Client:
+    def __init__(
+        self,
+        enter: EnterView,
+        servers: Sequence[str],
+        *,
+        node: PsNode,
+        params: FlatTensors,
+        slots: Sequence[FlatTensors],
+        waiter: ServerWaiter,
+    ) -> None:
+        """Enter the view at all servers, the lead first. `slots` are the gradient buffers."""
+        self.enter = enter
+        self.node = node
+        self.params, self.slots = params, slots
+        self.waiter = waiter
+        self.placement: Placement | None = None
+        self.last_parts: set[tuple[int, int]] = set()
+        """(step, part) of the last update before this view."""
+        self.ticks = 0
+        self.bytes_of_servers = 0
+        """Bytes sent by servers, as far as they have reported it to this worker."""
+        self.pushes = PendingPushes(servers)
+        self._connections = {name: ServerConnection(name, self) for name in servers}
+        self._lead = self._connections[servers[0]]
+        self.requests = ServerRequests(self._connections, self._lead, waiter)
+        self._remote = [] if params.segment else list(self._connections.values())
+        """Servers that gradients are sent to and parameters pulled from; none in shared memory."""
         try:
-            self._hosts[name].link.send(FROM_WORKER.write(message), payload)
-        except LinkError:
-            pass  # its reader notices too, and reconnects or gives up
+            for connection in self._connections.values():
+                connection.connect()
+            waiter.wait(
+                "the view to begin",
+                lambda: [name for name, each in self._connections.items() if each.version < 0],
+            )
+        except BaseException:
+            self.close()  # else it would keep reconnecting, to servers of later views
+            raise
+
+    @property
+    def version(self) -> int:
+        """The version of the parameters that are here."""
+        return min((each.complete_version for each in self._remote), default=self.params.mark)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent over the network."""
+        with self.waiter.changed:  # a link may be replaced right now
+            return sum(each.bytes_sent for each in self._remote)
+
+    @property
+    def spans(self) -> dict[str, Sequence[Span]]:
+        """By server: the spans in which gradients are sent and parameters received."""
+        return {name: each.spans for name, each in self._connections.items() if each.spans}
+
+    def begin(self, *, rounds: bool) -> tuple[int, int]:
+        """Wait until the next step may begin and a slot is free. Returns its (seq, slot)."""
+        lead, pushes = self._lead, self.pushes
+        if lead.awaits(Rest):
+            lead.forget(Rest)
+            lead.request(Wake())
+            self.waiter.wait("being woken", lambda: [lead.name] if lead.awaits(Wake) else [])
+            pushes.seq = pushes.permit.at - 1
+            self.pull()
+        seq = pushes.permit.at if rounds else pushes.seq + 1
+        slot = pushes.count % len(self.slots)
+
+        def behind() -> list[str]:
+            if pushes.permit.until is not None and seq > pushes.permit.until:
+                return [lead.name]
+            return pushes.holders(lambda push: push.slot == slot)
+
+        self._wait_for_step(f"the permit to begin step {seq}", seq, behind)
+        return seq, slot
+
+    def push_span(self, server: str, i: int, *, seq: int, slot: int, priority: int) -> None:
+        """Send a complete piece of a gradient, ahead of the push that it belongs to."""
+        self._connections[server].send_span(i, seq=seq, slot=slot, priority=priority)
+
+    def push(
+        self,
+        push: Contribution,
+        *,
+        began: int,
+        row_grads: Mapping[str, memoryview] | None = None,
+    ) -> None:
+        """Push a complete gradient, whose spans were sent before. `row_grads`, by server: gradients of table
+        rows, which are sent along."""
+        with self.waiter.changed:
+            pushed = self.pushes.add(push, began=began, row_grads=row_grads or {})
+            for connection in self._remote:
+                connection.end_spans()
+        for connection in self._remote or [self._lead]:  # the lead tells those who share its memory
+            connection.send_push(pushed)
+
+    def finish(self, seq: int) -> None:
+        """Wait until the push is in the weights everywhere, was dropped, or need not be waited for."""
+        self._wait_for_step(
+            f"step {seq}",
+            seq,
+            lambda: self.pushes.holders(lambda push: push.seq == seq and not push.released),
+        )
+
+    def drain(self) -> None:
+        """Wait until the outcome of every push is known."""
+        if self.pushes.holders():
+            self._lead.request(PushesEnd())
+        self._wait_for_step("its last pushes", self.pushes.seq, self.pushes.holders)
+        self._lead.forget(PushesEnd)
+
+    def pull(self) -> None:
+        """Wait for the newest parameters, which other workers may have changed meanwhile."""
+        for connection in self._remote:
+            connection.request(PullRequest())
+        self.waiter.wait(
+            "the newest parameters",
+            lambda: [each.name for each in self._remote if each.awaits(PullRequest)],
+        )
+        self.wait_for_params()
+
+    def wait_for_params(self, needed: Mapping[str, Iterable[int]] | None = None) -> None:
+        """Wait until these spans (indices by server; None: all) have arrived in the announced version."""
+        self.waiter.wait(
+            "parameters",
+            lambda: [
+                name
+                for name, each in self._connections.items()
+                if each.is_behind(None if needed is None else needed.get(name, ()))
+            ],
+        )
+
+    def rest(self) -> None:
+        """Tell the lead not to wait for this worker until its next step."""
+        if not self._lead.awaits(Rest):
+            self._lead.request(Rest())
+
+    def wake_up(self) -> None:
+        """Have waiting threads check again."""
+        with self.waiter.changed:
+            self.waiter.changed.notify_all()
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self.wake_up()
+
+    def _wait_for_step(self, what: str, seq: int, behind: Callable[[], Sequence[str]]) -> None:
+        self.waiter.wait(what, behind, ask=lambda: self._lead.send(AskMissing(seq)))
+
+    # Called by connections, with the lock held -----------------------------------------------------
+
+    def on_begun(self, server: str, begun: ViewBegun, placement: Placement) -> list[Push]:
+        """Returns the pushes that the server lacks."""
+        self.placement = placement
+        self.requests.row_placement = begun.homes
+        self.last_parts = set(begun.last)
+        self.ticks = max(self.ticks, begun.ticks)
+        return self.pushes.enter(server, begun)
+
+    def handle(self, server: str, message: Any, payload: memoryview | None) -> None:
+        match message:
+            case NewVersion():
+                self.ticks = max(self.ticks, message.ticks)
+                self.bytes_of_servers += message.sent
+                self.pushes.apply(server, message.own)
+                self.pushes.allow(message.permit)
+            case PushDropped(seq, permit):
+                self.pushes.drop([seq])
+                self.pushes.allow(permit)
+            case PermitMessage(permit):
+                self.pushes.allow(permit)
+                self.pushes.release()
+            case Refused(why, lost):
+                kind = WeightsLost if lost else PeerLost
+                self.waiter.fail(kind(f"{server} refused {self.enter.sender}: {why}"))
+            case MissingWorkers(names):
+                self.waiter.missing = names
+            case _:
+                self.requests.handle(server, message, payload)

@@ -19,7 +19,7 @@ everything below it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -110,22 +110,15 @@ class WorkerMemory:
         params: FlatTensors,
         parameters: Mapping[str, nn.Parameter],
         *,
-        num_slots: int,
-        shared: bool,
+        slots: Sequence[FlatTensors],
         device: str,
         copies_params: bool,
     ) -> None:
         """`parameters` become views of flat memory: of `params`, which the servers update or send, or of a
-        copy on `device`. `copies_params`: if true, there is a copy on the CPU too, because parameters
-        arrive while the model computes."""
+        copy on `device`. The servers read gradients from `slots`. `copies_params`: if true, there is a copy
+        on the CPU too, because parameters arrive while the model computes."""
         layout = params.layout
-        self.slots = [
-            FlatTensors.shared(layout, label="manyhands-gradients")
-            if shared
-            else FlatTensors.private(layout)
-            for _ in range(num_slots)
-        ]
-        """What the servers read."""
+        self.slots = slots
         self._buffer, self._params = buffer, params
         self._copy: FlatTensors | None = None
         self._on_device: FlatTensors | None = None
@@ -160,7 +153,7 @@ class WorkerMemory:
             self.slots[slot].copy_(self._on_device)
 
 
-Where = tuple[str, int]
+SpanKey = tuple[str, int]
 """(server, index of one of its spans)."""
 
 
@@ -170,73 +163,65 @@ class Overlap:
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         gradient_buffer: GradientBuffer,
+        client: Client,
+        *,
+        enabled: bool,
     ) -> None:
-        self._model = model
+        """Unless `enabled`, gradients are all sent at the end of backward, and forwards do not wait."""
         self._gradient_buffer = gradient_buffer
-        self._parameters = parameters
-        self._client: Client | None = None
-        self._where: dict[int, list[Where]] = {}
-        self._pieces: dict[Where, int] = {}
-        self._left: dict[Where, int] = {}
-        self._order: dict[Where, int] = {}
-        self._unsent: set[Where] = set()
+        self._client = client
+        self._spans_of: dict[int, list[SpanKey]] = defaultdict(list)
+        """By parameter: the spans that have a part of it."""
+        self._num_params: dict[SpanKey, int] = defaultdict(int)
+        self._unfinished: dict[SpanKey, int] = {}
+        """By span that is not sent yet: parameters without a complete gradient."""
         self._push: tuple[int, int] | None = None
         self._accumulating = False
         self._handles: list[Any] = []
+        spans = {
+            (server, i): span
+            for server, spans in client.spans.items()
+            for i, span in enumerate(spans)
+        }
+        for name, parameter in parameters.items():
+            slot = client.params.layout.slots[name]
+            for key, span in spans.items():
+                if span.buffer == slot.buffer and span.start < slot.stop and slot.start < span.stop:
+                    self._spans_of[id(parameter)].append(key)
+                    self._num_params[key] += 1
+        for key in spans:
+            self._num_params.setdefault(key, 0)
+        self._priorities = {key: i for i, key in enumerate(self._num_params)}
+        """In the order in which a forward needs the parameters."""
+        if enabled and spans:
+            gradient_buffer.landed = self._done
+            for module, owned in _waits(model):
+                self._wait_before(module, owned)
 
-    def follow(self, client: Client, *, enabled: bool) -> None:
-        """Send to the servers of this client. Unless `enabled`, gradients all leave at the end, and forwards
-        do not wait."""
-        self.stop()
-        travelling = client.travelling()
-        if not travelling:
-            return
-        self._client = client
-        self._where, self._pieces, self._order = defaultdict(list), defaultdict(int), {}
-        layout = client.layout
-        for name, parameter in self._parameters.items():
-            slot = layout.slots[name]
-            for server, runs in travelling.items():
-                for i, run in enumerate(runs):
-                    if (
-                        run.buffer == slot.buffer
-                        and run.start < slot.stop
-                        and slot.start < run.stop
-                    ):
-                        self._where[id(parameter)].append((server, i))
-                        self._pieces[server, i] += 1
-                        self._order.setdefault((server, i), len(self._order))
-        for server, runs in travelling.items():
-            for i in range(len(runs)):
-                self._order.setdefault((server, i), len(self._order))
-        if not enabled:
-            return
-        self._gradient_buffer.landed = self._done
-        for module, owned in _waits(self._model):
-            needed: dict[str, set[int]] = defaultdict(set)
-            for parameter in owned:
-                for server, i in self._where.get(id(parameter), ()):
-                    needed[server].add(i)
-            if needed:
-                wanted = {server: sorted(numbers) for server, numbers in needed.items()}
-                self._handles.append(module.register_forward_pre_hook(_waiting_for(client, wanted)))
+    def _wait_before(self, module: nn.Module, owned: Sequence[nn.Parameter]) -> None:
+        needed: dict[str, set[int]] = defaultdict(set)
+        for parameter in owned:
+            for server, i in self._spans_of.get(id(parameter), ()):
+                needed[server].add(i)
+
+        def wait(module: nn.Module, arguments: Any) -> None:
+            self._client.wait_for_params(needed)
+
+        if needed:
+            self._handles.append(module.register_forward_pre_hook(wait))
 
     def stop(self) -> None:
         self._gradient_buffer.landed = lambda parameter: None
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self._client, self._push = None, None
 
     def begin(self, seq: int, slot: int) -> None:
-        if self._client is not None:
-            self._push = (seq, slot)
-            self._left = dict(self._pieces)
-            self._unsent = set(self._order)
+        self._push = (seq, slot)
+        self._unfinished = dict(self._num_params)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """A context in which gradients stay here: another backward will add to them."""
+        """A context in which gradients are not sent: another backward will add to them."""
         self._accumulating = True
         try:
             yield
@@ -244,27 +229,25 @@ class Overlap:
             self._accumulating = False
 
     def finish(self) -> None:
-        """Backward is over: send what has not left yet."""
-        if self._client is not None:
-            for where in sorted(self._unsent, key=self._order.__getitem__):
-                self._send(where)
-            self._push = None
+        """Backward is over: send the rest."""
+        for key in sorted(self._unfinished, key=self._priorities.__getitem__):
+            self._send(key)
+        self._push = None
 
     def _done(self, parameter: Tensor) -> None:
         if self._push is None or self._accumulating:
             return
-        for where in self._where.get(id(parameter), ()):
-            self._left[where] -= 1
-            if not self._left[where]:
-                self._send(where)
+        for key in self._spans_of.get(id(parameter), ()):
+            self._unfinished[key] -= 1
+            if not self._unfinished[key]:
+                self._send(key)
 
-    def _send(self, where: Where) -> None:
-        assert self._client is not None
+    def _send(self, key: SpanKey) -> None:
         assert self._push is not None
-        self._unsent.discard(where)
+        del self._unfinished[key]
         seq, slot = self._push
-        server, i = where
-        self._client.push_run(server, i, seq=seq, slot=slot, priority=self._order[where])
+        server, i = key
+        self._client.push_span(server, i, seq=seq, slot=slot, priority=self._priorities[key])
 
 
 def _waits(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
@@ -274,13 +257,6 @@ def _waits(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
             yield from _waits(child)
     else:
         yield module, list(module.parameters())
-
-
-def _waiting_for(client: Client, runs: Mapping[str, list[int]]) -> Any:
-    def wait(module: nn.Module, arguments: Any) -> None:
-        client.wait_for_runs(runs)
-
-    return wait
 
 
 def _last_node(parameter: nn.Parameter) -> Any:

@@ -1,14 +1,13 @@
 """The worker's half of the parameter-server strategies: computes on what the servers hold.
 
 begin     wait until the step may begin (sync: the previous round is over), and for a free gradient buffer
-compute   forward and backward; gradients are written where the servers read, or travel while the
-          backward goes on
+compute   forward and backward; gradients are written where the servers read, or sent while backward runs
 push      tell the servers
 finish    in rounds, wait until the update is made. Otherwise the next step begins at once, on the other
           gradient buffer, and the report of this one is resolved when the servers answer
 
 How a push reaches the servers is chosen once per view: `RoundWorker` (rounds.py) through a table in shared
-memory, `MessagePushes` by messages.
+memory, `MessagePushes` by messages, `UnorderedPushes` by messages without lockstep.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.remote import RemoteTables
 from manyhands.errors import JobError
 from manyhands.ps.block_store import bytes_of, clip_factor
-from manyhands.ps.client import Client
+from manyhands.ps.client import Client, PushOutcome, ServerWaiter
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.gradient_buffer import GradientBuffer, Overlap, WorkerMemory
 from manyhands.ps.model_layout import piece_state
 from manyhands.ps.node import PsNode
 from manyhands.ps.policies import Contribution
+from manyhands.ps.protocol import EnterView
 from manyhands.ps.rounds import RoundWorker
-from manyhands.ps.row_pushes import RowPushes, row_pushes
-from manyhands.ps.server_connection import PushOutcome
+from manyhands.ps.row_pushes import OwnRows, RowPushes, row_pushes
 
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
@@ -58,45 +57,42 @@ class Pushes(Protocol):
         """A context for backwards whose gradients are not complete."""
 
     def push(
-        self, push: Contribution, report: StepReport, rows: Mapping[str, memoryview] | None
+        self, push: Contribution, report: StepReport, row_grads: Mapping[str, memoryview] | None
     ) -> None:
-        """The gradient is complete. `rows` are gradients of table rows that travel with it."""
+        """The gradient is complete. `row_grads`, by server, are sent with it."""
 
     def finish(self) -> None:
         """Wait until the next step would find its update, where updates are made in rounds."""
+
+    def drain(self) -> None:
+        """Wait until every push is resolved and the newest parameters are here."""
 
     def take_bytes_sent(self) -> int:
         """Bytes sent over the network since the last call, by this worker and for it by servers."""
 
 
 class MessagePushes:
-    """Pushes by message; gradients lie in shared memory, or travel."""
+    """Pushes by message; gradients are in shared memory, or are sent."""
 
-    def __init__(self, node: PsNode, overlap: Overlap, *, waits_for_params: bool) -> None:
+    def __init__(
+        self, client: Client, overlap: Overlap, *, rounds: bool, waits_for_params: bool
+    ) -> None:
         """`waits_for_params`: if true, a step begins when all parameters are here, not only the first."""
-        self._overlap = overlap
-        self._rounds, self._lockstep = node.mode.rounds, node.config.lockstep
-        self._counts_bytes = not node.shared
-        self._waits_for_params = waits_for_params
-        self._client: Client | None = None
-        self._reports: dict[int, StepReport] = {}
-        """Of pushes whose outcome is not known."""
-        self._last = self._began = self._sent = 0
-
-    def start(self, client: Client, *, enabled: bool) -> None:
         self._client = client
-        self._overlap.follow(client, enabled=enabled)
+        self._overlap = overlap
+        self._rounds = rounds
+        self._waits_for_params = waits_for_params
+        self._last = self._began = self._sent = 0
 
     @property
     def ticks(self) -> int:
-        return self._joined().ticks
+        return self._client.ticks
 
     def begin(self) -> tuple[int, int]:
-        client = self._joined()
-        self._last, slot = client.begin(rounds=self._rounds)
-        self._began = client.version
+        self._last, slot = self._client.begin(rounds=self._rounds)
+        self._began = self._client.version
         if self._waits_for_params:
-            client.wait_for_runs()
+            self._client.wait_for_params()
         self._overlap.begin(self._last, slot)
         return self._last, slot
 
@@ -104,37 +100,52 @@ class MessagePushes:
         return self._overlap.accumulating()
 
     def push(
-        self, push: Contribution, report: StepReport, rows: Mapping[str, memoryview] | None
+        self, push: Contribution, report: StepReport, row_grads: Mapping[str, memoryview] | None
     ) -> None:
         self._overlap.finish()
-        if not self._lockstep:
-            report.resolved = False
-            self._reports[push.seq] = report
-        self._joined().push(push, began=self._began, baskets=rows)
-
-    def resolve(self, seq: int, outcome: PushOutcome) -> None:
-        """Complete the report of a push; called in a thread of the client's."""
-        if (report := self._reports.pop(seq, None)) is not None:
-            report.staleness, report.dropped = outcome.staleness, outcome.left_out
-            if outcome.lr is not None:
-                report.lr = outcome.lr
-            report.resolved = True
+        self._client.push(push, began=self._began, row_grads=row_grads)
 
     def finish(self) -> None:
         if self._rounds:
-            self._joined().finish(self._last)
+            self._client.finish(self._last)
+
+    def drain(self) -> None:
+        self._client.drain()
+        self._client.wait_for_params()
 
     def take_bytes_sent(self) -> int:
-        if not self._counts_bytes:
-            return 0
-        client = self._joined()
-        total = client.bytes_sent + client.bytes_of_servers
+        total = self._client.bytes_sent + self._client.bytes_of_servers
         since, self._sent = total - self._sent, total
         return since
 
-    def _joined(self) -> Client:
-        assert self._client is not None, "a view comes before the first step"
-        return self._client
+
+class UnorderedPushes(MessagePushes):
+    """The same without lockstep: the outcome of a push is known later, and completes its report."""
+
+    def __init__(
+        self, client: Client, overlap: Overlap, *, rounds: bool, waits_for_params: bool
+    ) -> None:
+        super().__init__(client, overlap, rounds=rounds, waits_for_params=waits_for_params)
+        self._reports: dict[int, StepReport] = {}
+        client.pushes.resolved = self._resolve
+
+    def push(
+        self, push: Contribution, report: StepReport, row_grads: Mapping[str, memoryview] | None
+    ) -> None:
+        report.resolved = False
+        self._reports[push.seq] = report
+        super().push(push, report, row_grads)
+
+    def _resolve(self, seq: int, outcome: PushOutcome) -> None:
+        """Called in the thread that handles messages."""
+        report = self._reports.pop(seq)
+        report.staleness, report.dropped = outcome.staleness, outcome.left_out
+        report.lr = report.lr if outcome.lr is None else outcome.lr
+        report.resolved = True
+
+    def drain(self) -> None:
+        self._client.drain()
+        self._client.pull()
 
 
 class PsLearner(Learner):
@@ -143,6 +154,7 @@ class PsLearner(Learner):
         self._client: Client | None = None
         self._memory: WorkerMemory | None = None
         self._pushes: Pushes | None = None
+        self._overlap: Overlap | None = None
         self._rows: RowPushes | None = None
         """For gradients of table rows, if the model has tables."""
         self._in_step: tuple[int, int] | None = None
@@ -156,11 +168,10 @@ class PsLearner(Learner):
 
     def prepare(self, train_state: TrainState, me: Me) -> None:
         super().prepare(train_state, me)
-        # The scheduler here only tells the rate: the servers' optimizers do the steps.
+        # The scheduler here only computes the rate: the servers' optimizers do the steps.
         train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._node = PsNode(self._config, train_state, me)
         self._buffer = GradientBuffer(train_state.model, self._node.parameters)
-        self._overlap = Overlap(train_state.model, self._node.parameters, self._buffer)
 
     # The view -----------------------------------------------------------------------------------
 
@@ -182,38 +193,18 @@ class PsLearner(Learner):
             self._rows = row_pushes(node)
         memory = self._memory
         node.enter(view, local={me.name: memory.slots})
-        assert node.params is not None
         self._exchanges = 0
-        waits = node.mode.rounds and memory.has_copy
-        pushes = MessagePushes(node, self._overlap, waits_for_params=waits)
-        client = self._client = Client(
-            me.name,
-            view=view.number,
-            servers=node.servers_in(view),
-            dial=node.dial,
-            params=node.params,
-            slots=memory.slots,
-            check=node.check,
-            timeout_s=me.timeouts.collective_s,
-            resolved=pushes.resolve,
-            refused=node.refused,
-            seen=self._seen,
-            baskets=self._rows.addresses if self._rows is not None else (),
-            replica=node.replica_version if node.server is not None else None,
-            activity=self.train_state.activity,
-        )
-        if node.server is not None:
-            node.server.followed = client.wake_up
+        client = self._client = self._connect(view, memory)
         node.wait_until_begun()
         if isinstance(self.train_state.tables, RemoteTables):
             near = node.server.near if node.server is not None else None
-            self.train_state.tables.connect(client, near)
+            self.train_state.tables.connect(client.requests, near)
         if self._in_step is not None and self._in_step not in client.last_parts:
             for buffer, before in zip(model_buffers(self.train_state), self._before, strict=True):
                 buffer.copy_(before)  # the step will be done again, and must find them as it did
             self._in_flight = None
         self._in_step = None
-        client.wait_for_runs()
+        client.wait_for_params()
         node.schedule_clock.advance(client.ticks)
         memory.refresh()
         if node.rounds is not None:
@@ -225,11 +216,40 @@ class PsLearner(Learner):
                 timeout_s=me.timeouts.collective_s,
             )
         else:
-            pushes.start(client, enabled=node.mode.rounds and not memory.has_copy)
-            self._pushes = pushes
+            rounds = node.mode.rounds
+            self._overlap = Overlap(
+                *(self.train_state.model, node.parameters, self._buffer, client),
+                enabled=rounds and not memory.has_copy,
+            )
+            by_message = MessagePushes if self._config.lockstep else UnorderedPushes
+            waits = rounds and memory.has_copy
+            self._pushes = by_message(client, self._overlap, rounds=rounds, waits_for_params=waits)
+
+    def _connect(self, view: View, memory: WorkerMemory) -> Client:
+        node, me = self._node, self.me
+        assert node.params is not None
+        segments = [slot.segment for slot in memory.slots]
+        addresses = [segment.address for segment in segments if segment is not None]
+        row_grads = self._rows.addresses if self._rows is not None else []
+        client = Client(
+            EnterView(me.name, view.number, addresses, row_grads, self._seen),
+            node.servers_in(view),
+            node=node,
+            params=node.params,
+            slots=memory.slots,
+            waiter=ServerWaiter(
+                me.name,
+                check=self._check,
+                timeout_s=me.timeouts.collective_s,
+                activity=self.train_state.activity,
+            ),
+        )
+        if node.server is not None:
+            node.server.followed = client.wake_up
+        return client
 
     def _check(self) -> None:
-        """Raises if there is nothing left to wait for."""
+        """Raise if there is nothing left to wait for. Cheap: called while a step waits."""
         server = self._node.server
         if self.me.view_changing or (server is not None and server.error is not None):
             self._node.check()
@@ -242,8 +262,7 @@ class PsLearner(Learner):
             self._buffer,
             node.params,
             node.parameters,
-            num_slots=node.mode.slots,
-            shared=node.shared,
+            slots=[node.allocate("manyhands-gradients") for _ in range(node.mode.slots)],
             device=self.train_state.device,
             copies_params=not node.shared and not self._config.lockstep,
         )
@@ -272,10 +291,11 @@ class PsLearner(Learner):
         self._node.leave()
 
     def _drop_client(self) -> None:
-        if self._client is not None:
+        if self._overlap is not None:
             self._overlap.stop()
+        if self._client is not None:
             self._client.close()
-            self._client = self._pushes = None
+        self._client = self._pushes = self._overlap = None
 
     # A step -------------------------------------------------------------------------------------
 
@@ -294,13 +314,15 @@ class PsLearner(Learner):
         memory.begin(slot)
         weight, loss = gradients(train_state, share, total=_not_known, local=pushes.accumulating)
         memory.finish(slot)
-        rows = self._rows.push(share, slot, weight, lr) if self._rows is not None else None
+        row_grads = None
+        if self._rows is not None:
+            row_grads = self._rows.push(share, slot, weight, lr)
         report = StepReport(share.step, share.samples, weight, loss, lr, part=share.part)
         push = self._contribution(share, seq, slot, weight, float(loss))
         computed = time.perf_counter()
         report.compute_s, report.wait_s = computed - began, began - started
         self._in_flight = report
-        pushes.push(push, report, rows)
+        pushes.push(push, report, row_grads)
         pushes.finish()
         ended = time.perf_counter()
         self._in_step, self._in_flight = None, None
@@ -314,7 +336,7 @@ class PsLearner(Learner):
         state, limit = self.train_state, self._node.mode.push_clip_norm
         samples, total = float(share.samples), float(share.total)
         if state.weight is not None:
-            # Scaled by its own weight: the servers know everybody's, and divide by their sum.
+            # Scaled by its own weight: the servers know the weights of all workers, and divide by their sum.
             samples, total = float(weight), 1.0
             if not 0 <= samples < math.inf:
                 raise JobError(
@@ -336,9 +358,9 @@ class PsLearner(Learner):
 
     @property
     def whole_steps(self) -> bool:
-        """A model that changes shared rows itself is done with a part when it has computed it: the mean
-        over a step is nobody's, and the larger a part the fewer messages."""
-        return self._node.shared and isinstance(self.train_state.model, RowModel)
+        """A model that changes shared rows itself has finished a part once it is computed: there is no mean
+        over a step, and larger parts need fewer messages."""
+        return isinstance(self._rows, OwnRows) and isinstance(self.train_state.model, RowModel)
 
     @property
     def looks_ahead(self) -> bool:
@@ -356,14 +378,9 @@ class PsLearner(Learner):
                 tables.expect(batch, share.step)
 
     def drain(self) -> None:
-        client = self._joined()
-        client.drain()
-        if self._config.lockstep:
-            client.wait_for_runs()
-        else:
-            client.pull()
         assert self._pushes is not None
         assert self._memory is not None
+        self._pushes.drain()
         self._node.schedule_clock.advance(self._pushes.ticks)
         self._memory.refresh()
 
@@ -371,18 +388,18 @@ class PsLearner(Learner):
         self._joined().rest()
 
     def eval_model(self) -> torch.nn.Module:
-        """With the statistics of the first worker, which are those that are saved."""
+        """Return the model with the statistics of the first worker, which are those that are saved."""
         self.drain()
         buffers = model_buffers(self.train_state)
         if buffers and self.me.world > 1:
             self._exchanges += 1
-            client = self._joined()
+            requests = self._joined().requests
             whole = torch.cat([buffer.detach().reshape(-1).double().cpu() for buffer in buffers])
             if self.me.rank == 0:
-                client.tell_buffers(self._exchanges, bytes_of(whole))
+                requests.send_statistics(self._exchanges, bytes_of(whole))
             else:
-                heard = client.hear_buffers(self._exchanges)
-                whole = torch.frombuffer(heard, dtype=torch.float64)
+                received = requests.receive_statistics(self._exchanges)
+                whole = torch.frombuffer(received, dtype=torch.float64)
                 for buffer, part in zip(
                     buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True
                 ):
@@ -390,10 +407,10 @@ class PsLearner(Learner):
         return self.train_state.model
 
     def collect(self) -> None:
-        """Put what the servers' optimizers remember into this worker's, for a checkpoint."""
+        """Copy the state of the servers' optimizers into this worker's, for a checkpoint."""
         train_state, layout = self.train_state, self._node.layout
         self.drain()
-        tensor_messages = self._joined().states()
+        tensor_messages = self._joined().requests.states()
         states = {
             number: block_state.state
             for (_, number), block_state in tensor_messages.complete.items()
@@ -416,5 +433,5 @@ def model_buffers(train_state: TrainState) -> list[Tensor]:
 
 
 def _not_known(mine: float | Tensor) -> float:
-    """The weight of all workers is for the servers to add up."""
+    """Stands for the weight of all workers, which the servers add up."""
     return 1.0

@@ -269,15 +269,17 @@ class PsNode:
             if self.shared and not leads:
                 self.params = FlatTensors.attached(self.layout, self.fetch(key))
                 return
-            self.params = (
-                FlatTensors.shared(self.layout, label="manyhands-parameters")
-                if self.shared
-                else FlatTensors.private(self.layout)
-            )
+            self.params = self.allocate("manyhands-parameters")
             for name, parameter in self.parameters.items():
                 self.params.piece(name).copy_(parameter.detach().reshape(-1))
         if leads and self.params.segment is not None:
             self._post(key, self.params.segment.address)
+
+    def allocate(self, label: str) -> FlatTensors:
+        """Create flat tensors that the servers can read, if memory is shared."""
+        if self.shared:
+            return FlatTensors.shared(self.layout, label=label)
+        return FlatTensors.private(self.layout)
 
     def find_tables(self, view: View) -> None:
         """Find the tables likewise: the lead shares them, others attach. Once: they outlive their creator."""

@@ -1,118 +1,100 @@
-"""What a worker requests from servers, beside its steps: the optimizer's state, table rows, statistics.
+"""A worker's requests to servers besides its steps: the optimizer's state, table rows, statistics.
 
-The part of a Client that waits for answers. A request without an answer is sent again when a connection is
-made again.
+A request without an answer is sent again when a connection is made again.
 """
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.errors import ProtocolError
 from manyhands.ps.protocol import (
     RowsAnswer,
     RowsRequest,
-    StateEnd,
     StateRequest,
     Statistics,
     TableStateRequest,
     TensorMessage,
 )
-from manyhands.ps.server_connection import ServerConnection
 from manyhands.ps.tensor_messages import TensorMessages
 
-Wait = Callable[[Callable[[], Sequence[str]]], None]
-"""Waits until no server is missing."""
+if TYPE_CHECKING:
+    from manyhands.ps.client import ServerConnection, ServerWaiter
 
 
-class ServerRequests(ABC):
-    def __init__(self, lead: str) -> None:
-        self.answers: dict[tuple[str, int], memoryview] = {}
-        """Requested rows, by server and tag."""
+class ServerRequests:
+    def __init__(
+        self,
+        connections: Mapping[str, ServerConnection],
+        lead: ServerConnection,
+        waiter: ServerWaiter,
+    ) -> None:
+        self.row_placement: RowPlacement | None = None
+        """Which servers hold which table rows, if rows are served."""
+        self._connections = connections
         self._lead = lead
-        self._news = threading.Condition()
-        self._hosts: dict[str, ServerConnection] = {}
-        self._tensor_messages = TensorMessages()
-        self._states_from: set[str] = set()
-        self._buffers: dict[int, memoryview] = {}
-
-    @abstractmethod
-    def _waiting(self, what: str, *, asks: int | None = None) -> AbstractContextManager[Wait]: ...
-
-    @abstractmethod
-    def _send(self, name: str, message: Any, payload: memoryview | None = None) -> None: ...
+        self._waiter = waiter
+        self._states = TensorMessages()
+        self._rows: dict[tuple[str, int], memoryview] = {}
+        """By server and tag."""
+        self._statistics: dict[int, memoryview] = {}
+        """By tag."""
 
     def states(self) -> TensorMessages:
         """Fetch the state of the servers' optimizers."""
-        return self._ask_all(StateRequest(), "the optimizer's state")
+        return self._fetch(StateRequest(), "the optimizer's state")
 
     def table_states(self, since: int | None = None) -> TensorMessages:
         """Fetch all rows of all tables, or those touched after a step."""
-        after = 0 if since is None else since + 1
-        return self._ask_all(TableStateRequest(after), "the tables")
+        return self._fetch(TableStateRequest(0 if since is None else since + 1), "the tables")
 
-    def _ask_all(self, request: StateRequest | TableStateRequest, what: str) -> TensorMessages:
-        with self._news:
-            self._tensor_messages, self._states_from = TensorMessages(), set()
-        for name in self._hosts:
-            self._ask(name, request)
-        with self._waiting(what) as wait:
-            wait(lambda: [name for name in self._hosts if name not in self._states_from])
-        return self._tensor_messages
+    def _fetch(self, request: StateRequest | TableStateRequest, what: str) -> TensorMessages:
+        self._states = TensorMessages()
+        for connection in self._connections.values():
+            connection.request(request)
+        self._wait(what, type(request), list(self._connections))
+        return self._states
 
     def rows(self, table: str, tag: int, ids: Mapping[str, memoryview]) -> None:
-        """Ask servers for the rows of these ids; their answers will be in `answers`."""
+        """Request the rows of these ids, by server; `wait_for_rows` returns them."""
         for name, payload in ids.items():
-            self._ask(name, RowsRequest(tag, table, payload.nbytes), payload, key=tag)
+            self._connections[name].request(
+                RowsRequest(tag, table, payload.nbytes), payload, key=tag
+            )
 
     def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]:
-        with self._waiting("rows of tables") as wait:
-            wait(lambda: [name for name in servers if (name, tag) not in self.answers])
-            return [self.answers.pop((name, tag)) for name in servers]
+        self._wait("rows of tables", tag, servers)
+        return [self._rows.pop((name, tag)) for name in servers]
 
-    def tell_buffers(self, tag: int, payload: memoryview) -> None:
+    def send_statistics(self, tag: int, payload: memoryview) -> None:
         """Send statistics to all other workers; `tag` tells one exchange from another."""
-        self._ask(self._lead, Statistics(tag), payload)
+        self._lead.request(Statistics(tag), payload)
 
-    def hear_buffers(self, tag: int) -> memoryview:
-        with self._waiting("the first worker's statistics") as wait:
-            wait(lambda: [] if tag in self._buffers else [self._lead])
-            heard = self._buffers.pop(tag)
-            self._buffers.clear()
-        return heard
+    def receive_statistics(self, tag: int) -> memoryview:
+        self._waiter.wait(
+            "the first worker's statistics",
+            lambda: [] if tag in self._statistics else [self._lead.name],
+        )
+        received = self._statistics.pop(tag)
+        self._statistics.clear()
+        return received
 
-    def _ask(
-        self,
-        name: str,
-        message: Any,
-        payload: memoryview | None = None,
-        *,
-        key: object = None,
-    ) -> None:
-        """Send a message, and again if the connection breaks before it is answered."""
-        with self._news:
-            self._hosts[name].requests[key or type(message)] = (message, payload)
-        self._send(name, message, payload)
-
-    def _hear_answer(
-        self, host: ServerConnection, message: object, payload: memoryview | None
-    ) -> None:
+    def handle(self, server: str, message: object, payload: memoryview | None) -> None:
+        """Called with the client's lock held."""
         match message:
-            case Statistics(tag):
-                self._buffers[tag] = _needed(payload)
-            case StateEnd(of):
-                self._states_from.add(host.name)
-                request = StateRequest if of == "state" else TableStateRequest
-                host.requests.pop(request, None)
             case TensorMessage():
-                self._tensor_messages.add(message, payload)
+                self._states.add(message, payload)
+            case Statistics(tag):
+                self._statistics[tag] = _needed(payload)
             case RowsAnswer(tag):
-                self.answers[host.name, tag] = _needed(payload)
-                host.requests.pop(tag, None)
+                self._rows[server, tag] = _needed(payload)
+
+    def _wait(self, what: str, key: object, servers: Sequence[str]) -> None:
+        self._waiter.wait(
+            what, lambda: [name for name in servers if self._connections[name].awaits(key)]
+        )
 
 
 def _needed(payload: memoryview | None) -> memoryview:

@@ -365,6 +365,9 @@ class RoundWorker:
     def take_bytes_sent(self) -> int:
         return 0
 
+    def drain(self) -> None:
+        """Nothing is pending after a round."""
+
     def push(
         self,
         push: Contribution,

@@ -1,4 +1,9 @@
-"""A worker's gradients of table rows on their way to the rows: one class for each way."""
+"""A worker's gradients of table rows on their way to the rows: one class for each way.
+
+RemoteRows    gradients are sent to the servers that hold the rows
+SharedRows    gradients are put into shared memory, for servers that apply a whole round of them
+OwnRows       the worker applies its gradients to rows in shared memory itself
+"""
 
 from __future__ import annotations
 
@@ -21,23 +26,18 @@ if TYPE_CHECKING:
 
 class RowPushes(ABC):
     def __init__(self, train_state: TrainState) -> None:
-        self._train_state = train_state
-
-    @property
-    def addresses(self) -> list[str]:
+        self.addresses: list[str] = []
         """Where servers find the gradients in shared memory, one for each slot."""
-        return []
+        self._train_state = train_state
 
     @abstractmethod
     def push(
         self, share: Share, slot: int, weight: float | Tensor, lr: float
     ) -> Mapping[str, memoryview] | None:
-        """Take the gradients of a step; returns what travels with its push, by server."""
+        """Take the gradients of a step. Returns what is sent with its push, by server."""
 
 
 class RemoteRows(RowPushes):
-    """Gradients travel to the servers that hold the rows."""
-
     def __init__(self, train_state: TrainState, worker: str) -> None:
         super().__init__(train_state)
         self._worker = worker
@@ -51,23 +51,16 @@ class RemoteRows(RowPushes):
 
 
 class SharedRows(RowPushes):
-    """Gradients are put into shared memory, for servers that apply a whole round of them."""
-
     def __init__(self, train_state: TrainState, num_slots: int) -> None:
         super().__init__(train_state)
         self._grads = [SharedGrads.create(train_state.tables.specs) for _ in range(num_slots)]
-
-    @property
-    def addresses(self) -> list[str]:
-        return [grads.address for grads in self._grads]
+        self.addresses = [grads.address for grads in self._grads]
 
     def push(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
         self._grads[slot].put(self._train_state.tables.take())
 
 
 class OwnRows(RowPushes):
-    """The worker applies its gradients to rows in shared memory itself."""
-
     def push(self, share: Share, slot: int, weight: float | Tensor, lr: float) -> None:
         state = self._train_state
         grads = state.tables.take()
@@ -81,7 +74,7 @@ class OwnRows(RowPushes):
 
 
 def row_pushes(node: PsNode) -> RowPushes | None:
-    """The way for this run; None if the model has no tables. Where tables are not in shared memory, the
+    """Choose the way for this run; None if the model has no tables. If tables are not in shared memory, the
     model's become remote ones."""
     train_state, config, mode = node.train_state, node.config, node.mode
     tables, model = train_state.tables, train_state.model

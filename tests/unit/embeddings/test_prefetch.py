@@ -86,7 +86,7 @@ class Servers:
     """Two of them, each with its rows, reached without a network; what they were asked for is noted."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.homes: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
+        self.row_placement: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
         self.server_states = {
             name: RowServerState(
                 name, TableStores(tables_of(model), seed=1), shared=False, adds=False

@@ -11,7 +11,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,12 +20,13 @@ from torch import nn
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
-from manyhands.ps.client import Client
+from manyhands.ps.client import Client, PushOutcome, ServerWaiter
 from manyhands.ps.mode import PsMode
 from manyhands.ps.model_layout import layout_of
+from manyhands.ps.node import PsNode
 from manyhands.ps.policies import AsyncPolicy, Contribution, SyncPolicy
+from manyhands.ps.protocol import EnterView
 from manyhands.ps.server import Server, ServerView
-from manyhands.ps.server_connection import PushOutcome
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
@@ -51,7 +53,7 @@ class RunningServer:
         self.slots: dict[str, list[FlatTensors]] = {}
         self.links: list[Link] = []
         """Of clients."""
-        self.fates: list[PushOutcome] = []
+        self.outcomes: list[PushOutcome] = []
         """Of all pushes."""
         self.before = [buffer.clone() for buffer in server.server_state.params.buffers]
         self.pushed = 0
@@ -64,20 +66,21 @@ class RunningServer:
             else FlatTensors.private(self.layout)
             for _ in range(self._num_slots)
         ]
-        return Client(
-            name,
-            view=VIEW,
-            servers=[SERVER],
-            dial=lambda _: self._dial_for_client(name),
-            params=self.server.server_state.params
-            if self._shared
-            else FlatTensors.private(self.layout),
-            slots=self.slots[name],
-            check=self.check,
-            resolved=lambda seq, fate: self.fates.append(fate),
-            timeout_s=LONG_S,
-            seen=seen,
+        shared = self.server.server_state.params
+        addresses = [slot.segment.address for slot in self.slots[name] if slot.segment is not None]
+        node = SimpleNamespace(
+            dial=lambda server: self._dial_for_client(name), refused=lambda peer, why: None
         )
+        client = Client(
+            EnterView(name, VIEW, addresses, [], seen),
+            [SERVER],
+            node=cast(PsNode, node),
+            params=shared if self._shared else FlatTensors.private(self.layout),
+            slots=self.slots[name],
+            waiter=ServerWaiter(name, check=self.check, timeout_s=LONG_S),
+        )
+        client.pushes.resolved = lambda seq, outcome: self.outcomes.append(outcome)
+        return client
 
     def _dial_for_client(self, name: str) -> Link:
         self.links.append(self.dial(name))
@@ -87,12 +90,12 @@ class RunningServer:
         assert self.server.error is None
 
     def push(self, client: Client, name: str, *, rounds: bool = False, **wrong: Any) -> int:
-        client.wait_for_runs()
+        client.wait_for_params()
         seq, slot = client.begin(rounds=rounds)
         for buffer in self.slots[name][slot].buffers:
             buffer.fill_(1.0)
-        for i in range(len(client.travelling().get(SERVER, ()))):
-            client.push_run(SERVER, i, seq=seq, slot=slot, priority=i)
+        for i in range(len(client.spans.get(SERVER, ()))):
+            client.push_span(SERVER, i, seq=seq, slot=slot, priority=i)
         push = Contribution(**push_of(name, seq, slot) | wrong)
         client.push(push, began=client.version)
         return seq
@@ -261,7 +264,7 @@ def mutated_pushes(push: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def entered(at: RunningServer) -> Iterator[tuple[Link, list[Link], bytes]]:
     """The bad worker, with its lanes; and a run's worth of a gradient."""
-    (span,) = at.client.travelling()[SERVER]
+    (span,) = at.client.spans[SERVER]
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(at.dial(BAD))
         words.send(ENTER)

@@ -45,9 +45,9 @@ from torch import nn
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
 from manyhands.ps.acceptor import MAX_UNHEARD, MAX_UNIDENTIFIED, Acceptor, Admission
 from manyhands.ps.block_store import FlatTensors
+from manyhands.ps.client import PushOutcome
 from manyhands.ps.model_layout import layout_of
 from manyhands.ps.policies import MAX_UNDER_WAY
-from manyhands.ps.server_connection import PushOutcome
 from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect
 
@@ -84,7 +84,7 @@ def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
 
 def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
-        (span,) = at.client.travelling()[SERVER]
+        (span,) = at.client.spans[SERVER]
         payload = bytes(span.numel * 4)
         wrongs = [
             *mutated(SPAN),
@@ -351,7 +351,7 @@ def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_p
             other.drain()
             at.push(at.client, GOOD)  # on weights that the other has changed since
             at.client.drain()
-            assert at.fates == [
+            assert at.outcomes == [
                 PushOutcome(staleness=0, lr=LR),
                 PushOutcome(staleness=1, lr=LR / 2),
             ]
