@@ -24,11 +24,11 @@ class ParameterServer(Strategy):
     elastic: ClassVar[bool] = True
 
     servers: int | Literal["auto"] = "auto"
-    """How many servers; auto: every worker that would have a block to serve, or two dedicated ones."""
+    """Number of servers; auto: every worker that would have a block to serve, or two dedicated ones."""
     placement: Literal["colocated", "dedicated"] = "colocated"
     """Whether workers are servers too (colocated), or servers are processes of their own (dedicated)."""
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How gradients and parameters travel; auto: shared memory inside a host, the network otherwise."""
+    """How gradients and parameters move; auto: shared memory inside a host, the network otherwise."""
     replicas: int = 1
     """Copies of each block on another server, kept up to date: 1 or 0."""
     row_bits: int = 32

@@ -82,7 +82,10 @@ class MessagePushes:
         self._overlap = overlap
         self._rounds = rounds
         self._waits_for_params = waits_for_params
+        self._reports: dict[int, StepReport] = {}
+        """Of pushes whose outcome is unknown; in lockstep none, since reports are complete."""
         self._last = self._began = self._sent = 0
+        client.pushes.resolved = self._resolve
 
     @property
     def ticks(self) -> int:
@@ -113,6 +116,13 @@ class MessagePushes:
         self._client.drain()
         self._client.wait_for_params()
 
+    def _resolve(self, seq: int, outcome: PushOutcome) -> None:
+        """Complete the report of a push. Called in the thread that handles messages."""
+        if (report := self._reports.pop(seq, None)) is not None:
+            report.staleness, report.dropped = outcome.staleness, outcome.left_out
+            report.lr = report.lr if outcome.lr is None else outcome.lr
+            report.resolved = True
+
     def take_bytes_sent(self) -> int:
         total = self._client.bytes_sent + self._client.bytes_of_servers
         since, self._sent = total - self._sent, total
@@ -122,26 +132,12 @@ class MessagePushes:
 class UnorderedPushes(MessagePushes):
     """The same without lockstep: the outcome of a push is known later, and completes its report."""
 
-    def __init__(
-        self, client: Client, overlap: Overlap, *, rounds: bool, waits_for_params: bool
-    ) -> None:
-        super().__init__(client, overlap, rounds=rounds, waits_for_params=waits_for_params)
-        self._reports: dict[int, StepReport] = {}
-        client.pushes.resolved = self._resolve
-
     def push(
         self, push: Contribution, report: StepReport, row_grads: Mapping[str, memoryview] | None
     ) -> None:
         report.resolved = False
         self._reports[push.seq] = report
         super().push(push, report, row_grads)
-
-    def _resolve(self, seq: int, outcome: PushOutcome) -> None:
-        """Called in the thread that handles messages."""
-        report = self._reports.pop(seq)
-        report.staleness, report.dropped = outcome.staleness, outcome.left_out
-        report.lr = report.lr if outcome.lr is None else outcome.lr
-        report.resolved = True
 
     def drain(self) -> None:
         self._client.drain()

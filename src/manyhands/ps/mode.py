@@ -1,4 +1,4 @@
-"""What servers and workers must know of a parameter-server strategy."""
+"""The mode of a parameter-server strategy: what servers and workers need to know of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class PsMode:
     make_policy: Callable[[Sequence[str]], Policy]
     """Makes a policy for the workers, given in rank order."""
     rounds: bool
-    """If true, updates are made in rounds, and all workers are told of each; otherwise a push is an update
-    of its own, and only its worker is told."""
+    """If true, updates are made in rounds, and each is announced to all workers; otherwise a push is an
+    update of its own, announced to its worker only."""
     slots: int
     """Gradient buffers per worker: with two it computes the next gradient while one is under way."""
     lr_rule: Rule = "none"
@@ -24,8 +24,8 @@ class PsMode:
     row_age: int | None = None
     """Steps for which a worker may reuse a table's row before it fetches it again; None: never."""
     for_all: bool = False
-    """If true, an update is everybody's gradients, so that every server knows by itself what comes next."""
+    """If true, an update has the gradients of all workers, so every server decides by itself."""
     clip_norm: float | None = None
-    """The norm to which the servers clip what they have added up."""
+    """The norm to which the servers clip the sum of gradients."""
     push_clip_norm: float | None = None
-    """The norm to which a worker clips its own gradient, where each push is an update of its own."""
+    """The norm to which a worker clips its own gradient, if each push is an update of its own."""

@@ -1,4 +1,4 @@
-"""How a model's parameters, and what its optimizer keeps of them, map to blocks and back."""
+"""Maps a model's parameters and their optimizer state to blocks and back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be cut into blocks. Not for a subclass: it may do anything."""
+    """Whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
     return type(optimizer) in ELEMENTWISE
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The trained parameters by name, in the optimizer's order. Not the frozen ones: weight decay on a
+    """The trained parameters by name, in the optimizer's order. Without frozen ones: weight decay on a
     server would change them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -108,7 +108,7 @@ def piece_state(
 
 
 def join_state(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int]) -> dict[str, Any]:
-    """A parameter's state from those of its consecutive pieces, in its own shape."""
+    """The state of a parameter, in its own shape, from that of its consecutive pieces."""
     if not pieces or not pieces[0]:
         return {}
     joined: dict[str, Any] = {}

@@ -1,7 +1,8 @@
-"""A member among parameter servers: finds the others and the memory, and runs its own server if it is one.
+"""A process among parameter servers: finds the other servers and the memory, and runs its own server if it
+is one.
 
-Workers and dedicated servers have one each. It lives as long as the process; servers and clients are new in
-every view.
+Workers and dedicated servers have one node each. It lives as long as the process; servers and clients are
+created anew for each view.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from manyhands.transport import Limits, Link
 logger = logging.getLogger("manyhands.ps")
 
 DIAL_S = 0.5
-"""Timeout of one attempt. A posted address is listened at, or its process is dead and a view comes."""
+"""Timeout of one attempt to connect. At a posted address there is a listener, or its process is dead and a
+new view comes."""
 POLL_S = 0.1
 APART_S = 5.0
-"""A living server that has not answered for this long is unreachable from here."""
+"""After this long without an answer, a living server counts as unreachable from here."""
 
 FAILED_S = 2.0
 """Grace period before a failed server ends its process, in case a view comes."""
@@ -58,7 +60,7 @@ class PsNode:
         self._server_state: ServerState | None = None
         self._has_tables = False
         self._tables = train_state.tables.stores
-        """Those of the model, or of its server where rows travel."""
+        """The model's, or its server's if rows are sent."""
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
         if train_state.tables.specs:
             biggest = max(biggest, SPARSE_BYTES)
@@ -66,11 +68,11 @@ class PsNode:
 
     @cached_property
     def schedule_clock(self) -> ScheduleClock:
-        """Made in the first view: the checkpoint is loaded after this object was made."""
+        """Created in the first view: the checkpoint is loaded after this object was created."""
         return ScheduleClock(self.train_state.scheduler)
 
     def check(self) -> None:
-        """Raise if waiting has become pointless: a view comes, or the server here has failed."""
+        """Raise if waiting has become pointless: a new view comes, or the server here has failed."""
         if self.me.view_changing:
             raise ViewChanging(f"view {self.me.newest_view} is coming")
         if self.server is not None and self.server.error is not None:
@@ -86,7 +88,7 @@ class PsNode:
         if self.config.servers != "auto":
             return workers[: self.config.servers]
         if self.shared and not self._serves_rows:
-            # More than these would have no block, and only be told of every update and tell it on.
+            # More servers would hold no block, and only forward messages about every update.
             return workers[: max(1 + self.config.replicas, len(self.layout.shards))]
         return workers
 
@@ -96,29 +98,16 @@ class PsNode:
             server, self.server = self.server, None
             server.freeze(view.names if view is not None else self.me.view.names)
 
-    def find_rounds(self, view: View) -> None:
-        """Find the table and the doorbells of this view, if it has them."""
+    def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
+        """Find the memory and, if this member is a server, the other servers. Does not wait for them."""
+        self.find_memory(view)
         if self.rounds is not None:
             for each in self.rounds:
                 each.close()
             self.rounds = None
-        if not (self.shared and self.mode.for_all):
-            return
-        me, servers = self.me, self.servers_in(view)
-        workers = [seat.name for seat in view.workers]
-        key = f"ps/{view.number}/rounds"
-        if servers[0] == me.name:
-            table = RoundTable.create(workers, servers)
-            self._post(key, table.address)
-        else:
-            table = RoundTable.attach(self.fetch(key), workers, servers)
-        self.rounds = (table, Doorbell(me.view_folder(view), me.name))
-
-    def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
-        """Find the memory and, if this member is a server, the other servers. Does not wait for them."""
-        self.find_memory(view)
-        self.find_tables(view)
-        self.find_rounds(view)
+        if self.shared:
+            self._find_tables(view)
+            self._find_rounds(view)
         servers = self.servers_in(view)
         if self.me.name not in servers:
             return
@@ -147,7 +136,7 @@ class PsNode:
         try:
             self.server.meet(self.dial)
         except LinkError as error:
-            logger.info("%s: %s", self.me.name, error)  # one of them just died: a view comes
+            logger.info("%s: %s", self.me.name, error)  # one of them just died: a new view comes
 
     def _rows(self) -> RowServerState | None:
         if not self._serves_rows:
@@ -163,7 +152,7 @@ class PsNode:
 
     @property
     def _serves_rows(self) -> bool:
-        """If true, servers change the rows: they are sent, or an update has several gradients."""
+        """If true, servers change the rows: rows are sent, or an update has several gradients."""
         return bool(self._tables.specs) and (self.mode.rounds or not self.shared)
 
     def wait_until_begun(self) -> None:
@@ -182,13 +171,12 @@ class PsNode:
         assert self._server_state is not None
         return self._server_state.held.versions.get(owner, -1)
 
-    @property
-    def leads(self) -> bool:
-        return self.server is not None and self.servers_in(self.me.view)[0] == self.me.name
+    def _leads(self, view: View) -> bool:
+        return self.servers_in(view)[0] == self.me.name
 
     def settled(self) -> dict[str, Any] | None:
         """What is in the weights, on the lead; None on others."""
-        if not self.leads:
+        if self.server is None or not self._leads(self.me.view):
             return None
         assert self._server_state is not None
         ledger = self._server_state.ledger
@@ -199,7 +187,7 @@ class PsNode:
         }
 
     def dial(self, server: str) -> Link:
-        """Connect to a server of this view; retries until it answers or a view comes."""
+        """Connect to a server of this view; retries until it answers or a new view comes."""
         view = self.me.view.number
         address = self.fetch(f"ps/{view}/{server}")
         began, asked = time.monotonic(), False
@@ -230,15 +218,15 @@ class PsNode:
                     raise
 
     def _ask_for_a_view(self, peer: str) -> None:
-        """Ask for a new view, in which all servers connect again: a living one is unreachable."""
+        """Ask for a new view, in which all servers reconnect: a living one is unreachable."""
         assert self.me.board is not None
         with suppress(LinkError):
             self.me.board.say("report", what="torn", view=self.me.view.number, peer=peer)
 
     def _on_server_error(self, error: BaseException) -> None:
-        """The server of this process has failed. A worker that waits for it raises that; one that waits for
-        orders would not, and the others would wait for this server. But where a view is on its way, it is
-        over anyway."""
+        """The server of this process has failed: end the process, unless a new view replaces the server
+        anyway. A worker that waits for the server raises its error by itself; one that waits for orders does
+        not, and the other workers would wait for this server."""
         view, deadline = self.me.view.number, time.monotonic() + FAILED_S
         while time.monotonic() < deadline:
             if self.me.newest_view > view:
@@ -247,7 +235,7 @@ class PsNode:
         fail_process(error)
 
     def refused(self, peer: str, why: str) -> None:
-        """Report a peer that broke the protocol, to have it ended before all wait for it."""
+        """Report a peer that broke the protocol, so that it is ended and nobody waits for it."""
         assert self.me.board is not None
         with suppress(LinkError):
             self.me.board.say(
@@ -261,9 +249,9 @@ class PsNode:
     def find_memory(self, view: View) -> None:
         """Find the parameters: one copy per host if memory is shared, else one per process.
 
-        The lead has them from the beginning, or has survived with them: it tells the others where.
+        The lead has had them from the beginning, or has survived with them: it posts their address.
         """
-        key, leads = f"ps/{view.number}/params", self.servers_in(view)[0] == self.me.name
+        key, leads = f"ps/{view.number}/params", self._leads(view)
         if self.params is None:
             self.shared = self._is_shared(view)
             if self.shared and not leads:
@@ -281,19 +269,32 @@ class PsNode:
             return FlatTensors.shared(self.layout, label=label)
         return FlatTensors.private(self.layout)
 
-    def find_tables(self, view: View) -> None:
+    def _find_tables(self, view: View) -> None:
         """Find the tables likewise: the lead shares them, others attach. Once: they outlive their creator."""
         tables = self.train_state.tables
-        if not tables.specs or not self.shared:
+        if not tables.specs:
             return
-        key, leads = f"ps/{view.number}/tables", self.servers_in(view)[0] == self.me.name
-        if not self._has_tables and not leads:
-            tables.stores.attach(json.loads(self.fetch(key)))
+        key, leads = f"ps/{view.number}/tables", self._leads(view)
         if leads:
             where = tables.stores.addresses() if self._has_tables else tables.stores.share()
             self._post(key, json.dumps(where))
+        elif not self._has_tables:
+            tables.stores.attach(json.loads(self.fetch(key)))
         self._has_tables = True
         tables.writers = view.world
+
+    def _find_rounds(self, view: View) -> None:
+        """Find the table and the doorbells of this view, if rounds are agreed on in shared memory."""
+        if not self.mode.for_all:
+            return
+        workers = [seat.name for seat in view.workers]
+        key, servers = f"ps/{view.number}/rounds", self.servers_in(view)
+        if self._leads(view):
+            table = RoundTable.create(workers, servers)
+            self._post(key, table.address)
+        else:
+            table = RoundTable.attach(self.fetch(key), workers, servers)
+        self.rounds = (table, Doorbell(self.me.view_folder(view), self.me.name))
 
     def _is_shared(self, view: View) -> bool:
         transport = self.config.transport
