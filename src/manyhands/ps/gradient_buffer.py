@@ -1,14 +1,13 @@
 """A worker's gradients and parameters in flat memory, from backward to push.
 
-    GradientBuffer    a backward puts each gradient into the memory that servers read, as soon as it is made
+    GradientBuffer    backward puts each gradient into the memory that servers read, as soon as it is computed
     WorkerMemory      the buffers themselves, and the parameters that the model computes with
-    Overlap           over the network: gradients leave while backward goes on, parameters arrive while the
-                      next forward has begun
+    Overlap           over the network: gradients are sent while backward runs, parameters arrive while the
+                      next forward runs
 
-A parameter has no `.grad` when a backward begins, so autograd hands over what it made instead of adding it
-to something; a hook copies it (from the second micro-batch on it adds) while it is still in the cache, and
-drops it. The large matrices of plain linear layers skip even the copy: their gradient is one matrix product
-(weights_first.py), which is told to write into the buffer.
+A parameter has no `.grad` when a backward begins, so autograd stores the gradient instead of adding it to
+something; a hook copies it (from the second micro-batch on it adds) while it is still in the cache, and
+drops it.
 
 A span of a gradient is sent as soon as the backward has finished the last parameter in it. A layer's forward
 waits only for the spans with its own parameters. Which layers use which parameters is only certain in a chain
@@ -21,13 +20,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.collectives.weights_first import weights_first
 from manyhands.ps.block_store import FlatTensors
 
 if TYPE_CHECKING:
@@ -35,22 +32,18 @@ if TYPE_CHECKING:
 
 
 class GradientBuffer:
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.landed: Callable[[Tensor], None] = lambda parameter: None
         """Called with each parameter whose gradient is complete."""
         self._parameters = dict(parameters)
         self._pieces: dict[int, dict[int, Tensor]] = {}
         self._target: dict[int, Tensor] = {}
         self._written: set[int] = set()
-        # Hooks on the node that accumulates a parameter's gradient: it runs once per backward, after all
-        # uses of the parameter, also if each of them has already put its gradient in place.
-        self._nodes = [_last_node(parameter) for parameter in self._parameters.values()]
-        for parameter, node in zip(self._parameters.values(), self._nodes, strict=True):
-            node.register_hook(partial(self._land, parameter))
-        weights_first(model, self)
+        for parameter in self._parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._land)
 
     def begin(self, flat: FlatTensors) -> None:
-        """The next backward, or several, write here."""
+        """The next backward, or several, write to `flat`."""
         if id(flat) not in self._pieces:
             self._pieces[id(flat)] = {
                 id(parameter): flat.piece(name).view_as(parameter)
@@ -62,42 +55,25 @@ class GradientBuffer:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Zero the gradients that no backward has reached."""
+        """Zero the gradients that no backward has computed."""
         for key, piece in self._target.items():
             if key not in self._written:
                 piece.zero_()
         self._target = {}
 
-    def expects(self, weight: Tensor) -> bool:
-        """Whether a gradient of this parameter belongs here."""
-        return id(weight) in self._target
-
-    def multiply(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-        """Add this product to a parameter's gradient; returns it if it belongs elsewhere."""
-        key = id(weight)
-        piece = self._target.get(key)
-        if piece is None:
-            return left @ right
-        if key in self._written:
-            piece.addmm_(left, right)
-        else:
-            torch.mm(left, right, out=piece)
-            self._written.add(key)
-        return None
-
-    def _land(self, parameter: nn.Parameter, *unused: object) -> None:
+    def _land(self, parameter: Tensor) -> None:
         key, gradient = id(parameter), parameter.grad
         if key not in self._target:
             return  # not in a step: the job computes gradients of its own
-        if gradient is not None:
-            piece = self._target[key]
-            with torch.no_grad():
-                if key in self._written:
-                    piece.add_(gradient)
-                else:
-                    piece.copy_(gradient)
-                    self._written.add(key)
-            parameter.grad = None
+        assert gradient is not None
+        piece = self._target[key]
+        with torch.no_grad():
+            if key in self._written:
+                piece.add_(gradient)
+            else:
+                piece.copy_(gradient)
+                self._written.add(key)
+        parameter.grad = None
         self.landed(parameter)
 
 
@@ -257,9 +233,3 @@ def _waits(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
             yield from _waits(child)
     else:
         yield module, list(module.parameters())
-
-
-def _last_node(parameter: nn.Parameter) -> Any:
-    function = parameter.expand_as(parameter).grad_fn
-    assert function is not None, "only parameters that need gradients are trained"
-    return function.next_functions[0][0]

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from manyhands.collectives.reducer import Reducer
     from manyhands.collectives.state_transfer import StateReceiver, StateSender
     from manyhands.collectives.table_sync import TableSync
-    from manyhands.collectives.weights_first import Soon
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import TrainState
@@ -84,7 +83,6 @@ class AllReduceLearner(Learner):
         self._catching: StateReceiver | None = None
         """Set while this worker is new and does not have the weights of the others yet."""
         self._lender: StateSender | None = None
-        self._soon: Soon | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
@@ -139,22 +137,11 @@ class AllReduceLearner(Learner):
         if not view.one_host:
             whole = sum(p.numel() * p.element_size() for p in self._parameters)
             bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
-        self._hurry(not view.one_host)
         self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import TableSync
 
             self._rows = TableSync(self.train_state, view, shared=shared)
-
-    def _hurry(self, needed: bool) -> None:
-        """Between hosts, compute gradients of weights first, so that they leave as early as possible."""
-        if needed and self._soon is None:
-            from manyhands.collectives.weights_first import Soon, weights_first
-
-            self._soon = Soon()
-            weights_first(self.train_state.model, self._soon)
-        if self._soon is not None:
-            self._soon.on = needed
 
     def _help(self, new: Collection[int], source: int, view: View) -> None:
         """Start the transfer of the state to new workers, which catch up while the others train."""
