@@ -1,4 +1,4 @@
-"""Flat memory: a model's numbers in one place, shared or not, with what an optimizer remembers of them."""
+"""Flat memory, private or shared, and the optimizer state of its blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIXED = BlockLayout.of(
 )
 
 
-def test_what_one_writes_into_shared_memory_others_read() -> None:
+def test_writes_to_shared_memory_are_read_by_others() -> None:
     mine = FlatTensors.shared(MIXED, label="test")
     assert mine.segment is not None
     theirs = FlatTensors.attached(MIXED, mine.segment.address)
@@ -45,7 +45,7 @@ def test_what_one_writes_into_shared_memory_others_read() -> None:
         flat.close()
 
 
-def test_the_mark_lies_beside_the_numbers_and_changes_none() -> None:
+def test_the_mark_is_apart_from_the_numbers() -> None:
     for flat in (FlatTensors.shared(MIXED, label="test"), FlatTensors.private(MIXED)):
         assert flat.mark == 0
         flat.set_mark((1 << 62) + 1)
@@ -71,7 +71,7 @@ def test_blocks_and_pieces_are_views_of_the_same_memory() -> None:
     assert int(other.block(1)[0]) == 2
 
 
-def test_the_norm_is_of_all_buffers_and_does_not_overflow_in_half_precision() -> None:
+def test_the_norm_covers_all_buffers_and_does_not_overflow_in_half_precision() -> None:
     flat = FlatTensors.private(MIXED)
     for piece in MIXED.pieces:
         flat.piece(piece.name).fill_(2.0)
@@ -112,8 +112,8 @@ def test_a_layout_depends_on_the_model_and_its_optimizer_alone() -> None:
     assert [small.shape_of(block) for block in small.blocks] == [(b.numel,) for b in small.blocks]
 
 
-def test_what_is_frozen_is_not_served() -> None:
-    """Else a server's weight decay would change it."""
+def test_frozen_parameters_are_not_served() -> None:
+    """A server's weight decay would change them."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -121,7 +121,7 @@ def test_what_is_frozen_is_not_served() -> None:
     assert [piece.name for piece in layout_of(model, optimizer).pieces] == ["1.weight", "1.bias"]
 
 
-def test_a_scalar_and_an_empty_parameter_have_their_place() -> None:
+def test_scalar_and_empty_parameters() -> None:
     model = nn.ParameterDict(
         {
             "scalar": nn.Parameter(torch.tensor(3.0)),
@@ -140,7 +140,7 @@ def test_a_scalar_and_an_empty_parameter_have_their_place() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
-def test_what_is_remembered_of_parameters_goes_into_blocks_and_comes_back(name: str) -> None:
+def test_optimizer_state_of_parameters_maps_to_blocks_and_back(name: str) -> None:
     whom = train_state(name)
     layout = layout_for(whom)
     pieces = pieces_of(whom.model, whom.optimizer)
@@ -162,7 +162,7 @@ def test_what_is_remembered_of_parameters_goes_into_blocks_and_comes_back(name: 
             assert torch.as_tensor(back[key]).shape == torch.as_tensor(value).shape
 
 
-def test_nothing_is_remembered_before_the_first_step() -> None:
+def test_there_is_no_optimizer_state_before_the_first_step() -> None:
     whom = train_state("adam")
     layout = layout_for(whom)
     filled(FlatTensors.private(layout), whom)

@@ -1,4 +1,4 @@
-"""Which workers serve, if nobody says how many; and what becomes of memory whose owner has died."""
+"""Which workers serve by default, and what happens if the owner of shared memory has died."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
     )
     config = make_strategy(spec)
     assert isinstance(config, ParameterServer)
-    node = PsNode(config, train_state, cast(Me, None))  # which it keeps for later
+    node = PsNode(config, train_state, cast(Me, None))  # not used yet
     node.shared = shared
     return node.servers_in(View(1, tuple(Seat(name, "here") for name in NAMES)))
 
@@ -54,22 +54,22 @@ def with_table() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["ps:sync", "ps:async"])
-def test_inside_a_host_nobody_serves_who_has_nothing_to_serve(name: str) -> None:
+def test_inside_a_host_only_workers_with_a_block_serve(name: str) -> None:
     assert servers(name, small(), shared=True) == NAMES[:2], "the block, and its replica"
     assert servers(f"{name}(replicas=0)", small(), shared=True) == NAMES[:1]
     assert servers(name, large(), shared=True) == NAMES
-    assert servers(f"{name}(servers=4)", small(), shared=True) == NAMES[:4], "as was asked"
+    assert servers(f"{name}(servers=4)", small(), shared=True) == NAMES[:4], "as given"
 
 
-def test_all_serve_where_each_has_rows_of_tables_or_a_host_of_its_own() -> None:
+def test_all_workers_serve_if_they_hold_rows_or_memory_is_not_shared() -> None:
     assert servers("ps:async", small(), shared=False) == NAMES
     assert servers("ps:sync", with_table(), shared=True) == NAMES
     assert servers("ps:async", with_table(), shared=True) == NAMES[:2], "workers change the rows"
     assert servers("ps:async", with_table(), shared=False) == NAMES
 
 
-class Posts:
-    """A board that already has what a member posted before it died, and notes what is asked for."""
+class FilledBoard:
+    """A board with the facts that a member posted before it died; records messages."""
 
     def __init__(self, posted: dict[str, str]) -> None:
         self.posted = posted
@@ -85,8 +85,8 @@ class Posts:
         self.said.append({"kind": kind, **fields})
 
 
-def memory_of_the_dead() -> str:
-    """The address of shared memory that a process has told, before it ended."""
+def memory_of_a_dead_process() -> str:
+    """Return the address of shared memory whose process has ended."""
     code = "from manyhands.transport.shm import Segment; print(Segment.create(1 << 20).address)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -95,11 +95,11 @@ def memory_of_the_dead() -> str:
 
 
 @pytest.mark.parametrize("what", ["rounds", "params", "tables"])
-def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
+def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
     what: str, tmp_path: Path
 ) -> None:
-    """worker-0 leads, has told where its memory is, and is killed before worker-1 has attached it."""
-    model, gone = with_table(), memory_of_the_dead()
+    """worker-0 leads, has posted the address of its memory, and is killed before worker-1 attaches it."""
+    model, gone = with_table(), memory_of_a_dead_process()
     train_state = TrainState(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -110,13 +110,13 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
         layout_of(train_state.model, train_state.optimizer), label="test-parameters"
     )
     assert lead.segment is not None
-    told = {
+    posted = {
         "params": gone if what == "params" else lead.segment.address,
         "tables": json.dumps(dict.fromkeys(train_state.tables.specs, gone)),
         "rounds": gone,
     }
     view = View(2, tuple(Seat(name, "here") for name in NAMES[:3]))
-    board = Posts({f"ps/2/{key}": value for key, value in told.items()})
+    board = FilledBoard({f"ps/2/{key}": value for key, value in posted.items()})
     me = Me(NAMES[1], "here", "cpu", tmp_path, view, board=board, newest_view=2)
     config = make_strategy("ps:sync")
     assert isinstance(config, ParameterServer)
@@ -132,15 +132,15 @@ def test_memory_of_a_member_that_has_just_died_is_a_change_of_view(
         node.enter(view)
     coming.join()
     lead.close()
-    assert not board.said, "the view came by itself"
+    assert not board.said, "no new view was requested"
 
 
-def test_tables_are_kept_until_those_of_another_are_here() -> None:
-    """Else the rows would be nobody's, if that other dies before they could be attached."""
+def test_tables_are_kept_until_the_new_ones_are_attached() -> None:
+    """Otherwise the rows would be lost if the other process dies first."""
     tables = LocalTables.of(nn.ModuleDict({"users": mh.SparseEmbedding(100, 4)}), seed=1)
     (name,) = tables.specs
     before = tables.stores.store(name)
     with pytest.raises(LinkError, match="gone"):
-        tables.stores.attach({name: memory_of_the_dead()})
+        tables.stores.attach({name: memory_of_a_dead_process()})
     assert tables.stores.store(name) is before
     tables.stores.close()

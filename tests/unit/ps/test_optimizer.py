@@ -1,4 +1,4 @@
-"""The job's optimizer over blocks does what it does over whole parameters."""
+"""The job's optimizer gives the same result over blocks as over whole parameters."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class Cut:
-    """Parameters laid one behind the other and cut at CUTS, as a server holds them."""
+class CutParameters:
+    """Parameters in one flat tensor, cut at CUTS, as a server holds them."""
 
     def __init__(self, template: Optimizer) -> None:
         self.flat = torch.cat([p.detach().reshape(-1) for p in parameters()])
@@ -61,10 +61,10 @@ class Cut:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_blocks_change_nothing(name: str) -> None:
+def test_blocks_give_the_same_result(name: str) -> None:
     whole = parameters()
     optimizer = OPTIMIZERS[name](whole)
-    cut = Cut(OPTIMIZERS[name](parameters()))
+    cut = CutParameters(OPTIMIZERS[name](parameters()))
     for step in range(5):
         for parameter, gradient in zip(whole, gradients(step), strict=True):
             parameter.grad = gradient
@@ -75,7 +75,7 @@ def test_blocks_change_nothing(name: str) -> None:
     assert is_elementwise(optimizer)
 
 
-def test_groups_keep_their_hyperparameters_and_schedules_reach_them() -> None:
+def test_groups_keep_their_hyperparameters_and_follow_schedules() -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
         groups = [
             {"params": params[:2], "weight_decay": 0.0},
@@ -98,8 +98,8 @@ def test_groups_keep_their_hyperparameters_and_schedules_reach_them() -> None:
         for parameter, gradient in zip(whole, gradients(step), strict=True):
             parameter.grad = gradient
         optimizer.step()
-        all_of_it = torch.cat([g.reshape(-1) for g in gradients(step)])
-        blocks.step({n: all_of_it[a:b] for n, (_, a, b) in ranges.items()})
+        whole_gradient = torch.cat([g.reshape(-1) for g in gradients(step)])
+        blocks.step({n: whole_gradient[a:b] for n, (_, a, b) in ranges.items()})
         for one in schedules:
             one.step()
     expected = torch.cat([p.detach().reshape(-1) for p in whole])
@@ -108,7 +108,7 @@ def test_groups_keep_their_hyperparameters_and_schedules_reach_them() -> None:
 
 def test_only_blocks_with_a_gradient_move_and_the_rate_is_scaled_once() -> None:
     template = torch.optim.SGD(parameters(), lr=0.1)
-    cut = Cut(template)
+    cut = CutParameters(template)
     before = cut.flat.clone()
     cut.blocks.step({1: torch.ones(22)}, lr_scale=0.5)
     assert torch.equal(cut.flat[:10], before[:10])
@@ -118,7 +118,7 @@ def test_only_blocks_with_a_gradient_move_and_the_rate_is_scaled_once() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_remembered_of_blocks_makes_what_is_of_a_tensor(name: str) -> None:
+def test_the_states_of_blocks_join_to_that_of_a_tensor(name: str) -> None:
     whole = parameters()[0]
     optimizer = OPTIMIZERS[name]([whole])
     flat = parameters()[0].detach().reshape(-1)
@@ -140,7 +140,7 @@ def test_what_is_remembered_of_blocks_makes_what_is_of_a_tensor(name: str) -> No
 
 
 class Normed(Optimizer):
-    """Not elementwise: the step of a tensor depends on its norm (as LARS has it)."""
+    """Not elementwise: the step of a tensor depends on its norm, as in LARS."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Which modules wait for which parameters: a layer for its own, unless somebody may reach into it."""
+"""Which modules wait for which parameters: a layer for its own, unless another module may use them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manyhands.ps.gradient_buffer import _waits
 
 
 class Block(nn.Module):
-    """Reaches into its children: their own forward is never called."""
+    """Uses the parameters of a child directly: the forward of `inner` is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +21,8 @@ class Block(nn.Module):
         return nn.functional.linear(self.chain(x), self.inner.weight, self.inner.bias)
 
 
-class Loud(nn.Sequential):
-    """A chain with a forward of its own, which may do anything."""
+class OwnForward(nn.Sequential):
+    """A chain with its own forward, which may do anything."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self[0](x) + self[1].weight.sum()
@@ -40,9 +40,9 @@ MODELS = {
     ),
     "a block in a chain": lambda: nn.Sequential(nn.Linear(4, 4), Block()),
     "a chain in a block": Block,
-    "a chain of its own kind": lambda: nn.Sequential(Loud(nn.Linear(3, 3), nn.Linear(3, 3))),
+    "a subclass of a chain": lambda: nn.Sequential(OwnForward(nn.Linear(3, 3), nn.Linear(3, 3))),
     "attention": lambda: nn.Sequential(nn.Linear(8, 8), attention(), nn.Linear(8, 1)),
-    "nothing": lambda: nn.Sequential(),
+    "an empty chain": lambda: nn.Sequential(),
 }
 
 
@@ -53,22 +53,22 @@ def names(model: nn.Module) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_parameter_is_waited_for_by_one_module_or_by_several_that_share_it(kind: str) -> None:
+def test_every_parameter_is_waited_for(kind: str) -> None:
     model = MODELS[kind]()
     waited = [name for _, owned in names(model) for name in owned]
     assert sorted(waited) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_in_chains_each_layer_waits_for_itself() -> None:
+def test_in_chains_each_layer_waits_for_its_own_parameters() -> None:
     assert [(m, len(owned)) for m, owned in names(MODELS["chains in chains"]())] == [
         ("0.0", 2), ("0.1.0", 2), ("1", 2),
     ]  # fmt: skip
 
 
-def test_who_may_reach_into_its_children_waits_for_all_of_them() -> None:
+def test_other_modules_wait_for_all_parameters_below_them() -> None:
     assert [m for m, _ in names(MODELS["a block in a chain"]())] == ["0", "1"]
     assert [m for m, _ in names(Block())] == [""]
-    assert [m for m, _ in names(MODELS["a chain of its own kind"]())] == ["0"]
+    assert [m for m, _ in names(MODELS["a subclass of a chain"]())] == ["0"]
     waits = dict(names(MODELS["attention"]()))
     assert list(waits) == ["0", "1", "2"]
     assert {"1.self_attn.in_proj_weight", "1.self_attn.out_proj.weight", "1.norm1.weight"} <= {
@@ -76,7 +76,7 @@ def test_who_may_reach_into_its_children_waits_for_all_of_them() -> None:
     }
 
 
-def test_a_layer_that_is_used_twice_waits_once_and_shared_weights_are_waited_for_by_both() -> None:
+def test_a_layer_used_twice_waits_once_and_tied_layers_wait_for_the_same_weight() -> None:
     layer, tied = nn.Linear(3, 3), nn.Linear(3, 3)
     tied.weight = layer.weight
     waits = list(_waits(nn.Sequential(layer, nn.ReLU(), layer, tied)))
@@ -84,9 +84,9 @@ def test_a_layer_that_is_used_twice_waits_once_and_shared_weights_are_waited_for
     assert all(any(p is layer.weight for p in owned) for m, owned in waits if m in (layer, tied))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "nothing"])
-def test_nobody_computes_with_a_parameter_before_it_was_waited_for(kind: str) -> None:
-    """The forward itself says so: what was not waited for yet is NaN."""
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "an empty chain"])
+def test_no_parameter_is_used_before_it_was_waited_for(kind: str) -> None:
+    """Parameters are NaN until they are waited for, so the output would be NaN too."""
     torch.manual_seed(0)
     model = MODELS[kind]().eval()
     true = {p: p.detach().clone() for p in model.parameters()}
