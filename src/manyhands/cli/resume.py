@@ -124,12 +124,9 @@ def _resume(
             train(
                 options,
                 folder,
+                lead,
                 console=console,
                 checkpoint=checkpoint,
-                control=lead.control,
-                launcher=lead.launcher,
-                authority=lead.authority,
-                timeouts=lead.timeouts,
                 on_ready=on_ready,
             )
         )

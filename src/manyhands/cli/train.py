@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cli import init_from
-from manyhands.cli.launch_plan import LaunchPlan
 from manyhands.cli.options import (
     Resolved,
     add_training_flags,
@@ -19,7 +18,7 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.where import ResolvedCluster, find_cluster, leading
 from manyhands.coordinator.fault_spec import GRAMMAR
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.coordinator.run import rehearse, train
 from manyhands.errors import MemberError, UsageError
 from manyhands.events import Sink, events, make_console
@@ -127,15 +126,7 @@ def _train(
     )
     console = make_console(quiet=arguments.quiet, shared=arguments.debug)
     try:
-        return train(
-            options,
-            folder_run,
-            console=console,
-            control=lead.control,
-            launcher=lead.launcher,
-            authority=lead.authority,
-            timeouts=lead.timeouts,
-        )
+        return train(options, folder_run, lead, console=console)
     except (UsageError, KeyboardInterrupt):  # after the start, Ctrl-C is handled as a signal
         folder_run.discard()  # nothing was trained: leave no folder behind
         raise
@@ -162,15 +153,7 @@ def _check(options: RunOptions, lead: LaunchPlan) -> int:
     failures = _Failures()
     try:
         with Scratch() as folder:
-            driver = rehearse(
-                options,
-                folder / "run",
-                control=lead.control,
-                launcher=lead.launcher,
-                authority=lead.authority,
-                timeouts=lead.timeouts,
-                sinks=[failures],
-            )
+            driver = rehearse(options, folder / "run", lead, sinks=[failures])
     except MemberError as error:
         if not failures.shown:
             raise

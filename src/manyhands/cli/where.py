@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.launch_plan import LaunchPlan
 from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
 from manyhands.contract import Strategy
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.errors import ManyhandsError, UsageError, closest
 from manyhands.hosts.connect import check_only_lead
 from manyhands.hosts.discovery import detect, one_of_several

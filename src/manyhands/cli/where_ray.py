@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.launch_plan import LaunchPlan
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.errors import UsageError, closest
 from manyhands.hosts.key import fresh_key
 from manyhands.hosts.launchers.ray import RayLauncher

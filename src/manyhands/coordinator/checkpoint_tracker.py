@@ -107,9 +107,7 @@ class CheckpointTracker:
             except CheckpointError as error:
                 self.error = f"The checkpoint of step {step} could not be saved: {error}"
                 last = f"; the last good one is {self.newest}" if self.newest else ""
-                self._stream.emit(
-                    events.Noticed(message=f"{self.error}. Training continues{last}.")
-                )
+                self._stream.notice(f"{self.error}. Training continues{last}.")
                 continue
             best = plan.best.step if plan.best.metrics else None
             there = {*checkpoints.steps(self._run.path), *self._lost}
@@ -125,10 +123,9 @@ class CheckpointTracker:
             self._reported_not_finite = True
             where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
             last = f"The last good one is {self.newest}" if self.newest else "There is no good one"
-            message = (
+            self._stream.notice(
                 f"The weights of step {step} are not finite ({where}): they are not saved. {last}"
             )
-            self._stream.emit(events.Noticed(message=message))
 
     def _commit(self, expected: ExpectedCheckpoint, report: Saved) -> None:
         order = expected.order

@@ -163,7 +163,7 @@ class Driver:
             self.stream.emit(ready_event(name, each, config))
         self.run_stats.unit = first.unit
         for note in filter(None, [monitor_note(config.monitor, first), *first.notes]):
-            self._notice(note)
+            self.stream.notice(note)
         return Training(
             TrainingPlan(config, saved),
             self.options,
@@ -216,7 +216,7 @@ class Driver:
         facts = self.membership.roster.facts
         why = why_not(workers, self.membership.views.current.world, self.options, facts)
         asked = f"asked for {workers} {'worker' if workers == 1 else 'workers'}"
-        self._notice(f"{asked}, and refused: {why}" if why else asked)
+        self.stream.notice(f"{asked}, and refused: {why}" if why else asked)
         if not why:
             self.membership.pool.resize(workers)
 
@@ -285,7 +285,7 @@ class Driver:
             case Signalled(number):
                 self._on_signal(number)
             case HostNotice(message):
-                self._notice(message)
+                self.stream.notice(message)
             case ThreadFailed(error):
                 raise ManyhandsError(
                     f"A thread of the coordinator failed: {describe(error)}"
@@ -358,7 +358,7 @@ class Driver:
                 return
             if waited_s > 1 and not told:
                 told = True
-                self._notice(f"finishing the checkpoint of step {steps[-1]} first")
+                self.stream.notice(f"finishing the checkpoint of step {steps[-1]} first")
             match self.coordinator.next(TICK_S):
                 case MemberMessage(member, StepsReport() | Saving() | Saved() as report):
                     with suppress(ProtocolError):  # the member ends anyway
@@ -379,6 +379,3 @@ class Driver:
         phases = (f"{each.name} ({each.phase} for {each.phase_since_s:.0f} s)" for each in awaited)
         waited = f"; waited for {', '.join(phases)}" if awaited else ""
         return f"Nothing has moved for {limit_s:.0f} s while {phase}{waited}."
-
-    def _notice(self, message: str) -> None:
-        self.stream.emit(events.Noticed(message=message))

@@ -62,7 +62,7 @@ class FailureHandler:
             busy=beat.busy,
         )
         if news is not None:
-            self._notice(f"{member} {news}")
+            self._stream.notice(f"{member} {news}")
 
     def on_invalid_message(self, member: str, why: str) -> None:
         """A member sent a message that makes no sense: stop listening to it and end it."""
@@ -133,7 +133,7 @@ class FailureHandler:
         if number is not None and failure.member in self._ended:
             newest = self._checkpoint_tracker.newest
             message = f"{text}: nothing could be saved{f' since {newest}' if newest else ''}"
-            self._notice(message)
+            self._stream.notice(message)
             return Interrupted(f"{message}.", exit_code=128 + number)
         membership = self._membership
         has_trained = self._run_stats.trains or membership.num_restarts > 0
@@ -174,7 +174,9 @@ class FailureHandler:
     def _check_stuck(self, now: float) -> None:
         """Report members that hang in the job's code. End them after a while, or when the run is to stop."""
         for name, text in self._stuck.newly_stuck(now).items():
-            self._notice(f"{name} {text}. Its stacks are in {self._coordinator.members[name].log}")
+            self._stream.notice(
+                f"{name} {text}. Its stacks are in {self._coordinator.members[name].log}"
+            )
             self._coordinator.send(name, FROM_COORDINATOR.write(WriteStacks()))
         for name, text in self._stuck.hopeless(now, ending=self.stop_signal.received).items():
             self._ended.add(name)
@@ -182,6 +184,3 @@ class FailureHandler:
 
     def _add(self, failure: MemberFailure) -> None:
         self._failures.add(failure, time.monotonic())
-
-    def _notice(self, message: str) -> None:
-        self._stream.emit(events.Noticed(message=message))

@@ -242,4 +242,4 @@ class FaultInjector:
             self._notice(message)
 
     def _notice(self, message: str) -> None:
-        self._stream.emit(events.Noticed(message=f"chaos: {message}"))
+        self._stream.notice(f"chaos: {message}")

@@ -116,7 +116,7 @@ class Membership:
         self._unreached.clear()
         views.form(left)
         if member in self._unreached.left_out:
-            self._notice(
+            self._stream.notice(
                 f"{member} will not be replaced: a replacement on that host would be unreachable too. Once "
                 "the network is repaired (manyhands doctor --cluster tests it), run  manyhands scale RUN "
                 f"--workers {pool.target}"
@@ -128,7 +128,7 @@ class Membership:
     def lose_all(self, member: str, reason: str) -> None:
         """With this member the weights are lost, or a part of them."""
         if self.roster.is_alive(member):
-            self._notice(f"{member}: {reason}")
+            self._stream.notice(f"{member}: {reason}")
         else:
             self._count_loss(member, reason, num_workers=0)
 
@@ -138,7 +138,7 @@ class Membership:
             return
         self.roster.new.discard(member)
         self.roster.kill(member)
-        self._notice(f"replacement {member} failed to start: {reason}")
+        self._stream.notice(f"replacement {member} failed to start: {reason}")
         names = self.views.current.names
         if self.views.joining and member in names:
             self.views.form([name for name in names if name != member])
@@ -157,7 +157,7 @@ class Membership:
             others = " and ".join(peers)
             self.end(member, f"it and {others} do not reach each other, though both are alive")
             return
-        self._notice(f"{member} lost its link to {peer}; all members connect again")
+        self._stream.notice(f"{member} lost its link to {peer}; all members connect again")
         self.views.form(view.names)
 
     def expel(self, member: str, *, accuser: str, reason: str) -> None:
@@ -191,6 +191,3 @@ class Membership:
         self._stream.emit(
             events.MemberLost(member=member, reason=reason, view=view, workers=num_workers)
         )
-
-    def _notice(self, message: str) -> None:
-        self._stream.emit(events.Noticed(message=message))

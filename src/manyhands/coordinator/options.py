@@ -1,4 +1,4 @@
-"""The options of a run: everything that the coordinator is told apart from the job itself."""
+"""The options of a run: what the coordinator is told besides the job, and where its members run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.fault_spec import FaultSpec
 from manyhands.coordinator.stuck import STUCK_AFTER_S
+from manyhands.hosts.launchers import Launcher
+from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import SERVER, WORKER
+from manyhands.transport import Authority
 
 PROGRAMS = {WORKER: "manyhands.worker.main", SERVER: "manyhands.worker.server"}
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Where the coordinator listens and how it starts members."""
+
+    control: str
+    """The address that the coordinator listens on."""
+    launcher: Launcher
+    authority: Authority | None = None
+    """That of the run's key, if it has one."""
+    timeouts: Timeouts | None = None
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from manyhands.coordinator.coordinator import Coordinator, on_signals
 from manyhands.coordinator.driver import Driver
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.coordinator.plan import TrainingPlan
 from manyhands.errors import (
     Diverged,
@@ -25,31 +27,27 @@ from manyhands.errors import (
     WeightsLost,
 )
 from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
-from manyhands.events.events import Noticed, RunFinished, RunStarted
-from manyhands.hosts.launchers import Launcher, LocalLauncher, cores
+from manyhands.events.events import RunFinished, RunStarted
+from manyhands.hosts.launchers import cores
 from manyhands.hosts.machine import versions
-from manyhands.hosts.timeouts import Timeouts
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.folder import EVENTS, RunFolder
 from manyhands.threads import on_process_failure
-from manyhands.transport import Authority
 
 FOLDER_CHECK_S = 1.0
 """How often to look whether the run folder is still there."""
+DONE = ("finished", "early-stopped")
 EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted": 75}
 
 
 def train(
     options: RunOptions,
     run: RunFolder,
+    launch_plan: LaunchPlan,
     *,
     console: Console,
     checkpoint: Manifest | None = None,
-    control: str = "unix",
-    timeouts: Timeouts | None = None,
-    launcher: Launcher | None = None,
-    authority: Authority | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Train in the run's folder. Returns the exit code; a user error is raised, not printed.
@@ -74,16 +72,7 @@ def train(
             [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
         )
         try:
-            with Coordinator(
-                launcher or LocalLauncher(),
-                logs=run.logs,
-                timeouts=timeouts,
-                control=control,
-                keys=options.needs_keys,
-                authority=authority,
-            ) as coordinator:
-                on_signals(coordinator)
-                on_process_failure(coordinator.thread_failed)
+            with _coordinator(options, run, launch_plan) as coordinator:
                 _announce(coordinator, options, run, stream, resumed_from=checkpoint)
                 folder_watch = FolderWatch(run)
                 starts: list[Driver] = []
@@ -111,6 +100,23 @@ def train(
             stream.close()
     finally:
         run.unlock()
+
+
+@contextmanager
+def _coordinator(
+    options: RunOptions, run: RunFolder, launch_plan: LaunchPlan
+) -> Iterator[Coordinator]:
+    with Coordinator(
+        launch_plan.launcher,
+        logs=run.logs,
+        timeouts=launch_plan.timeouts,
+        control=launch_plan.control,
+        keys=options.needs_keys,
+        authority=launch_plan.authority,
+    ) as coordinator:
+        on_signals(coordinator)
+        on_process_failure(coordinator.thread_failed)
+        yield coordinator
 
 
 class FolderWatch:
@@ -154,11 +160,10 @@ def _announce(
         )
     )
     if options.workers > cores() and coordinator.launcher.shares_cores:
-        message = (
+        stream.notice(
             f"{options.workers} workers share {cores()} cores; "
             "more workers than cores are slower than as many"
         )
-        stream.emit(Noticed(message=message))
 
 
 def _end_start(driver: Driver) -> Manifest | None:
@@ -168,8 +173,7 @@ def _end_start(driver: Driver) -> Manifest | None:
     checkpoint, complaints = checkpoints.last_intact(run.path)
     source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
     skipped = "".join(f" {complaint} It is skipped." for complaint in complaints)
-    message = f"the weights are lost; all members start again from {source}.{skipped}"
-    driver.stream.emit(Noticed(message=message))
+    driver.stream.notice(f"the weights are lost; all members start again from {source}.{skipped}")
     if membership.pool.target != options.workers:
         run.request(membership.pool.target)  # as requested before
     return checkpoint
@@ -180,36 +184,24 @@ def _run(starts: list[Driver], start_again: Callable[[Driver], Driver]) -> int:
     error: ManyhandsError | None = None
     try:
         outcome = _drive(starts, start_again)
-        code = EXIT_CODES[outcome]
-    except Interrupted as caught:
-        code = caught.exit_code
-        error, outcome = caught, "preempted" if code == EXIT_CODES["preempted"] else "interrupted"
-    except Diverged as caught:
-        error, outcome, code = caught, "diverged", caught.exit_code
     except RecordError:
         raise  # there is nowhere to write the summary
     except ManyhandsError as caught:
-        error, outcome, code = caught, "failed", caught.exit_code
+        error = caught
+        if isinstance(caught, Interrupted):
+            preempted = caught.exit_code == EXIT_CODES["preempted"]
+            outcome = "preempted" if preempted else "interrupted"
+        else:
+            outcome = "diverged" if isinstance(caught, Diverged) else "failed"
     driver = starts[-1]
     driver.coordinator.stop()
     if isinstance(error, UsageError) and not any(each.run_stats.samples for each in starts):
         raise error
-    run, injector = driver.run, driver.injector
+    run = driver.run
     if driver.plan is not None:
         driver.plan.best.keep(checkpoints.steps(run.path))
-    done = outcome in ("finished", "early-stopped")
-    summary = driver.run_stats.summary(
-        driver.options,
-        driver.plan,
-        outcome=outcome,
-        checkpoint=driver.checkpoint_tracker.newest,
-        error=str(error) if error else None,
-        num_lost=driver.membership.num_lost,
-        num_replaced=driver.membership.num_replaced,
-        num_restarts=driver.membership.num_restarts,
-        num_injected=len(injector.faults) if injector else 0,
-        chaos=injector.summary(finished=done) if injector else None,
-    )
+    done = outcome in DONE
+    summary = _summary(driver, outcome, str(error) if error else None)
     try:
         if done or run.summary is None or any(each.run_stats.samples for each in starts):
             run.write_summary(summary)  # otherwise the summary of the previous start still holds
@@ -219,7 +211,40 @@ def _run(starts: list[Driver], start_again: Callable[[Driver], Driver]) -> int:
     driver.stream.emit(
         RunFinished(outcome=outcome, summary=summary, resume_command=command, advice=advice)
     )
-    return code
+    return error.exit_code if error else EXIT_CODES[outcome]
+
+
+def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
+    """The content of summary.json. Steps, samples and epochs count the whole run, times this start."""
+    plan, stats, membership = driver.plan, driver.run_stats, driver.membership
+    injector, checkpoint = driver.injector, driver.checkpoint_tracker.newest
+    final: Mapping[str, float] = plan.last_metrics if plan else {}
+    if not final and stats.last_loss is not None:
+        final = {"loss": stats.last_loss}
+    none = None if checkpoint else 0  # a run that failed to resume still has what is saved
+    best = plan.best if plan else None
+    return {
+        "outcome": outcome,
+        "strategy": driver.options.strategy,
+        "workers": driver.options.workers,
+        "steps": plan.committed_step if plan else none,
+        "samples": plan.samples_used if plan else none,
+        "epochs": round(plan.samples_used / plan.config.num_samples, 3) if plan else none,
+        **stats.speed(),
+        "final_metrics": final,
+        "monitor": str(plan.config.monitor) if plan and plan.config.has_eval else None,
+        "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
+        "bytes_sent": stats.bytes_sent,
+        "pushes": stats.audit(),
+        "staleness": stats.staleness.to_dict() if stats.staleness else None,
+        "lost": membership.num_lost,
+        "replaced": membership.num_replaced,
+        "begun_again": membership.num_restarts,
+        "injected": len(injector.faults) if injector else 0,
+        "chaos": injector.summary(finished=outcome in DONE) if injector else None,
+        "checkpoint": checkpoint,
+        "error": error,
+    }
 
 
 def _advice(starts: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
@@ -258,27 +283,11 @@ def _drive(starts: list[Driver], start_again: Callable[[Driver], Driver]) -> str
 
 
 def rehearse(
-    options: RunOptions,
-    folder: Path,
-    *,
-    control: str = "unix",
-    launcher: Launcher | None = None,
-    authority: Authority | None = None,
-    timeouts: Timeouts | None = None,
-    sinks: Sequence[Sink] = (),
+    options: RunOptions, folder: Path, launch_plan: LaunchPlan, *, sinks: Sequence[Sink] = ()
 ) -> Driver:
     """Do everything but train: job, strategy and cluster, with real members. Raises what is wrong."""
     run = RunFolder.create("check", path=folder)
-    with Coordinator(
-        launcher or LocalLauncher(),
-        logs=run.logs,
-        control=control,
-        keys=options.needs_keys,
-        authority=authority,
-        timeouts=timeouts,
-    ) as coordinator:
-        on_signals(coordinator)
-        on_process_failure(coordinator.thread_failed)
+    with _coordinator(options, run, launch_plan) as coordinator:
         stream = Stream(sinks)
         _announce(coordinator, options, run, stream)
         driver = Driver(coordinator, replace(options, rehearse=True), run, stream)

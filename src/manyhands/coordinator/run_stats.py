@@ -1,4 +1,4 @@
-"""Statistics of one start of a run, and its summary."""
+"""Statistics of one start of a run, as the summary shows them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from manyhands.coordinator.bad_steps import BadSteps
 from manyhands.coordinator.options import RunOptions
-from manyhands.coordinator.plan import TrainingPlan
 from manyhands.coordinator.progress import Committed
 from manyhands.coordinator.staleness_stats import StalenessStats
 
@@ -59,55 +58,18 @@ class RunStats:
         was_finite, self._finite = self._finite, self._finite and finite
         return was_finite and not self._finite
 
-    def summary(
-        self,
-        options: RunOptions,
-        plan: TrainingPlan | None,
-        *,
-        outcome: str,
-        checkpoint: str | None,
-        error: str | None,
-        num_lost: int = 0,
-        num_replaced: int = 0,
-        num_restarts: int = 0,
-        num_injected: int = 0,
-        chaos: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """The content of summary.json. Steps, samples and epochs count the whole run, times this start."""
+    def speed(self) -> dict[str, Any]:
+        """The times of this start, for the summary."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
-        final = plan.last_metrics if plan else {}
-        none = None if checkpoint else 0  # a run that failed to resume still has what is saved
-        if not final and self.last_loss is not None:
-            final = {"loss": self.last_loss}
-        best = plan.best if plan else None
         per_s = round(self.samples / training_s, 1) if training_s > 0 else None
         unit, each = self.unit
         return {
-            "outcome": outcome,
-            "strategy": options.strategy,
-            "workers": options.workers,
-            "steps": plan.committed_step if plan else none,
-            "samples": plan.samples_used if plan else none,
-            "epochs": round(plan.samples_used / plan.config.num_samples, 3) if plan else none,
             "wall_s": round(time.monotonic() - self._started, 3),
             "samples_per_s": per_s,
             **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),
-            "final_metrics": final,
-            "monitor": str(plan.config.monitor) if plan and plan.config.has_eval else None,
-            "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
-            "bytes_sent": self.bytes_sent,
-            "pushes": self._audit(),
-            "staleness": self.staleness.to_dict() if self.staleness else None,
-            "lost": num_lost,
-            "replaced": num_replaced,
-            "begun_again": num_restarts,
-            "injected": num_injected,
-            "chaos": chaos,
-            "checkpoint": checkpoint,
-            "error": error,
         }
 
-    def _audit(self) -> dict[str, int] | None:
+    def audit(self) -> dict[str, int] | None:
         """Shows that what is in the weights is what was committed, and once. None without servers."""
         if self.pushes is None:
             return None

@@ -66,7 +66,7 @@ class Training:
         self._straggler_trial: StragglerTrial | None = None
         if options.may_leave_out:
             self._straggler_trial = StragglerTrial(
-                membership.pool, self.dispatcher.meter, self._notice
+                membership.pool, self.dispatcher.meter, self._stream.notice
             )
         self._evaluation: dict[str, EvaluationReport] = {}
         self._rehearsed: set[str] = set()
@@ -129,7 +129,7 @@ class Training:
             case CaughtUp() if current:
                 views.catching_up.discard(member)
             case Notice(message=message):
-                self._notice(f"{member}: {message[:MAX_NOTE_CHARS]}")
+                self._stream.notice(f"{member}: {message[:MAX_NOTE_CHARS]}")
             case Rehearsed():
                 self._rehearsed.add(member)
             case StepsReport() if current:
@@ -163,7 +163,7 @@ class Training:
             if self._run_stats.add(step):
                 limit = self._options.max_bad_steps
                 until = f" until {limit} steps in a row have no finite loss" if limit else ""
-                self._notice(
+                self._stream.notice(
                     f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
                     f"rate, warm-up or clip_norm may help; training continues{until}"
                 )
@@ -172,7 +172,7 @@ class Training:
             self.plan.stop("diverged", save=False)
         self._checkpoint_tracker.commit_written(self.plan)
         for worker, times in self.dispatcher.throughput.news(self.dispatcher.workers):
-            self._notice(f"{worker} computes {times:.1f} times slower than the median")
+            self._stream.notice(f"{worker} computes {times:.1f} times slower than the median")
 
     def _on_evaluation(self) -> None:
         workers = self.dispatcher.workers
@@ -184,6 +184,3 @@ class Training:
         if self.plan.awaiting:
             self._stream.emit(evaluated_event(parts, self.plan))
         self.dispatcher.evaluated()
-
-    def _notice(self, message: str) -> None:
-        self._stream.emit(events.Noticed(message=message))

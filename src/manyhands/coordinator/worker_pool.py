@@ -15,7 +15,6 @@ from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.views import Views
 from manyhands.errors import ManyhandsError
-from manyhands.events import events
 from manyhands.events.sinks import Stream
 from manyhands.hosts.view import SERVER, WORKER
 
@@ -191,9 +190,8 @@ class WorkerPool:
             try:
                 self._roster.start_new(role, place)
             except ManyhandsError as error:
-                self._stream.emit(events.Noticed(message=f"no new {role} was started: {error}"))
+                self._stream.notice(f"no new {role} was started: {error}")
         self._waiting += waiting
         if waiting and notify:
             who = f"another {role}" if len(waiting) == 1 else f"{len(waiting)} {role}s"
-            message = f"{who} will start as soon as there are free slots"
-            self._stream.emit(events.Noticed(message=message))
+            self._stream.notice(f"{who} will start as soon as there are free slots")

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from manyhands.errors import RecordError
-from manyhands.events.events import Event
+from manyhands.events.events import Event, Noticed
 from manyhands.threads import start_thread
 
 log = logging.getLogger("manyhands.events")
@@ -69,6 +69,10 @@ class Stream:
                     ) from error
                 else:
                     raise
+
+    def notice(self, message: str) -> None:
+        """Emit a note for the user."""
+        self.emit(Noticed(message=message))
 
     def close(self) -> None:
         """Close every sink, even if one raises; then raise the error of an essential one."""
