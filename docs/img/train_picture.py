@@ -13,8 +13,7 @@ from pathlib import Path
 
 from rich.console import Console as Rich
 
-from manyhands.events import read_events
-from manyhands.events.events import Event, RunStarted, StepCommitted, from_record
+from manyhands.events import events, read_events
 from manyhands.events.terminal import RichConsole
 
 PICTURE = Path(__file__).with_name("train.svg")
@@ -45,11 +44,11 @@ def replay(run: Path, last_step: int) -> Rich:
     )
     console = Terminal(out, out)
     for record in read_events(run / "events.jsonl"):
-        event: Event = from_record(record)
-        if isinstance(event, RunStarted):
+        event: events.Event = getattr(events, record.pop("event"))(**record)
+        if isinstance(event, events.RunStarted):
             workers = f"--strategy {event.strategy} --workers {event.workers}"
             out.print(f"$ manyhands train {event.job} {workers}", style="bold")
-        if isinstance(event, StepCommitted) and event.step > last_step:
+        if isinstance(event, events.StepCommitted) and event.step > last_step:
             break
         console.handle(event)
     console.over = True

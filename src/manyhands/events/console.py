@@ -14,29 +14,10 @@ import math
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from manyhands.events import text
-from manyhands.events.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    Injected,
-    MemberFailed,
-    MemberLost,
-    MemberReady,
-    MemberStarted,
-    Noticed,
-    RateChanged,
-    Recovered,
-    Resumed,
-    RunFinished,
-    RunStarted,
-    StepCommitted,
-    Stopping,
-    ViewChanged,
-)
+from manyhands.events import events, text
 from manyhands.events.sinks import Sink
 
 Clock = Callable[[], float]
@@ -48,6 +29,7 @@ LABEL_CELLS = 12
 
 # Styles as rich names them; only the terminal shows them.
 GOOD, BAD, WARN, STRONG = "green", "bold red", "yellow", "bold"
+DIM, LABEL = "dim", "cyan"
 OUTCOME_STYLES = {
     "finished": "bold green",
     "early-stopped": "bold green",
@@ -65,47 +47,47 @@ class Console(Sink):
         self.clock = clock
         self.started_at = clock()
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         first_failure = self.status.failure is None
         first_view = self.status.view is None
         self.status.fold(event)
         match event:
-            case MemberFailed() if first_failure:
-                self.failure(text.failure(event))
-            case RunFinished():
+            case events.MemberFailed() if first_failure:
+                self._fail(*text.failure(event))
+            case events.RunFinished():
                 self._finish(event)
             case _ if self.quiet:
                 pass
-            case RunStarted():
+            case events.RunStarted():
                 self.line((text.title(event), STRONG))
                 self.rows(text.start_rows(event))
-            case ViewChanged() if first_view:
+            case events.ViewChanged() if first_view:
                 self.rows(text.ready_rows(self.status))
                 self.line()
-            case ViewChanged():
+            case events.ViewChanged():
                 if self.status.lost is None:  # else the line about the loss has said it
                     self.line((text.view_line(event), WARN))
                 self.rows(text.placement_rows(event))
-            case Injected():
+            case events.Injected():
                 self.line((text.injected_line(event), WARN))
-            case MemberLost():
+            case events.MemberLost():
                 self.line((text.lost_line(event), WARN))
-            case Recovered():
+            case events.Recovered():
                 self.line((text.recovered_line(event), WARN))
-            case Resumed() if first_view:
+            case events.Resumed() if first_view:
                 self.rows([("resumed", text.resumed(event))])
-            case Resumed():
+            case events.Resumed():
                 self.line(("resumed ", WARN), text.resumed(event))
-            case Evaluated():
+            case events.Evaluated():
                 best = ("  best", GOOD) if event.best else ""
                 self.line(text.evaluation_line(event, self.status), best)
-            case RateChanged():
+            case events.RateChanged():
                 self.line((text.rate_line(event, self.status), WARN))
-            case Noticed():
+            case events.Noticed():
                 self.line(("note", WARN), f": {text.clean(event.message)}")
-            case Stopping():
+            case events.Stopping():
                 self.line(("stopping", WARN), f": {text.stopping(event.reason)}")
-            case MemberStarted() | MemberReady() | StepCommitted() | CheckpointSaved():
+            case _:
                 self.progress()
 
     def tick(self) -> None:
@@ -116,10 +98,10 @@ class Console(Sink):
     def close(self) -> None:
         pass
 
-    def _finish(self, event: RunFinished) -> None:
+    def _finish(self, event: events.RunFinished) -> None:
         error = event.summary.get("error")
         if event.outcome in ("failed", "diverged") and self.status.failure is None and error:
-            self.failure(text.FailureLine(text.clean(str(error)), (), ""))
+            self._fail(text.clean(str(error)))
         run = self.status.started.run if self.status.started else None
         style = OUTCOME_STYLES.get(event.outcome, "bold yellow")
         if self.quiet:
@@ -135,6 +117,19 @@ class Console(Sink):
         if event.resume_command is not None:
             self.line("continue with:  ", (text.clean(event.resume_command), STRONG))
 
+    def _fail(self, head: str, traceback: Sequence[str] = (), log: str = "") -> None:
+        self.line(("error", BAD), f": {head}", error=True)
+        for line in traceback:
+            self.line((f"    {line}", DIM), error=True)
+        if log:
+            self.line(("  log: ", LABEL), log, error=True)
+
+    def rows(self, rows: text.Rows) -> None:
+        """Print permanent lines of label and value."""
+        for label, value in rows:
+            style = STRONG if label == "view" else ""
+            self.line((f"  {label:<{LABEL_CELLS}}", LABEL), (value, style))
+
     @property
     def starting(self) -> bool:
         return self.status.started is not None and self.status.view is None
@@ -144,20 +139,12 @@ class Console(Sink):
         return self.clock() - self.started_at
 
     @abstractmethod
-    def line(self, *parts: Part) -> None:
-        """Print a permanent line."""
-
-    @abstractmethod
-    def rows(self, rows: text.Rows) -> None:
-        """Print permanent lines of label and value."""
+    def line(self, *parts: Part, error: bool = False) -> None:
+        """Print a permanent line, on stderr if `error` is true."""
 
     @abstractmethod
     def progress(self) -> None:
         """Show the progress. Called often; decides itself when to draw."""
-
-    @abstractmethod
-    def failure(self, failure: text.FailureLine) -> None:
-        """Print a failure on stderr."""
 
 
 class PlainConsole(Console):
@@ -179,13 +166,9 @@ class PlainConsole(Console):
         self._printed: tuple[float, int] | None = None
         """Time and step of the last progress line."""
 
-    def line(self, *parts: Part) -> None:
+    def line(self, *parts: Part, error: bool = False) -> None:
         line = "".join(part if isinstance(part, str) else part[0] for part in parts)
-        print(line, file=self.out, flush=True)
-
-    def rows(self, rows: text.Rows) -> None:
-        for label, value in rows:
-            self.line(f"  {label:<{LABEL_CELLS}}{value}")
+        print(line, file=self.err if error else self.out, flush=True)
 
     def progress(self) -> None:
         now, step = self.clock(), self.status.step
@@ -201,14 +184,6 @@ class PlainConsole(Console):
             or (now - self._printed[0] >= self.every_s and step != self._printed[1])
         ):
             self._print(text.progress_line(self.status))
-
-    def failure(self, failure: text.FailureLine) -> None:
-        print(f"error: {failure.head}", file=self.err)
-        for line in failure.traceback:
-            print(f"    {line}", file=self.err)
-        if failure.log:
-            print(f"  log: {failure.log}", file=self.err)
-        self.err.flush()
 
     def _print(self, line: str) -> None:
         self._printed = (self.clock(), self.status.step)

@@ -254,21 +254,7 @@ class RunFinished(Event):
     """What to change before that, if it would otherwise end in the same way."""
 
 
-EVENT_TYPES: dict[str, type[Event]] = {
-    cls.__name__: cls
-    for cls in list(globals().values())
-    if isinstance(cls, type) and issubclass(cls, Event)
-}
-
-
 def to_record(event: Event) -> dict[str, Any]:
     """Convert the event to a JSON-ready dict, with "time" and "event" first."""
     values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
     return {"time": values.pop("time"), "event": type(event).__name__, **values}
-
-
-def from_record(record: Mapping[str, Any]) -> Event:
-    """Convert a record to its event, ignoring fields that this version does not know."""
-    cls = EVENT_TYPES[record["event"]]
-    known = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{key: value for key, value in record.items() if key in known})

@@ -44,18 +44,11 @@ class Stream:
     """Passes every event to every sink, in order. Only the coordinator's thread emits."""
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
-        self._sinks = list(sinks)
-
-    @property
-    def sinks(self) -> tuple[Sink, ...]:
+        self.sinks = list(sinks)
         """The sinks that are still open."""
-        return tuple(self._sinks)
-
-    def add(self, sink: Sink) -> None:
-        self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:
-        for sink in tuple(self._sinks):
+        for sink in tuple(self.sinks):
             try:
                 sink.handle(event)
             except Exception as error:
@@ -77,8 +70,8 @@ class Stream:
     def close(self) -> None:
         """Close every sink, even if one raises; then raise the error of an essential one."""
         essential_error: Exception | None = None
-        while self._sinks:
-            sink = self._sinks.pop()
+        while self.sinks:
+            sink = self.sinks.pop()
             try:
                 sink.close()
             except Exception as error:
@@ -90,7 +83,7 @@ class Stream:
             raise essential_error
 
     def _drop(self, sink: Sink, error: Exception) -> None:
-        self._sinks.remove(sink)
+        self.sinks.remove(sink)
         if not isinstance(error, BrokenPipeError):  # `| head`: the reader has gone
             log.warning(
                 "%s failed and gets no more events; the run continues. %s",

@@ -19,17 +19,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.events.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    RateChanged,
-    Resumed,
-    RunFinished,
-    RunStarted,
-    StepCommitted,
-    ViewChanged,
-)
+from manyhands.events import events
 from manyhands.events.sinks import Sink
 
 log = logging.getLogger("manyhands.events")
@@ -46,31 +36,31 @@ class TensorBoardSink(Sink):
         self.folder = os.fspath(folder)
         self._writer: Any = None
         self._off = False
-        self._started: RunStarted | None = None
+        self._started: events.RunStarted | None = None
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         if self._off or (self._writer is None and not self._open()):
             return
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 # Kept until it is known at which step this start begins.
                 self._started = event
-            case Resumed():
+            case events.Resumed():
                 self._forget_steps_after(event)
                 self._write_start(step=event.step)
-            case ViewChanged():
+            case events.ViewChanged():
                 self._write_start(step=0)
-            case StepCommitted():
+            case events.StepCommitted():
                 self._write(event, event.step, step_scalars(event))
-            case Evaluated():
+            case events.Evaluated():
                 metrics = {f"eval/{name}": value for name, value in event.metrics.items()}
                 self._write(event, event.step, metrics)
-            case RateChanged():
+            case events.RateChanged():
                 scaled = {"train/lr_factor": event.factor, "train/batch_size": event.batch_size}
                 self._write(event, event.step, scaled)
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self._write(event, event.step, {"checkpoint/stall_s": event.stall_s})
-            case RunFinished() if event.summary.get("staleness"):
+            case events.RunFinished() if event.summary.get("staleness"):
                 text = staleness_text(event.summary["staleness"])
                 self._write_text(event, "staleness", text, step=event.summary.get("steps") or 0)
 
@@ -94,22 +84,19 @@ class TensorBoardSink(Sink):
         )
         return True
 
-    def _write(self, event: Event, step: int, scalars: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+    def _write(self, event: events.Event, step: int, scalars: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [
-            summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
-        ]
-        summary = summary_pb2.Summary(value=values)
-        self._writer.add_event(event_pb2.Event(wall_time=event.time, step=step, summary=summary))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._add(event, step, summary=Summary(value=values))
 
     def _write_start(self, *, step: int) -> None:
         if self._started is not None:
             event, self._started = self._started, None
             self._write_text(event, "run", start_text(event), step=step)
 
-    def _write_text(self, event: Event, tag: str, text: str, *, step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+    def _write_text(self, event: events.Event, tag: str, text: str, *, step: int) -> None:
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
 
         value = summary_pb2.Summary.Value(
             tag=tag,
@@ -118,19 +105,20 @@ class TensorBoardSink(Sink):
             ),
             tensor=tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()]),
         )
-        summary = summary_pb2.Summary(value=[value])
-        self._writer.add_event(event_pb2.Event(wall_time=event.time, step=step, summary=summary))
+        self._add(event, step, summary=summary_pb2.Summary(value=[value]))
 
-    def _forget_steps_after(self, event: Resumed) -> None:
+    def _forget_steps_after(self, event: events.Resumed) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._add(event, event.step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, event: events.Event, step: int, **content: Any) -> None:
         from tensorboard.compat.proto import event_pb2
 
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(
-            event_pb2.Event(wall_time=event.time, step=event.step + 1, session_log=start)
-        )
+        self._writer.add_event(event_pb2.Event(wall_time=event.time, step=step, **content))
 
 
-def step_scalars(event: StepCommitted) -> dict[str, float]:
+def step_scalars(event: events.StepCommitted) -> dict[str, float]:
     """Return the scalars of one step, by tag."""
     scalars = {
         "train/loss": event.loss,
@@ -154,7 +142,7 @@ def staleness_text(staleness: Mapping[str, Any]) -> str:
     return "\n".join(["| staleness | parts |", "| --- | --- |", *lines])
 
 
-def start_text(event: RunStarted) -> str:
+def start_text(event: events.RunStarted) -> str:
     """Format the start of a run as a Markdown table, which TensorBoard's text page renders."""
     rows = {
         "run": event.run,

@@ -17,13 +17,12 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from manyhands.events import text
-from manyhands.events.console import BAD, GOOD, LABEL_CELLS, STRONG, Clock, Console, Part
+from manyhands.events.console import DIM, GOOD, STRONG, Clock, Console, Part
 from manyhands.events.events import Event, RunFinished
 
 REDRAW_EVERY_S = 0.1
 BAR_CELLS = (16, 32)
 """Minimum and maximum width of the progress bar."""
-DIM, LABEL = "dim", "cyan"
 
 
 class RichConsole(Console):
@@ -37,17 +36,16 @@ class RichConsole(Console):
         self._over = False
         self._drawn_at = float("-inf")
 
-    def line(self, *parts: Part) -> None:
+    def line(self, *parts: Part, error: bool = False) -> None:
+        if error:
+            self._erase()
+            self.err.print(Text.assemble(*parts), soft_wrap=True)
+            return
         with self.out:
             self._erase()
             # Long paths and commands are for copying: let the terminal wrap them.
             self.out.print(Text.assemble(*parts), soft_wrap=True)
             self._draw()
-
-    def rows(self, rows: text.Rows) -> None:
-        for label, value in rows:
-            head = (f"  {label:<{LABEL_CELLS}}", LABEL)
-            self.line(head, (value, STRONG if label == "view" else ""))
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunFinished):
@@ -61,14 +59,6 @@ class RichConsole(Console):
             with self.out:  # one write to the terminal: no flicker
                 self._erase()
                 self._draw()
-
-    def failure(self, failure: text.FailureLine) -> None:
-        self._erase()
-        self.err.print(Text.assemble(("error", BAD), f": {failure.head}"), soft_wrap=True)
-        for line in failure.traceback:
-            self.err.print(Text(f"    {line}", style=DIM), soft_wrap=True)
-        if failure.log:
-            self.err.print(Text.assemble(("  log: ", LABEL), failure.log), soft_wrap=True)
 
     def close(self) -> None:
         self._erase()

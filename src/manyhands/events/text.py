@@ -14,23 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.events.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    Injected,
-    MemberFailed,
-    MemberLost,
-    MemberReady,
-    MemberStarted,
-    RateChanged,
-    Recovered,
-    Resumed,
-    RunFinished,
-    RunStarted,
-    StepCommitted,
-    ViewChanged,
-)
+from manyhands.events import events
 from manyhands.events.units import clean, count, duration, figure, plural, short, size
 
 Rows = list[tuple[str, str]]
@@ -50,65 +34,67 @@ SMOOTHING_STEPS = 50
 class RunStatus:
     """The state of a run so far."""
 
-    started: RunStarted | None = None
+    started: events.RunStarted | None = None
     num_started: int = 0
     """Members started; 0 while waiting for hosts."""
-    ready: dict[str, MemberReady] = field(default_factory=dict)
-    view: ViewChanged | None = None
-    lost: MemberLost | None = None
+    ready: dict[str, events.MemberReady] = field(default_factory=dict)
+    view: events.ViewChanged | None = None
+    lost: events.MemberLost | None = None
     """The last lost member since the last recovery."""
     step: int = 0
     epoch: int = 0
     loss: float | None = None
-    evaluation: Evaluated | None = None
-    rate: RateChanged | None = None
+    evaluation: events.Evaluated | None = None
+    rate: events.RateChanged | None = None
     """The last change: the current batch size and learning rate factor."""
     scaled: bool = False
     """If true, the batch size is or was not the job's own."""
     saved_step: int | None = None
-    failure: MemberFailed | None = None
+    failure: events.MemberFailed | None = None
     """The first failure."""
-    recent: deque[StepCommitted] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
+    recent: deque[events.StepCommitted] = field(
+        default_factory=lambda: deque(maxlen=SMOOTHING_STEPS)
+    )
 
-    def fold(self, event: Event) -> None:
+    def fold(self, event: events.Event) -> None:
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self.started = event
-            case MemberStarted():
+            case events.MemberStarted():
                 self.num_started += 1
-            case MemberReady():
+            case events.MemberReady():
                 self.ready[event.member] = event
-            case ViewChanged():
+            case events.ViewChanged():
                 self.view = event
                 self.recent.clear()
-            case MemberLost():
+            case events.MemberLost():
                 self.lost = event
-            case Recovered():
+            case events.Recovered():
                 self.lost = None
-            case Resumed():
+            case events.Resumed():
                 self.lost = None
                 self.step, self.epoch = event.step, event.epoch
                 self.saved_step = event.step if event.checkpoint else None
                 if self.evaluation is not None and self.evaluation.step > event.step:
                     self.evaluation = None
                 self.recent.clear()
-            case StepCommitted():
+            case events.StepCommitted():
                 # Without lockstep, steps arrive in any order.
                 self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
                 self.loss = event.loss
                 self.recent.append(event)
-            case Evaluated():
+            case events.Evaluated():
                 self.evaluation = event
-            case RateChanged():
+            case events.RateChanged():
                 self.rate = event
                 self.scaled |= self.plan is not None and self.plan.batch_size != event.batch_size
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self.saved_step = event.step
-            case MemberFailed():
+            case events.MemberFailed():
                 self.failure = self.failure or event
 
     @property
-    def plan(self) -> MemberReady | None:
+    def plan(self) -> events.MemberReady | None:
         """Any ready member: all have the same numbers of steps and epochs."""
         return next(iter(self.ready.values()), None)
 
@@ -127,13 +113,13 @@ class RunStatus:
 # start
 
 
-def title(event: RunStarted) -> str:
+def title(event: events.RunStarted) -> str:
     rest = ", ".join(f"{name} {v}" for name, v in event.versions.items() if name != "manyhands")
     head = f"manyhands {event.versions.get('manyhands', '')}".rstrip()
     return clean(f"{head} ({rest})" if rest else head)
 
 
-def start_rows(event: RunStarted) -> Rows:
+def start_rows(event: events.RunStarted) -> Rows:
     strategy = f"{event.strategy}, {plural(event.workers, 'worker')}"
     rows = [("job", clean(event.job)), ("strategy", clean(strategy)), ("run", clean(event.run))]
     return rows + ([("starts from", clean(event.init_from))] if event.init_from else [])
@@ -176,12 +162,12 @@ def direction(monitor: str) -> str:
     return f"{'lowest' if mode == 'min' else 'highest'} {name}"
 
 
-def placement_rows(view: ViewChanged | None) -> Rows:
+def placement_rows(view: events.ViewChanged | None) -> Rows:
     """Return where the weights are stored, if the view says so."""
     return [("weights", clean(view.placement))] if view and view.placement else []
 
 
-def _devices(ready: Iterable[MemberReady]) -> str:
+def _devices(ready: Iterable[events.MemberReady]) -> str:
     names = [member.device for member in ready]
     if len(names) == 1:
         return names[0]
@@ -190,7 +176,7 @@ def _devices(ready: Iterable[MemberReady]) -> str:
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 
-def view_line(event: ViewChanged) -> str:
+def view_line(event: events.ViewChanged) -> str:
     names = ", ".join(event.members)
     transport = "" if event.transport == "none" else f"; {event.transport}"
     members = plural(len(event.members) - event.servers, "worker")
@@ -199,25 +185,25 @@ def view_line(event: ViewChanged) -> str:
     return clean(f"continuing with {members}: {names}{transport}")
 
 
-def injected_line(event: Injected) -> str:
+def injected_line(event: events.Injected) -> str:
     target = f"of {event.member}" if event.fault == "cut link" else event.member
     length = f" for {duration(event.seconds)}" if event.seconds else ""
     return clean(f"chaos: {event.fault} {target}{length}")
 
 
-def lost_line(event: MemberLost) -> str:
+def lost_line(event: events.MemberLost) -> str:
     if not event.workers:
         return clean(f"{event.member} was lost ({event.reason}); the run can't continue without it")
     left = plural(event.workers, "worker")
     return clean(f"{event.member} was lost ({event.reason}); continuing with {left}")
 
 
-def recovered_line(event: Recovered) -> str:
+def recovered_line(event: events.Recovered) -> str:
     redo = f", {plural(event.redone_steps, 'step')} to redo" if event.redone_steps else ""
     return f"recovered in {event.seconds:.2f} s{redo}"
 
 
-def resumed(event: Resumed) -> str:
+def resumed(event: events.Resumed) -> str:
     source = f"from {event.checkpoint}" if event.checkpoint else "from the beginning"
     return clean(f"at step {count(event.step)}, epoch {event.epoch + 1}, {source}")
 
@@ -265,13 +251,13 @@ def progress_line(status: RunStatus) -> str:
     return "  ".join([now.epoch, f"step {now.steps}", f"{now.done:.0%}", *now.figures])
 
 
-def evaluation_line(event: Evaluated, status: RunStatus) -> str:
+def evaluation_line(event: events.Evaluated, status: RunStatus) -> str:
     epochs = f"/{status.plan.epochs}" if status.plan else ""
     head = f"epoch {event.epoch + 1}{epochs}  step {count(event.step)}  eval "
     return clean(f"{head}{_figures(event.metrics)}")
 
 
-def rate_line(event: RateChanged, status: RunStatus) -> str:
+def rate_line(event: events.RateChanged, status: RunStatus) -> str:
     over = f" over {plural(event.over, 'step')}" if event.over else ""
     batch = f", batches of {plural(event.batch_size, 'sample')}" if status.scaled else ""
     head = f"step {count(event.step)}: learning rate x {event.factor:.4g}{over}{batch}"
@@ -290,14 +276,8 @@ def stopping(reason: str) -> str:
     return clean(_ON_SIGNAL.get(reason, reason))
 
 
-@dataclass(frozen=True)
-class FailureLine:
-    head: str
-    traceback: tuple[str, ...]
-    log: str
-
-
-def failure(event: MemberFailed) -> FailureLine:
+def failure(event: events.MemberFailed) -> tuple[str, list[str], str]:
+    """Return what failed and why, its traceback and its log."""
     lines = clean(event.traceback).rstrip().splitlines()
     if len(lines) > sum(TRACEBACK_LINES):
         # It starts at the user's own line and ends with the error; the middle is in the log.
@@ -306,7 +286,7 @@ def failure(event: MemberFailed) -> FailureLine:
         lines = [*lines[:first], left_out, *lines[-last:]]
     head = f"{event.member} failed: {event.reason}"
     log = f"{event.log} (full traceback)" if lines and event.log else event.log
-    return FailureLine(clean(head), tuple(lines), clean(log))
+    return clean(head), lines, clean(log)
 
 
 _OUTCOMES = {
@@ -319,13 +299,13 @@ _OUTCOMES = {
 }
 
 
-def outcome(event: RunFinished) -> str:
+def outcome(event: events.RunFinished) -> str:
     wall_s = event.summary.get("wall_s")
     words = _OUTCOMES.get(event.outcome, f"{event.outcome} after")
     return words.rsplit(" ", 1)[0] if wall_s is None else f"{words} {duration(wall_s)}"
 
 
-def summary_rows(event: RunFinished, run: str | None) -> Rows:
+def summary_rows(event: events.RunFinished, run: str | None) -> Rows:
     """Return the summary of the whole run, without what is unknown."""
     known = {name: value for name, value in event.summary.items() if value is not None}
     rows: Rows = []
@@ -368,7 +348,7 @@ def summary_rows(event: RunFinished, run: str | None) -> Rows:
     return rows
 
 
-def summary_tail(event: RunFinished, run: str | None) -> str:
+def summary_tail(event: events.RunFinished, run: str | None) -> str:
     """Return what follows the outcome in the one line of a quiet run."""
     parts = [""]
     if event.summary.get("steps") is not None:

@@ -101,11 +101,11 @@ def test_going_back_forgets_what_is_void(
 def test_a_long_traceback_keeps_its_begin_and_its_end() -> None:
     traceback = "\n".join(f"line {number}" for number in range(100))
     failed = ev.MemberFailed(member="w", reason="r", traceback=traceback, log="l")
-    shown = text.failure(failed)
-    assert shown.traceback[:12] == tuple(f"line {number}" for number in range(12))
-    assert shown.traceback[12] == "  ... 70 more lines, in the log"
-    assert shown.traceback[13:] == tuple(f"line {number}" for number in range(82, 100))
-    assert shown.log == "l (full traceback)"
+    _, lines, log = text.failure(failed)
+    assert lines[:12] == [f"line {number}" for number in range(12)]
+    assert lines[12] == "  ... 70 more lines, in the log"
+    assert lines[13:] == [f"line {number}" for number in range(82, 100)]
+    assert log == "l (full traceback)"
 
 
 def test_a_summary_of_nothing_is_short() -> None:
