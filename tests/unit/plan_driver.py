@@ -18,6 +18,7 @@ from manyhands.coordinator.plan import (
     StepPlan,
     Stop,
     TrainingPlan,
+    TrainSteps,
 )
 from manyhands.runs.files import jsonable
 
@@ -58,8 +59,10 @@ def drive(
     worlds = worlds or {}
 
     def commit(step: int) -> None:
-        life.committed.append(training_plan.commit(step, loss=loss(step)))
+        training_plan.commit(step, loss=loss(step))
+        life.committed.append(open_steps.pop(step))
 
+    open_steps: dict[int, StepPlan] = {}
     life = Life()
     written: list[Checkpoint] = []
     for moment in range(100_000):
@@ -69,27 +72,30 @@ def drive(
             training_plan.stop("interrupted")
         if moment in back_after or moment in worlds:
             training_plan.take_back()
+            open_steps.clear()
             if moment in worlds:
                 training_plan.set_world(worlds[moment])
             lost = [c for c in written if c.step > training_plan.committed_step]
             written = [c for c in written if c not in lost]
-        if training_plan.open_steps and chance.random() < 0.5:
-            which = 0 if in_order else chance.randrange(len(training_plan.open_steps))
-            commit(training_plan.open_steps[which].step)
+        if open_steps and chance.random() < 0.5:
+            which = 0 if in_order else chance.randrange(len(open_steps))
+            commit(list(open_steps)[which])
         elif (order := training_plan.next(chance.randint(1, max_lease))) is None:
-            if not training_plan.open_steps:
+            if not open_steps:
                 life.results.append((training_plan.step, training_plan.epoch))
                 monitor = training_plan.config.monitor.name
                 training_plan.evaluated({"other": 0.5, monitor: metric(training_plan.epoch)})
         else:
             life.orders.append(order)
-            if isinstance(order, Evaluate):
+            if isinstance(order, TrainSteps):
+                open_steps |= {plan.step: plan for plan in order.plans}
+            elif isinstance(order, Evaluate):
                 life.evaluations.append((order.step, order.epoch))
             elif isinstance(order, Checkpoint):
                 written.append(order)
             elif isinstance(order, Stop):
-                while training_plan.open_steps:
-                    commit(training_plan.open_steps[0].step)
+                while open_steps:
+                    commit(next(iter(open_steps)))
                 life.checkpoints += written
                 life.stop = order.reason
                 return life

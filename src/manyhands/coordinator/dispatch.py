@@ -37,7 +37,7 @@ from manyhands.coordinator.plan import (
     TrainSteps,
     Wait,
 )
-from manyhands.coordinator.progress import Committed, PartKey, StepProgress, StepRow, Sums
+from manyhands.coordinator.progress import CommittedStep, PartKey, StepProgress, StepRow, Sums
 from manyhands.coordinator.straggler_trial import Meter
 from manyhands.coordinator.throughput import Throughput
 from manyhands.coordinator.work_queue import AHEAD_S, BRIEF_S, MAX_LEASE, QueuedPart, WorkQueue, cut
@@ -108,11 +108,11 @@ class Dispatcher(ABC):
         """Start over with the members of this view: what is open is dispatched again. Returns its number of
         steps."""
 
-    def committed(self) -> Iterator[Committed]:
+    def committed(self) -> Iterator[CommittedStep]:
         """The steps that are complete now."""
         for step in self.progress.committed():
-            self.plan.commit(step.plan.step, loss=step.loss)
-            self.meter.note(step.plan.samples)
+            self.plan.commit(step.event.step, loss=step.event.loss)
+            self.meter.note(step.event.samples)
             yield step
         self.meter.busy(len(self.progress) > 0)
 
@@ -224,9 +224,9 @@ class LockstepDispatcher(Dispatcher):
         self._time(member, row)
         self.progress.add(member, row)
 
-    def committed(self) -> Iterator[Committed]:
+    def committed(self) -> Iterator[CommittedStep]:
         for step in super().committed():
-            seconds = step.step_s
+            seconds = step.event.step_s
             self._step_s = 0.9 * self._step_s + 0.1 * seconds if self._step_s else seconds
             yield step
 

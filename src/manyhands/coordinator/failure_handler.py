@@ -53,15 +53,7 @@ class FailureHandler:
         return options.config.elastic and self._run_stats.trains and not options.rehearse
 
     def on_beat(self, member: str, beat: Beat) -> None:
-        news = self._stuck.on_beat(
-            member,
-            step=beat.step,
-            doing=beat.doing,
-            ticks=beat.ticks,
-            now=time.monotonic(),
-            busy=beat.busy,
-        )
-        if news is not None:
+        if (news := self._stuck.on_beat(member, beat, time.monotonic())) is not None:
             self._stream.notice(f"{member} {news}")
 
     def on_invalid_message(self, member: str, why: str) -> None:

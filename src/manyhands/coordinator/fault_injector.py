@@ -20,12 +20,14 @@ from typing import Any
 
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.fault_spec import (
+    AFTER_STEP,
     CUT,
+    EVERY,
     KILL,
+    ONCE,
     PAUSE,
     FaultClause,
     FaultSpec,
-    FaultTimer,
     possible_targets,
 )
 from manyhands.coordinator.membership import Membership
@@ -35,6 +37,8 @@ from manyhands.events.sinks import Stream
 from manyhands.hosts.faults import cut_a_link
 from manyhands.hosts.launchers import LocalHandle
 
+ONCE_WITHIN_S = 60.0
+"""`once` is a moment of the first minute."""
 CUT_EVERY_S = 0.1
 """How often a link is cut, while links of a member are to stay cut."""
 
@@ -56,15 +60,25 @@ class InjectedFault:
 
 
 class ActiveClause:
-    """A clause of the spec, with its timer and random numbers."""
+    """A clause of the spec, when its next fault is due, and its random numbers."""
 
     def __init__(self, clause: FaultClause, rng: random.Random) -> None:
         self.clause = clause
         self.rng = rng
-        self.timer = FaultTimer(clause.timing, rng)
         self.reported = False
         """If true, it was reported that the fault can't happen now."""
         self.over = False
+        timing = clause.timing
+        self._due = rng.uniform(0.0, ONCE_WITHIN_S) if timing.kind == ONCE else timing.value
+
+    def due(self, elapsed_s: float, step: int) -> bool:
+        by_step = self.clause.timing.kind == AFTER_STEP
+        return not self.over and (step if by_step else elapsed_s) >= self._due
+
+    def done(self, elapsed_s: float) -> None:
+        """The fault has happened. Missed ones are not made up for."""
+        self.over = self.clause.timing.kind != EVERY
+        self._due = elapsed_s + self.clause.timing.value
 
 
 class FaultInjector:
@@ -112,11 +126,11 @@ class FaultInjector:
             return
         for active in self._clauses:
             elapsed_s = now - self._began
-            if active.over or not active.timer.due(elapsed_s, plan.committed_step):
+            if not active.due(elapsed_s, plan.committed_step):
                 continue
             member = self._inject(active)
             if member is not None:
-                active.timer.done(elapsed_s)
+                active.done(elapsed_s)
                 self._note(active.clause, member, now, plan.step)
 
     def summary(self, *, finished: bool) -> dict[str, Any]:

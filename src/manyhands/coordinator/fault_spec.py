@@ -16,7 +16,6 @@ without a timing happens every 10 s. `seed` makes the choices repeatable: each c
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ EVERY, AT, AFTER_STEP, ONCE = "every", "at", "after step", "once"
 MEMBER = "member"
 TARGETS = (WORKER, SERVER, MEMBER)
 EXAMPLE = "kill worker every 10s; pause server 2s; cut link"
-ONCE_WITHIN_S = 60.0
 WORKERS_LEFT = 2
 """A kill leaves this many, and one server if there are any."""
 
@@ -80,27 +78,6 @@ class FaultSpec:
     def __str__(self) -> str:
         seed = [] if self.seed is None else [f"seed {self.seed}"]
         return "; ".join([*map(str, self.clauses), *seed])
-
-
-class FaultTimer:
-    """When the faults of a clause are due."""
-
-    def __init__(self, timing: FaultTiming, rng: random.Random) -> None:
-        self._timing = timing
-        self._over = False
-        self._due_s = rng.uniform(0.0, ONCE_WITHIN_S) if timing.kind == ONCE else timing.value
-
-    def due(self, elapsed_s: float, step: int) -> bool:
-        if self._over:
-            return False
-        return (step if self._timing.kind == AFTER_STEP else elapsed_s) >= self._due_s
-
-    def done(self, elapsed_s: float) -> None:
-        """The fault has happened. Missed ones are not made up for."""
-        if self._timing.kind == EVERY:
-            self._due_s = elapsed_s + self._timing.value
-        else:
-            self._over = True
 
 
 def possible_targets(

@@ -18,7 +18,7 @@ from manyhands.coordinator.monitor import (
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import PlanConfig, TrainingPlan
 from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
-from manyhands.coordinator.progress import Committed, combine
+from manyhands.coordinator.progress import combine
 from manyhands.errors import JobError, UsageError
 from manyhands.events import events
 
@@ -163,23 +163,6 @@ def ready_event(member: str, facts: WorkerFacts, plan_config: PlanConfig) -> eve
         units_per_sample=facts.unit[1],
         tables=facts.tables,
         monitor=str(plan_config.monitor) if plan_config.has_eval else "",
-    )
-
-
-def committed_event(step: Committed, *, lockstep: bool) -> events.StepCommitted:
-    return events.StepCommitted(
-        step=step.plan.step,
-        epoch=step.plan.epoch,
-        samples=step.plan.samples,
-        shares=step.shares,
-        loss=step.loss,
-        lr=step.lr,
-        step_s=step.step_s,
-        compute_s=step.compute_s,
-        wait_s=step.wait_s,
-        bytes_sent=step.bytes_sent,
-        staleness=None if lockstep else step.mean_staleness,
-        measures=step.measures,
     )
 
 

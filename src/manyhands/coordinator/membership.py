@@ -35,13 +35,7 @@ class Membership:
         before: Membership | None = None,
     ) -> None:
         """`before`: the members of the previous start, in which the weights were lost."""
-        self.roster: Roster = Roster(
-            coordinator,
-            options,
-            stream,
-            assignment=assignment,
-            before=before.roster if before else None,
-        )
+        self.roster = Roster(coordinator, options, stream, assignment=assignment)
         self.views = Views(coordinator, self.roster, stream)
         self.pool = WorkerPool(coordinator, options, self.roster, self.views, stream)
         self.leaving = False

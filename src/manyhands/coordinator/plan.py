@@ -42,7 +42,6 @@ class PlanConfig:
     has_eval: bool = True
     checkpoint_every: int = 0
     """Steps between checkpoints besides those after each epoch; 0 for none."""
-    checkpoints: bool = True
     monitor: Monitor = LOSS
     patience: int | None = None
     scaling: Scaling = FIXED
@@ -148,7 +147,7 @@ class TrainingPlan:
         self._saved = self.step if state else -1
         self._checkpoint_lost = False
         self._stop: str | None = None
-        self._saves_last = config.checkpoints
+        self._saves_last = True
         if self.epoch >= config.epochs:
             self._stop = "finished"
 
@@ -176,22 +175,19 @@ class TrainingPlan:
             self._awaiting = True
             return Evaluate(self.step, self.epoch)
         self._next_epoch()
-        if self.config.checkpoints:
-            return self._checkpoint()
-        return self.next(max_steps)
+        return self._checkpoint()
 
     def set_world(self, world: int) -> None:
         """Follow the number of workers."""
         self._rates.set_world(world, step=self.step)
 
-    def commit(self, step: int, *, loss: float = math.nan) -> StepPlan:
+    def commit(self, step: int, *, loss: float = math.nan) -> None:
         """Commit an open step: it is in the weights."""
         assert step in self._open, f"step {step} is committed and not open"
         plan = self._open.pop(step)
         if plan.epoch == self.epoch:
             self._leases.commit(plan.ranges)
         self._rates.committed(loss, plan.samples)
-        return plan
 
     def take_back(self) -> None:
         """Void what is open: the same steps with the same samples come again (if the batch stays the same).
@@ -279,11 +275,6 @@ class TrainingPlan:
     def committed_step(self) -> int:
         """The highest step up to which all are committed."""
         return next(iter(self._open)) - 1 if self._open else self.step
-
-    @property
-    def open_steps(self) -> Sequence[StepPlan]:
-        """Dispatched and not committed yet."""
-        return tuple(self._open.values())
 
     def state(self) -> dict[str, Any]:
         """The state of the plan once all that was dispatched is committed."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from manyhands.compute.measures import means
 from manyhands.contract import WHOLE
-from manyhands.control.messages import StepRow
+from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
+from manyhands.events.events import StepCommitted
 from manyhands.ranges import Range, Ranges
 
 PartKey = tuple[int, int]
@@ -63,26 +63,13 @@ class OpenStep:
 
 
 @dataclass(frozen=True)
-class Committed:
-    plan: StepPlan
-    shares: Mapping[str, tuple[Range, ...]]
-    loss: float
-    lr: float
-    step_s: float
-    compute_s: float | None
-    wait_s: float | None
-    bytes_sent: int
-    num_parts: int = 0
-    weight: float = 1.0
+class CommittedStep:
+    event: StepCommitted
+    num_parts: int
+    weight: float
     """Total weight of its samples. A step without weight has no loss."""
-    staleness: tuple[int, ...] = ()
+    staleness: tuple[int, ...]
     """Staleness of each part that was reported."""
-    measures: Mapping[str, float] = field(default_factory=dict)
-    """What the job has logged, as means over the step."""
-
-    @property
-    def mean_staleness(self) -> float | None:
-        return sum(self.staleness) / len(self.staleness) if self.staleness else None
 
 
 class StepProgress:
@@ -93,7 +80,7 @@ class StepProgress:
         """Number of workers that share the time of a step; None in lockstep, where each takes all of it."""
         self._open: dict[int, OpenStep] = {}
         self._complete: list[OpenStep] = []
-        self._last: Committed | None = None
+        self._last: StepCommitted | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -166,12 +153,13 @@ class StepProgress:
         """Void what is open."""
         self._open.clear()
 
-    def committed(self) -> Iterator[Committed]:
+    def committed(self) -> Iterator[CommittedStep]:
         """The steps that are complete now, oldest first."""
         complete, self._complete = sorted(self._complete, key=lambda s: s.plan.step), []
         for step in complete:
-            self._last = self._combine(step)
-            yield self._last
+            combined = self._combine(step)
+            self._last = combined.event
+            yield combined
 
     def _part(self, key: PartKey) -> OpenPart | None:
         step = self._open.get(key[0])
@@ -183,7 +171,7 @@ class StepProgress:
         if not step.left:
             self._complete.append(self._open.pop(number))
 
-    def _combine(self, step: OpenStep) -> Committed:
+    def _combine(self, step: OpenStep) -> CommittedStep:
         # In the order of parts, not of arrival: sums of floats depend on it, and two runs must be equal.
         parts = [step.parts[n] for n in sorted(step.parts)]
         rows = [part.row for part in parts if part.row is not None]
@@ -203,8 +191,11 @@ class StepProgress:
         loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # nothing is known of its parts except that they count
-        return Committed(
-            plan=step.plan,
+        staleness = tuple(row.staleness for row in rows)
+        event = StepCommitted(
+            step=step.plan.step,
+            epoch=step.plan.epoch,
+            samples=step.plan.samples,
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
             loss=loss,
             lr=_mean_lr(rows) if rows else last.lr if last else math.nan,
@@ -212,11 +203,10 @@ class StepProgress:
             compute_s=self._mean([row.compute_s for row in spent]),
             wait_s=self._mean([row.wait_s for row in spent]),
             bytes_sent=sum(row.bytes_sent for row in spent),
-            num_parts=len(parts),
-            weight=weight,
-            staleness=tuple(row.staleness for row in rows),
+            staleness=sum(staleness) / len(rows) if self.width and rows else None,
             measures=means([row.measures for row in rows]),
         )
+        return CommittedStep(event, len(parts), weight, staleness)
 
     def _seconds(self, rows: Sequence[StepRow]) -> float:
         if self.width is None:
@@ -237,15 +227,6 @@ def _mean_lr(rows: Sequence[StepRow]) -> float:
     return sum(row.lr * row.weight for row in rows) / whole
 
 
-class Evaluation(Protocol):
-    """A worker's part of an evaluation."""
-
-    @property
-    def samples(self) -> int: ...
-    @property
-    def sums(self) -> Mapping[str, tuple[float, float]]: ...
-
-
-def combine(parts: Sequence[Evaluation]) -> tuple[int, dict[str, float]]:
+def combine(parts: Sequence[EvaluationReport]) -> tuple[int, dict[str, float]]:
     """Combine all workers' parts of an evaluation into (samples, metrics)."""
     return sum(part.samples for part in parts), means([part.sums for part in parts])

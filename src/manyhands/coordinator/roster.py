@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from manyhands.control.messages import Assignment, Order, Ready, WorkerFacts, write_order
@@ -22,9 +21,7 @@ class Roster:
         stream: Stream,
         *,
         assignment: Assignment,
-        before: Roster | None = None,
     ) -> None:
-        """`before`: the roster of the previous start. Its names are not used again."""
         self.ready: dict[str, Ready] = {}
         """What each member said when it was ready. Members that are gone stay in it."""
         self.new: set[str] = set()
@@ -35,7 +32,6 @@ class Roster:
         self._assignment = assignment
         self._roles: dict[str, str] = {}
         self._places: dict[str, int] = {}
-        self._numbers: Counter[str] = before._numbers if before else Counter()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,8 +86,9 @@ class Roster:
         self._coordinator.members[member].handle.kill()
 
     def _start(self, role: str, place: int, assignment: Assignment) -> str:
-        name = f"{role}-{self._numbers[role]}"
-        self._numbers[role] += 1
+        # Names of earlier starts are not used again.
+        number = sum(name.startswith(f"{role}-") for name in self._coordinator.members)
+        name = f"{role}-{number}"
         self._roles[name], self._places[name] = role, place
         spans_hosts = self._coordinator.launcher.spans_hosts
         member = self._coordinator.start(

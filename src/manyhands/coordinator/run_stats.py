@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.coordinator.bad_steps import BadSteps
 from manyhands.coordinator.options import RunOptions
-from manyhands.coordinator.progress import Committed
+from manyhands.coordinator.progress import CommittedStep
 from manyhands.coordinator.staleness_stats import StalenessStats
 
 
@@ -43,18 +43,19 @@ class RunStats:
     def training(self) -> None:
         self._training_since = time.monotonic()
 
-    def add(self, step: Committed) -> bool:
+    def add(self, step: CommittedStep) -> bool:
         """Count a committed step; True if its loss is the first one that is not finite."""
-        self.samples += step.plan.samples
+        event = step.event
+        self.samples += event.samples
         self.parts += step.num_parts
-        self.bytes_sent += step.bytes_sent
-        self.last_loss = step.loss
-        self.bad_steps.add(step.plan.step, step.loss, weight=step.weight)
+        self.bytes_sent += event.bytes_sent
+        self.last_loss = event.loss
+        self.bad_steps.add(event.step, event.loss, weight=step.weight)
         if self.staleness is not None:
             for value in step.staleness:
                 self.staleness.add(value)
         self._last_commit = time.monotonic()
-        finite = math.isfinite(step.loss) or not step.weight
+        finite = math.isfinite(event.loss) or not step.weight
         was_finite, self._finite = self._finite, self._finite and finite
         return was_finite and not self._finite
 

@@ -4,13 +4,12 @@ The staleness of a part is the number of updates applied between the weights tha
 and its own update: 0 where all wait for all, about the number of workers less one where nobody waits.
 
 `StalenessStats` counts in bins 0, 1, 2-3, 4-7, ... so that it stays a few numbers however long the
-run, fits in an event, and merges exactly. Mean and maximum are exact; p95 is the upper end of a bin, at
+run. Mean and maximum are exact; p95 is the upper end of a bin, at
 most twice the true value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -29,17 +28,9 @@ class StalenessStats:
         self.total += staleness
         self.max = max(self.max, staleness)
         # Bin b > 0 holds the numbers of b binary digits: 2**(b-1) up to 2**b - 1.
-        self._grow(staleness.bit_length() + 1)
-        self._bins[staleness.bit_length()] += 1
-
-    def merge(self, other: StalenessStats) -> None:
-        """Add the counts of another."""
-        self.count += other.count
-        self.total += other.total
-        self.max = max(self.max, other.max)
-        self._grow(len(other._bins))
-        for i, count in enumerate(other._bins):
-            self._bins[i] += count
+        index = staleness.bit_length()
+        self._bins += [0] * (index + 1 - len(self._bins))
+        self._bins[index] += 1
 
     @property
     def mean(self) -> float:
@@ -60,7 +51,7 @@ class StalenessStats:
         return {_label(i): count for i, count in enumerate(self._bins)}
 
     def to_dict(self) -> dict[str, Any]:
-        """For events and the summary; `from_dict` reads it back."""
+        """For the summary."""
         return {
             "count": self.count,
             "total": self.total,
@@ -69,16 +60,6 @@ class StalenessStats:
             "p95": self.p95,
             "histogram": self.histogram(),
         }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StalenessStats:
-        stats = cls()
-        stats.count, stats.total, stats.max = values["count"], values["total"], values["max"]
-        stats._bins = [values["histogram"][_label(i)] for i in range(len(values["histogram"]))]
-        return stats
-
-    def _grow(self, num_bins: int) -> None:
-        self._bins += [0] * (num_bins - len(self._bins))
 
 
 def _ends(index: int) -> tuple[int, int]:

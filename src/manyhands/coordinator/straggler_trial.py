@@ -19,9 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
 
 from manyhands.coordinator.throughput import Throughput
+from manyhands.coordinator.worker_pool import WorkerPool
 
 WINDOW_S = 3.0
 """Length of a measurement; only time with work to do counts."""
@@ -90,23 +90,8 @@ class TrialPhase(StrEnum):
     SETTLED = "settled"
 
 
-class TrialPool(Protocol):
-    """The workers, as far as a trial needs them (see worker_pool.py)."""
-
-    num_changes: int
-
-    @property
-    def workers(self) -> Sequence[str]: ...
-    @property
-    def changes_soon(self) -> bool: ...
-    def device_type(self, worker: str) -> str: ...
-    def can_leave_out(self, number: int) -> bool: ...
-    def leave_out(self, workers: Sequence[str]) -> None: ...
-    def take_back(self) -> None: ...
-
-
 class StragglerTrial:
-    def __init__(self, pool: TrialPool, meter: Meter, notice: Callable[[str], None]) -> None:
+    def __init__(self, pool: WorkerPool, meter: Meter, notice: Callable[[str], None]) -> None:
         self.phase = TrialPhase.TOGETHER
         self._pool = pool
         self._meter = meter

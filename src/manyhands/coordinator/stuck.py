@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.hosts.activity import SAVING
+from manyhands.hosts.messages import Beat
 
 STUCK_AFTER_S = 60.0
 GIVE_UP_FACTOR = 10
@@ -21,18 +22,16 @@ ENDING_S = 20.0
 
 @dataclass
 class Watched:
-    step: int
-    doing: str
-    ticks: int
+    beat: Beat
     since: float
     reported: bool = False
     ended: bool = False
 
     def describe(self, now: float) -> str:
         seconds = f"{now - self.since:.0f} s"
-        if self.step:
-            return f"has been in step {self.step} for {seconds} ({self.doing})"
-        return f"has been {self.doing} for {seconds}"
+        if self.beat.step:
+            return f"has been in step {self.beat.step} for {seconds} ({self.beat.doing})"
+        return f"has been {self.beat.doing} for {seconds}"
 
 
 class StuckWatch:
@@ -43,24 +42,19 @@ class StuckWatch:
         self._longest = (0.0, 0.0)
         """The two longest sections that ended by themselves, the shorter one first."""
 
-    def on_beat(
-        self, member: str, *, step: int, doing: str, ticks: int, now: float, busy: bool = False
-    ) -> str | None:
-        """Take in a beat. If the member was reported as stuck and continues, returns the message to show.
-
-        `busy`: it has used a core since the last beat. In its first step that is progress: it may compile.
-        """
+    def on_beat(self, member: str, beat: Beat, now: float) -> str | None:
+        """Take in a beat. If the member was reported as stuck and continues, returns the message to show."""
         known = self._members.get(member)
-        if known and (known.step, known.doing, known.ticks) == (step, doing, ticks):
-            if busy and not ticks:
-                known.since = now
+        if known and _section(known.beat) == _section(beat):
+            if beat.busy and not beat.ticks:
+                known.since = now  # in the first step, using a core is progress: it may compile
             return None
-        self._members[member] = Watched(step, doing, ticks, now)
-        if known is None or not known.doing:
+        self._members[member] = Watched(beat, now)
+        if known is None or not known.beat.doing:
             return None
         took_s = now - known.since
         self._longest = tuple(sorted((*self._longest, took_s))[1:])  # type: ignore[assignment]
-        return f"continues after {took_s:.0f} s ({known.doing})" if known.reported else None
+        return f"continues after {took_s:.0f} s ({known.beat.doing})" if known.reported else None
 
     def forget(self, member: str) -> None:
         """It has ended."""
@@ -83,7 +77,9 @@ class StuckWatch:
             limit_s = min(self._after_s or ENDING_S, ENDING_S)
         if not limit_s:
             return {}
-        found = {n: each for n, each in self._over(limit_s, now).items() if each.doing != SAVING}
+        found = {
+            n: each for n, each in self._over(limit_s, now).items() if each.beat.doing != SAVING
+        }
         new = {name: each.describe(now) for name, each in found.items() if not each.ended}
         for name in new:
             found[name].ended = True
@@ -94,5 +90,9 @@ class StuckWatch:
         return {
             name: each
             for name, each in self._members.items()
-            if each.doing and now - each.since >= limit_s
+            if each.beat.doing and now - each.since >= limit_s
         }
+
+
+def _section(beat: Beat) -> tuple[int, str, int]:
+    return beat.step, beat.doing, beat.ticks

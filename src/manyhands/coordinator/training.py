@@ -22,7 +22,7 @@ from manyhands.control.messages import (
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failure_handler import FailureHandler
-from manyhands.coordinator.job_checks import committed_event, evaluated_event, rate_event
+from manyhands.coordinator.job_checks import evaluated_event, rate_event
 from manyhands.coordinator.membership import Membership
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import TrainingPlan
@@ -164,10 +164,10 @@ class Training:
                 limit = self._options.max_bad_steps
                 until = f" until {limit} steps in a row have no finite loss" if limit else ""
                 self._stream.notice(
-                    f"The loss of step {step.plan.step} is {step.loss}. A lower learning "
+                    f"The loss of step {step.event.step} is {step.event.loss}. A lower learning "
                     f"rate, warm-up or clip_norm may help; training continues{until}"
                 )
-            self._stream.emit(committed_event(step, lockstep=self._options.config.lockstep))
+            self._stream.emit(step.event)
         if self._run_stats.bad_steps.too_many:
             self.plan.stop("diverged", save=False)
         self._checkpoint_tracker.commit_written(self.plan)

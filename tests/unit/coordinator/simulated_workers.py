@@ -29,8 +29,9 @@ from manyhands.control.messages import (
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import make_dispatcher
 from manyhands.coordinator.options import RunOptions
-from manyhands.coordinator.plan import PlanConfig, StepPlan, TrainingPlan
-from manyhands.coordinator.progress import Committed, PartKey
+from manyhands.coordinator.plan import PlanConfig, TrainingPlan
+from manyhands.coordinator.progress import PartKey
+from manyhands.events.events import StepCommitted
 from manyhands.events.sinks import Stream
 from manyhands.hosts.view import Seat, View
 from manyhands.runs.checkpoints import partial
@@ -60,7 +61,7 @@ class SimulatedWorkers:
             config, self.training_plan, self.checkpoint_tracker, self._hear
         )
         self.weights: list[tuple[PartKey, list[Sample]]] = []
-        self.committed: list[Committed] = []
+        self.committed: list[StepCommitted] = []
         self.evaluations: list[int] = []
         self.rests = 0
         self.redone = 0
@@ -194,7 +195,7 @@ class SimulatedWorkers:
 
     def _commit(self) -> None:
         for step in self.dispatcher.committed():
-            self.committed.append(step)
+            self.committed.append(step.event)
         self.checkpoint_tracker.commit_written(self.training_plan)
 
     def _evaluate(self, name: str) -> None:
@@ -210,8 +211,9 @@ class SimulatedWorkers:
         """The state of a checkpoint is that of its step, exactly."""
         assert {key[0] for key, _ in self.weights} == set(range(1, step + 1))
         assert set(self.used().values()) <= {1}
-        plans = [c.plan for c in self.committed] + list(self.training_plan.open_steps)
-        wanted = sum(plan.samples for plan in _once(plans) if plan.step <= step)
+        samples = {event.step: event.samples for event in self.committed}
+        samples |= {open_.plan.step: open_.plan.samples for open_ in self.dispatcher.progress.steps}
+        wanted = sum(samples[number] for number in samples if number <= step)
         assert sum(self.used().values()) == wanted
         self._writing = (name, step)
         partial(self.run.path, step, name).mkdir(parents=True, exist_ok=True)
@@ -227,7 +229,3 @@ class SimulatedWorkers:
 
 def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> StepRow:
     return StepRow(step, 1.0, 1.0, 0.1, seconds, None, None, 0, part=part, dropped=dropped)
-
-
-def _once(plans: list[StepPlan]) -> list[StepPlan]:
-    return list({plan.step: plan for plan in plans}.values())

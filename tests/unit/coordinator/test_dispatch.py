@@ -102,14 +102,14 @@ def play(
         simulation = SimulatedWorkers(Path(folder), plan_config, config, workers, chance)
         simulation.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
         training_plan = simulation.training_plan
-        steps = sorted(c.plan.step for c in simulation.committed)
+        steps = sorted(c.step for c in simulation.committed)
         assert steps == list(range(1, len(steps) + 1)), "each step is committed once"
         assert training_plan.committed_step == len(steps)
         used = simulation.used()
         assert training_plan.samples_used == used.total()
         assert set(used.values()) <= {1}
         said = Counter(
-            (c.plan.epoch, i)
+            (c.epoch, i)
             for c in simulation.committed
             for ranges in c.shares.values()
             for low, high in ranges

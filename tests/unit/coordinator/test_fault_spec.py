@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.coordinator.fault_injector import ActiveClause
 from manyhands.coordinator.fault_spec import (
     AFTER_STEP,
     AT,
@@ -18,7 +19,6 @@ from manyhands.coordinator.fault_spec import (
     PAUSE,
     FaultClause,
     FaultSpec,
-    FaultTimer,
     FaultTiming,
     check,
     parse_chaos,
@@ -151,19 +151,19 @@ def test_a_kill_leaves_enough(fault: str, target: str, num_workers: int, num_ser
 
 @given(timings, st.integers(0, 1000))
 def test_once_is_once_and_every_comes_again(timing: FaultTiming, seed: int) -> None:
-    timer = FaultTimer(timing, random.Random(seed))
+    clause = ActiveClause(FaultClause(KILL, timing=timing), random.Random(seed))
     late_s, late_step = 1e8, 10**10
-    assert timer.due(late_s, late_step)
-    assert timer.due(late_s, late_step), "it waits until it can be done"
-    timer.done(late_s)
-    assert not timer.due(late_s, late_step), "what was late is not made up for"
-    assert timer.due(2 * late_s, late_step) is (timing.kind == EVERY)
+    assert clause.due(late_s, late_step)
+    assert clause.due(late_s, late_step), "it waits until it can be done"
+    clause.done(late_s)
+    assert not clause.due(late_s, late_step), "what was late is not made up for"
+    assert clause.due(2 * late_s, late_step) is (timing.kind == EVERY)
 
 
 def test_not_before_its_time() -> None:
     rng = random.Random(0)
-    assert not FaultTimer(FaultTiming(EVERY, 10.0), rng).due(9.9, 10**6)
-    assert not FaultTimer(FaultTiming(AT, 10.0), rng).due(9.9, 10**6)
-    assert not FaultTimer(FaultTiming(AFTER_STEP, 10), rng).due(1e6, 9)
-    assert FaultTimer(FaultTiming(AFTER_STEP, 10), rng).due(0.0, 10)
-    assert FaultTimer(FaultTiming(ONCE, 0.0), rng).due(60.0, 0)
+    assert not ActiveClause(FaultClause(KILL, timing=FaultTiming(EVERY, 10.0)), rng).due(9.9, 10**6)
+    assert not ActiveClause(FaultClause(KILL, timing=FaultTiming(AT, 10.0)), rng).due(9.9, 10**6)
+    assert not ActiveClause(FaultClause(KILL, timing=FaultTiming(AFTER_STEP, 10)), rng).due(1e6, 9)
+    assert ActiveClause(FaultClause(KILL, timing=FaultTiming(AFTER_STEP, 10)), rng).due(0.0, 10)
+    assert ActiveClause(FaultClause(KILL, timing=FaultTiming(ONCE, 0.0)), rng).due(60.0, 0)

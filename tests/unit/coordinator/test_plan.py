@@ -39,7 +39,6 @@ syllabi = st.builds(
     eval_every=st.integers(1, 3),
     has_eval=st.booleans(),
     checkpoint_every=st.integers(0, 5),
-    checkpoints=st.booleans(),
 )
 
 
@@ -55,17 +54,14 @@ def test_a_whole_course(plan_config: PlanConfig, seed: int, max_lease: int) -> N
     assert [epoch for _, epoch in life.evaluations] == due(plan_config)
     per_epoch = plan_config.steps_per_epoch
     assert all(step == (epoch + 1) * per_epoch for step, epoch in life.evaluations)
-    if plan_config.checkpoints or plan_config.checkpoint_every:
-        saved = [checkpoint.step for checkpoint in life.checkpoints]
-        every = plan_config.checkpoint_every
-        wanted = {s for s in range(1, plan_config.num_steps) if every and s % every == 0}
-        ends = {(e + 1) * per_epoch for e in range(plan_config.epochs)}
-        wanted = wanted | ends if plan_config.checkpoints else wanted - ends
-        assert set(saved) >= wanted
-        assert len(saved) == len(set(saved))
-    if plan_config.checkpoints:
-        assert isinstance(life.orders[-2], Checkpoint)
-        assert life.orders[-2].step == plan_config.num_steps
+    saved = [checkpoint.step for checkpoint in life.checkpoints]
+    every = plan_config.checkpoint_every
+    wanted = {s for s in range(1, plan_config.num_steps) if every and s % every == 0}
+    ends = {(e + 1) * per_epoch for e in range(plan_config.epochs)}
+    assert set(saved) == wanted | ends
+    assert len(saved) == len(set(saved))
+    assert isinstance(life.orders[-2], Checkpoint)
+    assert life.orders[-2].step == plan_config.num_steps
 
 
 @settings(max_examples=250)
@@ -80,7 +76,6 @@ def test_an_interrupted_course_goes_on(
     plan_config: PlanConfig, seed: int, moment: int, kill: bool, other_batch: int
 ) -> None:
     """Stopped or killed anywhere, then resumed from the newest checkpoint, with another batch size."""
-    plan_config = PlanConfig(**{**vars(plan_config), "checkpoints": True})
     chance = random.Random(seed)
     how = {"cut_after": moment} if kill else {"stop_after": moment}
     first = drive(TrainingPlan(plan_config), chance=chance, **how)

@@ -282,9 +282,7 @@ def test_nothing_is_ordered_before_the_losses_of_a_mean_are_known() -> None:
 def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold() -> None:
     rule = Plateau(factor=0.5, patience=1, watch="loss")
     scaling = Scaling("linear", reference=1, warmup=0)
-    plan_config = PlanConfig(
-        num_samples=4, batch_size=2, epochs=3, scaling=scaling, plateau=rule, checkpoints=False
-    )
+    plan_config = PlanConfig(num_samples=4, batch_size=2, epochs=3, scaling=scaling, plateau=rule)
     training_plan = TrainingPlan(plan_config)
     training_plan.set_world(2)
     seen = []
@@ -296,6 +294,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
             training_plan.commit(plan.step)
         assert isinstance(training_plan.next(9), Evaluate)
         training_plan.evaluated({"loss": value})
+        assert isinstance(training_plan.next(9), Checkpoint)
     assert seen == [(1, 2.0), (2, 2.0), (3, 1.0)]
     told = [(change.step, change.factor, change.reason) for change in training_plan.take_changes()]
     why = "loss has not been better than 1 for 1 evaluation"

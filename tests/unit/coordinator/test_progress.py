@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.progress import WHOLE, Committed, StepProgress, combine
+from manyhands.coordinator.progress import WHOLE, StepProgress, combine
+from manyhands.events.events import StepCommitted
 from manyhands.ranges import Range
 from manyhands.transport.fields import read
 
@@ -30,6 +31,10 @@ def expect(progress: StepProgress, steps: int, members: list[str]) -> None:
         progress.expect(plan, parts, dict(enumerate(members)))
 
 
+def events_of(progress: StepProgress) -> list[StepCommitted]:
+    return [step.event for step in progress.committed()]
+
+
 @given(
     num_members=st.integers(1, 4),
     steps=st.integers(1, 6),
@@ -44,19 +49,19 @@ def test_any_order_of_members_commits_in_the_order_of_steps(
     expect(progress, steps, members)
     weight_of = dict(zip(itertools.product(range(1, 7), range(4)), weights, strict=True))
     pending = {name: list(range(1, steps + 1)) for name in members}
-    committed: list[Committed] = []
+    committed: list[StepCommitted] = []
     while any(pending.values()):
         rank = chance.choice([i for i, name in enumerate(members) if pending[name]])
         step = pending[members[rank]].pop(0)
         one = row(step, weight_of[step, rank], loss=step + rank, part=rank)
         assert progress.add(members[rank], one)
-        committed += progress.committed()
+        committed += events_of(progress)
         least = min(steps - len(left) for left in pending.values())
-        assert [c.plan.step for c in committed] == list(range(1, least + 1))
+        assert [c.step for c in committed] == list(range(1, least + 1))
     assert len(progress) == 0
     for c in committed:
-        counts = [weight_of[c.plan.step, rank] for rank in range(num_members)]
-        mean = sum(w * (c.plan.step + i) for i, w in enumerate(counts)) / sum(counts)
+        counts = [weight_of[c.step, rank] for rank in range(num_members)]
+        mean = sum(w * (c.step + i) for i, w in enumerate(counts)) / sum(counts)
         assert c.loss == pytest.approx(mean)
 
 
@@ -69,7 +74,7 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
         expect(progress, 1, members)
         for rank in order:
             progress.add(members[rank], row(1, 1.0, (0.1, 0.2, 0.3)[rank], part=rank))
-        (committed,) = progress.committed()
+        (committed,) = events_of(progress)
         losses.add(committed.loss)
     assert len(losses) == 1
 
@@ -79,11 +84,11 @@ def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
     expect(progress, 2, ["a", "b"])
     progress.add("b", row(1, 1.0, 1.0, part=1))
     progress.add("b", row(2, 1.0, 1.0, part=1))
-    assert list(progress.committed()) == []
+    assert events_of(progress) == []
     assert progress.first is not None
     assert progress.first.missing == ["a"]
     progress.add("a", row(1, 1.0, 1.0))
-    assert [c.plan.step for c in progress.committed()] == [1]
+    assert [c.step for c in events_of(progress)] == [1]
 
 
 def test_times_and_bytes_of_a_step() -> None:
@@ -92,7 +97,7 @@ def test_times_and_bytes_of_a_step() -> None:
     slow = row(1, 3.0, 2.0, part=1, step_s=5.0, compute_s=2.0, wait_s=3.0, bytes_sent=10)
     progress.add("b", slow)
     progress.add("a", row(1, 1.0, 6.0, step_s=4.0, compute_s=4.0, wait_s=0.0, bytes_sent=20))
-    (step,) = progress.committed()
+    (step,) = events_of(progress)
     assert (step.loss, step.step_s, step.compute_s, step.wait_s) == (3.0, 5.0, 3.0, 1.5)
     assert (step.bytes_sent, step.lr) == (30, 0.1)
     assert step.shares == {"a": ((0, 1),), "b": ((1, 2),)}
@@ -107,7 +112,7 @@ def test_times_of_parts_are_shares_of_the_time_of_all_workers() -> None:
         progress.assign((1, 0), member)
         times = {"step_s": 2.0, "compute_s": 0.5, "wait_s": 1.0, "bytes_sent": 5}
         progress.add(member, row(1, 1.0, 6.0, **times, dropped=dropped))
-    (step,) = progress.committed()
+    (step,) = events_of(progress)
     assert (step.step_s, step.compute_s, step.wait_s, step.bytes_sent) == (2.0, 0.5, 1.0, 10)
 
 
@@ -116,7 +121,7 @@ def test_the_learning_rate_of_a_step_is_the_mean_over_its_parts() -> None:
     expect(progress, 1, ["a", "b"])
     progress.add("a", row(1, 3.0, 1.0, lr=0.2))
     progress.add("b", row(1, 1.0, 1.0, lr=0.1, part=1))
-    (step,) = progress.committed()
+    (step,) = events_of(progress)
     assert step.lr == pytest.approx(0.175)
 
 
@@ -125,7 +130,7 @@ def test_a_worker_without_samples_changes_no_mean() -> None:
     expect(progress, 1, ["a", "b"])
     progress.add("a", row(1, 2.0, 1.5))
     progress.add("b", row(1, 0.0, 99.0, part=1))
-    assert next(progress.committed()).loss == 1.5
+    assert events_of(progress)[0].loss == 1.5
 
 
 def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
@@ -133,7 +138,7 @@ def test_a_step_in_which_nothing_counts_has_no_loss() -> None:
     progress = StepProgress()
     expect(progress, 1, ["a"])
     progress.add("a", row(1, 0.0, 0.0))
-    assert math.isnan(next(progress.committed()).loss)
+    assert math.isnan(events_of(progress)[0].loss)
 
 
 def parted(progress: StepProgress, step: int, number: int) -> None:
@@ -171,9 +176,9 @@ def test_parts_in_any_order_commit_each_step_once(
         assert progress.add(member, row(key[0], 1.0, 1.0, part=key[1]))
         assert not progress.add(member, row(key[0], 1.0, 5.0, part=key[1])), "once is enough"
         left[key[0]] -= 1
-        for done in progress.committed():
-            committed.append(done.plan.step)
-            assert left[done.plan.step] == 0
+        for done in events_of(progress):
+            committed.append(done.step)
+            assert left[done.step] == 0
             assert done.loss == 1.0
             used = [
                 i
@@ -181,7 +186,7 @@ def test_parts_in_any_order_commit_each_step_once(
                 for low, high in ranges
                 for i in range(low, high)
             ]
-            assert sorted(used) == list(range(*done.plan.ranges[0]))
+            assert sorted(used) == list(range(10 * done.step, 10 * done.step + parts[done.step]))
     assert sorted(committed) == list(range(len(parts)))
     assert len(progress) == 0
 
@@ -194,9 +199,9 @@ def test_shares_of_one_member_are_put_together() -> None:
         progress.assign((0, part), name)
         progress.add(name, row(0, 1.0, 1.0, part=part, step_s=3.0, staleness=part, bytes_sent=5))
     (step,) = progress.committed()
-    assert step.shares == {"a": ((0, 1), (2, 3)), "b": ((1, 2),)}
-    assert step.step_s == 4.5, "nine seconds of work, by two workers"
-    assert (step.staleness, step.mean_staleness) == ((0, 1, 2), 1.0)
+    assert step.event.shares == {"a": ((0, 1), (2, 3)), "b": ((1, 2),)}
+    assert step.event.step_s == 4.5, "nine seconds of work, by two workers"
+    assert (step.staleness, step.event.staleness) == ((0, 1, 2), 1.0)
 
 
 def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
@@ -205,7 +210,7 @@ def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
     for name, dropped in (("a", True), ("b", False)):
         progress.assign((0, 0), name)
         progress.add(name, row(0, 1.0, 2.0, dropped=dropped, bytes_sent=100))
-    (step,) = progress.committed()
+    (step,) = events_of(progress)
     assert (step.bytes_sent, step.loss, step.shares) == (200, 2.0, {"b": ((0, 1),)})
 
 
@@ -217,14 +222,14 @@ def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
             progress.assign((step, part), name)
     progress.add("a", row(0, 1.0, 4.0))
     progress.settle(dict.fromkeys([(0, 0), (0, 1), (1, 1), (7, 0)]), whole=False)
-    (step0,) = progress.committed()
-    assert (step0.loss, step0.plan.step) == (4.0, 0)
+    (step0,) = events_of(progress)
+    assert (step0.loss, step0.step) == (4.0, 0)
     assert step0.shares == {"a": ((0, 1),), "b": ((1, 2),)}
     assert not progress.add("b", row(1, 1.0, 9.0, part=1)), "it comes too late"
     assert progress.is_open((1, 0))
     assert not progress.is_open((1, 1))
     progress.settle({(1, 0): None}, whole=False)
-    (step1,) = progress.committed()
+    (step1,) = events_of(progress)
     assert step1.loss == 4.0, "the last loss that is known"
     assert [s.plan.step for s in progress.steps] == [2]
 
@@ -234,7 +239,7 @@ def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
     expect(progress, 3, ["a", "b"])
     progress.add("a", row(1, 1.0, 1.0))
     progress.settle(dict.fromkeys([(2, 0), (2, 1)]), whole=True)
-    assert [c.plan.step for c in progress.committed()] == [1, 2]
+    assert [c.step for c in events_of(progress)] == [1, 2]
     assert [s.plan.step for s in progress.steps] == [3]
 
 
@@ -244,7 +249,7 @@ def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[A
     expect(progress, 1, ["a", "b"])
     progress.add("a", row(1, 1.0, 2.0))
     progress.settle(known, whole=True)
-    (step,) = progress.committed()
+    (step,) = events_of(progress)
     assert step.loss == 11.0 / 4.0
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from manyhands.coordinator.stuck import ENDING_S, StuckWatch
 from manyhands.hosts.activity import COMPUTING, EVALUATING, LOADING, SAVING, WAITING, Activity
+from manyhands.hosts.messages import Beat
+
+
+def beat(step: int, doing: str, ticks: int, *, busy: bool = False) -> Beat:
+    return Beat("training", 0.0, ticks=ticks, step=step, doing=doing, busy=busy)
 
 
 class Clock:
@@ -20,7 +25,7 @@ class Clock:
         for _ in range(seconds):
             self.now += 1
             for name, (step, what, ticks) in doing.items():
-                said = self.watch.on_beat(name, step=step, doing=what, ticks=ticks, now=self.now)
+                said = self.watch.on_beat(name, beat(step, what, ticks), self.now)
                 self.moved += [(name, said)] if said else []
             self.named += self.watch.newly_stuck(self.now).items()
             self.given_up += self.watch.hopeless(self.now, ending=ending).items()
@@ -74,9 +79,9 @@ def test_where_steps_are_long_they_are_not_named_again_and_again() -> None:
 def test_a_first_step_that_keeps_a_core_busy_may_compile() -> None:
     watch = StuckWatch(60.0)
     for now in range(1000):
-        watch.on_beat("a", step=1, doing=COMPUTING, ticks=0, now=now, busy=True)
-        watch.on_beat("b", step=1, doing=COMPUTING, ticks=3, now=now, busy=True)
-        watch.on_beat("c", step=1, doing=COMPUTING, ticks=0, now=now)
+        watch.on_beat("a", beat(1, COMPUTING, 0, busy=True), now)
+        watch.on_beat("b", beat(1, COMPUTING, 3, busy=True), now)
+        watch.on_beat("c", beat(1, COMPUTING, 0), now)
     assert list(watch.newly_stuck(1000)) == ["b", "c"]
 
 
