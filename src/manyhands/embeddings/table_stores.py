@@ -201,7 +201,7 @@ class TableStores:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.specs.keys() != state.keys():
-            raise KeyError(
+            raise ValueError(
                 f"it has the tables {', '.join(sorted(state)) or 'none'}, and the job has "
                 f"{', '.join(sorted(self.specs)) or 'none'}"
             )

@@ -74,17 +74,12 @@ class Saver:
         self._infinite = set(infinite)
         self._on_done = on_done
         self._thread: threading.Thread | None = None
-        self._outcome: dict[str, Any] | None = None
         self._chain = Chain()
         self._spare: list[torch.Tensor] = []
         """The copies of the last checkpoint, whose memory is reused."""
 
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None
-
     def start(self, step: int, trained: Trained, learner: Stateful) -> None:
-        assert self._thread is None, "one checkpoint at a time"
+        assert self._thread is None or not self._thread.is_alive(), "one checkpoint at a time"
         started = time.perf_counter()
         _load()  # not in the writing thread, which would slow down steps
         state = gather_state(trained, learner, spare=self._spare)
@@ -96,25 +91,16 @@ class Saver:
         trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
         weights = set(trains) - self._infinite
         stall_s = time.perf_counter() - started
-        self._outcome = None
         self._thread = start_thread(
             *(self._save, step, state, rows, weights, stall_s),
             name="saver",
-            on_error=lambda error: self._fail(step, error),
+            on_error=lambda error: self._on_done({"step": step, "error": _reason(error)}),
         )
 
     def finish(self, *, timeout_s: float | None = None) -> None:
         """Wait for the current checkpoint."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-
-    def outcome(self) -> dict[str, Any] | None:
-        """Return the outcome of the current checkpoint once, when it is done."""
-        if self._thread is None or self._thread.is_alive():
-            return None
-        self._thread.join()
-        self._thread = None
-        return self._outcome
 
     def _save(
         self,
@@ -141,27 +127,23 @@ class Saver:
                 self._chain.step = step
                 files |= self._chain.facts
                 files[INDEX] = facts_of(folder / INDEX)
-            self._outcome = {
+            outcome = {
                 "step": step,
                 "files": files,
                 "bytes": sum(facts["bytes"] for facts in files.values()),
                 "stall_s": stall_s,
                 "write_s": time.perf_counter() - started,
             }
-        except BaseException:  # torch's CheckpointException is not an Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             # Most likely the disk is full: free what was written.
             shutil.rmtree(folder, ignore_errors=True)
             if rows is not None:
                 self._chain = Chain()
                 rows.discard()
-            raise
-        self._on_done(self._outcome)
-
-    def _fail(self, step: int, error: BaseException) -> None:
-        self._outcome = {"step": step, "error": _reason(error)}
-        if isinstance(error, NotFiniteError):
-            self._outcome["not_finite"] = error.names
-        self._on_done(self._outcome)
+            outcome = {"step": step, "error": _reason(error)}
+            if isinstance(error, NotFiniteError):
+                outcome["not_finite"] = error.names
+        self._on_done(outcome)
 
 
 class NotFiniteError(Exception):
@@ -303,8 +285,9 @@ def put_state(
     if trained.scheduler is not None and state["scheduler"]:
         trained.scheduler.load_state_dict(state["scheduler"])
     learner.load_state_dict(state.get("learner", {}))
-    if tables and trained.tables.specs:
-        trained.tables.load_state_dict(state.get("tables", {}))
+    saved = state.get("tables", {})
+    if tables and (saved or trained.tables.specs):  # raises if they are not the job's
+        trained.tables.load_state_dict(saved)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -349,7 +349,6 @@ class Worker:
         if self.me.rank == 0:
             with self.member.activity.during(SAVING):
                 self.saver.finish()
-            self.saver.outcome()
             self.train_state.tables.now = step  # others may have come further than this worker
             self.learner.collect()
             with self.member.activity.during(SAVING):

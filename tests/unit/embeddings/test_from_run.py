@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ class Trained:
         self.train_state = TrainState.of(job, device="cpu", num_steps=10)
         learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
         learner.train_state = self.train_state
-        saver = Saver(self.run.path)
+        outcomes: list[dict[str, Any]] = []
+        saver = Saver(self.run.path, on_done=outcomes.append)
         self.outputs: dict[int, Tensor] = {}
         self.batch = feed.share(Portion(1, 0, 98, ((0, 98),))).batches[0][0]
         for step in (1, 2, 3, 4):
@@ -62,10 +64,8 @@ class Trained:
             learner.step(feed.share(Portion(step, 0, 8, ((8 * step, 8 * step + 8),))))
             saver.start(step, self.train_state, learner)
             saver.finish()
-            outcome = saver.outcome()
-            assert outcome is not None
             best = {"metrics": {"loss": 1.0}, "step": min(step, 2), "waited": 0}
-            given = {"files": outcome["files"], "strategy": "single", "workers": 1}
+            given = {"files": outcomes[-1]["files"], "strategy": "single", "workers": 1}
             commit(self.run.path, step, training_plan={"best": best}, **given)
             self.outputs[step] = self.predict(self.train_state.model)
         shutil.rmtree(self.run.path / "checkpoints" / "step-1")

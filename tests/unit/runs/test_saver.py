@@ -17,10 +17,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from manyhands.embeddings.local_tables import LocalTables
+from manyhands.embeddings.spec import Table
 from manyhands.errors import CheckpointError
 from manyhands.runs import saver
 from manyhands.runs.checkpoints import partial
 from manyhands.runs.saver import Saver, gather_state, load_state, read_state, write_state
+from manyhands.runs.table_files import INDEX
 from manyhands.testing.conformance import assert_same_bits
 
 
@@ -154,7 +156,8 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, num_changes: int) 
     trained = build("adamw", "sequential")
     trained.train(0, 3)
     expected = copy.deepcopy(gather_state(trained, Learner()))
-    saving = Saver(tmp_path)
+    outcomes: list[dict[str, Any]] = []
+    saving = Saver(tmp_path, on_done=outcomes.append)
     saving.start(3, trained, Learner())
     with torch.no_grad():
         for _ in range(num_changes):
@@ -165,9 +168,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, num_changes: int) 
                     value.fill_(9)
     trained.train(3, 5)
     saving.finish()
-    outcome = saving.outcome()
-    assert outcome is not None
-    assert "error" not in outcome
+    assert "error" not in outcomes[0]
     assert_same_bits(read_state(partial(tmp_path, 3)), expected)
 
 
@@ -196,21 +197,22 @@ def test_a_schedule_changed_in_place_afterwards_is_not_what_is_saved() -> None:
     assert state["scheduler"]["milestones"] == Counter({6: 2, 2: 1, 5: 1})
 
 
-def test_one_at_a_time_and_told_once(tmp_path: Path) -> None:
-    saving = Saver(tmp_path)
-    assert saving.outcome() is None
+def test_one_checkpoint_at_a_time_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[dict[str, Any]] = []
+    saving = Saver(tmp_path, on_done=outcomes.append)
     saving.finish()
+    begin = threading.Event()
+    monkeypatch.setattr(saver, "not_finite", lambda *_: begin.wait() and [])
     saving.start(8, build(), Learner())
-    assert saving.busy
     with pytest.raises(AssertionError, match="one checkpoint at a time"):
         saving.start(9, build(), Learner())
+    begin.set()
     saving.finish()
-    outcome = saving.outcome()
-    assert outcome is not None
+    (outcome,) = outcomes
     assert outcome["step"] == 8
     assert outcome["bytes"] == sum(p.stat().st_size for p in partial(tmp_path, 8).iterdir())
-    assert not saving.busy
-    assert saving.outcome() is None
     assert not [t for t in threading.enumerate() if t.name == "saver"]
 
 
@@ -221,21 +223,16 @@ def test_what_can_not_be_written_is_told_and_cleared_away(
     for run, says in ((tmp_path / "file", "NotADirectoryError"), (tmp_path, "no space left")):
         if run == tmp_path:  # as on a full disk
             monkeypatch.setattr(saver, "SPARE_BYTES", 1 << 60)
-        saving = Saver(run)
-        saving.start(8, build(), Learner())
-        saving.finish()
-        outcome = saving.outcome()
-        assert outcome is not None
-        assert says in outcome["error"]
+        assert says in saved(run, build())["error"]
         assert not partial(run, 8).exists()
 
 
 def saved(run: Path, trained: Trained, **options: Any) -> dict[str, Any]:
-    saving = Saver(run, **options)
+    outcomes: list[dict[str, Any]] = []
+    saving = Saver(run, on_done=outcomes.append, **options)
     saving.start(8, trained, Learner())
     saving.finish()
-    outcome = saving.outcome()
-    assert outcome is not None
+    (outcome,) = outcomes
     return outcome
 
 
@@ -297,6 +294,15 @@ def test_what_does_not_fit_says_so(tmp_path: Path, change: Any, says: str) -> No
         load_state(tmp_path / "saved", change(trained), Learner())
     assert str(caught.value).startswith(f"{tmp_path / 'saved'} does not fit this job")
     assert "start a new run" in str(caught.value)
+
+
+def test_tables_that_the_job_does_not_have_are_refused(tmp_path: Path) -> None:
+    with_table = build("momentum")
+    with_table.tables = LocalTables({"rows": Table(2)}, seed=0)
+    outcome = saved(tmp_path, with_table)
+    assert INDEX in outcome["files"]
+    with pytest.raises(CheckpointError, match="it has the tables rows, and the job has none"):
+        load_state(partial(tmp_path, 8), build("momentum"), Learner())
 
 
 @pytest.mark.parametrize(("saved", "now"), [("none", "multistep"), ("multistep", "none")])
