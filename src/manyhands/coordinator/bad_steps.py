@@ -18,7 +18,7 @@ class BadSteps:
         self.count = 0
         self.too_many = False
         """If true, the limit was reached, and counting has stopped."""
-        self._limit = limit
+        self.limit = limit
 
     def add(self, step: int, loss: float, *, weight: float = 1.0) -> None:
         """Count a committed step. One without weight has no loss and is skipped."""
@@ -29,7 +29,7 @@ class BadSteps:
             return
         self.since = step if self.since is None else min(self.since, step)
         self.count += 1
-        self.too_many |= 0 < self._limit <= self.count
+        self.too_many |= 0 < self.limit <= self.count
 
     def __str__(self) -> str:
         steps = "1 step" if self.count == 1 else f"{self.count} steps"

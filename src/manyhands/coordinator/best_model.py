@@ -22,22 +22,10 @@ class BestModel:
     def __init__(self, monitor: Monitor, state: Mapping[str, Any] | None = None) -> None:
         self.monitor = monitor
         self.evaluation = BestEvaluation(**state) if state else BestEvaluation()
-        if self.metrics is not None:
-            self.evaluation = dataclasses.replace(self.evaluation, metrics=numbers(self.metrics))
+        if (metrics := self.evaluation.metrics) is not None:
+            self.evaluation = dataclasses.replace(self.evaluation, metrics=numbers(metrics))
         self._previous: list[BestEvaluation] = []
         """Those that were the best before, oldest first."""
-
-    @property
-    def metrics(self) -> Mapping[str, float] | None:
-        return self.evaluation.metrics
-
-    @property
-    def step(self) -> int:
-        return self.evaluation.step
-
-    @property
-    def waited(self) -> int:
-        return self.evaluation.waited
 
     def add(self, metrics: Mapping[str, float], *, step: int) -> bool:
         """Take in an evaluation; True if it is the best so far."""
@@ -52,8 +40,8 @@ class BestModel:
 
     def keep(self, saved: Collection[int]) -> None:
         """Fall back to the best of these steps: no other has a checkpoint, or will have one."""
-        while self.metrics is not None and self.step not in saved:
-            waited = self.waited + 1
+        while self.evaluation.metrics is not None and self.evaluation.step not in saved:
+            waited = self.evaluation.waited + 1
             previous = self._previous.pop() if self._previous else BestEvaluation()
             self.evaluation = dataclasses.replace(previous, waited=previous.waited + waited)
 
@@ -63,7 +51,7 @@ class BestModel:
     def _is_better(self, value: float) -> bool:
         if not math.isfinite(value):
             return False  # infinity too: that model has diverged, and JSON has no number for it
-        best = (self.metrics or {}).get(self.monitor.name)
+        best = (self.evaluation.metrics or {}).get(self.monitor.name)
         if best is None or math.isnan(best):
             return True  # the first one, or the first by this monitor
         if math.isclose(value, best, rel_tol=1e-6):

@@ -29,6 +29,8 @@ class ExpectedCheckpoint:
     workers: int
     started: bool = False
     """If true, the writer has copied the state: it can be written whatever happens to the weights now."""
+    report: Saved | None = None
+    """Set once it is written."""
 
 
 class CheckpointTracker:
@@ -39,7 +41,6 @@ class CheckpointTracker:
         self._stream = stream
         self._options = options
         self._expected: dict[int, ExpectedCheckpoint] = {}
-        self._written: dict[int, Saved] = {}
         self._lost: set[int] = set()
         self.newest = f"checkpoints/{newest.name}" if newest else None
         """Relative to the run folder."""
@@ -61,13 +62,12 @@ class CheckpointTracker:
             step
             for step, expected in self._expected.items()
             if (expected.started or unstarted)
-            and step not in self._written
+            and expected.report is None
             and expected.writer in members
         ]
 
     def expect(self, order: Checkpoint, *, writer: str, workers: int) -> None:
         self._expected[order.step] = ExpectedCheckpoint(order, writer, workers)
-        self._written.pop(order.step, None)
         self._lost.discard(order.step)
 
     def started(self, member: str, step: int) -> None:
@@ -78,7 +78,7 @@ class CheckpointTracker:
     def written(self, member: str, step: int, report: Saved) -> None:
         expected = self._expected.get(step)
         if expected is not None and expected.writer == member:
-            self._written[step] = report
+            expected.report = report
         else:  # void
             folder = checkpoints.partial(self._run.path, step, member)
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +88,7 @@ class CheckpointTracker:
         void = [
             step
             for step, expected in self._expected.items()
-            if step not in self._written and not (expected.started and expected.writer in members)
+            if expected.report is None and not (expected.started and expected.writer in members)
         ]
         for step in void:
             del self._expected[step]
@@ -97,8 +97,11 @@ class CheckpointTracker:
 
     def commit_written(self, plan: TrainingPlan) -> None:
         """Make those checkpoints count whose every step is committed."""
-        for step in [s for s in self._written if s <= plan.committed_step]:
-            report, expected = self._written.pop(step), self._expected.pop(step)
+        for step, expected in list(self._expected.items()):
+            report = expected.report
+            if report is None or step > plan.committed_step:
+                continue
+            del self._expected[step]
             if report.not_finite:
                 self._skip(step, report.not_finite, plan)
                 continue
@@ -109,7 +112,7 @@ class CheckpointTracker:
                 last = f"; the last good one is {self.newest}" if self.newest else ""
                 self._stream.notice(f"{self.error}. Training continues{last}.")
                 continue
-            best = plan.best.step if plan.best.metrics else None
+            best = plan.best.evaluation.step if plan.best.evaluation.metrics else None
             there = {*checkpoints.steps(self._run.path), *self._lost}
             if best is None or best in there:  # else its checkpoint is still to come
                 checkpoints.prune(self._run.path, keep=self._options.keep, also=best)
@@ -117,7 +120,7 @@ class CheckpointTracker:
     def _skip(self, step: int, names: Sequence[str], plan: TrainingPlan) -> None:
         """Skip a checkpoint whose weights are not finite: it counts neither as the last nor as the best."""
         self.not_finite = step
-        if plan.best.step == step:
+        if plan.best.evaluation.step == step:
             plan.best.keep(checkpoints.steps(self._run.path))
         if not self._reported_not_finite:
             self._reported_not_finite = True

@@ -60,9 +60,10 @@ def make_dispatcher(
     *,
     equal: bool = False,
 ) -> Dispatcher:
+    """`equal`: in lockstep, shares ignore the workers' speed."""
     if config.lockstep:
-        return LockstepDispatcher(plan, checkpoint_tracker, send, equal=equal)
-    return WorkQueueDispatcher(plan, checkpoint_tracker, send, parts=config.parts)
+        return LockstepDispatcher(plan, checkpoint_tracker, send, equal)
+    return WorkQueueDispatcher(plan, checkpoint_tracker, send, config.parts)
 
 
 class Dispatcher(ABC):
@@ -179,15 +180,9 @@ class LockstepDispatcher(Dispatcher):
     """Every worker does every step."""
 
     def __init__(
-        self,
-        plan: TrainingPlan,
-        checkpoint_tracker: CheckpointTracker,
-        send: Send,
-        *,
-        equal: bool = False,
+        self, plan: TrainingPlan, tracker: CheckpointTracker, send: Send, equal: bool
     ) -> None:
-        """If `equal` is true, shares ignore the workers' speed."""
-        super().__init__(plan, checkpoint_tracker, send)
+        super().__init__(plan, tracker, send)
         self._equal = equal
         self._step_s = 0.0
 
@@ -269,12 +264,11 @@ class WorkQueueDispatcher(Dispatcher):
     def __init__(
         self,
         plan: TrainingPlan,
-        checkpoint_tracker: CheckpointTracker,
+        tracker: CheckpointTracker,
         send: Send,
-        *,
         parts: Callable[[int], int],
     ) -> None:
-        super().__init__(plan, checkpoint_tracker, send)
+        super().__init__(plan, tracker, send)
         self._parts = parts
         self._queue = WorkQueue()
         self._barrier: Evaluate | Checkpoint | Wait | Stop | None = None

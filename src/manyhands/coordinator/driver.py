@@ -26,20 +26,11 @@ from manyhands.control.messages import (
     StepsReport,
     parse,
 )
+from manyhands.coordinator import inbox
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.fault_injector import FaultInjector
-from manyhands.coordinator.inbox import (
-    Exited,
-    Garbage,
-    Happening,
-    HostNotice,
-    LinkLost,
-    MemberMessage,
-    Signalled,
-    ThreadFailed,
-)
 from manyhands.coordinator.job_checks import (
     check_job,
     check_same,
@@ -269,24 +260,24 @@ class Driver:
             if time.monotonic() - self._last_progress > limit_s:
                 raise MemberError(self._late(limit_s, phase))
 
-    def _handle(self, happening: Happening) -> None:
+    def _handle(self, happening: inbox.Happening) -> None:
         match happening:
-            case MemberMessage(member, message):
+            case inbox.MemberMessage(member, message):
                 try:
                     self._on_message(member, message)
                 except ProtocolError as error:
                     self.failures.on_invalid_message(member, str(error))
-            case Garbage(member, reason):
+            case inbox.Garbage(member, reason):
                 self.failures.on_invalid_message(member, reason)
-            case LinkLost(member, reason) if not self.coordinator.members[member].left:
+            case inbox.LinkLost(member, reason) if not self.coordinator.members[member].left:
                 self.failures.on_link_lost(member, reason)
-            case Exited(member, code):
+            case inbox.Exited(member, code):
                 self.failures.on_exit(member, code)
-            case Signalled(number):
+            case inbox.Signalled(number):
                 self._on_signal(number)
-            case HostNotice(message):
+            case inbox.HostNotice(message):
                 self.stream.notice(message)
-            case ThreadFailed(error):
+            case inbox.ThreadFailed(error):
                 raise ManyhandsError(
                     f"A thread of the coordinator failed: {describe(error)}"
                 ) from error
@@ -360,12 +351,12 @@ class Driver:
                 told = True
                 self.stream.notice(f"finishing the checkpoint of step {steps[-1]} first")
             match self.coordinator.next(TICK_S):
-                case MemberMessage(member, StepsReport() | Saving() | Saved() as report):
+                case inbox.MemberMessage(member, StepsReport() | Saving() | Saved() as report):
                     with suppress(ProtocolError):  # the member ends anyway
                         self._on_report(member, report)
-                case Exited(member, code):
+                case inbox.Exited(member, code):
                     self.stream.emit(events.MemberExited(member=member, exit_code=code))
-                case Signalled():
+                case inbox.Signalled():
                     return  # the user is in a hurry
             self._tick()
 

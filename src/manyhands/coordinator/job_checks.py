@@ -1,13 +1,12 @@
-"""Checks of the job that workers have built, the plan config that follows from it, and its events."""
+"""Checks of the job that workers have built, and the plan config that follows from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from manyhands.control.messages import EvaluationReport, WorkerFacts
+from manyhands.control.messages import WorkerFacts
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
-from manyhands.coordinator.learning_rate import RateChange
 from manyhands.coordinator.monitor import (
     Monitor,
     lower_is_better,
@@ -16,9 +15,8 @@ from manyhands.coordinator.monitor import (
     saved_monitor,
 )
 from manyhands.coordinator.options import RunOptions
-from manyhands.coordinator.plan import PlanConfig, TrainingPlan
+from manyhands.coordinator.plan import PlanConfig
 from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
-from manyhands.coordinator.progress import combine
 from manyhands.errors import JobError, UsageError
 from manyhands.events import events
 
@@ -163,33 +161,4 @@ def ready_event(member: str, facts: WorkerFacts, plan_config: PlanConfig) -> eve
         units_per_sample=facts.unit[1],
         tables=facts.tables,
         monitor=str(plan_config.monitor) if plan_config.has_eval else "",
-    )
-
-
-def evaluated_event(parts: Sequence[EvaluationReport], plan: TrainingPlan) -> events.Evaluated:
-    """Combine the parts of all workers, and give the result to the plan."""
-    samples, metrics = combine(parts)
-    if (name := plan.config.monitor.name) not in metrics:
-        raise JobError(
-            f"monitor is {name!r}, and the evaluation gave {', '.join(metrics) or 'none'}."
-        )
-    step, epoch = plan.step, plan.epoch
-    return events.Evaluated(
-        step=step,
-        epoch=epoch,
-        samples=samples,
-        metrics=metrics,
-        best=plan.evaluated(metrics),
-        seconds=max(part.seconds for part in parts),
-    )
-
-
-def rate_event(change: RateChange, plan: TrainingPlan) -> events.RateChanged:
-    return events.RateChanged(
-        step=change.step,
-        factor=change.factor,
-        over=change.over,
-        batch_size=plan.batch_size,
-        steps=plan.num_steps,
-        reason=change.reason,
     )

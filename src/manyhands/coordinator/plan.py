@@ -231,7 +231,7 @@ class TrainingPlan:
         self._rates.evaluated(metrics, step=self.step)
         is_best = self.best.add(metrics, step=self.step)
         patience = self.config.patience
-        if not is_best and patience is not None and self.best.waited >= patience:
+        if not is_best and patience is not None and self.best.evaluation.waited >= patience:
             self._next_epoch()
             self._stop = self._stop or "early-stopped"
         return is_best

@@ -222,7 +222,7 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
     if not final and stats.last_loss is not None:
         final = {"loss": stats.last_loss}
     none = None if checkpoint else 0  # a run that failed to resume still has what is saved
-    best = plan.best if plan else None
+    best = plan.best.evaluation if plan else None
     return {
         "outcome": outcome,
         "strategy": driver.options.strategy,

@@ -22,12 +22,13 @@ from manyhands.control.messages import (
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failure_handler import FailureHandler
-from manyhands.coordinator.job_checks import evaluated_event, rate_event
 from manyhands.coordinator.membership import Membership
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import TrainingPlan
+from manyhands.coordinator.progress import combine
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
+from manyhands.errors import JobError
 from manyhands.events import events
 from manyhands.events.sinks import Stream
 from manyhands.runs.folder import RunFolder
@@ -56,7 +57,6 @@ class Training:
             membership.roster.send,
             equal=options.equal_shares,
         )
-        self._options = options
         self._run = run
         self._membership = membership
         self._checkpoint_tracker = checkpoint_tracker
@@ -114,7 +114,16 @@ class Training:
             pool.start_waiting()
         dispatcher.more(hold=change_view, brief=self._membership.views.changes_soon)
         for change in self.plan.take_changes():
-            self._stream.emit(rate_event(change, self.plan))
+            self._stream.emit(
+                events.RateChanged(
+                    step=change.step,
+                    factor=change.factor,
+                    over=change.over,
+                    batch_size=self.plan.batch_size,
+                    steps=self.plan.num_steps,
+                    reason=change.reason,
+                )
+            )
         if change_view and dispatcher.quiet:
             pool.change_view()
 
@@ -161,7 +170,7 @@ class Training:
             if not self._run_stats.samples:
                 self._run.forget_summary()
             if self._run_stats.add(step):
-                limit = self._options.max_bad_steps
+                limit = self._run_stats.bad_steps.limit
                 until = f" until {limit} steps in a row have no finite loss" if limit else ""
                 self._stream.notice(
                     f"The loss of step {step.event.step} is {step.event.loss}. A lower learning "
@@ -180,7 +189,20 @@ class Training:
             return
         parts = [self._evaluation[name] for name in workers]
         self._evaluation = {}
-        # Otherwise a stop was requested meanwhile, and a resumed run evaluates again.
-        if self.plan.awaiting:
-            self._stream.emit(evaluated_event(parts, self.plan))
+        plan = self.plan
+        if plan.awaiting:  # else a stop was requested meanwhile, and a resumed run evaluates again
+            samples, metrics = combine(parts)
+            if (name := plan.config.monitor.name) not in metrics:
+                gave = ", ".join(metrics) or "none"
+                raise JobError(f"monitor is {name!r}, and the evaluation gave {gave}.")
+            self._stream.emit(
+                events.Evaluated(
+                    step=plan.step,
+                    epoch=plan.epoch,
+                    samples=samples,
+                    metrics=metrics,
+                    best=plan.evaluated(metrics),
+                    seconds=max(part.seconds for part in parts),
+                )
+            )
         self.dispatcher.evaluated()

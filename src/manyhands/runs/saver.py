@@ -262,9 +262,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> dict[str, Any]:
-    """Load a checkpoint into the model, the optimizer, the scheduler and the learner. Returns its state,
-    with tables as SavedTables."""
+def load_state(folder: str | Path, trained: Trained, learner: Stateful | None) -> dict[str, Any]:
+    """Load a checkpoint into the model, the optimizer, the scheduler and the learner (None: skip its state).
+    Returns its state, with tables as SavedTables."""
     state = open_state(Path(folder))
     try:
         put_state(state, trained, learner)
@@ -277,14 +277,15 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful) -> dict[
 
 
 def put_state(
-    state: Mapping[str, Any], trained: Trained, learner: Stateful, *, tables: bool = True
+    state: Mapping[str, Any], trained: Trained, learner: Stateful | None, *, tables: bool = True
 ) -> None:
     """Load what `gather_state` returned, and the tables unless they are elsewhere."""
     load_dense_state(trained.model, state["model"])
     load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
     if trained.scheduler is not None and state["scheduler"]:
         trained.scheduler.load_state_dict(state["scheduler"])
-    learner.load_state_dict(state.get("learner", {}))
+    if learner is not None:
+        learner.load_state_dict(state.get("learner", {}))
     saved = state.get("tables", {})
     if tables and (saved or trained.tables.specs):  # raises if they are not the job's
         trained.tables.load_state_dict(saved)

@@ -31,7 +31,7 @@ from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
 from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
-from manyhands.compute.train_state import TrainState, begin_with
+from manyhands.compute.train_state import TrainState
 from manyhands.contract import Learner
 from manyhands.control.messages import (
     AppliedSteps,
@@ -66,11 +66,11 @@ from manyhands.hosts.member import Member
 from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import Seat, View
 from manyhands.job import Job, load_job, total_steps
-from manyhands.runs.checkpoints import checkpoint_step
 from manyhands.runs.files import jsonable
-from manyhands.runs.saver import Saver, load_state, not_finite
+from manyhands.runs.saver import Saver, not_finite
 from manyhands.transport.fields import read, write
 from manyhands.worker.reporter import Reporter
+from manyhands.worker.restore import restore
 
 POLL_S = 0.02
 """How often to check whether reports are resolved, while there is nothing else to do."""
@@ -118,18 +118,8 @@ class Worker:
         self.me = member.me(seat)
         self.learner.prepare(train_state, self.me)
         member.on_view = self._on_new_view
-        if assignment.checkpoint:
-            with member.phase("loading the checkpoint"):
-                state = load_state(assignment.checkpoint, train_state, learner)
-                train_state.resume(
-                    state,
-                    step=checkpoint_step(assignment.checkpoint),
-                    num_steps=num_steps,
-                    mode=assignment.schedule,
-                )
-        elif assignment.init_from:
-            with member.phase("loading the initial weights"):
-                begin_with(assignment.init_from, train_state, self.job)
+        with member.phase("loading the weights"):
+            restore(assignment, train_state, self.job, num_steps=num_steps, learner=learner)
         self.saver = Saver(
             Path(assignment.run),
             member.name,

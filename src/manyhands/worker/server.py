@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from manyhands.control.messages import Assignment
 from manyhands.errors import ViewChanging
 from manyhands.hosts.member import Member
+from manyhands.transport.fields import read
 from manyhands.worker.program import run
 
 POLL_S = 0.2
@@ -26,20 +28,19 @@ class ServerProgram:
 
     def __init__(self, member: Member) -> None:
         from manyhands.compute.seeds import seed_loading
-        from manyhands.compute.train_state import TrainState, begin_with
+        from manyhands.compute.train_state import TrainState
         from manyhands.hosts.view import SERVER, Seat
         from manyhands.job import load_job, total_steps
         from manyhands.ps.config import ParameterServer
         from manyhands.ps.node import PsNode
-        from manyhands.runs.checkpoints import checkpoint_step
-        from manyhands.runs.saver import load_state
         from manyhands.strategies.registry import make_strategy
+        from manyhands.worker.restore import restore
 
-        task = member.assignment
+        assignment = read(Assignment, member.assignment)
         self.member = member
-        config = make_strategy(task["strategy"])
+        config = make_strategy(assignment.strategy)
         assert isinstance(config, ParameterServer), f"{config.name} has no servers"
-        job = load_job(task["job"], task["settings"])
+        job = load_job(assignment.job, assignment.settings)
         seed_loading(job.seed, "data")
         # Only its length is needed, by the learning rate schedule.
         num_steps = total_steps(job, len(job.data()))
@@ -48,16 +49,7 @@ class ServerProgram:
         self.seat = Seat(member.name, member.host, role=SERVER)
         self.me = member.me(self.seat)
         member.on_view = self._view_coming
-        if task["checkpoint"]:
-            state = load_state(task["checkpoint"], train_state, _Stateless())
-            train_state.resume(
-                state,
-                step=checkpoint_step(task["checkpoint"]),
-                num_steps=num_steps,
-                mode=task.get("schedule", ""),
-            )
-        elif task["init_from"]:
-            begin_with(task["init_from"], train_state, job)
+        restore(assignment, train_state, job, num_steps=num_steps)
         self.node = PsNode(config, train_state, self.me)
 
     def run(self) -> None:
@@ -99,16 +91,6 @@ class ServerProgram:
 
     def _report(self, what: str, **fields: Any) -> None:
         self.member.say("report", what=what, view=self.me.view.number, **fields)
-
-
-class _Stateless:
-    """Stands in for a learner, whose state only workers have."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_patience(monitor: str, values: list[float], epochs: int, best: int) -> 
     training_plan, life = finish(values, monitor=monitor, patience=2)
     assert life.stop == ("finished" if epochs == len(values) else "early-stopped")
     assert len(life.evaluations) == epochs
-    assert training_plan.best.step == best
+    assert training_plan.best.evaluation.step == best
     assert life.checkpoints[-1].step == epochs
     assert_once_an_epoch(life.committed, training_plan.config, epochs)
 
@@ -71,16 +71,20 @@ def test_an_interruption_changes_nothing_of_the_patience(
 
 def test_without_patience_a_bad_metric_stops_nothing() -> None:
     training_plan, life = finish([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (life.stop, training_plan.best.step, training_plan.best.waited) == ("finished", 1, 4)
+    assert (
+        life.stop,
+        training_plan.best.evaluation.step,
+        training_plan.best.evaluation.waited,
+    ) == ("finished", 1, 4)
 
 
 @pytest.mark.parametrize("monitor", ["loss", "accuracy"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_never_best(monitor: str, value: float) -> None:
     training_plan, _ = finish([value, 0.5, value], monitor=monitor)
-    assert training_plan.best.metrics == {"other": 0.5, monitor: 0.5}
+    assert training_plan.best.evaluation.metrics == {"other": 0.5, monitor: 0.5}
     only, _ = finish([value], monitor=monitor)
-    assert only.best.metrics is None
+    assert only.best.evaluation.metrics is None
 
 
 def test_a_resumed_course_compares_with_what_it_knew() -> None:
@@ -112,19 +116,19 @@ def test_what_was_best_counts_only_in_its_own_direction() -> None:
     """Also in runs that were saved without it."""
     training_plan, life = finish([3.0, 2.0, 2.5], monitor="max mae")
     saved = through_json(life.checkpoints[-1].state)
-    assert (saved["monitor"], training_plan.best.step) == ("max mae", 1)
+    assert (saved["monitor"], training_plan.best.evaluation.step) == ("max mae", 1)
     old = {name: value for name, value in saved.items() if name != "monitor"}
     for state in (saved, old):
         kept = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=False)), state)
         turned = TrainingPlan(PlanConfig(4, 4, 5, monitor=Monitor("mae", lower=True)), state)
-        assert (kept.best.step, turned.best.evaluation) == (1, BestEvaluation())
+        assert (kept.best.evaluation.step, turned.best.evaluation) == (1, BestEvaluation())
 
 
 def test_the_best_is_one_that_is_saved() -> None:
     training_plan, _ = finish([3.0, 2.0, 1.0, 1.5], monitor="loss", patience=None)
-    assert training_plan.best.step == 3
+    assert training_plan.best.evaluation.step == 3
     training_plan.best.keep([1, 2, 3, 4])
-    assert training_plan.best.step == 3
+    assert training_plan.best.evaluation.step == 3
     training_plan.best.keep([1, 2, 4])
     assert training_plan.best.evaluation == BestEvaluation(
         {"loss": 2.0, "other": 0.5}, step=2, waited=2
