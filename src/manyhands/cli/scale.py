@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ examples:
   manyhands scale runs/digits-20260101-120000 --workers 2 --no-wait
 """
 POLL_S = 0.1
-REQUEST = re.compile(r"asked for (\d+) workers?(, and refused)?")
-"""The note by which a run acknowledges a request."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +68,14 @@ def _wait(folder: RunFolder, num_workers: int, news: Iterator[dict[str, Any] | N
                     )
                 time.sleep(POLL_S)
                 continue
-            case {"event": "Noticed", "message": str(message)} if request := REQUEST.match(message):
-                if int(request[1]) != num_workers:
+            case {"event": "ScaleAnswered", "workers": int(requested), "message": str(message)}:
+                if requested != num_workers:
                     if acknowledged:
                         raise UsageError(
                             f"The request for {num_workers} workers was replaced: {message}."
                         )
                     continue
-                if request[2]:
+                if not event["accepted"]:
                     raise UsageError(message)
                 acknowledged = True
                 print(message)

@@ -55,6 +55,7 @@ from manyhands.errors import (
 )
 from manyhands.events import events
 from manyhands.events.sinks import Stream
+from manyhands.events.units import plural
 from manyhands.hosts.messages import Beat, Failed
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.folder import RunFolder
@@ -203,13 +204,16 @@ class Driver:
         """Another number of workers, if somebody asked for it (`manyhands scale`)."""
         if (request := self.run.take_request()) is None:
             return
-        workers = request.workers
-        facts = self.membership.roster.facts
-        why = why_not(workers, self.membership.views.current.world, self.options, facts)
-        asked = f"asked for {workers} {'worker' if workers == 1 else 'workers'}"
-        self.stream.notice(f"{asked}, and refused: {why}" if why else asked)
+        workers, membership = request.workers, self.membership
+        why = why_not(
+            workers, membership.views.current.world, self.options, membership.roster.facts
+        )
+        message = f"asked for {plural(workers, 'worker')}" + (
+            f", and refused: {why}" if why else ""
+        )
+        self.stream.emit(events.ScaleAnswered(workers=workers, accepted=not why, message=message))
         if not why:
-            self.membership.pool.resize(workers)
+            membership.pool.resize(workers)
 
     def _check_finite(self) -> None:
         """Raise if the run has ended without finite weights."""

@@ -83,7 +83,7 @@ class Console(Sink):
                 self.line(text.evaluation_line(event, self.status), best)
             case events.RateChanged():
                 self.line((text.rate_line(event, self.status), WARN))
-            case events.Noticed():
+            case events.Noticed() | events.ScaleAnswered():
                 self.line(("note", WARN), f": {text.clean(event.message)}")
             case events.Stopping():
                 self.line(("stopping", WARN), f": {text.stopping(event.reason)}")

@@ -11,6 +11,7 @@
             RateChanged?                    new factor of the learning rate, new batch size
             CheckpointSaved?
             Noticed*                        a note for the user; no action needed
+            ScaleAnswered?                  a request for another number of workers
             Injected*                       with --chaos: an injected fault
             MemberLost+ ViewChanged Recovered       a member died, the others continue
             MemberStarted MemberReady ViewChanged   a replacement joined
@@ -181,6 +182,17 @@ class Noticed(Event):
     """A note for the user, such as a warning with a remedy; never a failure."""
 
     message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleAnswered(Event):
+    """The answer to a request of `manyhands scale`."""
+
+    workers: int
+    """The number that was requested."""
+    accepted: bool
+    message: str
+    """The answer, for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.cli.scale import _events, _wait
 from manyhands.errors import UsageError
+from manyhands.events.units import plural
 from manyhands.runs.folder import EVENTS, RunFolder
 
 SLOT = "2 workers will start as soon as there are free slots"
@@ -23,6 +24,11 @@ def noticed(message: str) -> dict[str, Any]:
     return {"event": "Noticed", "message": message}
 
 
+def answered(workers: int, *, why: str = "") -> dict[str, Any]:
+    message = f"asked for {plural(workers, 'worker')}" + (f", and refused: {why}" if why else "")
+    return {"event": "ScaleAnswered", "workers": workers, "accepted": not why, "message": message}
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     first = json.dumps(view("worker-0", "worker-1"), separators=(",", ":"))
@@ -34,7 +40,7 @@ def test_it_tells_once_that_there_is_no_room(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = noticed("another worker will start as soon as there are free slots")
-    news = [view("a", "b"), before, noticed("asked for 4 workers"), noticed(SLOT)]
+    news = [view("a", "b"), before, answered(4), noticed(SLOT)]
     assert _wait(run, 4, iter([*news, view("a", "b", "c", "d")])) == 0
     assert capsys.readouterr().out.splitlines() == [
         "asked for 4 workers",
@@ -44,7 +50,7 @@ def test_it_tells_once_that_there_is_no_room(
 
 
 def test_somebody_else_who_asks_later_counts(run: RunFolder) -> None:
-    news = [noticed("asked for 5 workers"), view("a", "b", "c"), noticed("asked for 1 worker")]
+    news = [answered(5), view("a", "b", "c"), answered(1)]
     with pytest.raises(UsageError, match="request for 5 workers was replaced: asked for 1 worker"):
         _wait(run, 5, iter(news))
 
@@ -54,9 +60,9 @@ def test_what_was_asked_or_refused_before_is_not_ours(
 ) -> None:
     news = [
         view("a", "b"),
-        noticed("asked for 99 workers, and refused: they would share a global batch of 64"),
+        answered(99, why="they would share a global batch of 64"),
         noticed("a process on host-1 (10.0.0.2) was refused: it has another key"),
-        noticed("asked for 2 workers"),
+        answered(2),
     ]
     assert _wait(run, 2, iter(news)) == 0  # there are two already
     assert capsys.readouterr().out.splitlines() == ["asked for 2 workers", "2 workers: a, b"]
@@ -68,7 +74,7 @@ def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
     """Fewer workers are there at once: the view is in the file when the answer is read from it."""
     news = _events(run.path / EVENTS)
     with open(run.path / EVENTS, "a") as file:
-        for event in (noticed("asked for 1 worker"), view("worker-0")):
+        for event in (answered(1), view("worker-0")):
             file.write(json.dumps(event, separators=(",", ":")) + "\n")
     assert _wait(run, 1, news) == 0
     assert capsys.readouterr().out.splitlines() == ["asked for 1 worker", "1 worker: worker-0"]
@@ -77,11 +83,11 @@ def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
 def test_a_view_before_the_answer_is_not_ours(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    news = [view("a", "b"), view("a", "b", "c"), noticed("asked for 3 workers")]
+    news = [view("a", "b"), view("a", "b", "c"), answered(3)]
     assert _wait(run, 3, iter(news)) == 0
     assert capsys.readouterr().out.splitlines() == ["asked for 3 workers", "3 workers: a, b, c"]
 
 
 def test_a_refusal_of_ours_is_an_error(run: RunFolder) -> None:
     with pytest.raises(UsageError, match="and refused: there is only one"):
-        _wait(run, 9, iter([noticed("asked for 9 workers, and refused: there is only one")]))
+        _wait(run, 9, iter([answered(9, why="there is only one")]))
