@@ -1,28 +1,28 @@
 """The exception tree. Each exception carries the exit code of the command that it ends.
 
-ManyhandsError               1   any error that manyhands reports
-├── UsageError               2   wrong input: says what was given, what is allowed, what to type
-│   ├── JobError             2   the job file: missing, without a Job, or a method returns the wrong type
-│   ├── SpecError            2   a strategy spec that does not parse or is not possible
-│   ├── ClusterError         2   the cluster description: missing, malformed, or contradictory
-│   ├── RunFolderError       2   a run folder that can't be made, read or resumed
-│   └── DataError            2   a data set that is missing, truncated or of another format
-├── RecordError              1   events.jsonl can't be written: the disk is full, or gone
-├── CheckpointError          1   a checkpoint that can't be written or read back
-├── Diverged                65   the loss or the weights are no longer finite
-├── LinkError                1   a connection between members
-│   ├── LinkClosed           1   the peer closed the connection
-│   ├── LinkTimeout          1   the peer did not answer in time
-│   └── BadFrame             1   what arrived is not a valid frame
-├── ProtocolError            1   an invalid message from a member
-├── LoaderLost               1   a worker's loader processes keep being killed
-├── CoordinatorLost         70   an agent's coordinator ended without a final message
-├── LabError                 1   a lab that can't be created here, or no longer exists
-├── PeerLost                 1   a collective failed because a peer died
-├── ViewChanging             1   the view is changing: abandon the current wait
-├── WeightsLost              *   no member left has all of the weights: restart from a checkpoint
-├── MemberError             *   a member failed and ended the run; its own exit code
-└── Interrupted              *   stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM
+ManyhandsError               1
+├── UsageError               2
+│   ├── JobError             2
+│   ├── SpecError            2
+│   ├── ClusterError         2
+│   ├── RunFolderError       2
+│   └── DataError            2
+├── RecordError              1
+├── CheckpointError          1
+├── Diverged                65
+├── LinkError                1
+│   ├── LinkClosed           1
+│   ├── LinkTimeout          1
+│   └── BadFrame             1
+├── ProtocolError            1
+├── LoaderLost               1
+├── CoordinatorLost         70
+├── LabError                 1
+├── PeerLost                 1
+├── ViewChanging             1
+├── WeightsLost              *   set where it is raised
+├── MemberError              *
+└── Interrupted              *
 """
 
 from __future__ import annotations
@@ -30,110 +30,94 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "BadFrame",
-    "CheckpointError",
-    "ClusterError",
-    "CoordinatorLost",
-    "DataError",
-    "Diverged",
-    "Interrupted",
-    "JobError",
-    "LabError",
-    "LinkClosed",
-    "LinkError",
-    "LinkTimeout",
-    "LoaderLost",
-    "ManyhandsError",
-    "MemberError",
-    "PeerLost",
-    "ProtocolError",
-    "RecordError",
-    "RunFolderError",
-    "SpecError",
-    "UsageError",
-    "ViewChanging",
-    "WeightsLost",
-    "closest",
-]
-
 
 class ManyhandsError(Exception):
     """Base of all errors that manyhands reports. The message is written for the user."""
 
     exit_code = 1
 
+    def __init__(self, message: str = "", *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 class UsageError(ManyhandsError):
+    """Wrong input. The message tells what was given, what is allowed, and what to type."""
+
     exit_code = 2
 
 
 class JobError(UsageError):
-    pass
+    """The job file is missing or has no Job, or a method of the job returned the wrong type."""
 
 
 class SpecError(UsageError):
-    pass
+    """A strategy spec does not parse, or its options contradict each other."""
 
 
 class ClusterError(UsageError):
-    pass
+    """The cluster description is missing, malformed or contradictory."""
 
 
 class RunFolderError(UsageError):
-    pass
-
-
-class RecordError(ManyhandsError):
-    pass
-
-
-class CheckpointError(ManyhandsError):
-    pass
+    """A run folder can't be created, read or resumed."""
 
 
 class DataError(UsageError):
-    pass
+    """A data set is missing, truncated or of another format."""
+
+
+class RecordError(ManyhandsError):
+    """events.jsonl can't be written: the disk is full, or gone."""
+
+
+class CheckpointError(ManyhandsError):
+    """A checkpoint can't be written or read."""
 
 
 class Diverged(ManyhandsError):
+    """The loss or the weights are no longer finite."""
+
     exit_code = 65
 
 
 class LinkError(ManyhandsError):
-    pass
+    """A connection between members failed."""
 
 
 class LinkClosed(LinkError):
-    pass
+    """The peer closed the connection."""
 
 
 class LinkTimeout(LinkError):
-    pass
+    """The peer did not answer in time."""
 
 
 class BadFrame(LinkError):
-    pass
+    """The received bytes are not a valid frame."""
 
 
 class ProtocolError(ManyhandsError):
-    pass
+    """A member sent an invalid message."""
 
 
 class LoaderLost(ManyhandsError):
-    pass
+    """A worker's loader processes keep being killed."""
 
 
 class CoordinatorLost(ManyhandsError):
+    """An agent's coordinator ended without a final message."""
+
     exit_code = 70
 
 
 class LabError(ManyhandsError):
-    pass
+    """A lab can't be created here, or no longer exists."""
 
 
 class PeerLost(ManyhandsError):
-    pass
+    """A collective failed because a peer died."""
 
 
 class ViewChanging(ManyhandsError):
@@ -141,21 +125,24 @@ class ViewChanging(ManyhandsError):
 
 
 class WeightsLost(ManyhandsError):
-    def __init__(self, message: str, *, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """No surviving member has all of the weights: restart from a checkpoint."""
 
 
 class MemberError(ManyhandsError):
-    def __init__(self, message: str, *, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """A member failed and ended the run; has the member's exit code."""
 
 
 class Interrupted(ManyhandsError):
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """Stopped on request: 75 preempted and saved, 130 by Ctrl-C, 143 by SIGTERM."""
+
+
+def check_choice(option: str, value: str, allowed: Iterable[str]) -> None:
+    """Raise UsageError unless the value of an option, such as --sort, is allowed."""
+    known = list(allowed)
+    if value not in known:
+        raise UsageError(
+            f"{option} {value}: it is one of {', '.join(known)}{closest(value, known)}"
+        )
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
