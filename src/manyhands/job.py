@@ -1,7 +1,7 @@
-"""A Job says what is trained: model, loss, optimizer, data, hyperparameters. It knows nothing of processes.
+"""`Job` defines what is trained: model, loss, optimizer, data, hyperparameters. It knows no processes.
 
-A job is a dataclass: its fields are hyperparameters, so `--set lr=0.05` overrides one and the same
-file serves training, planning, simulating, comparing and tuning. Building a job trains nothing.
+A job is a dataclass whose fields are hyperparameters: `--set lr=0.05` overrides one. Creating a job trains
+nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from manyhands.errors import JobError, RunFolderError, UsageError, closest
 
@@ -35,101 +35,101 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Job:
-    """What is trained. Subclass it as a dataclass, give `model`, `optimizer`, `data` and `loss`.
+    """Base class of jobs. Subclass it as a dataclass and define `model`, `optimizer`, `data` and `loss`.
 
-    `batch_size` is the GLOBAL batch: the number of workers never changes the mathematics (unless it is
-    asked to, by --scale-batch).
+    `batch_size` is the global batch: the number of workers never changes the mathematics (except with
+    --scale-batch).
     """
 
     batch_size: int = 32
-    """Samples of the whole cluster in one step."""
+    """Samples per step, over all workers."""
     epochs: int = 1
-    """How many times every sample is used."""
+    """Number of passes over the data."""
     seed: int = 0
-    """Same seed, same result, bit for bit."""
+    """Seed of everything random: the same seed gives the same result, bit for bit."""
     accumulate: int = 1
-    """Into how many micro-batches a worker cuts its share of a step, to save memory."""
+    """Number of micro-batches that a worker divides its share of a step into, to save memory."""
     clip_norm: float | None = None
-    """Clip the norm of the whole gradient to this, or None."""
+    """Maximum norm of the whole gradient; None: no clipping."""
     eval_every: int = 1
-    """Evaluate after every so many epochs."""
+    """Number of epochs between evaluations."""
     monitor: str = "loss"
-    """The evaluation metric that decides which model is best: "min mae" or "max auc"; or only a name, if
+    """The evaluation metric that decides which model is best: "min mae" or "max auc"; or just its name, if
     its direction is well known, such as "loss" or "accuracy"."""
     patience: int | None = None
-    """Stop after so many evaluations without a better `monitor`, or None for never."""
+    """Number of evaluations without a better `monitor` after which training stops; None: never."""
     plateau: str | None = None
-    """When to lower the learning rate of all workers, as "factor=0.5; patience=3", or None for never."""
+    """When to lower the learning rate of all workers, such as "factor=0.5; patience=3"; None: never."""
     loader_processes: int = 0
-    """Processes a worker that load samples ahead (as DataLoader's num_workers); 0 loads in the worker."""
+    """Number of processes per worker that load samples ahead (DataLoader's num_workers); 0: none."""
 
     def model(self) -> nn.Module:
-        """The model, built anew. The seed is set before this is called."""
+        """Return a new model. The seed is set before the call."""
         raise NotImplementedError
 
     def optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """A torch optimizer over all parameters that can be trained.
+        """Return a torch optimizer over all trainable parameters.
 
-        Write it as `optimizer(self, params)`, or as `optimizer(self, params, model)` for groups by name.
+        Define it as `optimizer(self, params)`, or as `optimizer(self, params, model)` for groups by name.
         """
         raise NotImplementedError
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
-        """A torch learning-rate scheduler, stepped once per global step; or None.
+        """Return a torch learning-rate scheduler, which is stepped once per global step; or None.
 
-        `num_steps` is the number of steps of the whole training. With --scale-batch both are told in
-        steps of `batch_size` samples, however large a batch is.
+        `num_steps` is the total number of steps. With --scale-batch, a step of the schedule is `batch_size`
+        samples, however large the actual batch is.
         """
         return None
 
     def data(self) -> Any:
-        """The training data: a map-style dataset (`len` and `[]`)."""
+        """Return the training data: a map-style dataset (`len` and `[]`)."""
         raise NotImplementedError
 
     def eval_data(self) -> Any:
-        """The data to evaluate on, or None."""
+        """Return the evaluation data, or None."""
         return None
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of a list of samples, as torch's DataLoader does."""
+        """Return a batch made from a list of samples, as torch's DataLoader does."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     def inputs(self, batch: Any) -> Any:
-        """What the model is called with: a tensor, a tuple (positional) or a dict (by keyword)."""
+        """Return the model's arguments: a tensor, a tuple (positional) or a dict (by keyword)."""
         return batch[0]
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """The mean loss over the batch, a scalar tensor."""
+        """Return the mean loss over the batch, a scalar tensor."""
         raise NotImplementedError
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, Any]:
-        """Further means over the batch, for evaluation: name to number or scalar tensor."""
+        """Return more means over the batch, for evaluation: name to number or scalar tensor."""
         return {}
 
     def weight(self, batch: Any) -> float | Tensor | None:
-        """What this batch counts in a mean over workers; None: its number of samples.
+        """Return the weight of a batch in means over workers; None: its number of samples.
 
-        A language model whose batches hold unequal numbers of tokens returns that number.
+        Return the number of tokens, for example, if batches of a language model differ in it.
         """
         return None
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Record a mean over the batch, from loss(), metrics() or what they call.
+        """Log a mean over the batch. Call it from loss() or metrics().
 
-        Its mean over micro-batches and workers is in the step's event, and on TensorBoard as train/NAME; in
-        an evaluation it is one of the metrics. Does nothing where nobody trains or evaluates.
+        Its mean over micro-batches and workers is in the step's event, and on TensorBoard as train/NAME. In
+        an evaluation it becomes a metric. Outside of training and evaluation, nothing happens.
         """
         if (logged := _logged.get()) is not None:
             logged.append((name, value))
 
     def unit(self) -> tuple[str, float]:
-        """What speed is told in: a name, and how many of them a sample has on average."""
+        """Return the unit of throughput: its name, and its average number per sample."""
         return "samples", 1.0
 
     def fields(self) -> dict[str, Any]:
-        """The hyperparameters by name."""
+        """Return the hyperparameters by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
@@ -138,7 +138,7 @@ _logged: ContextVar[list[tuple[str, Any]] | None] = ContextVar("logged", default
 
 @contextmanager
 def collecting() -> Iterator[list[tuple[str, Any]]]:
-    """What any job logs meanwhile, in this thread."""
+    """Yield a list of everything that jobs log inside the block, in this thread."""
     logged: list[tuple[str, Any]] = []
     token = _logged.set(logged)
     try:
@@ -151,7 +151,7 @@ REQUIRED_METHODS = ("model", "optimizer", "data", "loss")
 
 
 def load_job(reference: str, settings: Mapping[str, str] | None = None) -> Job:
-    """The job of a reference (see `find_job`), with `settings` ("lr": "0.05") put into its fields."""
+    """Create the job of a reference (see `find_job`), with fields set from `settings`, as {"lr": "0.05"}."""
     cls = load_job_class(reference)
     values = parse_settings(cls, settings or {})
     try:
@@ -180,47 +180,46 @@ def load_job_class(reference: str) -> type[Job]:
                 f"It has: {', '.join(jobs) or 'none'}."
             )
         cls = jobs[name]
-    elif not jobs:
+    elif jobs:
+        cls = next(iter(jobs.values()))
+    else:
         raise JobError(
             f"{text} has no Job. Write one:\n\n"
             "    @dataclass\n    class MyJob(mh.Job):\n        def model(self): ...\n\n"
-            "See examples/digits.py for a whole one."
+            "See examples/digits.py for a complete example."
         )
-    else:
-        # The first one of a file is its default, as a reader would guess.
-        cls = next(iter(jobs.values()))
     _check_class(cls, text)
     return cls
 
 
-# Where a job is -----------------------------------------------------------------------------------
+# Finding the file of a job --------------------------------------------------------------------------
 
 ROOT = "/./"
-"""In a path, after the folder that imports begin from, as in rsync: /home/me/./pkg/job.py is pkg.job."""
+"""Marks the import root in a path, as in rsync: /home/me/./pkg/job.py is the module pkg.job."""
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """Where a job's code is, and how it is imported. Nothing of it has been run."""
+    """The file of a job, and how to import it. None of its code has run."""
 
     path: Path
-    """Of the file, absolute."""
+    """Absolute path of the file."""
     name: str
-    """Of the class; empty: the first one."""
+    """Name of the class; empty: the first one in the file."""
     module: str = ""
-    """What it is imported as; empty: a script, in no package."""
+    """Module name to import; empty: a script that is in no package."""
     folder: Path | None = None
-    """Where imports of the package begin; None: Python finds it by itself."""
+    """Import root of the package; None: Python finds it by itself."""
 
     @property
     def title(self) -> str:
-        """What runs of it are called."""
+        """Name for its runs."""
         path = self.path
         return self.name or (path.parent.name if path.stem == "__init__" else path.stem)
 
     @property
     def anywhere(self) -> str:
-        """A reference that means the same in every working folder of this machine."""
+        """A reference that is valid in every working directory of this machine."""
         text = str(self.path)
         if self.folder is not None and _dotted(self.path, _package_root(self.path)) != self.module:
             text = f"{self.folder}{ROOT}{self.path.relative_to(self.folder)}"
@@ -228,10 +227,10 @@ class JobFile:
 
 
 def find_job(reference: str) -> JobFile:
-    """Where the job of a reference is, without running any of its code:
+    """Find the file of a job without running any of its code. A reference is one of:
 
-    path.py, path.py:Name               a file; its package, if the folders around it have an __init__.py
-    pkg.module, pkg.module:Name         a module, from the working folder or installed, as for  python -m
+    path.py, path.py:Name               a file; part of a package if the folder has an __init__.py
+    pkg.module, pkg.module:Name         a module, found from the working directory, as by  python -m
     folder/./pkg/module.py              a module of a package without __init__.py
     """
     text, _, name = reference.partition(":")
@@ -252,7 +251,7 @@ def find_job(reference: str) -> JobFile:
 
 
 def job_of_run(config: Mapping[str, Any], run: Path) -> JobFile:
-    """The job of a run's config.json, from any working folder: where it was, or as it was given."""
+    """Find the job of a run's config.json from any working directory: by its path, or by its reference."""
     noted = config["job"]
     _, _, name = noted["reference"].partition(":")
     there = noted.get("anywhere") or (f"{noted['file']}:{name}" if name else noted["file"])
@@ -266,7 +265,7 @@ _ALLOWED = " (a job is a Python file: path.py or path.py:Name, or a module: pkg.
 
 
 def _package_root(path: Path) -> Path:
-    """The folder that the file's outermost package is in; that of the file if it is in none."""
+    """Return the folder of the file's outermost package; the folder of the file if there is no package."""
     folder = path.parent
     while (folder / "__init__.py").is_file() and folder.parent != folder:
         folder = folder.parent
@@ -274,7 +273,7 @@ def _package_root(path: Path) -> Path:
 
 
 def _dotted(path: Path, folder: Path) -> str:
-    """The module's name as seen from the folder; empty if it is in no package, or has no such name."""
+    """Return the module's name relative to an import root; empty if it is in no package, or not below it."""
     if not path.is_relative_to(folder):
         return ""
     parts = path.relative_to(folder).with_suffix("").parts
@@ -287,23 +286,23 @@ def _find_module(module: str, name: str) -> JobFile:
     here = os.getcwd()
     top, *parts = module.split(".")
     spec = PathFinder.find_spec(top, [here])
-    if spec is None or spec.loader is None:  # a mere folder gives way to anything installed
-        spec = _find_installed(top) or spec
+    if spec is None or spec.loader is None:  # an installed package wins over a plain folder
+        with suppress(ValueError):  # of __main__
+            spec = importlib.util.find_spec(top) or spec
     if spec is None:
         raise JobError(
             f"There is no file {module}{_ALLOWED}, and no module {top!r}, neither in {here} nor "
-            "among what is installed."
+            "installed."
         )
     known = top
     for part in parts:
         places = spec.submodule_search_locations
         if places is None:
             hint = f" Write {known}:{part}." if not name else ""
-            raise JobError(f"{known} is a module, and no package with {part!r} in it.{hint}")
+            raise JobError(f"{known} is a module, not a package with {part!r} in it.{hint}")
         known = f"{known}.{part}"
-        spec = PathFinder.find_spec(
-            part, list(places)
-        )  # find_spec() of importlib.util would import
+        # importlib.util.find_spec() would import the parent packages.
+        spec = PathFinder.find_spec(part, list(places))
         if spec is None:
             there = [found.name for found in pkgutil.iter_modules(list(places))]
             raise JobError(
@@ -312,28 +311,30 @@ def _find_module(module: str, name: str) -> JobFile:
             )
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise JobError(
-            f"{module} is not a Python file, so no job is in it. Name a module: {module}.job:Name."
+            f"{module} is not a Python file. Name a module with a job: {module}.job:Name."
         )
     path = Path(spec.origin).resolve()
     depth = len(parts) + (path.stem == "__init__")
     folder = path.parents[depth] if depth < len(path.parents) else path.parent
-    if path.stem == "__init__" or parts:
-        told = _dotted(path, folder) == module
-        return JobFile(path, name, module, folder if told else None)
-    return JobFile(path, name)  # a file of its own: as by its path
-
-
-def _find_installed(top: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(top)
-    except ValueError:  # __main__
-        return None
+    if path.stem != "__init__" and not parts:
+        return JobFile(path, name)  # a script, as if given by its path
+    return JobFile(path, name, module, folder if _dotted(path, folder) == module else None)
 
 
 def _load_module(job: JobFile) -> types.ModuleType:
-    if job.module and not _is_taken(job):
-        return _import(job)
-    path = job.path
+    _search(job.path.parent)  # the job can import its neighbours, as a script can
+    try:
+        if not job.module or _is_taken(job):
+            return _load_script(job.path)
+        if job.folder is not None:
+            _search(job.folder)
+        importlib.invalidate_caches()
+        return importlib.import_module(job.module)
+    except Exception as error:
+        raise JobError(_import_problem(job, error)) from error
+
+
+def _load_script(path: Path) -> types.ModuleType:
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = f"manyhands_job_{path.stem}_{digest}"
     if name in sys.modules:
@@ -342,30 +343,17 @@ def _load_module(job: JobFile) -> types.ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look the module up by name; the job's neighbours import as in a script.
-    sys.modules[name] = module
-    _search(path.parent)
+    sys.modules[name] = module  # dataclasses and pickle look the module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException:
         del sys.modules[name]
-        raise JobError(_import_problem(job, error)) from error
+        raise
     return module
 
 
-def _import(job: JobFile) -> types.ModuleType:
-    _search(job.path.parent)  # neighbours import as in a script, too
-    if job.folder is not None:
-        _search(job.folder)
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(job.module)
-    except Exception as error:
-        raise JobError(_import_problem(job, error)) from error
-
-
 def _is_taken(job: JobFile) -> bool:
-    """If true, Python has another module of that name already: the file is loaded as a script."""
+    """Return true if another module has this name already, so that the file must be loaded as a script."""
     top = job.module.partition(".")[0]
     if job.folder is None or top not in {*sys.modules, *sys.stdlib_module_names}:
         return False
@@ -381,7 +369,7 @@ def _search(folder: Path) -> None:
 
 
 def _import_problem(job: JobFile, error: Exception) -> str:
-    """What is wrong in which line of a job file."""
+    """Describe why a job file can't be imported, with the line."""
     path = job.path
     if isinstance(error, SyntaxError) and error.filename is not None:
         line = (error.text or "").rstrip()
@@ -397,13 +385,13 @@ def _import_problem(job: JobFile, error: Exception) -> str:
         folder = path.parent if not job.module else _package_root(path)
         return (
             f"{where}: {error}. Relative imports need a package: put an empty __init__.py into {folder}, "
-            "or import what is beside the job by its plain name:  from model import Net."
+            "or import the job's neighbours by their plain names:  from model import Net."
         )
     return f"{where} can't be imported: {type(error).__name__}: {error}"
 
 
 def _missing_module(job: JobFile, name: str) -> str:
-    """What to do about it."""
+    """Tell how to make a missing module importable."""
     package, _, inside = name.partition(".")
     around = [job.path.parent, *job.path.parents[1:]]
     own = next((folder for folder in around if folder.name == package), None)
@@ -434,7 +422,7 @@ def _check_class(cls: type[Job], path: str) -> None:
 
 
 def parse_settings(cls: type[Job], settings: Mapping[str, str]) -> dict[str, Any]:
-    """`--set name=value` strings as values of the fields' own types."""
+    """Parse the strings of `--set name=value` into the types of the fields."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = _hints(cls) if settings else {}
     values: dict[str, Any] = {}
@@ -453,8 +441,8 @@ def _hints(cls: type[Job]) -> dict[str, Any]:
         return typing.get_type_hints(cls)
     except (NameError, TypeError) as error:
         raise UsageError(
-            f"--set needs the types of the fields of {cls.__name__}, and one can't be read: {error}. "
-            "Import what it names outside of TYPE_CHECKING."
+            f"--set needs the types of the fields of {cls.__name__}, and one can't be resolved: {error}. "
+            "Import it outside of TYPE_CHECKING."
         ) from error
 
 
@@ -469,53 +457,56 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
                 return _parse_value(name, text, option)
             except UsageError:
                 continue
-    if kind is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() not in words:
-            raise UsageError(f"--set {name}={text}: {name} is true or false.")
-        return words[text.lower()]
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            a = {int: "a whole number", float: "a number"}[kind]
-            raise UsageError(f"--set {name}={text}: {name} is {a}.") from None
     if kind is str:
         return text
-    raise UsageError(
-        f"--set {name}={text}: a field of type {kind} can't be set from the command line."
-    )
+    parse = parse_bool if kind is bool else kind
+    if parse not in PARSED:
+        raise UsageError(
+            f"--set {name}={text}: a field of type {kind} can't be set from the command line."
+        )
+    try:
+        return parse(text)
+    except ValueError:
+        raise UsageError(f"--set {name}={text}: {name} is {PARSED[parse]}.") from None
+
+
+def parse_bool(text: str) -> bool:
+    """Parse true, yes, 1, false, no or 0; raise ValueError for anything else."""
+    yes = text.lower() in ("true", "yes", "1")
+    if not yes and text.lower() not in ("false", "no", "0"):
+        raise ValueError(text)
+    return yes
+
+
+PARSED: dict[Any, str] = {int: "a whole number", float: "a number", parse_bool: "true or false"}
+"""What parsers of values accept, in words for errors."""
 
 
 def total_steps(job: Job, num_samples: int) -> int:
-    """Count the steps of the whole training, in batches of the job's own size."""
+    """Return the total number of steps, in batches of the job's own size."""
     return math.ceil(num_samples / job.batch_size) * job.epochs
 
 
 def check_fields(job: Job) -> None:
-    """The fields that every job has must make sense, whatever they were set by."""
-    at_least_one = ("batch_size", "epochs", "accumulate", "eval_every")
-    for name in at_least_one:
-        if not _whole(getattr(job, name), 1):
-            _refuse(job, name, "a whole number of at least 1")
-    if job.patience is not None and not _whole(job.patience, 1):
-        _refuse(job, "patience", "a whole number of at least 1, or None")
-    if not _whole(job.loader_processes, 0):
-        _refuse(job, "loader_processes", "a whole number, 0 or more")
-    if not _whole(job.seed):
-        _refuse(job, "seed", "a whole number")
-    clip = job.clip_norm
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        _refuse(job, "clip_norm", "a number above 0, or None")
-    if not isinstance(job.monitor, str):
-        _refuse(job, "monitor", 'a metric, such as "accuracy" or "min mae"')
-    if not isinstance(job.plateau, str | None):
-        _refuse(job, "plateau", 'a text such as "factor=0.5; patience=3", or None')
+    """Raise JobError if a field of the base class has an invalid value, however it was set."""
+    positive, clip = "a whole number of at least 1", job.clip_norm
+    clips = clip is None or (isinstance(clip, int | float) and clip > 0)
+    rules = (
+        ("batch_size", _whole(job.batch_size, 1), positive),
+        ("epochs", _whole(job.epochs, 1), positive),
+        ("accumulate", _whole(job.accumulate, 1), positive),
+        ("eval_every", _whole(job.eval_every, 1), positive),
+        ("patience", job.patience is None or _whole(job.patience, 1), f"{positive}, or None"),
+        ("loader_processes", _whole(job.loader_processes, 0), "a whole number, 0 or more"),
+        ("seed", _whole(job.seed), "a whole number"),
+        ("clip_norm", clips, "a number above 0, or None"),
+        ("monitor", isinstance(job.monitor, str), 'a metric, such as "accuracy" or "min mae"'),
+        ("plateau", isinstance(job.plateau, str | None), 'as "factor=0.5; patience=3", or None'),
+    )
+    for name, is_valid, wanted in rules:
+        if not is_valid:
+            raise JobError(f"{name} must be {wanted}, and is {getattr(job, name)!r}.")
 
 
-def _whole(value: Any, least: float = float("-inf")) -> bool:
+def _whole(value: Any, least: float = -math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _refuse(job: Job, name: str, wanted: str) -> NoReturn:
-    raise JobError(f"{name} must be {wanted}, and is {getattr(job, name)!r}.")

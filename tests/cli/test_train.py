@@ -151,14 +151,14 @@ def test_training_longer_goes_on_from_the_end(tmp_path: Path) -> None:
     refused = harness.resume(run, "--set", "epochs=3")
     assert refused.code == 2
     for line in (
-        "  --schedule stretch   over all 21 steps; the next one has ",
-        "  --schedule restart   anew, over the 7 that are left; the next one has 0.03\n",
-        "  --schedule keep      as it was; from step 15 on it stays at 0\n",
+        "  --schedule stretch   over all 21 steps; the next rate is ",
+        "  --schedule restart   anew, over the remaining 7; the next rate is 0.03\n",
+        "  --schedule keep      as it was; from step 15 on, the rate stays at 0\n",
     ):
         assert line in refused.err
     unknown = harness.resume(run, "--set", "epochs=3", "--schedule", "strech")
     assert unknown.code == 2
-    assert "did you mean 'stretch'? There are: keep, stretch, restart." in unknown.err
+    assert "it is one of keep, stretch, restart; did you mean 'stretch'?" in unknown.err
     longer = harness.resume(run, "--set", "epochs=3", "--schedule", "restart")
     assert longer.code == 0, longer.err
     assert "note: the learning rate is 0.03 from step 15 on; it was saved at 0\n" in longer.out

@@ -123,7 +123,7 @@ def test_what_is_said_of_modules_that_are_not_there(
     for reference, says in (
         (
             "nonesuch.jobs:Net",
-            "no module 'nonesuch', neither in .*proj nor among what is installed",
+            "no module 'nonesuch', neither in .*proj nor installed",
         ),
         ("nonesuch", r"There is no file nonesuch \(a job is a Python file: path.py"),
         (

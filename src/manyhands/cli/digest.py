@@ -5,7 +5,6 @@ A run that is training, or was killed, has no summary; its events are read inste
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -84,28 +83,18 @@ class Digest:
         return f"manyhands resume {shlex.quote(str(self.path))}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the facts for `--json`."""
+        best, last = self.best_checkpoint, self.last_checkpoint
+        renamed = ("path", "job_class", "step", "history")
         return {
             "run": str(self.path),
-            "job": self.job,
             "class": self.job_class,
-            "changed": dict(self.changed),
-            "strategy": self.strategy,
-            "workers": self.workers,
-            "started": self.started,
-            "outcome": self.outcome,
-            "error": self.error,
+            **{name: value for name, value in vars(self).items() if name not in renamed},
             "seconds": round(self.seconds, 3),
             "steps": self.step,
             "num_steps": self.history.num_steps,
-            "epochs": self.epochs,
-            "samples": self.samples,
-            "samples_per_s": self.samples_per_s,
-            "monitor": self.monitor,
-            "best": None if self.best is None else dict(self.best),
-            "best_step": self.best_step,
-            "best_checkpoint": _text(self.best_checkpoint),
-            "last_checkpoint": _text(self.last_checkpoint),
-            "final": None if self.final is None else dict(self.final),
+            "best_checkpoint": None if best is None else str(best),
+            "last_checkpoint": None if last is None else str(last),
             "lost": [vars(each) for each in self.history.lost],
             "resume_command": self.resume_command,
         }
@@ -158,22 +147,3 @@ def _monitor(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     if text.startswith(("min ", "max ")):
         return text
     return f"{'min' if formerly_lower(text) else 'max'} {text}"
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def dump(value: Any) -> str:
-    """Return JSON, with null for NaN."""
-    return json.dumps(_plain(value), indent=2, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -45,15 +45,15 @@ def check_set(words: Sequence[str]) -> None:
 
 def fields_meant(flags: Sequence[str], words: Sequence[str]) -> dict[str, str]:
     """Map each unknown flag that is a field of the job to the NAME=VALUE that was meant, shell-quoted."""
-    known = {field.name for field in dataclasses.fields(Job)}
+    known = {"lr", *(field.name for field in dataclasses.fields(Job))}
     for word in words[1:]:
         if not word.startswith("-"):
             known |= _own_fields(word)
     meant = {}
     for flag in flags:
         name = flag.lstrip("-").replace("-", "_")
-        name = name if name in known or SYNONYMS.get(name) not in known | {"lr"} else SYNONYMS[name]
-        if name in known or name == "lr":
+        name = name if name in known else SYNONYMS.get(name, "")
+        if name in known:
             meant[flag] = shlex.quote(f"{name}={_value(flag, words)}")
     return meant
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.digest import Digest, digest, dump
+from manyhands.cli.digest import Digest, digest
 from manyhands.coordinator.monitor import metric_name
-from manyhands.errors import ManyhandsError, UsageError, closest
+from manyhands.errors import ManyhandsError, UsageError, check_choice
 from manyhands.events.units import clean, count, duration
+from manyhands.runs.files import dump_json
 from manyhands.runs.folder import CONFIG, runs_in
 
 HELP = "list the runs here: job, changed fields, best, time, outcome"
@@ -52,10 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.sort not in SORTS:
-        raise UsageError(
-            f"--sort {arguments.sort}: it is one of {', '.join(SORTS)}{closest(arguments.sort, SORTS)}"
-        )
+    check_choice("--sort", arguments.sort, SORTS)
     if (arguments.folder / CONFIG).is_file():
         raise UsageError(
             f"{arguments.folder} is a run, not a folder of runs. Type:  manyhands show {arguments.folder}"
@@ -70,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         known.sort(key=SORTS[arguments.sort])
     if arguments.json:
         lost = [{"run": str(path), "outcome": "unreadable"} for path in unreadable]
-        print(dump([*(each.to_dict() for each in known), *lost]))
+        print(dump_json([*(each.to_dict() for each in known), *lost]))
         return 0
     if not known and not unreadable:
         print(f"No runs in {arguments.folder}. Train one:  manyhands train examples/digits.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMU
 from manyhands.coordinator.fault_spec import EXAMPLE, FaultSpec, check, parse_chaos
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.stuck import STUCK_AFTER_S
-from manyhands.errors import UsageError, closest
+from manyhands.errors import UsageError, check_choice
 from manyhands.hosts.devices import check_device
 from manyhands.hosts.environment import PREFIX, option
 from manyhands.hosts.launchers import cores
 from manyhands.hosts.spec import ClusterSpec
+from manyhands.job import PARSED, parse_bool
 from manyhands.strategies.registry import make_strategy
 
 
@@ -32,21 +34,32 @@ class Resolved:
         self._before = before or {}
         self.sources: dict[str, dict[str, Any]] = {}
 
-    def get(self, name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
+    def get(
+        self,
+        name: str,
+        default: Any,
+        parse: Callable[[str], Any] = str,
+        *,
+        least: float | None = None,
+    ) -> Any:
+        """Return the value of an option. Raises UsageError if it is below `least`."""
         flag = f"--{name.replace('_', '-')}"
         before = self._before.get(name, {"from": "default"})
         if (value := getattr(self._arguments, name, None)) is not None:
-            source = flag
-        elif (text := option(name)) is not None:
-            source = PREFIX + name.upper()
-            try:
-                value = parse(text)
-            except ValueError:
-                raise UsageError(f"{source}={text} is not valid: see {flag}.") from None
+            source, given = flag, f"{flag} {value}"
+        elif (value := option(name)) is not None:
+            source, given = PREFIX + name.upper(), f"{PREFIX}{name.upper()}={value}"
         elif before["from"] != "default":
-            value, source = before["value"], before["from"]
+            value, source, given = before["value"], before["from"], flag
         else:
-            value, source = default, "default"
+            value, source, given = default, "default", flag
+        if isinstance(value, str):
+            try:
+                value = parse(value)
+            except ValueError:
+                raise UsageError(f"{given}: it must be {PARSED[parse]}.") from None
+        if least is not None and value < least:
+            raise UsageError(f"{given}: it must be at least {least}.")
         self.sources[name] = {
             "value": str(value) if isinstance(value, Path) else value,
             "from": source,
@@ -67,32 +80,32 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     _add_output_flags(parser.add_argument_group("saving and output"))
 
 
+def _add(group: argparse._ArgumentGroup, usage: str, text: str) -> None:
+    """Add a flag with a value, given as in a usage line: "--keep N". `Resolved.get` parses the value."""
+    *names, metavar = usage.split()
+    group.add_argument(*names, metavar=metavar, help=text)
+
+
 def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--strategy",
-        metavar="SPEC",
-        help="how the workers agree on the weights: allreduce (default), single, ps:sync, ps:async, ps:ssp, "
+    add = partial(_add, group)
+    add(
+        "--strategy SPEC",
+        "how the workers agree on the weights: allreduce (default), single, ps:sync, ps:async, ps:ssp, "
         "ps:backup; with options in brackets, such as ps:ssp(staleness=4)",
     )
-    group.add_argument(
-        "--workers",
-        "--nproc-per-node",
-        type=number_or_range,
-        metavar="N",
-        help="how many workers (default: 2, or 1 for single); MIN:MAX starts MAX, and fails when fewer than "
-        "MIN are left and they can't be replaced",
+    add(
+        "--workers --nproc-per-node N",
+        "how many workers (default: 2, or 1 for single); MIN:MAX starts MAX, and fails when fewer than MIN "
+        "are left and they can't be replaced",
     )
-    group.add_argument(
-        "--device",
-        metavar="D",
-        help="auto (default), cpu, cuda or cuda:N; or a list that workers take in turn, such as cuda,cpu",
+    add(
+        "--device D",
+        "auto (default), cpu, cuda or cuda:N; or a list that workers take in turn, such as cuda,cpu",
     )
-    group.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="compute threads per worker (default: the cores, divided among them); with --on ray, the CPUs "
-        "that a worker requests from Ray (default: 1)",
+    add(
+        "--threads N",
+        "compute threads per worker (default: the cores, divided among them); with --on ray, the CPUs that a "
+        "worker requests from Ray (default: 1)",
     )
     group.add_argument(
         "--set",
@@ -104,60 +117,49 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
+    add = partial(_add, group)
     group.add_argument(
         "--equal-shares",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="give all workers the same share of a batch, even if some are faster",
     )
-    group.add_argument(
-        "--scale-batch",
-        metavar="RULE",
-        help="scale the global batch with the number of workers, and the learning rate with it: linear, sqrt "
-        "(by the square root), or none (default: the batch and the mathematics stay the same). batch_size "
-        "and learning rate are meant for the number of workers at the start",
+    add(
+        "--scale-batch RULE",
+        "scale the global batch with the number of workers, and the learning rate with it: linear, sqrt (by "
+        "the square root), or none (default: the batch and the mathematics stay the same). batch_size and "
+        "learning rate are meant for the number of workers at the start",
     )
-    group.add_argument(
-        "--scale-reference",
-        type=int,
-        metavar="N",
-        help="with --scale-batch: batch_size and learning rate are for N workers instead; 1: per worker",
+    add(
+        "--scale-reference N",
+        "with --scale-batch: batch_size and learning rate are for N workers instead; 1: per worker",
     )
-    group.add_argument(
-        "--scale-warmup",
-        type=int,
-        metavar="STEPS",
-        help="with --scale-batch: the learning rate grows over this many steps "
-        f"(default: {WARMUP}); it falls at once",
+    add(
+        "--scale-warmup STEPS",
+        f"with --scale-batch: raise the learning rate over this many steps (default: {WARMUP}); lowering it "
+        "takes effect at once",
     )
 
 
 def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="how many dead members are replaced (default: 3); 0: continue with fewer. If the weights are "
-        "lost, all members restart from the last checkpoint, also up to N times",
+    add = partial(_add, group)
+    add(
+        "--max-restarts N",
+        "how many dead members are replaced (default: 3); 0: continue with fewer. If the weights are lost, "
+        "all members restart from the last checkpoint, also up to N times",
     )
-    group.add_argument(
-        "--max-bad-steps",
-        type=int,
-        metavar="N",
-        help=f"end as diverged after N steps in a row without a finite loss (default: {MAX_BAD_STEPS}); "
-        "0: never",
+    add(
+        "--max-bad-steps N",
+        f"end as diverged after N steps in a row without a finite loss (default: {MAX_BAD_STEPS}); 0: never",
     )
-    group.add_argument(
-        "--stuck-after",
-        type=float,
-        metavar="SECONDS",
-        help="report a worker that hangs in the job's code for this long, with the stacks of its threads in "
-        f"its log (default: {STUCK_AFTER_S:.0f}), and kill it after ten times as long; 0: never",
+    add(
+        "--stuck-after SECONDS",
+        "report a worker that hangs in the job's code for this long, with the stacks of its threads in its "
+        f"log (default: {STUCK_AFTER_S:.0f}), and kill it after ten times as long; 0: never",
     )
-    group.add_argument(
-        "--chaos",
-        metavar="FAULTS",
-        help=f'inject faults while it trains, such as "{EXAMPLE}"; see the end of  manyhands train --help',
+    add(
+        "--chaos FAULTS",
+        f'inject faults during training, such as "{EXAMPLE}"; see the end of  manyhands train --help',
     )
     group.add_argument(
         "--debug",
@@ -168,26 +170,18 @@ def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--checkpoint-every",
-        type=int,
-        metavar="STEPS",
-        help="save every STEPS steps, in addition to after each epoch",
-    )
-    group.add_argument(
-        "--keep",
-        type=int,
-        metavar="N",
-        help="how many of the newest checkpoints to keep, besides the best (default: 3)",
+    add = partial(_add, group)
+    add("--checkpoint-every STEPS", "save every STEPS steps, besides after each epoch")
+    _add(
+        group, "--keep N", "how many checkpoints to keep, besides the best (default: the newest 3)"
     )
     group.add_argument(
         "--quiet", action="store_true", help="print only failures and one line at the end"
     )
-    group.add_argument(
-        "--control",
-        metavar="HOW",
-        help="how members connect to the coordinator: unix (default), tcp, or tcp://HOST:PORT; tcp is TLS "
-        "1.3 with mutual certificates; with --on env, the coordinator's address",
+    add(
+        "--control HOW",
+        "how members connect to the coordinator: unix (default), tcp, or tcp://HOST:PORT; tcp is TLS 1.3 "
+        "with mutual certificates; with --on env, the coordinator's address",
     )
     group.add_argument(
         "--trust-network",
@@ -217,35 +211,12 @@ def resolve_options(
         spec = fit_strategy(spec, cluster)
         resolved.sources["strategy"]["value"] = spec
     config = make_strategy(spec)
-    default = config.default_workers if cluster is None else default_workers(config, cluster)
-    workers = resolved.get("workers", default, number_or_range)
-    minimum, count = parse_workers(workers)
-    config.check(count)
-    if cluster is not None:
-        check_room(config, cluster, count, is_range=":" in str(workers))
-    elif not elsewhere and count > max(64, 8 * cores()):
-        raise UsageError(
-            f"--workers {count}: this machine has {cores()} cores; more than {max(64, 8 * cores())} "
-            "workers would only wait for each other."
-        )
+    minimum, count = _num_workers(resolved, config, cluster, elsewhere=elsewhere)
     # Hosts differ in their number of cores: 0 lets each host decide. Ray has to be asked for a number.
     share = 0 if cluster is not None else 1 if elsewhere else max(1, cores() // count)
-    threads = resolved.get("threads", share, int)
-    every = resolved.get("checkpoint_every", 0, int)
-    keep = resolved.get("keep", 3, int)
-    restarts = resolved.get("max_restarts", 3, int)
-    bad_steps = resolved.get("max_bad_steps", MAX_BAD_STEPS, int)
-    stuck_after = resolved.get("stuck_after", STUCK_AFTER_S, float)
-    for flag, value, least in (
-        ("threads", threads, min(1, share)),
-        ("keep", keep, 1),
-        ("checkpoint-every", every, 0),
-        ("max-restarts", restarts, 0),
-        ("max-bad-steps", bad_steps, 0),
-        ("stuck-after", stuck_after, 0),
-    ):
-        if value < least:
-            raise UsageError(f"--{flag} {value}: it must be at least {least}.")
+    threads = resolved.get("threads", share, int, least=min(1, share))
+    own_threads = resolved.sources["threads"]["from"] != "default"
+    stuck_after = resolved.get("stuck_after", STUCK_AFTER_S, float, least=0)
     device = resolved.get("device", "auto")
     check_device(device)
     return RunOptions(
@@ -256,16 +227,16 @@ def resolve_options(
         settings=settings,
         device=device,
         threads=threads,
-        shared_cores=_shared_cores(resolved, local=cluster is None and not elsewhere),
-        checkpoint_every=every,
-        keep=keep,
+        shared_cores=0 if own_threads or cluster is not None or elsewhere else cores(),
+        checkpoint_every=resolved.get("checkpoint_every", 0, int, least=0),
+        keep=resolved.get("keep", 3, int, least=1),
         min_workers=minimum,
-        max_restarts=restarts,
-        max_bad_steps=bad_steps,
-        stuck_after_s=0.0 if debug else stuck_after,  # someone is debugging
-        equal_shares=resolved.get("equal_shares", False, _yes_or_no),
+        max_restarts=resolved.get("max_restarts", 3, int, least=0),
+        max_bad_steps=resolved.get("max_bad_steps", MAX_BAD_STEPS, int, least=0),
+        stuck_after_s=0.0 if debug else stuck_after,  # a debugger stops the worker for any time
+        equal_shares=resolved.get("equal_shares", False, parse_bool),
         scaling=_scaling(resolved, config, count),
-        trust_network=resolved.get("trust_network", False, _yes_or_no),
+        trust_network=resolved.get("trust_network", False, parse_bool),
         chaos=_chaos(resolved.get("chaos", None), config, count),
         debug=debug,
     )
@@ -277,7 +248,7 @@ def fit_debug(arguments: argparse.Namespace) -> None:
         return
     for flag, value, allowed in (
         ("--strategy", arguments.strategy, ("single",)),
-        ("--workers", arguments.workers, (1,)),
+        ("--workers", arguments.workers, ("1",)),
         ("--on", arguments.on, ("local",)),
     ):
         if value is not None and value not in allowed:
@@ -288,27 +259,38 @@ def fit_debug(arguments: argparse.Namespace) -> None:
     arguments.strategy, arguments.workers, arguments.on = "single", 1, "local"
 
 
-def _shared_cores(resolved: Resolved, *, local: bool) -> int:
-    """Return the cores that workers of this machine share, if --threads is at its default; else 0."""
-    return cores() if local and resolved.sources["threads"]["from"] == "default" else 0
+def _num_workers(
+    resolved: Resolved, config: Strategy, cluster: ClusterSpec | None, *, elsewhere: bool
+) -> tuple[int, int]:
+    """Return the minimum number of workers, and the number at the start."""
+    default = config.default_workers if cluster is None else default_workers(config, cluster)
+    workers = resolved.get("workers", default, number_or_range)
+    minimum, count = parse_workers(workers)
+    config.check(count)
+    most = max(64, 8 * cores())
+    if cluster is not None:
+        check_room(config, cluster, count, is_range=":" in str(workers))
+    elif not elsewhere and count > most:
+        raise UsageError(
+            f"--workers {count}: this machine has {cores()} cores; more than {most} workers would only "
+            "wait for each other."
+        )
+    return minimum, count
 
 
 def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
     rule = resolved.get("scale_batch", NONE)
-    reference = resolved.get("scale_reference", workers, int)
-    warmup = resolved.get("scale_warmup", WARMUP, int)
+    reference = resolved.get("scale_reference", workers, int, least=1)
+    warmup = resolved.get("scale_warmup", WARMUP, int, least=0)
     sources = resolved.sources
-    if rule not in RULES:
-        raise UsageError(
-            f"--scale-batch {rule}: there is no such rule{closest(rule, RULES)} "
-            f"There are: {', '.join(RULES)}."
-        )
-    for name, value, least in (("scale-reference", reference, 1), ("scale-warmup", warmup, 0)):
-        if value < least:
-            raise UsageError(f"--{name} {value}: it must be at least {least}.")
-        if rule == NONE and sources[name.replace("-", "_")]["from"] == f"--{name}":
+    check_choice("--scale-batch", rule, RULES)
+    for flag, name in (
+        ("--scale-reference", "scale_reference"),
+        ("--scale-warmup", "scale_warmup"),
+    ):
+        if rule == NONE and sources[name]["from"] == flag:
             raise UsageError(
-                f"--{name} {value}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
+                f"{flag} {sources[name]['value']}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
                 f"--scale-batch {SQRT}."
             )
     if rule != NONE and not config.updates_whole_batches:
@@ -355,13 +337,6 @@ def parse_workers(text: int | str) -> tuple[int, int]:
             f"--workers {text}: MIN must be at least 1, and MAX at least MIN, such as 2:4."
         )
     return least, count
-
-
-def _yes_or_no(text: str) -> bool:
-    """Parse a boolean environment variable."""
-    if text.lower() not in ("1", "true", "yes", "0", "false", "no"):
-        raise ValueError(text)
-    return text.lower() in ("1", "true", "yes")
 
 
 def parse_set(pairs: Sequence[str]) -> dict[str, str]:

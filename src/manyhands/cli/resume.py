@@ -20,7 +20,7 @@ from manyhands.cli.options import (
 from manyhands.cli.where import MEANT_FOR, RayCluster, ResolvedCluster, find_cluster, leading
 from manyhands.compute.schedule import SCHEDULES
 from manyhands.coordinator.run import train
-from manyhands.errors import RunFolderError, UsageError, closest
+from manyhands.errors import CheckpointError, UsageError, check_choice
 from manyhands.events import make_console
 from manyhands.job import job_of_run
 from manyhands.runs import checkpoints
@@ -66,21 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
     folder = RunFolder.open(arguments.run_folder)
     folder.lock()  # before anything changes: another process may be training in it
     try:
-        return _resume(folder, arguments, cluster)
+        if not _is_done(folder, arguments):
+            return _resume(folder, arguments, cluster)
     finally:
         folder.unlock()
+    print(
+        f"{folder.path} is already finished. To train longer, set the total number of epochs: "
+        f"manyhands resume {folder.path} --set epochs=N  (with a learning rate schedule, also "
+        "--schedule stretch, restart or keep)"
+    )
+    return 0
 
 
 def _resume(
     folder: RunFolder, arguments: argparse.Namespace, cluster: ResolvedCluster | RayCluster | None
 ) -> int:
-    if _is_done(folder, arguments):
-        print(
-            f"{folder.path} is already finished. To train longer, set the total number of epochs: "
-            f"manyhands resume {folder.path} --set epochs=N  (with a learning rate schedule, also "
-            "--schedule stretch, restart or keep)"
-        )
-        return 0
     config = folder.config
     job = job_of_run(config, folder.path)
     if (warning := folder.owner_warning()) is not None:
@@ -90,14 +90,7 @@ def _resume(
         raise UsageError(
             "--set seed: a run keeps its seed, since the order of its samples depends on it."
         )
-    resolved = Resolved(arguments, config["options"])
-    for flag in ("chaos", "on", *MEANT_FOR):
-        resolved.forget(flag)  # not kept from the last start
-    before = config["options"].get("on", {}).get("value", "local")
-    if (resolved.get("on", "local"), before) != ("local", "local"):
-        resolved.forget("control")  # an address on hosts that may have changed
-    if arguments.strategy is not None:
-        resolved.forget("workers")  # a new strategy has its own default
+    resolved = _resolve(arguments, config["options"])
     options = resolve_options(
         resolved,
         job=job.anywhere,
@@ -106,7 +99,9 @@ def _resume(
         elsewhere=cluster is not None,
         debug=arguments.debug,
     )
-    options = replace(options, schedule=_schedule(arguments.schedule))
+    if arguments.schedule is not None:
+        check_choice("--schedule", arguments.schedule, SCHEDULES)
+        options = replace(options, schedule=arguments.schedule)
     checkpoint, complaints = _choose_checkpoint(folder, arguments.checkpoint)
     if checkpoint is None:
         options = replace(options, init_from=init_from.noted(config))
@@ -132,6 +127,19 @@ def _resume(
         )
 
 
+def _resolve(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Resolved:
+    """Take the options of the last start, except those that this start must choose anew."""
+    resolved = Resolved(arguments, options)
+    for flag in ("chaos", "on", *MEANT_FOR):
+        resolved.forget(flag)
+    before = options.get("on", {}).get("value", "local")
+    if (resolved.get("on", "local"), before) != ("local", "local"):
+        resolved.forget("control")  # an address on hosts that may have changed
+    if arguments.strategy is not None:
+        resolved.forget("workers")  # a new strategy has its own default
+    return resolved
+
+
 def _notes(
     config: Mapping[str, Any],
     path: Path,
@@ -149,15 +157,6 @@ def _notes(
         yield f"There is no checkpoint yet: training starts from the beginning{source}."
 
 
-def _schedule(schedule: str | None) -> str:
-    if schedule is not None and schedule not in SCHEDULES:
-        raise UsageError(
-            f"--schedule {schedule}: there is no such option{closest(schedule, SCHEDULES)} "
-            f"There are: {', '.join(SCHEDULES)}."
-        )
-    return schedule or ""
-
-
 def _is_done(folder: RunFolder, arguments: argparse.Namespace) -> bool:
     summary = folder.summary
     if summary is None or summary.get("outcome") not in ("finished", "early-stopped"):
@@ -171,10 +170,8 @@ def _choose_checkpoint(
     """Return the checkpoint to resume from, and what is wrong with newer ones."""
     if checkpoint is None:
         return checkpoints.last_intact(folder.path)
-    name = checkpoint.removeprefix("checkpoints/")
-    available = [f"step-{step}" for step in checkpoints.steps(folder.path)]
-    if name not in available:
-        raise RunFolderError(
-            f"There is no checkpoint {checkpoint}. There are: {', '.join(available)}."
-        )
-    return checkpoints.verify(folder.path / "checkpoints" / name), []
+    name = checkpoint.removeprefix("checkpoints/").removeprefix("step-")
+    try:
+        return checkpoints.choose(folder.path, name), []
+    except CheckpointError as error:
+        raise UsageError(f"--checkpoint {checkpoint}: {error}") from error

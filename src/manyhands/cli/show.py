@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.digest import DONE, TRAINS, Digest, digest, dump
+from manyhands.cli.digest import DONE, TRAINS, Digest, digest
 from manyhands.errors import RunFolderError
 from manyhands.events.history import BARS, PLAIN_BARS, sparkline
 from manyhands.events.text import direction
 from manyhands.events.units import clean, count, duration, figure, plural
+from manyhands.runs.files import dump_json
 from manyhands.runs.folder import RunFolder
 
 HELP = "show one run: best checkpoint, curves, lost members"
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         ) from None
     if arguments.json:
         curves = {"loss": known.history.losses, "eval": known.history.curves}
-        print(dump({**known.to_dict(), "curves": curves}))
+        print(dump_json({**known.to_dict(), "curves": curves}))
         return 0
     print(clean(str(known.path)))
     rows = list(_rows(known, bars=_bars()))

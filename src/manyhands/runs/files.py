@@ -17,9 +17,14 @@ RENAME_EXCHANGE = 2
 """Flag of renameat2 (Linux 3.15, glibc 2.28), which Python does not wrap."""
 
 
+def dump_json(value: Any) -> str:
+    """Return indented JSON, with null for NaN and infinities."""
+    return json.dumps(jsonable(value), indent=2, allow_nan=False)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write JSON atomically: a reader sees the old file or the new one, never half of one."""
-    text = json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n"
+    text = dump_json(value) + "\n"
     beside = path.with_name(f".{path.name}.new")
     with open(beside, "w", opener=opened_here) as file:
         file.write(text)

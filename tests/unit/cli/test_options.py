@@ -90,7 +90,9 @@ def test_trust_is_a_flag_that_the_run_remembers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "yes")
     assert options()[0].trust_network is True
     monkeypatch.setenv("MANYHANDS_TRUST_NETWORK", "perhaps")
-    with pytest.raises(UsageError, match="MANYHANDS_TRUST_NETWORK=perhaps is not valid"):
+    with pytest.raises(
+        UsageError, match="MANYHANDS_TRUST_NETWORK=perhaps: it must be true or false"
+    ):
         options()
 
 
@@ -120,7 +122,7 @@ def test_the_batch_is_scaled_by_a_rule_and_from_the_workers_of_the_first_start()
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--scale-batch", "liner"], "did you mean 'linear'. There are: none, linear, sqrt"),
+        (["--scale-batch", "liner"], "one of none, linear, sqrt; did you mean 'linear'"),
         (["--scale-batch", "sqrt", "--scale-warmup", "-1"], "--scale-warmup -1: it must be at le"),
         (["--scale-batch", "sqrt", "--scale-reference", "0"], "--scale-reference 0: it must be a"),
         (["--scale-warmup", "5"], "--scale-warmup 5: nothing is scaled. Add  --scale-batch linear"),

@@ -107,7 +107,7 @@ def test_a_run_of_another_user_says_whose_code_will_run(
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"warning: {run.path} was made by {owner}, not by you")
     assert first.endswith(f"its job file is code, and is run as you: {job}")
-    assert second.startswith("error: There is no checkpoint step-9")
+    assert second == f"error: --checkpoint step-9: {run.path} has no checkpoint."
 
 
 def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:
