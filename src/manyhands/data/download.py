@@ -28,9 +28,12 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING
 
 from manyhands.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 CHUNK_BYTES = 1 << 16
 LOCK_NAME = ".lock"
@@ -115,7 +118,7 @@ def _lock(folder: Path, title: str, timeouts: DownloadTimeouts) -> Iterator[tupl
                 break
             except BlockingIOError:
                 if not waited:
-                    _say(f"Waiting for another process that downloads {title} into {folder}")
+                    _print(f"Waiting for another process that downloads {title} into {folder}")
                 waited = True
             if time.monotonic() > deadline:
                 raise DataError(
@@ -143,13 +146,19 @@ def _fetch_missing(
 ) -> None:
     if not files:
         return
-    with _progress() as progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    name = TextColumn("{task.description}")
+    columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    terminal = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=not terminal) as bars:
         for file in files:
             failures = []
             for mirror in mirrors:
                 url = f"{mirror.rstrip('/')}/{file.name}"
                 try:
-                    _fetch_one(url, file, folder, progress, timeouts)
+                    _fetch_one(url, file, folder, bars, timeouts)
                     break
                 except _MirrorFailed as error:
                     failures.append(f"  {url}: {error}")
@@ -159,11 +168,14 @@ def _fetch_missing(
 
 
 def _fetch_one(
-    url: str, file: RemoteFile, folder: Path, progress: _Progress, timeouts: DownloadTimeouts
+    url: str, file: RemoteFile, folder: Path, bars: Progress, timeouts: DownloadTimeouts
 ) -> None:
+    """Download a file with a progress bar on a terminal, or a line in a log file; both on stderr."""
     # A fixed name: the lock allows one writer, and the file of a killed process is overwritten.
     part = folder / f"{file.name}.part"
-    progress.start(url, file)
+    if bars.disable:
+        _print(f"Downloading {url} ({file.num_bytes / 1e6:.1f} MB)")
+    task = bars.add_task(file.name, total=file.num_bytes)
     digest = hashlib.sha256()
     num_bytes = 0
     try:
@@ -172,7 +184,7 @@ def _fetch_one(
                 digest.update(chunk)
                 num_bytes += len(chunk)
                 out.write(chunk)
-                progress.advance(len(chunk))
+                bars.advance(task, len(chunk))
         if num_bytes != file.num_bytes:
             raise _MirrorFailed(f"expected {file.num_bytes:,} bytes, and got {num_bytes:,}")
         if digest.hexdigest() != file.sha256:
@@ -200,54 +212,16 @@ def _read(url: str, file: RemoteFile, timeouts: DownloadTimeouts) -> Iterator[by
     except urllib.error.HTTPError as error:
         with error:
             raise _MirrorFailed(f"HTTP {error.code} {error.reason}") from error
-    except TimeoutError as error:
-        raise _MirrorFailed(f"no answer within {timeouts.answer_s:g} s") from error
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, TimeoutError):
-            raise _MirrorFailed(f"no answer within {timeouts.answer_s:g} s") from error
-        raise _MirrorFailed(str(error.reason)) from error
+    except (TimeoutError, urllib.error.URLError) as error:
+        reason = getattr(error, "reason", error)  # a URLError may wrap a timeout
+        if isinstance(reason, TimeoutError):
+            reason = f"no answer within {timeouts.answer_s:g} s"
+        raise _MirrorFailed(str(reason)) from error
     except (OSError, http.client.HTTPException) as error:
         raise _MirrorFailed(f"{type(error).__name__}: {error}") from error
 
 
-class _Progress(Protocol):
-    def start(self, url: str, file: RemoteFile) -> None: ...
-
-    def advance(self, num_bytes: int) -> None: ...
-
-
-class _Lines:
-    """Progress for a log file: one line when a download starts."""
-
-    def start(self, url: str, file: RemoteFile) -> None:
-        _say(f"Downloading {url} ({file.num_bytes / 1e6:.1f} MB)")
-
-    def advance(self, num_bytes: int) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[_Progress]:
-    """Show one bar per file on a terminal, plain lines elsewhere; both on stderr."""
-    if not sys.stderr.isatty():
-        yield _Lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    class Bars:
-        def start(self, url: str, file: RemoteFile) -> None:
-            self.task = bars.add_task(file.name, total=file.num_bytes)
-
-        def advance(self, num_bytes: int) -> None:
-            bars.advance(self.task, num_bytes)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bars:
-        yield Bars()
-
-
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     # One write per line, so that lines of processes that share a log do not mix.
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

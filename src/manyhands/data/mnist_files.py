@@ -76,6 +76,10 @@ def mnist(split: Literal["train", "test"], folder: str | os.PathLike[str] | None
     if split not in STEMS:
         near = closest(str(split), STEMS)
         raise UsageError(f'mnist({split!r}): the split is "train" or "test"{near}')
+    import torch
+
+    from manyhands.data.arrays import Arrays
+
     images_path, labels_path = _locate(split, folder)
     images = read_idx(images_path, item_shape=(SIDE, SIDE))
     labels = read_idx(labels_path, item_shape=())
@@ -89,14 +93,6 @@ def mnist(split: Literal["train", "test"], folder: str | os.PathLike[str] | None
             f"{labels_path}: expected labels from 0 to {NUM_CLASSES - 1}, and found "
             f"{labels.max()}. {_replace(labels_path)}"
         )
-    return _as_arrays(images, labels)
-
-
-def _as_arrays(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Arrays:
-    import torch
-
-    from manyhands.data.arrays import Arrays
-
     # In place: a second copy of the training images would take another 188 MB in every worker.
     pixels = torch.from_numpy(images.astype("float32")).div_(255).sub_(MEAN).div_(STD)
     return Arrays(pixels.unsqueeze(1), torch.from_numpy(labels.astype("int64")))

@@ -55,7 +55,7 @@ def count_words(
     for text, at, limit, ended in pieces(path, start, stop):
         text.done = table.count(text.bytes, at, limit, ended=ended)
     total: Counter[str] = Counter()
-    for word, count in zip(table.words(), table.counts.tolist(), strict=False):
+    for word, count in zip(table.words(), table.entries.counts.tolist(), strict=False):
         total[decoded(word, path)] = count
     return total
 
@@ -149,11 +149,6 @@ class Vocabulary:
         table: NDArray[np.uint64] = alias_table(self.counts.astype(np.float64) ** power)
         return table
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Vocabulary):
-            return NotImplemented
-        return self.words == other.words and np.array_equal(self.counts, other.counts)
-
 
 def encode(
     path: str | os.PathLike[str], vocabulary: Vocabulary, target: str | os.PathLike[str]
@@ -169,10 +164,7 @@ def encode(
         for text, at, _, ended in pieces(Path(path), 0, None):
             # A word takes at least one byte and a space; a sentence end has a newline.
             ids = np.empty(len(text.bytes) + 2, dtype=np.int32)
-            text.done, count = encode_block(
-                *(text.bytes, at, ended, table.slots, table.hashes, table.starts, table.letters),
-                *(ids, line),
-            )
+            text.done, count = encode_block(text.bytes, at, ended, table.entries, ids, line)
             num_words += int(np.count_nonzero(ids[:count] >= 0))
             file.write(ids[:count].tobytes())
     return num_words

@@ -7,9 +7,10 @@ import gzip
 import lzma
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,12 +23,16 @@ BLOCK_BYTES = 4 << 20
 MAX_WORD_BYTES = 1 << 20
 """A longer word is not text, and would have to be in memory as a whole."""
 
-UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz"}
-"""By suffix: the command that decompresses the file."""
+COMPRESSIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    ".gz": (gzip.open, "gunzip"),
+    ".bz2": (bz2.open, "bunzip2"),
+    ".xz": (lzma.open, "unxz"),
+}
+"""By suffix: the function that opens the file, and the command that decompresses it."""
 
 
-def is_compressed(path: str | os.PathLike[str]) -> bool:
-    return Path(path).suffix in UNPACKERS
+def is_compressed(path: Path) -> bool:
+    return path.suffix in COMPRESSIONS
 
 
 def check_readable(path: Path) -> None:
@@ -64,7 +69,7 @@ class TextPiece:
 def pieces(path: Path, start: int, stop: int | None) -> Iterator[tuple[TextPiece, int, int, bool]]:
     """Yield pieces of the text: (piece, start, limit for beginnings of words, whether it is the last).
 
-    What the caller leaves undone, a word without its end, comes again at the start of the next piece.
+    The bytes after `piece.done`, an unfinished word, are repeated at the start of the next piece.
     """
     from manyhands.data.text_scan import between_words
 
@@ -120,23 +125,13 @@ def decoded(word: bytes, path: Path) -> str:
         ) from error
 
 
-def _open(path: Path) -> Any:
-    match path.suffix:
-        case ".gz":
-            return gzip.open(path, "rb")
-        case ".bz2":
-            return bz2.open(path, "rb")
-        case ".xz":
-            return lzma.open(path, "rb")
-        case _:
-            return open(path, "rb", buffering=0)
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file and decompress it. Errors of compression are raised as DataError."""
+    plain: Callable[..., Any] = partial(open, buffering=0)
+    opener = COMPRESSIONS[path.suffix][0] if is_compressed(path) else plain
     try:
-        with _open(path) as file:
+        with opener(path, "rb") as file:
             yield file
     except EOFError as error:
         raise DataError(
@@ -149,7 +144,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def unpacking(path: Path) -> str:
-    return f"{UNPACKERS[path.suffix]} -k {path}"
+    """Return the command that decompresses a file."""
+    return f"{COMPRESSIONS[path.suffix][1]} -k {path}"
 
 
 @contextmanager

@@ -10,8 +10,7 @@ Spaces are those of str.split(), in UTF-8.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -25,16 +24,30 @@ _fast = njit(cache=True, nogil=True)
 _inline = njit(cache=True, nogil=True, inline="always")
 
 
-@dataclass
+class Entries(NamedTuple):
+    """The arrays of a word table, in a form that numba takes as one argument."""
+
+    slots: NDArray[np.int32]
+    hashes: NDArray[np.uint64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    letters: NDArray[np.uint8]
+    used: NDArray[np.int64]
+    """Number of entries, in an array of one."""
+
+
 class WordTable:
     """Words and their counts, in the order of first occurrence."""
 
-    slots: NDArray[np.int32] = field(default_factory=lambda: np.full(1 << 12, -1, np.int32))
-    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(1 << 11, np.uint64))
-    starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((1 << 11) + 1, np.int64))
-    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1 << 11, np.int64))
-    letters: NDArray[np.uint8] = field(default_factory=lambda: np.empty(1 << 16, np.uint8))
-    used: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    def __init__(self) -> None:
+        self.entries = Entries(
+            slots=np.full(1 << 12, -1, np.int32),
+            hashes=np.empty(1 << 11, np.uint64),
+            starts=np.zeros((1 << 11) + 1, np.int64),
+            counts=np.zeros(1 << 11, np.int64),
+            letters=np.empty(1 << 16, np.uint8),
+            used=np.zeros(1, np.int64),
+        )
 
     @classmethod
     def of(cls, words: Iterable[str]) -> WordTable:
@@ -45,38 +58,33 @@ class WordTable:
         return table
 
     def count(self, text: NDArray[np.uint8], start: int, limit: int, *, ended: bool) -> int:
-        """Count the words that begin in [start, limit). Returns where the first word without an end begins.
-        Count the words that begin in [start, limit). Returns where the first word without an end begins."""
+        """Count the words that begin in [start, limit). Returns the position at the end.
+
+        If `ended` is false, the text continues: a word at its very end is not counted, and its position is
+        returned.
+        """
         while True:
-            start, full = _count(
-                text,
-                start,
-                limit,
-                ended,
-                self.slots,
-                self.hashes,
-                self.starts,
-                self.counts,
-                self.letters,
-                self.used,
-            )
+            start, full = _count(text, start, limit, ended, self.entries)
             if not full:
                 return int(start)
             self._grow(len(text))
 
     def words(self) -> list[bytes]:
-        letters, edges = self.letters.tobytes(), self.starts.tolist()
-        return [letters[edges[i] : edges[i + 1]] for i in range(int(self.used[0]))]
+        letters, edges = self.entries.letters.tobytes(), self.entries.starts.tolist()
+        return [letters[edges[i] : edges[i + 1]] for i in range(int(self.entries.used[0]))]
 
     def _grow(self, more: int) -> None:
-        size = 2 * len(self.hashes)
-        self.hashes = np.resize(self.hashes, size)
-        self.starts = np.resize(self.starts, size + 1)
-        self.counts = np.resize(self.counts, size)
-        room = max(2 * len(self.letters), len(self.letters) + more)
-        self.letters = np.resize(self.letters, room)
-        self.slots = np.full(2 * size, -1, np.int32)
-        _place(self.slots, self.hashes, int(self.used[0]))
+        _, hashes, starts, counts, letters, used = self.entries
+        size = 2 * len(hashes)
+        self.entries = Entries(
+            slots=np.full(2 * size, -1, np.int32),
+            hashes=np.resize(hashes, size),
+            starts=np.resize(starts, size + 1),
+            counts=np.resize(counts, size),
+            letters=np.resize(letters, max(2 * len(letters), len(letters) + more)),
+            used=used,
+        )
+        _fill_slots(self.entries)
 
 
 @_fast
@@ -129,10 +137,22 @@ def _word_at(text: NDArray[np.uint8], at: int) -> Any:
 
 
 @_inline
-def _find(
-    text: Any, begin: int, end: int, key: Any, slots: Any, hashes: Any, starts: Any, letters: Any
-) -> Any:
-    """Return the slot of a word: its own, or the empty one where it would be."""
+def _next_word(text: NDArray[np.uint8], at: int) -> Any:
+    """Return the start of the next word (or the end of the text), and whether a newline precedes it."""
+    newline = False
+    while at < len(text):
+        size = space_at(text, at)
+        if size == 0:
+            break
+        newline = newline or text[at] == 10
+        at += size
+    return at, newline
+
+
+@_inline
+def _find(text: Any, begin: int, end: int, key: Any, table: Any) -> Any:
+    """Return the slot of a word: its own, or the empty one for it."""
+    slots, hashes, starts, _, letters, _ = table
     mask = len(slots) - 1
     slot = np.int64(key) & mask
     while slots[slot] >= 0:
@@ -149,10 +169,11 @@ def _find(
 
 
 @_fast
-def _place(slots: NDArray[np.int32], hashes: NDArray[np.uint64], used: int) -> None:
+def _fill_slots(table: Entries) -> None:
+    slots = table.slots
     mask = len(slots) - 1
-    for entry in range(used):
-        slot = np.int64(hashes[entry]) & mask
+    for entry in range(table.used[0]):
+        slot = np.int64(table.hashes[entry]) & mask
         while slots[slot] >= 0:
             slot = (slot + 1) & mask
         slots[slot] = entry
@@ -160,27 +181,18 @@ def _place(slots: NDArray[np.int32], hashes: NDArray[np.uint64], used: int) -> N
 
 @_fast
 def _count(
-    text: NDArray[np.uint8],
-    at: int,
-    limit: int,
-    ended: bool,
-    slots: NDArray[np.int32],
-    hashes: NDArray[np.uint64],
-    starts: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    letters: NDArray[np.uint8],
-    used: NDArray[np.int64],
+    text: NDArray[np.uint8], at: int, limit: int, ended: bool, table: Entries
 ) -> tuple[int, bool]:
-    """Return where it stopped, and whether it stopped because the table is full."""
-    while at < limit:
-        size = space_at(text, at)
-        if size > 0:
-            at += size
-            continue
+    """Count words. Returns the position at the end, and whether it stopped because the table is full."""
+    slots, hashes, starts, counts, letters, used = table
+    while True:
+        at, _ = _next_word(text, at)
+        if at >= limit:
+            return at, False
         end, key = _word_at(text, at)
         if end == len(text) and not ended:
             return at, False
-        slot = _find(text, at, end, key, slots, hashes, starts, letters)
+        slot = _find(text, at, end, key, table)
         entry = np.int64(slots[slot])
         if entry < 0:
             entry = used[0]
@@ -196,7 +208,6 @@ def _count(
             used[0] += 1
         counts[entry] += 1
         at = end
-    return at, False
 
 
 @_fast
@@ -204,30 +215,26 @@ def encode_block(
     text: NDArray[np.uint8],
     at: int,
     ended: bool,
-    slots: NDArray[np.int32],
-    hashes: NDArray[np.uint64],
-    starts: NDArray[np.int64],
-    letters: NDArray[np.uint8],
+    table: Entries,
     ids: NDArray[np.int32],
     line: NDArray[np.int64],
 ) -> tuple[int, int]:
     """Fill `ids` with the entries of known words. Returns the position in the text, and the number of ids.
 
-    `line` keeps state between calls: whether a newline came since the last word, and whether any word was
-    written before it. So a sentence end (-1) is written only between two words.
+    `line` keeps state between calls: whether there was a newline since the last word, and whether any word
+    was written before it. So a sentence end (-1) is written only between two words.
     """
     count = 0
-    while at < len(text):
-        size = space_at(text, at)
-        if size > 0:
-            if text[at] == 10:
-                line[0] = 1
-            at += size
-            continue
+    while True:
+        at, newline = _next_word(text, at)
+        if newline:
+            line[0] = 1
+        if at == len(text):
+            break
         end, key = _word_at(text, at)
         if end == len(text) and not ended:
             break
-        entry = slots[_find(text, at, end, key, slots, hashes, starts, letters)]
+        entry = table.slots[_find(text, at, end, key, table)]
         if entry >= 0:
             if line[0] and line[1]:
                 ids[count] = -1
