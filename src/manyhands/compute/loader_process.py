@@ -1,6 +1,6 @@
 """The program of a loader process: `python -m manyhands.compute.loader_process`, started by loaders.py.
 
-It builds the job's data set, and then loads whatever batch it is asked for, until the worker is gone.
+Builds the job's data set, then loads the requested batches until the worker closes the socket.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def main(link: socket.socket) -> None:
         seed_loading(job.seed, "data")
         built = (job, job.data())
     except Exception as error:
-        built = error  # the first batch tells
+        built = error  # reported with the first batch
     while True:
         epoch, indices = receive(link)
         try:
             send(link, _answer(built, epoch, indices))
         except OSError:
             raise
-        except Exception as error:  # a batch that can't be pickled: nothing of it was sent
+        except Exception as error:  # the batch can't be pickled, and nothing of it was sent
             send(link, _failed(error))
 
 
@@ -59,17 +59,14 @@ def _answer(
 
 
 def _failed(error: Exception) -> tuple[str, Any, str]:
-    return FAILED, _sendable(error), "".join(traceback.format_exception(error))
-
-
-def _sendable(error: Exception) -> Exception:
+    trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return FAILED, RuntimeError(f"{type(error).__name__}: {error}"), trace
+    return FAILED, error, trace
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, ConnectionError):  # the worker is gone, or has enough
+    with suppress(EOFError, ConnectionError):  # the worker has ended, or needs no more batches
         main(socket.socket(fileno=int(sys.argv[1])))

@@ -5,9 +5,9 @@
     thread: (epoch, indices)  -- socket pair -->    gather
             batch             <-- socket pair --    pickle; tensors in an anonymous file (memfd)
 
-A thread of the worker owns each process: it starts it, asks it for one batch at a time, and starts another
-if it is killed; the batch is then loaded again. There is nothing with a name (no semaphore, no socket file,
-no temporary folder), so nothing is left behind, however the worker ends.
+Each process belongs to a thread of the worker, which starts it, requests one batch at a time and, if the
+process is killed, starts another one and loads the batch again. Nothing has a name (no semaphore, no socket
+file, no temporary folder), so nothing is left behind, however the worker ends.
 
 Cost: one copy of each batch, in the loader process; the worker maps it.
 """
@@ -17,17 +17,16 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import queue
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import _RemoteTraceback  # what shows tracebacks knows it
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import _RemoteTraceback  # known to code that prints tracebacks
 from contextlib import suppress
-from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
@@ -35,22 +34,14 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import LoaderLost
-from manyhands.threads import fail_process, start_thread
 
 MAX_TRIES = 3
 """Attempts to load a batch before it counts as the cause of the kills."""
 END_S = 1.0
-"""Grace period for a process that is told to end."""
+"""Grace period for a process to end."""
 ALIGN = 64
 BATCH, FAILED = "batch", "failed"
 _SIZES = struct.Struct("!QQ")
-
-
-@dataclass
-class Task:
-    epoch: int
-    indices: list[int]
-    future: Future[Any] = field(default_factory=Future)
 
 
 class Loaders:
@@ -68,23 +59,18 @@ class Loaders:
         self.ahead = 2 * processes
         self._job = (reference, dict(settings))
         self._notice = notice
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._processes: list[LoaderProcess | None] = [None] * processes
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="loader")
+        self._processes: dict[int, LoaderProcess] = {}
+        """By thread."""
         self._closed = False
-        self._threads = [
-            start_thread(self._serve, number, name=f"loader-{number}", on_error=fail_process)
-            for number in range(processes)
-        ]
 
     @property
     def pids(self) -> list[int]:
         """Processes that were started so far."""
-        return [process.pid for process in self._processes if process is not None]
+        return [process.pid for process in list(self._processes.values())]
 
     def submit(self, epoch: int, indices: Tensor) -> Future[Any]:
-        task = Task(epoch, indices.tolist())
-        self._tasks.put(task)
-        return task.future
+        return self._threads.submit(self._load, epoch, indices.tolist())
 
     def write_stacks(self) -> None:
         """Write the stacks of every loader process to the worker's log."""
@@ -94,54 +80,40 @@ class Loaders:
 
     def close(self) -> None:
         self._closed = True
-        for process in self._processes:
-            self._tasks.put(None)
-            if process is not None:
-                process.kill()
-        for thread in self._threads:
-            thread.join(END_S)
+        for process in list(self._processes.values()):
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes.values():
+            process.end()
 
-    def _serve(self, number: int) -> None:
-        """Run one process, from its first batch on. In a thread that ends with it."""
-        try:
-            while (task := self._tasks.get()) is not None:
-                if not self._closed and task.future.set_running_or_notify_cancel():
-                    self._load(number, task)
-        finally:
-            if (process := self._processes[number]) is not None:
-                process.end()
-
-    def _load(self, number: int, task: Task) -> None:
+    def _load(self, epoch: int, indices: Sequence[int]) -> Any:
+        """Load a batch with the process of this thread. Raises what the job raised."""
+        thread = threading.get_ident()
         for left in reversed(range(MAX_TRIES)):
-            process = self._processes[number]
+            process = self._processes.get(thread)
             if process is None:
-                process = self._processes[number] = LoaderProcess(*self._job)
+                process = self._processes[thread] = LoaderProcess(*self._job)
+            if self._closed:  # after close() has killed the processes that it knew
+                process.kill()
             try:
-                kind, value, trace = process.ask(task.epoch, task.indices)
+                kind, value, trace = process.ask(epoch, indices)
             except (OSError, EOFError):
-                self._processes[number] = None
+                del self._processes[thread]
                 how = process.end()
                 if self._closed:
-                    return
+                    raise
                 if left:
                     self._notice(f"a loader process {how}; another one loads its batch again")
-                    continue
-                error = LoaderLost(
-                    f"A loader process {how}, {MAX_TRIES} times in a row with the same batch. When memory "
-                    "runs out, the kernel kills processes: use fewer of them "
-                    "(--set loader_processes=N), smaller batches, or a data set that needs less memory."
-                )
-                task.future.set_exception(error)
-                return
-            except BaseException as error:  # what came does not unpickle here
-                task.future.set_exception(error)
-                return
-            if kind == BATCH:
-                task.future.set_result(value)
-            else:
+                continue
+            if kind == FAILED:
                 value.__cause__ = _RemoteTraceback(trace)  # type: ignore[arg-type]
-                task.future.set_exception(value)
-            return
+                raise value
+            return value
+        raise LoaderLost(
+            f"A loader process {how}, {MAX_TRIES} times in a row with the same batch. When memory runs out, "
+            "the kernel kills processes: use fewer of them (--set loader_processes=N), smaller batches, or a "
+            "data set that needs less memory."
+        )
 
 
 class LoaderProcess:
@@ -157,15 +129,15 @@ class LoaderProcess:
             )
         self._socket = ours
         self.pid = self._process.pid
-        with suppress(OSError):  # it has ended: the first batch tells
+        with suppress(OSError):  # it has ended: ask() will fail
             send(ours, (reference, dict(settings), os.getpid(), sys.path))
 
     def ask(self, epoch: int, indices: Sequence[int]) -> tuple[str, Any, str]:
         """Return BATCH and a batch; or FAILED, the exception that the job raised, and its traceback. Raises
         OSError or EOFError if the process is gone."""
         send(self._socket, (epoch, list(indices)))
-        kind, value, trace = receive(self._socket)
-        return kind, value, trace
+        answer: tuple[str, Any, str] = receive(self._socket)
+        return answer
 
     def kill(self) -> None:
         self._process.kill()
@@ -184,16 +156,16 @@ class LoaderProcess:
         )
 
 
-# Batches on their way ---------------------------------------------------------------------------
+# Messages between worker and loader process -----------------------------------------------------
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that leaves out the bytes of tensors, which travel separately."""
+    """A pickler that leaves out the bytes of tensors, which are sent separately."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or not _is_plain(obj):
             return NotImplemented
-        # Dense ones keep their strides, as those of channels_last.
+        # Dense tensors keep their strides, such as those of channels_last.
         order = sorted(range(obj.dim()), key=lambda d: obj.stride(d), reverse=True)
         laid_out = obj.permute(order).contiguous()
         raw: Any = laid_out.reshape(-1).view(torch.uint8).numpy()
@@ -201,15 +173,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    usual = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return usual and not (
-        tensor.requires_grad
-        or tensor.is_complex()
-        or tensor.is_quantized
-        or tensor.is_neg()
-        or not tensor.numel()
-        or vars(tensor)
-    )
+    usual = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() > 0
+    special = tensor.is_complex() or tensor.is_quantized or tensor.is_neg() or vars(tensor)
+    return usual and not special and not tensor.requires_grad
 
 
 def _tensor(raw: Any, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]) -> Tensor:
@@ -233,7 +199,7 @@ def send(to: socket.socket, value: Any) -> None:
     try:
         os.ftruncate(file, end)
         for piece, (start, size) in zip(pieces, places, strict=True):
-            # Faster than through a map of our own, of which each page would have to be made first.
+            # Faster than a mapping, which would fault on every page first.
             while size:
                 written = os.pwrite(file, piece, start)
                 piece, start, size = piece[written:], start + written, size - written
@@ -248,7 +214,7 @@ def receive(link: socket.socket) -> Any:
     try:
         length, nbytes = _SIZES.unpack(first + _read(link, _SIZES.size - len(first)))
         places, data = pickle.loads(_read(link, length))
-        # All pages at once, here in the thread that fetches: the one that trains finds them there.
+        # Fault all pages in now, in this thread, and not later in the one that trains.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         whole = memoryview(mmap.mmap(files[0], nbytes, flags) if nbytes else b"")
     finally:
@@ -258,10 +224,10 @@ def receive(link: socket.socket) -> Any:
 
 
 def _read(link: socket.socket, nbytes: int) -> bytes:
-    room = bytearray(nbytes)
-    view = memoryview(room)
+    data = bytearray(nbytes)
+    view = memoryview(data)
     while view:
         if not (got := link.recv_into(view)):
             raise EOFError("the other side is gone")
         view = view[got:]
-    return bytes(room)
+    return bytes(data)
