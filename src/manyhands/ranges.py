@@ -28,7 +28,7 @@ class Ranges:
         return list(self._ranges)
 
     def add(self, piece: Range) -> None:
-        """Put in a range none of which is in yet."""
+        """Add a range that is disjoint from the set."""
         start, stop = piece
         if start >= stop:
             return
@@ -41,7 +41,7 @@ class Ranges:
         self._ranges = [*before, (start, stop), *after]
 
     def remove(self, piece: Range) -> None:
-        """Take out a range all of which is in."""
+        """Remove a range that is completely in the set."""
         start, stop = piece
         if start >= stop:
             return
@@ -51,10 +51,10 @@ class Ranges:
                 right = [(stop, high)] if stop < high else []
                 self._ranges[index : index + 1] = left + right
                 return
-        raise AssertionError(f"{piece} is not all in {self._ranges}")
+        raise AssertionError(f"{piece} is not completely in {self._ranges}")
 
     def take(self, count: int) -> list[Range]:
-        """Take out the first `count` integers, or all that there are."""
+        """Remove and return the first `count` integers, or all if there are fewer."""
         taken: list[Range] = []
         while count > 0 and self._ranges:
             start, stop = self._ranges[0]
@@ -66,16 +66,16 @@ class Ranges:
 
 
 def split(ranges: Sequence[Range], counts: Sequence[int]) -> list[list[Range]]:
-    """Cut `ranges` into consecutive parts of the given sizes, which must add up to their length."""
+    """Divide `ranges` into consecutive parts of the given sizes, which must add up to their total length."""
     rest = Ranges(ranges)
-    assert sum(counts) == len(rest), f"{sum(counts)} asked of {len(rest)}"
+    assert sum(counts) == len(rest), f"{sum(counts)} requested of {len(rest)}"
     return [rest.take(count) for count in counts]
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` divided in proportion to `weights`, in whole samples, by largest remainders.
+    """Divide `total` samples in proportion to `weights`, by largest remainders.
 
-    Ties go to the lower rank, so equal weights give equal shares, the first ones one larger.
+    Ties go to the lower rank: with equal weights, the first shares are larger by one if there is a remainder.
     """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(value) for value in exact]

@@ -26,8 +26,8 @@ class Relative(Regression):
 """
 NETS = "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self):\n"
 NETS += "        super().__init__(nn.Linear(6, 2))\n"
-SETS = "from manyhands.testing.jobs import _made_up\nclass Rows:\n"
-SETS += "    rows = _made_up(32, seed=1)\n    def __len__(self):\n        return 32\n"
+SETS = "from manyhands.testing.jobs import _synthetic\nclass Rows:\n"
+SETS += "    rows = _synthetic(32, seed=1)\n    def __len__(self):\n        return 32\n"
 SETS += "    def __getitem__(self, at):\n        return self.rows[at]\n"
 
 

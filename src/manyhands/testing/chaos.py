@@ -3,16 +3,16 @@
     python -m manyhands.testing.chaos                                  about 200 kills in runs of every kind
     python -m manyhands.testing.chaos --only allreduce --kills 100 --doubles 0 --epochs 1500
 
-Kills of one member, and pauses, come from the command's own `--chaos`, spread over the steps of the run. It
-kills only members that the others can spare. The rest comes from outside, in random order: two members killed
-up to 0.3 s apart, all killed at once, the coordinator killed and the run resumed. After each of these the run
-has to make a step before the next one. Everything is seeded but the clock.
+Single kills and pauses are injected with `--chaos`, which kills only members that the run can do without,
+spread over the steps of the run. Other kills come from this program, in random order: two members up to 0.3 s
+apart, all members at once, and the coordinator, after which the run is resumed. After each of these, the run
+must commit a step before the next kill. Everything is seeded except the clock.
 
-Two members may be the only holders of a block: then all start again from the last checkpoint, by themselves.
+If the two killed members were the only holders of a block, all members restart from the last checkpoint.
 
-The runs train the counting job (counting.py): at the end its weights say whether any sample was lost or
-counted twice. A second, shorter run of each kind compares the losses of a job with momentum, a schedule and
-clipping with those of a single worker.
+The runs train the counting job (counting.py), whose final weights show whether any sample was lost or counted
+twice. A second, shorter run of each kind compares the losses of a job with momentum, a schedule and clipping
+with those of a single worker.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,23 +43,23 @@ TRANSPORTS = ("shm", "tcp")
 PLACEMENTS = ("colocated", "dedicated")
 KINDS = [("allreduce", "", ""), *itertools.product(MODES, TRANSPORTS, PLACEMENTS)]
 SPARE_HANDLES = 6
-"""Files or threads that may be open beyond those at first: a connection may be in progress."""
+"""Tolerated number of additional files or threads: a connection may be in progress."""
 LEAST_READINGS = 4
-"""In each half of a member's life, to judge whether it leaks."""
+"""Minimum number of readings in each half of a member's life, to detect a leak."""
 RECOVERED_WITHIN_S, DONE_WITHIN_S = 60.0, 600.0
 """Limits to detect hangs."""
 PAUSE = "pause member 700ms every 5s"
 """Too short for a member to count as dead."""
 STEPS_PER_EPOCH = 6
-"""Steps per epoch of the jobs that are trained here, at least."""
+"""Minimum number of steps per epoch of these jobs."""
 LAST_KILL = 0.8
-"""Where in a run the last kill of one member is: the run has to recover before it ends."""
+"""Position of the last single kill in a run, as a fraction: the run must recover before it ends."""
 EVERY = ("--checkpoint-every", "20")
 """Checkpoints to resume from."""
 APART_S = 0.3
-"""Largest time between the deaths of two members."""
+"""Maximum time between the deaths of two members."""
 LIKE_ALONE, NEAR_ALONE = 1e-4, 0.25
-"""Largest relative difference from one worker's losses; for asynchronous strategies, of the last mean."""
+"""Maximum relative difference from one worker's losses; for asynchronous strategies, of the final mean."""
 
 
 def case_of(mode: str, transport: str, placement: str) -> Case:
@@ -73,7 +72,7 @@ def case_of(mode: str, transport: str, placement: str) -> Case:
         workers=3,
         equals_single=mode in ("allreduce", "ps:sync"),
         flags=("--max-restarts", "1000", EQUAL),
-        # Steps of unequal workers must stay small: what is computed on old weights may not blow up.
+        # A small learning rate: gradients computed on old weights must not diverge.
         fields={"width": 20_000, "lr": 1e-4, "pause_s": 0.03},
     )
 
@@ -87,10 +86,10 @@ class ChaosRun:
     killed: list[str] = field(default_factory=list)
     num_paused: int = 0
     pauses_s: list[float] = field(default_factory=list)
-    """From each kill of one member to the next committed step."""
+    """Time from each single kill to the next committed step."""
     pids: set[int] = field(default_factory=set)
     handles: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Open files and threads of each process, from time to time."""
+    """Readings of the numbers of open files and threads, by process."""
     done: harness.Finished | None = None
     left_over: list[str] = field(default_factory=list)
 
@@ -115,9 +114,9 @@ def train_with_kills(
     kills_outside = ["two"] * doubles + ["all"] * everybody + ["coordinator"] * coordinator
     rng.shuffle(kills_outside)
     chaos = ("--chaos", _chaos(kills, role, epochs, seed))
-    with temporary_folder() as scratch:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         arguments = case.arguments(job, run, *EVERY, *chaos, epochs=epochs)
-        environ = {"TMPDIR": str(scratch)}
+        environ = {"TMPDIR": scratch}
         with ExitStack() as stack:
             running = stack.enter_context(harness.command(*arguments, run=run, environ=environ))
             running.wait_for_step(2)
@@ -141,7 +140,7 @@ def train_with_kills(
             _note(running, outcome)
         if not harness.gone(list(outcome.pids)):
             outcome.left_over.append("processes")
-        outcome.left_over += [str(path) for path in scratch.iterdir()]
+        outcome.left_over += os.listdir(scratch)
     outcome.left_over += _shared_memory_of(outcome.pids)
     _count_injected(outcome, outcome.done)
     return outcome
@@ -168,9 +167,9 @@ def _count_injected(outcome: ChaosRun, done: harness.Finished) -> None:
 def audit(
     outcome: ChaosRun, *, epochs: int, alone: Sequence[float] = (), samples: int = 98
 ) -> None:
-    """Assert that the run finished by itself, every sample and every push counts once, nothing is left
-    over, and the losses are those of one worker `alone`, or near them for asynchronous strategies."""
-    done, logs = outcome.done, _logs(outcome.run)
+    """Assert that the run finished, that every sample and every push counts once, that nothing is left over,
+    and that the losses are those of one worker `alone` (for asynchronous strategies: near them)."""
+    done, logs = outcome.done, harness.logs_of(outcome.run)
     assert done is not None
     assert done.code == 0, f"{done.out}\n{done.err}\n{logs}"
     assert_once_an_epoch(done, epochs=epochs, samples=samples)
@@ -182,8 +181,8 @@ def audit(
     if pushes is not None and not done.of("Resumed"):  # else both count from there
         assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
     for pid, readings in outcome.handles.items():
-        # A member holds more while others join and fewer while they are missing. A leak is what stays: all
-        # later readings above all earlier ones.
+        # The numbers rise while members join and fall while some are missing. It is a leak if all later
+        # readings are above all earlier ones.
         half = len(readings) // 2
         if half < LEAST_READINGS:
             continue
@@ -202,7 +201,7 @@ def audit(
 
 
 def audit_counts(outcome: ChaosRun, *, epochs: int) -> None:
-    """Assert that every sample is in the weights of the counting job once an epoch."""
+    """Assert that the weights of the counting job count every sample once per epoch."""
     audit(outcome, epochs=epochs, samples=Counting.samples)
     assert outcome.done is not None
     check_counts(outcome.done.state(), epochs=epochs, rows=outcome.case.counts_rows)
@@ -227,7 +226,7 @@ def _watch(running: harness.RunningCommand, outcome: ChaosRun, seconds: float) -
 def _note(running: harness.RunningCommand, outcome: ChaosRun) -> None:
     pids = running.pids()
     outcome.pids |= {*pids.values(), running.process.pid}
-    # Only of those that take part: what a member holds grows while it starts.
+    # Only members of the view: the numbers grow while a member starts.
     for pid in (running.process.pid, *(pids[name] for name in _view(running)["members"])):
         with suppress(OSError):
             reading = _handles_of(pid)
@@ -286,16 +285,6 @@ def _view(running: harness.RunningCommand) -> Mapping[str, Any]:
     return [e for e in running.events() if e["event"] == "ViewChanged"][-1]
 
 
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder with a short path, as sockets need."""
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 def _handles_of(pid: int) -> tuple[int, int]:
     """Return the numbers of open files and threads of a process."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
@@ -306,21 +295,19 @@ def _shared_memory_of(pids: set[int]) -> list[str]:
     return [f"/dev/shm/{name}" for name in names if {*name.split("_")} & {str(pid) for pid in pids}]
 
 
-def _logs(run: Path) -> str:
-    return "\n".join(f"{p.name}: {p.read_text()[-4000:]}" for p in sorted((run / "logs").glob("*")))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=5, help="of one member a run (default: 5)")
-    parser.add_argument("--doubles", type=int, default=2, help="of two members a run (default: 2)")
-    parser.add_argument("--epochs", type=int, default=120, help="of each run (default: 120)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (default: 1)")
+    parser.add_argument("--kills", type=int, default=5, help="single kills per run (default: 5)")
+    parser.add_argument("--doubles", type=int, default=2, help="double kills per run (default: 2)")
+    parser.add_argument("--epochs", type=int, default=120, help="epochs per run (default: 120)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="number of runs of each kind (default: 1)"
+    )
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="strategies that begin so")
-    parser.add_argument("--no-losses", action="store_true", help="count samples only")
+    parser.add_argument("--only", default="", help="only strategies with this prefix")
+    parser.add_argument("--no-losses", action="store_true", help="don't compare losses")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pauses: dict[str, list[float]] = {}

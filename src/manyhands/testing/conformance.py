@@ -66,24 +66,22 @@ class Case:
 
     def train(self, job: str, run: Path, *flags: str, **fields: Any) -> Finished:
         with harness.command(*self.arguments(job, run, *flags, **fields), run=run) as running:
-            done = running.wait()
-            assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
-        return done
+            return running.wait(code=0)
 
 
 def equals_single(case: Case, folder: Path) -> None:
-    """Use every sample once an epoch; match one worker's losses and weights to 1e-5, uneven last batch
-    included."""
-    _same_as_single(case, folder, "Regression")
+    """Use every sample once per epoch, and match the losses and weights of one worker to 1e-5."""
+    _as_single(case, case.train("Regression", folder / "run"), "Regression")
 
 
 def equals_single_with_accumulation(case: Case, folder: Path) -> None:
-    """Cutting each share into micro-batches changes nothing."""
-    _same_as_single(case, folder, "Adam", accumulate=3)
+    """Dividing each share into micro-batches changes nothing."""
+    done = case.train("Adam", folder / "run", accumulate=3)
+    _as_single(case, done, "Adam", accumulate=3)
 
 
 def equals_single_with_own_weights(case: Case, folder: Path) -> None:
-    """Shares are weighted by what the job says (tokens), not by samples; and so is what the job logs."""
+    """Shares count by the job's own weights (tokens), not by samples; so do the values that it logs."""
     done = case.train("Tokens", folder / "run")
     _as_single(case, done, "Tokens")
     for record in done.steps:
@@ -94,12 +92,8 @@ def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
     """Get the same bits from the same seed, also when stopped in the middle of an epoch and resumed."""
     whole = case.train("Dropout", folder / "whole", EQUAL)
     run = folder / "stopped"
-    with harness.command(*case.arguments("Dropout", run, EQUAL, pause_s=0.05), run=run) as running:
-        running.wait_for_step(3)
-        running.signal(signal.SIGTERM)
-        stopped = running.wait()
-    assert stopped.code == 75, f"{stopped.out}\n{stopped.err}"
-    assert 3 <= len(stopped.steps) < len(whole.steps), "it was to be stopped before its end"
+    stopped = _stop_at(3, case.arguments("Dropout", run, EQUAL, pause_s=0.05), run)
+    assert 3 <= len(stopped.steps) < len(whole.steps), "the run ended before it could be stopped"
     assert stopped.losses == whole.losses[: len(stopped.steps)]
     resumed = harness.resume(run, "--set", "pause_s=0")
     assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
@@ -117,8 +111,7 @@ def begins_again(case: Case, folder: Path) -> None:
         pids = running.pids()
         for victim in pids:
             running.kill(victim)
-        done = running.wait()
-        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
+        done = running.wait(code=0)
     assert not done.of("MemberFailed")
     (resumed,) = done.of("Resumed")
     assert resumed["step"] >= 2
@@ -139,18 +132,17 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
         running.wait_for_step(6)
         pids = running.pids()
         running.kill(victim)
-        done = running.wait()
-        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
+        done = running.wait(code=0)
     assert [e["member"] for e in done.of("MemberLost")] == [victim]
     assert not done.of("MemberFailed")
     lost, recovered = done.of("MemberLost")[0]["time"], done.of("Recovered")[0]["time"]
     later = [e for e in done.steps if e["time"] > recovered]
-    assert later, "it was to be killed before the end"
+    assert later, "the run ended before the kill"
     assert not any(victim in e["shares"] for e in later)
     assert harness.gone([*pids.values(), running.process.pid])
-    # In the weights, but the victim could not report them: a part of their loss is missing.
-    unheard = {e["step"] for e in done.steps if lost <= e["time"] <= recovered}
-    _as_single(case, done, "Regression", unheard=unheard)
+    # These steps are in the weights, but the victim could not report its part of their loss.
+    unreported = {e["step"] for e in done.steps if lost <= e["time"] <= recovered}
+    _as_single(case, done, "Regression", unreported=unreported)
 
 
 def survives_a_kill(case: Case, folder: Path) -> None:
@@ -179,12 +171,11 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(7)
         for member in list(running.pids())[-2:]:
-            with suppress(ProcessLookupError):  # where all start again, it may be gone already
+            with suppress(ProcessLookupError):  # it may have been ended for a restart already
                 running.kill(member)
             time.sleep(0.1)
-        done = running.wait()
-        assert done.code == 0, f"{done.out}\n{done.err}\n{running.logs()}"
-    assert done.of("MemberLost"), "they were to be killed before the end"
+        done = running.wait(code=0)
+    assert done.of("MemberLost"), "the run ended before the kills"
     assert_once_an_epoch(done, epochs=epochs, samples=Counting.samples)
     check_counts(done.state(), epochs=epochs, rows=case.counts_rows)
 
@@ -192,11 +183,7 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
 def resumes_as(case: Case, other: Case, folder: Path) -> None:
     """Stop in the middle of an epoch; resume with another strategy or number of workers."""
     run = folder / "run"
-    with harness.command(*case.arguments("Regression", run, pause_s=0.05), run=run) as running:
-        running.wait_for_step(9)
-        running.signal(signal.SIGTERM)
-        stopped = running.wait()
-    assert stopped.code == 75, f"{stopped.out}\n{stopped.err}"
+    stopped = _stop_at(9, case.arguments("Regression", run, pause_s=0.05), run)
     assert len(stopped.steps) < EPOCHS * -(-SAMPLES // BATCH)
     switches = ("--strategy", other.strategy, "--workers", str(other.workers))
     resumed = harness.resume(run, *switches, *other.flags, "--set", "pause_s=0")
@@ -242,7 +229,7 @@ def assert_once_an_epoch(done: Finished, *, epochs: int = EPOCHS, samples: int =
     assert sorted(uses) == list(range(epochs))
     for epoch, positions in uses.items():
         wrong = {p: n for p, n in Counter(positions).items() if n != 1}
-        assert sorted(positions) == list(range(samples)), f"epoch {epoch}: used not once: {wrong}"
+        assert sorted(positions) == list(range(samples)), f"epoch {epoch}: not used once: {wrong}"
 
 
 def assert_same_bits(first: Any, second: Any) -> None:
@@ -263,12 +250,16 @@ def assert_same_bits(first: Any, second: Any) -> None:
         assert first == second
 
 
-def _same_as_single(case: Case, folder: Path, job: str, **fields: Any) -> None:
-    _as_single(case, case.train(job, folder / "run", **fields), job, **fields)
+def _stop_at(step: int, arguments: list[str], run: Path) -> Finished:
+    """Run a command and preempt it after a step."""
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(step)
+        running.signal(signal.SIGTERM)
+        return running.wait(code=75)
 
 
 def _as_single(
-    case: Case, done: Finished, job: str, *, unheard: Collection[int] = (), **fields: Any
+    case: Case, done: Finished, job: str, *, unreported: Collection[int] = (), **fields: Any
 ) -> None:
     import torch
 
@@ -278,7 +269,7 @@ def _as_single(
         return
     reference = _reference(job, tuple(sorted({**case.fields, **fields}.items())))
     for record, expected in zip(done.steps, reference.losses, strict=True):
-        if record["step"] not in unheard:
+        if record["step"] not in unreported:
             assert record["loss"] == pytest.approx(expected, rel=1e-5), record["step"]
     got = done.state()["model"]
     for name, expected in reference.weights.items():
@@ -298,7 +289,7 @@ class Reference:
 
 @lru_cache
 def _reference(job: str, fields: tuple[tuple[str, Any], ...]) -> Reference:
-    """Train once, for all cases that are compared with it."""
+    """Train with one worker; once for all cases that are compared with it."""
     with tempfile.TemporaryDirectory() as folder:
         done = Case("single", workers=1).train(job, Path(folder) / "run", **dict(fields))
         metrics = [event["metrics"] for event in done.of("Evaluated")]

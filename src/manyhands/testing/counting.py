@@ -1,13 +1,12 @@
-"""A job that counts: its weights say how often each sample went into them.
+"""A job whose weights count how often each sample was used.
 
-Every sample has a row of a dense parameter and a row of a sparse table, both zero at first. The loss is the
+Every sample has a row of a dense parameter and a row of a sparse table, both initially zero. The loss is the
 mean of the rows of the batch, so the gradient of each number is 1/batch_size, and SGD with a learning rate of
-batch_size subtracts exactly 1 for each use of a sample. After E epochs every number is -E if and only if
-every sample went into the weights once an epoch. A lost sample shows as -E+1, a sample that counted twice as
--E-1.
+batch_size subtracts exactly 1 for each use of a sample. After E epochs, every number is -E if and only if
+every sample was used once per epoch. A lost sample shows as -E+1, a sample that was used twice as -E-1.
 
-The numbers are whole, and the batch size is a power of two, so float32 adds them up without rounding,
-in whatever order updates come.
+All numbers are integers and the batch size is a power of two, so float32 sums are exact in any order of
+updates.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from manyhands.embeddings.modules import SparseEmbedding
 from manyhands.job import Job
 
 COUNTING = f"{Path(__file__)}:Counting"
-"""As `manyhands train` takes it."""
+"""The job's reference, for `manyhands train`."""
 FAR_APART = 1_000_003
-"""Between the ids of two samples: any 64-bit number may be an id."""
+"""Distance between the ids of two samples: ids may be any 64-bit numbers."""
 
 
 @dataclass
@@ -39,11 +38,11 @@ class Counting(Job):
     batch_size: int = 16
     epochs: int = 3
     width: int = 256
-    """Numbers for each sample in the dense parameter; 256 make enough blocks for several servers."""
+    """Numbers per sample in the dense parameter; 256 give enough blocks for several servers."""
     tables: bool = True
-    """If true, a sparse table counts beside the dense parameter."""
+    """If true, a sparse table counts too."""
     pause_s: float = 0.0
-    """Makes each step slow, so that it can be interrupted."""
+    """Seconds by which each step is slowed down, so that it can be interrupted."""
 
     def model(self) -> nn.Module:
         return Counters(self.samples, self.width, lr=self.batch_size if self.tables else None)
@@ -80,7 +79,7 @@ class Counters(nn.Module):
 def check_counts(
     state: Mapping[str, Any], *, epochs: int, samples: int = 96, rows: bool = True
 ) -> None:
-    """Assert that every sample is in the weights of a checkpoint once an epoch; in `rows` of tables, too."""
+    """Assert that the weights of a checkpoint count every sample once per epoch; with `rows`, tables too."""
     found = {"dense": state["model"]["dense"]}
     if rows and state["tables"]:
         table = state["tables"]["sparse"]

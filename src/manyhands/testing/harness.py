@@ -1,7 +1,7 @@
 """Runs the real command line for tests: start, watch, kill and read runs.
 
-Everything goes through the program that people type, in processes of its own, and everything that is
-checked is read from the run folder, as people would.
+Runs are started by the command that users type, in processes of their own, and checked by the files in their
+run folders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -80,7 +80,8 @@ class RunningCommand:
             env=os.environ | {"NO_COLOR": "1"} | (environ or {}),
         )
 
-    def wait(self, timeout_s: float = DEADLINE_S) -> Finished:
+    def wait(self, timeout_s: float = DEADLINE_S, *, code: int | None = None) -> Finished:
+        """Wait for the end of the command; assert that its exit code is `code`, if given."""
         try:
             out, err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -89,13 +90,12 @@ class RunningCommand:
             raise AssertionError(
                 f"no end after {timeout_s} s:\n{out}\n{err}\n{self.logs()}"
             ) from None
-        seconds = time.monotonic() - self.started
-        return Finished(self.process.returncode, out, err, seconds, self.run)
+        done = self.process.returncode
+        assert code in (None, done), f"exit code {done}:\n{out}\n{err}\n{self.logs()}"
+        return Finished(done, out, err, time.monotonic() - self.started, self.run)
 
     def logs(self) -> str:
-        return "\n".join(
-            f"{p.name}: {p.read_text()}" for p in sorted((self.run / "logs").glob("*"))
-        )
+        return logs_of(self.run)
 
     def events(self) -> list[dict[str, Any]]:
         path = self.run / "events.jsonl"
@@ -108,9 +108,7 @@ class RunningCommand:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
                 out, err = self.process.communicate()
-                raise AssertionError(
-                    f"ended or late while waited for:\n{out}\n{err}\n{self.logs()}"
-                )
+                raise AssertionError(f"ended, or waited too long:\n{out}\n{err}\n{self.logs()}")
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
@@ -134,7 +132,7 @@ class RunningCommand:
 def command(
     *arguments: str, run: Path, environ: dict[str, str] | None = None
 ) -> Iterator[RunningCommand]:
-    """Run a command that does not outlive the block."""
+    """Run a command; kill it at the end of the block."""
     running = RunningCommand(arguments, run, environ)
     try:
         yield running
@@ -147,19 +145,10 @@ def command(
         running.process.wait()
 
 
-def train(
-    job: str | Path,
-    run: Path,
-    *flags: str,
-    strategy: str = "single",
-    workers: int = 1,
-    **fields: Any,
-) -> Finished:
-    """Run `manyhands train` to its end."""
-    with command(
-        *train_arguments(job, run, *flags, strategy=strategy, workers=workers, **fields), run=run
-    ) as c:
-        return c.wait()
+def train(job: str | Path, run: Path, *flags: str, **options: Any) -> Finished:
+    """Run `manyhands train` to its end, with the arguments of `train_arguments`."""
+    with command(*train_arguments(job, run, *flags, **options), run=run) as running:
+        return running.wait()
 
 
 def train_arguments(
@@ -170,23 +159,21 @@ def train_arguments(
     workers: int = 1,
     **fields: Any,
 ) -> list[str]:
-    """Return the arguments for a job of testing/jobs.py by its name, or any job by its path."""
+    """Return the arguments of `manyhands train` for a job of testing/jobs.py, by name, or any job, by path.
+
+    `fields` are set with --set.
+    """
     reference = f"{JOBS}:{job}" if isinstance(job, str) and job.isidentifier() else str(job)
     settings = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
-    return [
-        "train",
-        reference,
-        "--run-dir",
-        str(run),
-        "--strategy",
-        strategy,
-        "--workers",
-        str(workers),
-        "--device",
-        "cpu",
-        *settings,
-        *flags,
-    ]
+    where = ["--run-dir", str(run), "--device", "cpu"]
+    how = ["--strategy", strategy, "--workers", str(workers)]
+    return ["train", reference, *where, *how, *settings, *flags]
+
+
+def logs_of(run: Path) -> str:
+    """Return the logs of all members, the end of long ones."""
+    files = sorted((run / "logs").glob("*"))
+    return "\n".join(f"{file.name}: {file.read_text()[-20_000:]}" for file in files)
 
 
 def resume(run: Path, *flags: str) -> Finished:

@@ -1,6 +1,6 @@
-"""Jobs for the conformance suite: small, without randomness of their own, awkward on purpose.
+"""Jobs for the conformance suite: small, deterministic, with awkward sizes.
 
-98 samples in batches of 16 leave a last batch of 2, which has nothing for some of four workers.
+98 samples in batches of 16 leave a last batch of 2, too small to give each of four workers a sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass
 class Regression(Job):
-    """A small network on made-up data: momentum, weight decay, a schedule and clipping at once."""
+    """A small network on synthetic data, with momentum, weight decay, a schedule and clipping."""
 
     samples: int = 98
     batch_size: int = 16
@@ -37,15 +37,15 @@ class Regression(Job):
     lr: float = 0.05
     clip_norm: float | None = 1.0
     width: int = 24
-    """From 20000 on, parameter servers have ten blocks to spread, and more."""
+    """Size of the hidden layer; from 20000 on, parameter servers have at least ten blocks to distribute."""
     optim: str = "momentum"
     """One of OPTIMIZERS."""
     grouped: bool = False
-    """Biases are a group of their own: another learning rate, and no weight decay."""
+    """If true, biases form their own group, with another learning rate and no weight decay."""
     anneal: bool = True
-    """The learning rate falls along a cosine."""
+    """If true, the learning rate follows a cosine."""
     pause_s: float = 0.0
-    """Makes each step slow, so that it can be interrupted."""
+    """Seconds by which each step is slowed down, so that it can be interrupted."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, 2))
@@ -66,10 +66,10 @@ class Regression(Job):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, num_steps))
 
     def data(self) -> TensorDataset:
-        return _made_up(self.samples, seed=1)
+        return _synthetic(self.samples, seed=1)
 
     def eval_data(self) -> TensorDataset | None:
-        return _made_up(31, seed=2)
+        return _synthetic(31, seed=2)
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         if self.pause_s:
@@ -82,7 +82,7 @@ class Regression(Job):
 
 @dataclass
 class Adam(Regression):
-    """The same with Adam, and two groups of parameters."""
+    """Regression with AdamW and two groups of parameters."""
 
     lr: float = 0.01
     grouped: bool = True
@@ -91,7 +91,7 @@ class Adam(Regression):
 
 @dataclass
 class Tokens(Regression):
-    """Samples of unequal weight, as texts of unequal length are."""
+    """Regression with samples of unequal weight, like texts of unequal length."""
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         weights = batch[2]
@@ -105,7 +105,7 @@ class Tokens(Regression):
         return weight
 
     def data(self) -> TensorDataset:
-        inputs, targets = _made_up(self.samples, seed=1).tensors
+        inputs, targets = _synthetic(self.samples, seed=1).tensors
         weights = torch.randint(1, 9, (self.samples,), generator=torch.Generator().manual_seed(3))
         return TensorDataset(inputs, targets, weights.float())
 
@@ -115,7 +115,7 @@ class Tokens(Regression):
 
 @dataclass
 class Dropout(Regression):
-    """With random numbers in the model, so that a resumed run must draw the same ones."""
+    """Regression with dropout: a resumed run must draw the same random numbers."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -125,15 +125,15 @@ class Dropout(Regression):
 
 @dataclass
 class Sparse(Regression):
-    """With two tables beside the dense layers: rows by any id, and bags of them, ids repeating."""
+    """Regression with two sparse tables: one of rows, one of bags, with repeated ids."""
 
     table_optim: str = "adagrad"
 
     def model(self) -> nn.Module:
-        return Looking(self.width, self.table_optim)
+        return LookupModel(self.width, self.table_optim)
 
     def data(self) -> TensorDataset:
-        inputs, targets = _made_up(self.samples, seed=1).tensors
+        inputs, targets = _synthetic(self.samples, seed=1).tensors
         ids = torch.randint(0, 40, (self.samples, 5), generator=torch.Generator().manual_seed(4))
         return TensorDataset(inputs, targets, ids * ids * 1_000_003 - 7)
 
@@ -146,27 +146,29 @@ class Sparse(Regression):
 
 @dataclass
 class Passing(Sparse):
-    """Ids that come once and never again, in a table that drops what was not used for a while."""
+    """Ids that occur only once, in a table that evicts unused rows."""
 
     samples: int = 1600
     batch_size: int = 8
     epochs: int = 1
     unused: int = 20
-    """Steps; 0: it drops none."""
+    """Number of steps after which an unused row is evicted; 0: never."""
 
     def model(self) -> nn.Module:
-        model = Looking(self.width, self.table_optim)
+        model = LookupModel(self.width, self.table_optim)
         unused = self.unused or None
         model.rows = SparseEmbedding(None, 4, optimizer=self.table_optim, evict_unused=unused)
         return model
 
     def data(self) -> TensorDataset:
-        inputs, targets = _made_up(self.samples, seed=1).tensors
+        inputs, targets = _synthetic(self.samples, seed=1).tensors
         ids = torch.arange(self.samples).unsqueeze(1).expand(-1, 5)
         return TensorDataset(inputs, targets, ids)
 
 
-class Looking(nn.Module):
+class LookupModel(nn.Module):
+    """Dense layers over two sparse tables."""
+
     def __init__(self, width: int, optimizer: str) -> None:
         super().__init__()
         options: dict[str, Any] = {"optimizer": optimizer, "init": "normal(0.3)"}
@@ -176,34 +178,34 @@ class Looking(nn.Module):
 
     def forward(self, inputs: Tensor, ids: Tensor) -> Tensor:
         rows = self.rows(ids[:, :2]).flatten(1)
-        seen: Tensor = self.body(torch.cat([inputs, rows, self.bags(ids[:, 2:])], dim=1))
-        return seen
+        output: Tensor = self.body(torch.cat([inputs, rows, self.bags(ids[:, 2:])], dim=1))
+        return output
 
 
 @dataclass
 class Straggling(Regression):
-    """One worker, the first to begin, is slower than the others, and all write down what they do."""
+    """Regression with a straggler: the first worker to begin is slower. All workers keep a diary."""
 
     samples: int = 1600
     epochs: int = 1
     pause_s: float = 0.01
-    """For each step of a worker."""
+    """Seconds per step of a worker."""
     sample_s: float = 0.0
-    """For each sample besides."""
+    """Additional seconds per sample."""
     slow_by: float = 10.0
-    """What it is multiplied by for the slow one; 1: there is none."""
+    """Factor on the time of the straggler; 1: there is none."""
     diary: str = ""
-    """A file that gets a line "process id, slow or not" whenever a worker begins to compute."""
+    """A file that gets a line "PID SLOW" (0 or 1) whenever a worker begins to compute."""
 
     def __post_init__(self) -> None:
         self._slow = False
-        self._pages = -1
+        self._file = -1
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        if self._pages < 0:
-            self._pages = os.open(self.diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            self._slow = _first_to_make(Path(f"{self.diary}.slow")) and self.slow_by != 1
-        os.write(self._pages, f"{os.getpid()} {int(self._slow)}\n".encode())
+        if self._file < 0:
+            self._file = os.open(self.diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._slow = _creates(Path(f"{self.diary}.slow")) and self.slow_by != 1
+        os.write(self._file, f"{os.getpid()} {int(self._slow)}\n".encode())
         pause_s = self.pause_s + self.sample_s * len(output)
         time.sleep(pause_s * (self.slow_by if self._slow else 1.0))
         return nn.functional.mse_loss(output, batch[1])
@@ -212,8 +214,8 @@ class Straggling(Regression):
         return None
 
 
-def _first_to_make(path: Path) -> bool:
-    """Of several processes that ask this of a path, one gets True."""
+def _creates(path: Path) -> bool:
+    """Create a file; return false if another process was first."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:
@@ -221,7 +223,7 @@ def _first_to_make(path: Path) -> bool:
     return True
 
 
-def _made_up(samples: int, *, seed: int) -> TensorDataset:
+def _synthetic(samples: int, *, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, 6, generator=generator)
     truth = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))

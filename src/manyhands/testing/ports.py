@@ -1,11 +1,11 @@
-"""Ports for tests that must name one before anybody listens there.
+"""Ports for tests that must name one before anything listens on it.
 
-Port 0 is better wherever the listener itself chooses. A port that was free a moment ago can't be relied on:
-the kernel gives it to the next socket that asks, in this process or another, also for an outgoing connection.
-(Of sets of five ports found free one after another, one in a thousand had a port twice.) So these are
-from outside the range that the kernel gives away by itself. Among all test processes of the machine a port is
-reserved by an abstract unix socket with its number in the name: like ports, such names belong to a network
-namespace, and the kernel frees them when the process ends.
+Use port 0 if the listener itself can choose. A port that was free a moment ago is not safe: the kernel may
+assign it to the next socket of any process, also to an outgoing connection. (Of sets of five ports found free
+one after another, one in a thousand had a port twice.) So these ports are outside the range that the kernel
+assigns from. Among the test processes of a machine, a port is reserved by an abstract unix socket with its
+number in the name: such names belong to a network namespace, as ports do, and the kernel frees them when the
+process ends.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import socket
 from pathlib import Path
 
 LOWEST = 20_000
-"""Below are the ports of services, and those that Ray gives to its workers."""
+"""Below are the ports of services, and those that Ray assigns to its workers."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def reserve_port() -> int:
-    """A TCP port of this machine that nobody uses, and that nobody is given as long as this process lives."""
+    """Return a free TCP port of this machine that no other test process gets while this one lives."""
     low, high = (int(number) for number in RANGE.read_text().split())
     ports = [*range(LOWEST, low), *range(high + 1, 1 << 16)]
     for port in random.sample(ports, len(ports)):

@@ -44,7 +44,7 @@ from manyhands.job import Job
 PACKAGE = Path(__file__).parent.parent
 JOB = f"{Path(__file__)}:TracedJob"
 WARM_UP, TRACED = 5, 12
-"""Windows of each worker that are passed over, and those that are looked at."""
+"""Numbers of windows of each worker that are skipped, and then traced."""
 ASIDE = {
     "hosts/activity.py": "notes which section of the job's code runs, to explain a hang",
     "hosts/view.py": "tells whether a view change is coming",
@@ -54,7 +54,7 @@ MAX_FUNCTIONS = 4
 
 
 class Tracer:
-    """Append an entry to a file whenever control comes into another file of the package."""
+    """Appends an entry to a file whenever control enters another file of the package."""
 
     def __init__(self, folder: str) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -66,7 +66,7 @@ class Tracer:
         sys.setprofile(self._profile)
 
     def open(self) -> None:
-        """Backward begins, below the frames of this stack."""
+        """Open a window: backward begins, called from the frames of this stack."""
         self._write(mark="open")
         self._in_step = True
         frame: FrameType | None = sys._getframe(1)
@@ -153,7 +153,7 @@ class TracedJob(Job):
 
 
 class TracedModel(nn.Module):
-    """A perceptron that says when its forward begins."""
+    """A perceptron that tells the tracer when its forward begins."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How many bytes processes really sent, by the kernel's count (Linux, from 4.19)."""
+"""The number of bytes that processes have sent, as counted by the kernel (Linux 4.19 or later)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 
 def tcp_bytes_sent(pids: Sequence[int]) -> int:
-    """Payload bytes sent over the TCP connections that these processes hold now."""
+    """Return the payload bytes sent over the open TCP connections of these processes."""
     if shutil.which("ss") is None:
-        pytest.skip("the kernel's count of bytes is read with ss, of the package iproute2")
+        pytest.skip("ss, of the package iproute2, is needed to read the kernel's count of bytes")
     text = subprocess.run(["ss", "-tinpH"], capture_output=True, text=True, check=True).stdout
     total = 0
     for entry in re.split(r"\n(?=\S)", text):

@@ -21,7 +21,7 @@ from manyhands.runs.files import file_digest
 from manyhands.runs.folder import RunFolder
 from manyhands.runs.saver import Saver
 from manyhands.strategies.single import SingleLearner
-from manyhands.testing.jobs import Looking, Sparse
+from manyhands.testing.jobs import LookupModel, Sparse
 
 JOB = """
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class Trained:
     def predict(self, model: nn.Module) -> Tensor:
         inputs = (self.batch[0], self.batch[2])
         with torch.no_grad():
-            return model(*inputs) if isinstance(model, Looking) else model(inputs[1][:, :2])
+            return model(*inputs) if isinstance(model, LookupModel) else model(inputs[1][:, :2])
 
 
 @pytest.fixture(scope="module")
