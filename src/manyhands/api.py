@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.compute.feed import Feed, Share, is_map_style
 from manyhands.compute.gradients import StepReport
-from manyhands.compute.param_groups import foreign_parameters, listed, untrained_parameters
+from manyhands.compute.param_groups import foreign_parameters, untrained_parameters
 from manyhands.compute.seeds import seed_compute
 from manyhands.compute.train_state import Loss, TrainState, to_device
 from manyhands.contract import Learner
@@ -79,16 +79,16 @@ class Hands:
         scheduler: LRScheduler | None = None,
         clip_norm: float | None = None,
     ) -> tuple[nn.Module, Optimizer]:
-        """Hand over what is trained. Every worker starts from the weights and table rows of rank 0."""
+        """Register what is trained. Every worker starts from the weights and table rows of rank 0."""
         if foreign := foreign_parameters(model, optimizer):
             raise UsageError(
                 f"prepare(model, optimizer): the optimizer has {foreign}, which would train nothing. Build "
                 "it from the same model:  torch.optim.SGD(model.parameters(), lr=0.1)"
             )
         if left_out := untrained_parameters(model, optimizer):
-            # Not refused: a loop of one's own may have another optimizer for them.
+            # Not refused: the user's loop may have another optimizer for them.
             warnings.warn(
-                f"the optimizer leaves out {listed(left_out)}; hands.step() does not change them",
+                f"the optimizer leaves out {left_out}; hands.step() does not change them",
                 stacklevel=2,
             )
         self._train_state = TrainState(
@@ -112,13 +112,13 @@ class Hands:
         epoch: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """Yield this worker's share of every global batch of one epoch; over all workers, each sample
+        """Yield this worker's share of each global batch of an epoch. All workers together use each sample
         once."""
         if not is_map_style(dataset):
             raise JobError(
-                "hands.batches() needs a map-style dataset (len() and []), to share out its samples; it got "
-                f"{type(dataset).__name__}. Give it one, or give each worker batches of its own: "
-                "hands.step(loss, batch)  takes them."
+                "hands.batches() needs a map-style dataset (len() and []), to divide its samples; it got "
+                f"{type(dataset).__name__}. Or give each worker its own batches: hands.step(loss, batch)  "
+                "takes them."
             )
         if len(dataset) == 0:
             raise JobError("hands.batches() got a data set without samples.")
@@ -147,11 +147,11 @@ class Hands:
         train_state = self._train_state
         train_state.loss = loss
         if self._given is not None:
-            # A batch of batches(), or what the person has made of it.
+            # A batch of batches(), perhaps transformed by the user.
             samples, total = self._given
             self._given, train_state.weight = None, None
         else:
-            # The person's own batches: how many samples the others have is for the network to say.
+            # The user's own batches: the samples of all workers are added up over the network.
             batch = to_device(batch, self.device)
             samples = total = _count(batch)
             train_state.weight = _count
@@ -179,19 +179,19 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
     place, world = cluster.me, cluster.size
     if cluster.servers or place.role == EVALUATOR or any(e.slots != 1 for e in cluster.entries):
         raise ClusterError(
-            f"{cluster.source} speaks of more than workers of one process each, and join() is for those "
-            "alone: who serves, evaluates or starts several is for  manyhands train JOB."
+            f"{cluster.source} describes servers, evaluators or several slots per process; join() supports "
+            "only workers, one per process. Use  manyhands train JOB."
         )
     config = make_strategy(strategy)
     config.check(world)
     if config.needs_coordinator:
         raise SpecError(
-            f"{config.name} needs a coordinator, which `manyhands train` is and join() has not. "
-            'Use  mh.join("allreduce")  or write a Job.'
+            f"{config.name} needs a coordinator, which only `manyhands train` has. Write a Job, or use  "
+            'mh.join("allreduce").'
         )
     mine = pick_device(device, place.local_rank or 0)
     seats = tuple(
-        # Of the others it is known that they were started alike.
+        # The others are assumed to be like this one.
         Seat(
             name=f"worker-{rank}",
             host=socket.gethostname(),
@@ -211,12 +211,13 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
         )
         hands = Hands(config.build(), me, seed=seed)
         yield hands
-        # Not after an error: leaving a group waits for peers, and one of them may be the error.
+        # Not after an error: leaving a group waits for peers, and one of them may have failed.
         hands.close()
 
 
 _views = count(1)
-"""All workers join as often: what they meet by in a store is never that of a join before."""
+"""Numbers of views. All workers join equally often, so keys in a store never repeat those of an earlier
+join."""
 
 
 class _Collating(Job):

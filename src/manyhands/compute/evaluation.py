@@ -1,7 +1,7 @@
-"""Evaluation on all workers: each takes a contiguous part of the data, by its speed; the coordinator adds up.
+"""Evaluation on all workers: each takes a contiguous part of the data, sized by its speed.
 
-A metric's mean over the whole set is the weighted mean of the workers' means, so nothing but a few
-numbers a worker travels.
+The mean of a metric over the whole set is the weighted mean over the workers, so each worker sends only a few
+numbers to the coordinator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from manyhands.compute.feed import gather
-from manyhands.compute.measures import add_up, checked
+from manyhands.compute.measures import Sums, add_to, add_up, checked
 from manyhands.compute.train_state import checked_weight, evaluating, job_loss, to_device, wrong
 from manyhands.job import Job, collecting
 
@@ -27,9 +27,12 @@ def evaluate(
     device: str,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """This worker's part (from, to, of how much): {"samples", "sums": {name: [weighted sum, weight]}}."""
+    """Evaluate this worker's part: the samples from part[0] to part[1] of part[2].
+
+    Returns {"samples": number, "sums": {name: [sum of value times weight, weight]}}.
+    """
     start, stop = (int(len(dataset) * end / part[2]) for end in part[:2])
-    sums: dict[str, list[float]] = {}
+    sums: Sums = {}
     size = max(1, job.batch_size // job.accumulate)
     with evaluating(model), torch.no_grad():
         for low in range(start, stop, size):
@@ -42,19 +45,17 @@ def evaluate(
                 raise wrong(job, "metrics", "a dict of name to number", metrics)
             own = job.weight(batch)
             weight = float(len(indices) if own is None else checked_weight(own))
-            # What metrics() returns counts, where the job logs the same name for its training.
+            # metrics() wins over a logged value of the same name.
             found = {"loss": loss, **metrics}
             for name, value in {**found, **_means(logged), **found}.items():
-                pair = sums.setdefault(name, [0.0, 0.0])
-                if weight:  # a mean over nothing is NaN, and counts nothing
-                    pair[0] += _number(job, name, value) * weight
-                    pair[1] += weight
+                # A mean over nothing may be NaN.
+                add_to(sums, name, _number(job, name, value) * weight if weight else 0.0, weight)
             progress()
     return {"samples": stop - start, "sums": sums}
 
 
 def _means(logged: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """What the job has logged of a batch; of a name that it has logged several times, the mean."""
+    """Return the mean of the values that a job logged under each name, for one batch."""
     sums = add_up((name, float(checked(name, value)), 1.0) for name, value in logged)
     return {name: total / count for name, (total, count) in sums.items()}
 

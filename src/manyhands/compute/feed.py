@@ -1,9 +1,9 @@
 """Loads batches by their positions in an epoch's permutation.
 
 The permutation depends on (seed, epoch) alone, so every worker and every resumed run sees the same.
-Data that can gather a batch at once (`gather(indices)`, as manyhands.data.Arrays, or torch's
-TensorDataset) is asked once a batch; any other map-style dataset is asked sample by sample and
-collated, in the worker or, with `loader_processes`, ahead of time in processes beside it (loaders.py).
+A dataset that can gather a whole batch (manyhands.data.Arrays, torch's TensorDataset, or any with a method
+`gather(indices)`) is called once per batch. Any other map-style dataset is read sample by sample and
+collated, in the worker or, with `loader_processes`, ahead of time in other processes (loaders.py).
 """
 
 from __future__ import annotations
@@ -77,38 +77,31 @@ class Feed:
         """Return the data of one step, in the announced order."""
         if self._loaders is None:
             pieces = self._micro_batches(portion)
-            return self._share(portion, [(self._load(portion, p), n) for p, n in pieces])
-        futures = self._coming.popleft()
-        self._load_ahead(self._loaders)
-        return self._share(portion, [(future.result(), n) for future, n in futures])
-
-    def _load_ahead(self, loaders: Loaders) -> None:
-        while self._expected and len(self._coming) < loaders.ahead:
-            portion = self._expected.popleft()
-            self._coming.append(
-                [
-                    (loaders.submit(portion.epoch, self._indices(portion.epoch, p)), n)
-                    for p, n in self._micro_batches(portion)
-                ]
-            )
-
-    def _share(self, portion: Portion, batches: list[tuple[Any, int]]) -> Share:
+            batches = [(gather(self._job, self._dataset, i, portion.epoch), n) for i, n in pieces]
+        else:
+            futures = self._coming.popleft()
+            self._load_ahead(self._loaders)
+            batches = [(future.result(), n) for future, n in futures]
         moved = [(to_device(batch, self._device), n) for batch, n in batches]
         return Share(
             portion.step, portion.epoch, portion.samples, portion.total, moved, portion.part
         )
 
-    def _micro_batches(self, portion: Portion) -> list[tuple[Sequence[Range], int]]:
+    def _load_ahead(self, loaders: Loaders) -> None:
+        while self._expected and len(self._coming) < loaders.ahead:
+            portion = self._expected.popleft()
+            pieces = self._micro_batches(portion)
+            self._coming.append([(loaders.submit(portion.epoch, i), n) for i, n in pieces])
+
+    def _micro_batches(self, portion: Portion) -> list[tuple[Tensor, int]]:
+        """Return the indices of each micro-batch, and its number of samples."""
         if portion.samples == 0:
-            # A last, small batch has nothing for this worker: it takes part with a sample of weight 0.
-            return [([(0, 1)], 0)]
+            # The last batch was too small for this worker: it takes part with a sample of weight 0.
+            return [(self._indices(portion.epoch, [(0, 1)]), 0)]
         number = min(self._job.accumulate, portion.samples)
         counts = shares(portion.samples, [1.0] * number)
-        return list(zip(split(portion.ranges, counts), counts, strict=True))
-
-    def _load(self, portion: Portion, ranges: Sequence[Range]) -> Any:
-        indices = self._indices(portion.epoch, ranges)
-        return gather(self._job, self._dataset, indices, portion.epoch)
+        pieces = [self._indices(portion.epoch, each) for each in split(portion.ranges, counts)]
+        return list(zip(pieces, counts, strict=True))
 
     def _indices(self, epoch: int, ranges: Sequence[Range]) -> Tensor:
         if epoch != self._epoch:
@@ -123,12 +116,12 @@ class Feed:
 def gather(job: Job, dataset: Any, indices: Tensor, epoch: int) -> Any:
     """Load one batch."""
     if type(job).collate is Job.collate:
-        if _speaks_for(dataset, "gather"):
+        if _matches_getitem(dataset, "gather"):
             return dataset.gather(indices)
         if type(dataset) is TensorDataset:
             return tuple(tensor[indices] for tensor in dataset.tensors)
     numbers = indices.tolist()
-    if _speaks_for(dataset, "__getitems__"):
+    if _matches_getitem(dataset, "__getitems__"):
         seed_loading(job.seed, "load", epoch, numbers[0])
         samples = dataset.__getitems__(numbers)
     else:
@@ -143,10 +136,10 @@ def _sample(job: Job, dataset: Any, number: int, epoch: int) -> Any:
     return dataset[number]
 
 
-def _speaks_for(dataset: Any, method: str) -> bool:
-    """Return true if a method for many samples at once gives what `[]` gives for each.
+def _matches_getitem(dataset: Any, method: str) -> bool:
+    """Return true if a method for many samples returns what `[]` returns for each.
 
-    False where a subclass overrides `[]` alone, to augment: that must not be bypassed.
+    It does not if a subclass overrides only `[]`, to augment: that must not be bypassed.
     """
     for cls in type(dataset).__mro__:
         if method in vars(cls):

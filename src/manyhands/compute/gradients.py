@@ -1,7 +1,7 @@
 """Forward, loss and backward of one worker's part of a step, in micro-batches; the same for every strategy.
 
-Each micro-batch counts by its weight (samples, or what the job says, such as tokens) relative to the weight
-of the whole step over all workers. So the gradient is that of the mean over the global batch, however
+Each micro-batch counts by its weight (its samples, or the job's own weight, such as tokens) relative to the
+weight of the whole step over all workers. So the gradient is that of the mean over the global batch, however
 unequal the shares are.
 """
 
@@ -87,19 +87,22 @@ def gradients(
 ) -> tuple[float | Tensor, float | Tensor]:
     """Compute the gradients of a share; return its weight and the weighted sum of its losses.
 
-    `total` adds a weight up over workers where the job gives its own; `local` opens a context in which
-    a backward is not yet shared; `ahead` is told what will be returned, before the last backward.
+    Args:
+        total: Adds a weight up over workers, for jobs with their own weights.
+        local: Returns a context in which the gradients of a backward pass are not shared yet.
+        ahead: Called with the results before the last backward pass.
     """
-    train_state.measures.take()  # of a step that came to nothing
+    train_state.measures.take()  # of an abandoned step
     train_state.tables.now = share.step
     if isinstance(train_state.model, RowModel):
         return _touch(train_state, train_state.model, share)
-    weights: list[float | Tensor] = [float(samples) for _, samples in share.batches]
-    whole: float | Tensor = float(share.total)
-    if train_state.weight is not None:
-        weights = [_own_weight(train_state, batch, samples) for batch, samples in share.batches]
-        mine = sum(weights[1:], weights[0])
-        whole = total(mine) if total is not None else mine
+    own = train_state.weight
+    weights: list[float | Tensor] = [
+        float(samples) if own is None or not samples else checked_weight(own(batch))
+        for batch, samples in share.batches
+    ]
+    mine = sum(weights[1:], weights[0])
+    whole = float(share.total) if own is None else mine if total is None else total(mine)
     losses: float | Tensor = 0.0
     last = len(share.batches) - 1
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
@@ -111,7 +114,7 @@ def gradients(
                     loss = train_state.loss(train_state.model, batch)
                 losses = losses + loss.detach() * weight
             if index == last:
-                ahead(sum(weights[1:], weights[0]), losses)
+                ahead(mine, losses)
             if loss is None:
                 _take_part(train_state)
                 continue
@@ -119,7 +122,7 @@ def gradients(
             (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
         train_state.activity.ticks += 1
     train_state.tables.batch = None
-    return sum(weights[1:], weights[0]), losses
+    return mine, losses
 
 
 def rehearse(train_state: TrainState, share: Share) -> None:
@@ -151,13 +154,6 @@ def _touch(
             losses, weight = losses + loss, weight + counted
             train_state.activity.ticks += 1
     return weight, losses
-
-
-def _own_weight(train_state: TrainState, batch: object, samples: int) -> float | Tensor:
-    assert train_state.weight is not None
-    if samples == 0:
-        return 0.0
-    return checked_weight(train_state.weight(batch))
 
 
 def _take_part(train_state: TrainState) -> None:

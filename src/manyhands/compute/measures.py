@@ -1,8 +1,8 @@
-"""Numbers that a job logs: `self.log(name, value)` in its loss() or metrics().
+"""Measures: numbers that a job logs with `self.log(name, value)` in loss() or metrics().
 
-Each is a mean over its batch, and counts as the loss does: over micro-batches and workers by their weights.
-In a worker a value stays on its device until the step is reported, so that logging waits for nothing.
-A measure travels as name -> [sum of value times weight, weight]; the coordinator divides.
+Each is a mean over its batch. Like the loss, it is averaged over micro-batches and workers by their weights.
+A value stays on its device until the step is reported, so logging does not wait for the device. Workers send
+name -> [sum of value times weight, weight], and the coordinator divides.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from manyhands.errors import JobError
 from manyhands.job import collecting
 
 TAKEN = ("loss", "lr", "samples_per_s", "staleness", "lr_factor", "batch_size")
-"""What a step has already; on TensorBoard these are train/loss and so on."""
+"""Names that a step has already; on TensorBoard they are train/loss and so on."""
 
 Sums = dict[str, list[float]]
 """Name to [sum of value times weight, weight]."""
 Logged = list[tuple[str, Any, Any]]
-"""Name, value and weight, each perhaps still on a device."""
+"""Name, value and weight; the numbers may be on a device."""
 
 
 class Measures:
-    """What a job has logged in one step of one worker."""
+    """The measures of one step of one worker."""
 
     def __init__(self) -> None:
         self._logged: Logged = []
 
     @contextmanager
     def weighted(self, weight: Any) -> Iterator[None]:
-        """What is logged here is of a batch that counts so much."""
+        """Collect what is logged inside the block, with the weight of the batch."""
         with collecting() as logged:
             yield
         self._logged += [(name, checked(name, value), weight) for name, value in logged]
 
     def take(self) -> Logged:
-        """Of the step so far; forgets it."""
+        """Return and forget the measures of the step so far."""
         taken, self._logged = self._logged, []
         return taken
 
 
 def checked(name: Any, value: Any) -> Any:
-    """A value as it was when it was logged, on its device."""
+    """Check a logged value; return a copy of it, on its device."""
     if not isinstance(name, str) or not name.strip():
-        raise JobError(f'self.log({name!r}, ...): the name is a text, such as "grad_penalty".')
+        raise JobError(f'self.log({name!r}, ...): the name is a string, such as "grad_penalty".')
     if name in TAKEN:
         raise JobError(
             f"self.log({name!r}, ...): a step has its own {name!r}. Choose another name, such as "
@@ -57,30 +57,33 @@ def checked(name: Any, value: Any) -> Any:
         return float(value)
     if hasattr(value, "detach") and value.dim() == 0:
         value = value.detach()
-        # A copy: the job may log a parameter, which changes before anybody reads it.
+        # A copy: a logged parameter would change before it is read.
         return float(value) if value.device.type == "cpu" else value.float().clone()
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise JobError(
-        f"self.log({name!r}, ...): the value is a number or a scalar tensor, the mean over the batch; it is "
-        f"{type(value).__name__}{shape}."
+        f"self.log({name!r}, ...): the value must be a number or a scalar tensor, the mean over the batch; "
+        f"it is {type(value).__name__}{shape}."
     )
 
 
 def add_up(logged: Iterable[tuple[str, float, float]]) -> Sums:
+    """Sum up names, values and weights."""
     sums: Sums = {}
     for name, value, weight in logged:
-        pair = sums.setdefault(name, [0.0, 0.0])
-        pair[0] += value * weight
-        pair[1] += weight
+        add_to(sums, name, value * weight, weight)
     return sums
 
 
-def means(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Of each measure over all workers' parts; a part may know nothing of it."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    found = {}
-    for name in names:
-        pairs = [part.get(name, (0.0, 0.0)) for part in parts]
-        weight = sum(pair[1] for pair in pairs)
-        found[name] = sum(pair[0] for pair in pairs) / weight if weight else math.nan
-    return found
+def add_to(sums: Sums, name: str, total: float, weight: float) -> None:
+    pair = sums.setdefault(name, [0.0, 0.0])
+    pair[0] += total
+    pair[1] += weight
+
+
+def means(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the mean of each measure over the parts of all workers; not all parts have all measures."""
+    sums: Sums = {}
+    for part in parts:
+        for name, (total, weight) in part.items():
+            add_to(sums, name, total, weight)
+    return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}

@@ -7,11 +7,11 @@ and schedule that the job made at the start. When a run is resumed:
     the job changed         (--set lr=0.1): the groups and the schedule are those of the job as it is now,
                             and the schedule is stepped to where the saved one was
     more steps              a schedule that depends on their number needs an answer, --schedule:
-        stretch             made for all steps; it goes on at its position
-        restart             made anew for the steps that are left
-        keep                as it was; when it is over, the rate stays where it ended
+        stretch             made for all steps; continues at its position
+        restart             made anew for the remaining steps
+        keep                as it was; at its end, the rate stays the same
 
-Cost: one scheduler step for each step so far, a few microseconds each, where something changed.
+Cost: if something changed, one scheduler step for each step so far, a few microseconds each.
 """
 
 from __future__ import annotations
@@ -77,10 +77,6 @@ class HeldSchedule:
         else:
             self._overtime += 1
 
-    def get_last_lr(self) -> list[float]:
-        rates: list[float] = self._inner.get_last_lr()
-        return rates
-
     def state_dict(self) -> dict[str, Any]:
         return {**self._inner.state_dict(), OVERTIME: self._overtime}
 
@@ -101,8 +97,7 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 def put_settings(optimizer: Optimizer, settings: Settings) -> None:
-    """Replace the settings of all groups; anything else in them, such as marks of an earlier schedule,
-    goes."""
+    """Replace the settings of all groups. Removes everything else, such as marks of an earlier schedule."""
     for group, given in zip(optimizer.param_groups, settings, strict=True):
         kept = {key: group[key] for key in _OWN if key in group}
         group.clear()
@@ -123,7 +118,7 @@ def describe(optimizer: Optimizer, settings: Settings, scheduler: Any) -> str:
 
 
 def _named(value: Any) -> Any:
-    """Encode tensors by their numbers, other objects by their type (an address would differ each time)."""
+    """Encode tensors by their values, other objects by their type (an address would differ each time)."""
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
@@ -140,20 +135,20 @@ def twin_of(optimizer: Optimizer, settings: Settings) -> Optimizer:
 
 
 class Resuming:
-    """How a resumed run goes on with the optimizer's settings and the schedule."""
+    """How a resumed run continues with the optimizer's settings and the schedule."""
 
     def __init__(
         self, optimizer: Optimizer, settings: Settings, make: MakeSchedule, *, num_steps: int
     ) -> None:
-        """`settings`: of the groups as the job's optimizer() has made them, without a schedule.
-        `num_steps`: of the whole training, as it is now."""
+        """`settings`: those of the groups as the job's optimizer() made them, without a schedule.
+        `num_steps`: the total number of steps as it is now."""
         self._optimizer = optimizer
         self._settings = settings
         self._make = make
         self._num_steps = num_steps
 
     def decide(self, saved: SchedulePlan, at: int, mode: str) -> SchedulePlan:
-        """What the schedule is made for from now on; it was saved after `at` of its steps."""
+        """Return the new plan of a schedule that was saved after `at` of its steps."""
         longer = self._num_steps - saved.began
         if mode == RESTART:
             began = saved.began + at
@@ -172,12 +167,12 @@ class Resuming:
         return replace(plan, made_of=self._made_of(plan.steps))
 
     def depends_on_steps(self, few: int, many: int) -> bool:
-        """Whether the job makes another schedule for more steps."""
+        """Return true if the job's schedule for `many` steps begins differently from the one for `few`."""
         pairs = zip(self._rates(few, few), self._rates(many, few), strict=False)
         return any(short != long for short, long in pairs)
 
     def _rates(self, steps: int, up_to: int) -> Iterator[list[float]]:
-        """Of each step up to one, in the schedule for so many steps."""
+        """Yield the rates of the groups at each step from 0 to `up_to`, in the schedule for `steps` steps."""
         twin = twin_of(self._optimizer, self._settings)
         scheduler = self._make(twin, steps)
         for number in range(up_to + 1):
@@ -201,12 +196,12 @@ class Resuming:
         longer, end = now - saved.began, saved.began + saved.steps
         left = now - done
         return (
-            f"The schedule of the learning rate was made for {saved.of} steps, of which {done} are done, and "
-            f"{now} are asked for now. Say how it goes on:\n"
-            f"  --schedule stretch   over all {now} steps; the next one has {self._rate(longer, at):.4g}\n"
-            f"  --schedule restart   anew, over the {left} that are left; the next one has "
+            f"The learning-rate schedule was made for {saved.of} steps, {done} of which are done, and the "
+            f"run now has {now}. Choose how it continues:\n"
+            f"  --schedule stretch   over all {now} steps; the next rate is {self._rate(longer, at):.4g}\n"
+            f"  --schedule restart   anew, over the remaining {left}; the next rate is "
             f"{self._rate(left, 0):.4g}\n"
-            f"  --schedule keep      as it was; from step {end + 1} on it stays at "
+            f"  --schedule keep      as it was; from step {end + 1} on, the rate stays at "
             f"{self._rate(saved.steps, saved.steps):.4g}"
         )
 
@@ -214,7 +209,7 @@ class Resuming:
 def saved_plan(
     saved: Mapping[str, Any], scheduler_state: Mapping[str, Any], num_steps: int
 ) -> SchedulePlan:
-    """That of a checkpoint; of one of an earlier version, as far as it can be told."""
+    """Return the plan of a checkpoint; for a checkpoint of an earlier version, the most likely one."""
     if saved:
         return SchedulePlan(**saved)
     steps = scheduler_state.get("total_steps") or scheduler_state.get("T_max") or num_steps
@@ -222,6 +217,6 @@ def saved_plan(
 
 
 def same_rates(settings: Settings, saved: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the base rates of groups are those of the saved ones."""
+    """Return true if the base rates of the groups are those of the saved groups."""
     before = [float(group.get("initial_lr", group["lr"])) for group in saved]
     return before == [float(group["lr"]) for group in settings]

@@ -1,7 +1,7 @@
-"""Schedules that were written to be stepped once an epoch, and are stepped once a step: what to write.
+"""Hints about schedules that seem to expect one step per epoch, although they are stepped once per step.
 
-A torch habit that fails quietly: StepLR(step_size=30) lowers the rate every 30 steps, and a training of 90
-epochs is over before its first epoch is. A note costs a few milliseconds at the start.
+This mistake fails silently: StepLR(step_size=30), meant for 90 epochs, lowers the rate every 30 steps, and
+reaches almost zero within the first epoch. Checking costs a few milliseconds at the start.
 """
 
 from __future__ import annotations
@@ -11,67 +11,66 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-NOTHING = 1e-6
-"""A rate below this part of its largest trains nothing."""
+NEGLIGIBLE = 1e-6
+"""A rate below this fraction of its maximum trains nothing."""
 MAX_TRIED = 2_000
-"""Steps of a schedule that are tried."""
+"""Number of steps of a schedule that are tried."""
 
 
-def schedule_hints(scheduler: Any, *, num_steps: int, epochs: int) -> Iterator[str]:
-    """What a person should know of a schedule that seems to count epochs."""
-    if num_steps <= epochs:
-        return
-    for part in _parts(scheduler):
-        if hint := _hint(part, num_steps=num_steps, epochs=epochs):
-            yield f"{hint} A schedule is stepped once a step, not once an epoch"
-            return
+def schedule_hint(scheduler: Any, optimizer: Optimizer, *, num_steps: int, epochs: int) -> str:
+    """Return a hint if a schedule seems to count epochs; otherwise an empty string.
+
+    Steps the scheduler, so it must belong to an optimizer that is not trained.
+    """
+    if scheduler is None or num_steps <= epochs:
+        return ""
+    known = (_known_mistake(part, num_steps, epochs) for part in _parts(scheduler))
+    hint = next(filter(None, known), "") or _vanishing_rate(scheduler, optimizer, num_steps)
+    return f"{hint} A schedule is stepped once per step, not once per epoch" if hint else ""
 
 
-def _hint(scheduler: Any, *, num_steps: int, epochs: int) -> str:
-    kind = type(scheduler).__name__
+def _known_mistake(scheduler: Any, num_steps: int, epochs: int) -> str:
     steps = f"{num_steps:,} steps"
-    match kind:
+    match type(scheduler).__name__:
         case "CosineAnnealingLR" if scheduler.T_max <= epochs:
             return (
-                f"CosineAnnealingLR(T_max={scheduler.T_max}) brings the learning rate to its lowest in "
-                f"{scheduler.T_max} of {steps}, and up again. Write  T_max=num_steps."
+                f"CosineAnnealingLR(T_max={scheduler.T_max}) reaches its minimum after {scheduler.T_max} of "
+                f"{steps}, and rises again. Write  T_max=num_steps."
             )
         case "CosineAnnealingWarmRestarts" if epochs >= scheduler.T_0:
             return (
                 f"CosineAnnealingWarmRestarts(T_0={scheduler.T_0}) restarts after {scheduler.T_0} of "
-                f"{steps}. For epochs write  T_0={scheduler.T_0} * num_steps // self.epochs."
+                f"{steps}. For epochs, write  T_0={scheduler.T_0} * num_steps // self.epochs."
             )
         case "MultiStepLR" if scheduler.milestones and max(scheduler.milestones) <= epochs:
             milestones = sorted(scheduler.milestones)
             return (
-                f"MultiStepLR(milestones={milestones}) is through with them after {milestones[-1]} of "
-                f"{steps}. For epochs write  milestones=[m * num_steps // self.epochs for m in {milestones}]."
+                f"MultiStepLR(milestones={milestones}) reaches the last one after {milestones[-1]} of "
+                f"{steps}. For epochs, write  milestones=[m * num_steps // self.epochs for m in "
+                f"{milestones}]."
             )
         case "StepLR" if scheduler.step_size <= epochs:
             times = num_steps // scheduler.step_size
-            if abs(scheduler.gamma) ** times < NOTHING:
+            if abs(scheduler.gamma) ** times < NEGLIGIBLE:
                 return (
                     f"StepLR(step_size={scheduler.step_size}) lowers the learning rate {times:,} times in "
-                    f"{steps}. For epochs write  step_size={scheduler.step_size} * num_steps // self.epochs."
+                    f"{steps}. For epochs, write  step_size={scheduler.step_size} * num_steps // self.epochs."
                 )
     return ""
 
 
-def vanishing_hint(scheduler: Any, optimizer: Optimizer, *, num_steps: int) -> str:
-    """For any schedule, over an optimizer that is not trained: after how few steps nothing is left of the
-    rate. Steps it."""
+def _vanishing_rate(scheduler: Any, optimizer: Optimizer, num_steps: int) -> str:
     largest = _rate(optimizer)
-    # Not at the very end, where a schedule made for so many steps may reach nothing on purpose.
+    # Not up to the end, where a schedule for this number of steps may reach zero on purpose.
     for step in range(1, min(9 * num_steps // 10, MAX_TRIED) + 1):
         scheduler.step()
         rate = _rate(optimizer)
         largest = max(largest, rate)
-        if rate < NOTHING * largest:
-            kind = type(scheduler).__name__
+        if rate < NEGLIGIBLE * largest:
             return (
-                f"{kind} brings the learning rate to {rate:.2g} in {step:,} of {num_steps:,} steps. For "
-                "epochs make it of  step * self.epochs / num_steps  (ExponentialLR: gamma ** (self.epochs / "
-                "num_steps)). A schedule is stepped once a step, not once an epoch"
+                f"{type(scheduler).__name__} lowers the learning rate to {rate:.2g} within {step:,} of "
+                f"{num_steps:,} steps. For epochs, make it a function of  step * self.epochs / num_steps  "
+                "(ExponentialLR: gamma ** (self.epochs / num_steps))."
             )
     return ""
 
@@ -81,7 +80,7 @@ def _rate(optimizer: Optimizer) -> float:
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """The scheduler, and those that it is made of."""
+    """Yield a scheduler and the schedulers that it consists of."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _parts(inner)

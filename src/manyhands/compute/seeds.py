@@ -1,6 +1,6 @@
-"""Random numbers from what they are for: (seed, purpose, step, rank, ...), never from what came before.
+"""Seeds derived from the purpose of a draw: (seed, purpose, step, rank, ...), never from earlier draws.
 
-Nothing has to be saved to resume bit-equal, and a joiner needs no history.
+So no random state has to be saved to resume bit for bit, and a worker that joins later needs no history.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part."""
+    """Return a 63-bit seed that depends on every part."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_compute(device: str, *parts: int | str) -> None:
-    """Seed what a model draws from (dropout). torch.manual_seed() costs 100 microseconds; this, two."""
+    """Seed torch for the model (dropout). Takes 2 microseconds; torch.manual_seed() takes 100."""
     seed = derive(*parts)
     torch.default_generator.manual_seed(seed)
     if device.startswith("cuda"):
@@ -27,7 +27,7 @@ def seed_compute(device: str, *parts: int | str) -> None:
 
 
 def seed_loading(*parts: int | str) -> None:
-    """Seed what a dataset may draw from (augmentation): Python, NumPy and torch."""
+    """Seed Python, NumPy and torch for the dataset (augmentation)."""
     seed = derive(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -36,7 +36,7 @@ from manyhands.compute.schedule import (
     settings_of,
     twin_of,
 )
-from manyhands.compute.schedule_hints import schedule_hints, vanishing_hint
+from manyhands.compute.schedule_hints import schedule_hint
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import ANCHOR, add_anchor
 from manyhands.errors import JobError
@@ -98,8 +98,8 @@ class TrainState:
         scheduler = job.schedule(optimizer, num_steps)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise JobError(
-                f"{type(job).__name__}.schedule() returned ReduceLROnPlateau, which one worker would step "
-                "by what it sees alone. Let the job watch all of them: give it the field  "
+                f"{type(job).__name__}.schedule() returned ReduceLROnPlateau, which each worker would step "
+                "by its own metrics. Set the field  plateau  instead, which covers all workers:  "
                 'plateau: str = "factor=0.1; patience=10".'
             )
         if not isinstance(scheduler, LRScheduler | None):
@@ -110,9 +110,14 @@ class TrainState:
         if isinstance(total, int) and total < num_steps:
             raise JobError(
                 f"{type(job).__name__}.schedule() returned {type(scheduler).__name__} for {total} steps, "
-                f"and the training has {num_steps}: it would fail after them. Give it  "
+                f"and the training has {num_steps}: it would fail at the end. Give it  "
                 "total_steps=num_steps."
             )
+        twin = twin_of(optimizer, settings)
+        epochs = job.epochs
+        hint = schedule_hint(
+            job.schedule(twin, num_steps), twin, num_steps=num_steps, epochs=epochs
+        )
         return cls(
             model=model,
             optimizer=optimizer,
@@ -126,9 +131,7 @@ class TrainState:
                 num_steps, num_steps, made_of=describe(optimizer, settings, scheduler)
             ),
             settings=settings,
-            notes=_schedule_notes(job, optimizer, settings, num_steps)
-            if scheduler is not None
-            else [],
+            notes=[hint] if hint else [],
             tables=tables,
         )
 
@@ -207,18 +210,6 @@ class TrainState:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def _schedule_notes(
-    job: Job, optimizer: Optimizer, settings: Settings, num_steps: int
-) -> list[str]:
-    """Return a hint if the job's schedule seems to expect one step per epoch."""
-    twin = twin_of(optimizer, settings)
-    scheduler = job.schedule(twin, num_steps)
-    hints = list(schedule_hints(scheduler, num_steps=num_steps, epochs=job.epochs))
-    if not hints and num_steps > job.epochs:
-        hints = [vanishing_hint(scheduler, twin, num_steps=num_steps)]
-    return list(filter(None, hints))
-
-
 @contextmanager
 def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
     """Multiply the learning rate for one step. Restored afterwards: a schedule may compute the next one
@@ -252,8 +243,8 @@ def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         raise wrong(job, "loss", "a scalar tensor, the mean over the batch", loss)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise JobError(
-            f"{type(job).__name__}.loss() must be computed from the model's output; what it returned "
-            "depends on no parameter (was it detached, or made of argmax, .item() or NumPy?)."
+            f"{type(job).__name__}.loss() must be computed from the model's output; its result does not "
+            "depend on any parameter (was it detached, or computed with argmax, .item() or NumPy?)."
         )
     return loss, output
 

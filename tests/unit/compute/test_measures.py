@@ -98,7 +98,7 @@ def test_a_parameter_is_logged_as_it_was(make_job: Any) -> None:
     ("name", "value", "says"),
     [
         ("loss", 1.0, "a step has its own 'loss'. Choose another name, such as \"my_loss\""),
-        (3, 1.0, r"self.log\(3, ...\): the name is a text"),
+        (3, 1.0, r"self.log\(3, ...\): the name is a string"),
         (
             "norms",
             torch.ones(3),

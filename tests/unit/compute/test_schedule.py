@@ -151,11 +151,11 @@ def test_more_steps_need_a_word(make_job: Any, name: str) -> None:
     with pytest.raises(UsageError) as caught:
         resumed(make_job, saved, schedule, at=10, num_steps=16)
     assert str(caught.value) == (
-        "The schedule of the learning rate was made for 10 steps, of which 10 are done, and 16 are asked for "
-        "now. Say how it goes on:\n"
-        f"  --schedule stretch   over all 16 steps; the next one has {longer[10]:.4g}\n"
-        f"  --schedule restart   anew, over the 6 that are left; the next one has {anew[0]:.4g}\n"
-        f"  --schedule keep      as it was; from step 11 on it stays at {end:.4g}"
+        "The learning-rate schedule was made for 10 steps, 10 of which are done, and the run now has 16. "
+        "Choose how it continues:\n"
+        f"  --schedule stretch   over all 16 steps; the next rate is {longer[10]:.4g}\n"
+        f"  --schedule restart   anew, over the remaining 6; the next rate is {anew[0]:.4g}\n"
+        f"  --schedule keep      as it was; from step 11 on, the rate stays at {end:.4g}"
     )
     how = {"at": 10, "num_steps": 16}
     stretched = resumed(make_job, saved, schedule, mode="stretch", **how)
@@ -168,7 +168,9 @@ def test_more_steps_need_a_word(make_job: Any, name: str) -> None:
         again = resumed(make_job, save(train_state), schedule, at=13, num_steps=16)
         assert train(again, 3) == pytest.approx(rates[3:])
     more = {"at": 16, "num_steps": 20}
-    with pytest.raises(UsageError, match="for 16 steps, of which 16 are done, and 20 are asked"):
+    with pytest.raises(
+        UsageError, match="for 16 steps, 16 of which are done, and the run now has 20"
+    ):
         resumed(make_job, save(again), schedule, **more)
     at_last = resumed(make_job, save(again), schedule, mode="stretch", **more)
     longest = train(build(make_job, schedule, num_steps=20), 20)

@@ -22,17 +22,17 @@ def notes(make_job: Any, schedule: Any, *, epochs: int = EPOCHS, steps: int = ST
     [
         (
             lambda o, n: lr_scheduler.StepLR(o, 30),
-            "StepLR(step_size=30) lowers the learning rate 300 times in 9,000 steps. For epochs write  "
-            "step_size=30 * num_steps // self.epochs. A schedule is stepped once a step, not once an epoch",
+            "StepLR(step_size=30) lowers the learning rate 300 times in 9,000 steps. For epochs, write  "
+            "step_size=30 * num_steps // self.epochs. A schedule is stepped once per step, not once per ",
         ),
         (
             lambda o, n: lr_scheduler.MultiStepLR(o, [60, 30]),
-            "MultiStepLR(milestones=[30, 60]) is through with them after 60 of 9,000 steps. For epochs "
+            "MultiStepLR(milestones=[30, 60]) reaches the last one after 60 of 9,000 steps. For epochs, "
             "write  milestones=[m * num_steps // self.epochs for m in [30, 60]].",
         ),
         (
             lambda o, n: lr_scheduler.CosineAnnealingLR(o, 90),
-            "CosineAnnealingLR(T_max=90) brings the learning rate to its lowest in 90 of 9,000 steps, and up "
+            "CosineAnnealingLR(T_max=90) reaches its minimum after 90 of 9,000 steps, and rises "
             "again. Write  T_max=num_steps.",
         ),
         (
@@ -41,16 +41,16 @@ def notes(make_job: Any, schedule: Any, *, epochs: int = EPOCHS, steps: int = ST
         ),
         (
             lambda o, n: lr_scheduler.ExponentialLR(o, 0.95),
-            "ExponentialLR brings the learning rate to 9.7e-08 in 270 of 9,000 steps. For epochs make it of  "
-            "step * self.epochs / num_steps  (ExponentialLR: gamma ** (self.epochs / num_steps))",
+            "ExponentialLR lowers the learning rate to 9.7e-08 within 270 of 9,000 steps. For epochs, "
+            "make it a function of  step * self.epochs / num_steps  (ExponentialLR: gamma ** ",
         ),
         (
             lambda o, n: lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
-            "LambdaLR brings the learning rate",
+            "LambdaLR lowers the learning rate",
         ),
         (
             lambda o, n: lr_scheduler.PolynomialLR(o, 90),
-            "PolynomialLR brings the learning rate to 0 in 90",
+            "PolynomialLR lowers the learning rate to 0 within 90",
         ),
         (
             lambda o, n: lr_scheduler.SequentialLR(
@@ -99,5 +99,5 @@ def test_a_rate_that_is_gone_long_before_the_end(make_job: Any) -> None:
     (note,) = notes(
         make_job, lambda o, n: lr_scheduler.StepLR(o, step_size=30), epochs=10, steps=250
     )
-    assert note.startswith("StepLR brings the learning rate to")
+    assert note.startswith("StepLR lowers the learning rate to")
     assert "in 210 of 250 steps" in note

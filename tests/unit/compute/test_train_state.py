@@ -126,7 +126,7 @@ def one_more(self: Any, params: Any) -> Any:
         ),
         (
             too_few,
-            r"Mine.optimizer\(\) leaves out 1 parameter of the model \(bias\), .* group for it.*"
+            r"Mine.optimizer\(\) leaves out 1 parameter of the model \(bias\), .* into a group.*"
             r"parameter.requires_grad_\(False\)",
         ),
     ],
