@@ -1,11 +1,11 @@
 """Compare this tree with another commit: `--against COMMIT`, for every benchmark.
 
-The commit is checked out into a temporary git worktree. Each contender of ours then runs twice in every
-repeat, once from this tree and once from that one, in alternating order, so that whatever else the machine
-does affects both. The result is the median of the ratios inside the repeats, with its spread.
+The commit is checked out into a temporary git worktree. In every repeat, each of our contenders runs twice,
+once from this tree and once from the other, in alternating order, so that other load on the machine affects
+both. The result is the median of the ratios within the repeats, with its spread.
 
-The benchmark itself runs from this tree. What is measured, `manyhands train` with its job file, comes from
-the other one: so both must know the same flags, and the job files must have the same fields.
+The benchmark itself always runs from this tree; `manyhands train` and its job file come from the tree that
+is measured. So both trees must know the same flags, and the job files must have the same fields.
 """
 
 from __future__ import annotations

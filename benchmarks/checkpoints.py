@@ -1,10 +1,10 @@
-"""What checkpoints cost: steps per second with one every so many steps, as a share of those without.
+"""The cost of checkpoints: steps per second with one every N steps, relative to none.
 
     python benchmarks/checkpoints.py [--repeats 5] [--every 10] [--workers 2]
 
-The model has 25 million parameters, SGD with momentum; runs with and without, alternating. A checkpoint is
-copied while training waits (the stall, as the run's own events say it) and written beside it, by a thread
-that shares the cores with the training.
+The model has 25 million parameters and SGD with momentum; runs with and without checkpoints alternate.
+Training waits while a checkpoint is copied (the stall, as reported in the run's events); a thread then
+writes it in the background, on the same cores.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Training over a network: steps per second and bytes on the wire, against torch DDP under torchrun.
+"""Training over a network: steps per second and bytes on the wire, compared with torch DDP under torchrun.
 
-Hosts are those of a lab (network namespaces of this machine, joined by links of a given rate), so this needs
-root. All contenders have the same model, batch a worker, made-up data, optimizer and threads, one worker a
-host, in the same namespaces. Each repeat runs every contender once, each time beginning with another; ratios
-are taken inside a repeat.
+The hosts are those of a lab (network namespaces of this machine, connected by links of a given rate), so
+this needs root. All contenders have the same model, batch per worker, synthetic data, optimizer and threads,
+with one worker per host. Each repeat runs every contender once, in rotating order; ratios are taken within a
+repeat.
 
-Bytes are what the hosts' interfaces have sent in the timed part, for a step; `least` is 2 (n-1)/n times the
-parameters: what each host sends where the work of adding up is shared equally. The interfaces of a lab pass
-on packets of about 64 KB and count their headers once, which is 0.1 %; a real network with packets of 1,500
-bytes adds about 4 % to all contenders alike. The timed part begins and ends within a step, and bytes are sent
-in bursts: with few steps this is off by half a percent or so, in either direction.
+Bytes are those sent by the hosts' interfaces during the timed part, per step. `least` is 2 (n-1)/n times the
+parameters: the minimum that each host sends if summing is shared equally. A lab's interfaces pass packets of
+about 64 KB and count their headers once (0.1 %); a real network with packets of 1,500 bytes adds about 4 %
+for all contenders. The timed part begins and ends within a step, and bytes are sent in bursts: with few
+steps, this causes an error of about half a percent in either direction.
 
     python benchmarks/hosts.py                                  about an hour on two cores
-    python benchmarks/hosts.py --quick                          does everything work? no numbers to keep
+    python benchmarks/hosts.py --quick                          a test run, without usable numbers
     python benchmarks/hosts.py --hosts 2,4 --bandwidth 100mbit --models perceptron
     python benchmarks/hosts.py --only "allreduce,allreduce(bucket_mb=1),ps:sync(servers=1)"
-    python benchmarks/hosts.py --against COMMIT                 against another commit
+    python benchmarks/hosts.py --against COMMIT                 compare with another commit
 
-The hosts share the cores of this machine, so with more hosts than cores computing takes its turns. A slow
-link is what makes the difference then, and not the arithmetic.
+The hosts share the cores of this machine: with more hosts than cores, they take turns computing. On a slow
+link, the network still dominates.
 """
 
 from __future__ import annotations
@@ -316,23 +316,27 @@ def make_load(model: str, num_hosts: int, given: argparse.Namespace) -> Load:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", default="2,4", help="numbers of hosts (default: 2,4)")
-    parser.add_argument("--bandwidth", default="1gbit", help="of each link (default: 1gbit)")
+    parser.add_argument(
+        "--bandwidth", default="1gbit", help="bandwidth of each link (default: 1gbit)"
+    )
     parser.add_argument("--models", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
     parser.add_argument(
         "--only",
         type=lambda text: [DDP, *(name for name in split_names(text) if name != DDP)],
         default=list(CONTENDERS),
-        help="contenders, with commas between; ddp is always there",
+        help="contenders, separated by commas; ddp is always included",
     )
     parser.add_argument("--repeats", type=int, help="default: 5; 1 with --quick, 7 with --against")
     against.add_flag(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps of the smallest model")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker (default: 1)")
     parser.add_argument(
-        "--batch", type=int, help="samples a worker and step (default: the model's)"
+        "--batch", type=int, help="samples per worker and step (default: the model's)"
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="so many times the steps")
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds for one run")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of steps")
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="time limit of one run, in seconds"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
     given = parser.parse_args()
     given.hosts = [int(word) for word in given.hosts.split(",")]

@@ -1,6 +1,6 @@
-"""A DDP loop written by hand, one process of several under torchrun, for benchmarks/hosts.py.
+"""A hand-written DDP loop, one of several processes under torchrun, for benchmarks/hosts.py.
 
-torchrun ... benchmarks/hosts_ddp.py LOAD FOLDER      leaves the times of its steps in FOLDER/times-RANK
+torchrun ... benchmarks/hosts_ddp.py LOAD FOLDER      writes the times of its steps to FOLDER/times-RANK
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A GPU alone, and with workers on the CPU beside it: samples per second.
+"""A GPU alone, and together with workers on the CPU: samples per second.
 
     python benchmarks/mixed.py [--models Trees,Wide] [--cpus 1,4] [--repeats 3]
 
-`Trees` is a model that a GPU computes sample by sample: CPUs should be a gain. `Wide` is one whose batch a
-large GPU computes at once: CPUs can't help, and should not be a brake either (mixed_job.py). Contenders in
-turns, ratios inside a repeat. Each runs for a while, and the last third of it counts: shares have adapted by
-then, and it was tried whether the CPUs are a gain.
+A GPU computes `Trees` sample by sample, so CPUs should help. A large GPU computes a whole batch of `Wide` at
+once, so CPUs can't help, and should not slow it down either (mixed_job.py). Contenders take turns, and
+ratios are taken within a repeat. Only the last third of each run counts: by then shares have adapted, and
+the run has tried whether the CPUs help.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="Trees,Wide")
     parser.add_argument("--strategies", default="allreduce")
-    parser.add_argument("--cpus", default="1,4", help="workers on the CPU beside the GPU")
-    parser.add_argument("--gpu", default="cuda:0", help="what takes the place of the GPU")
+    parser.add_argument("--cpus", default="1,4", help="numbers of workers on the CPU")
+    parser.add_argument("--gpu", default="cuda:0", help="the device to use as GPU")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=40.0, help="that each contender runs")
+    parser.add_argument("--seconds", type=float, default=40.0, help="duration of each run")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--verbose", action="store_true", help="show shares and notes")
     asked = parser.parse_args()

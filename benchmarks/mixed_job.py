@@ -1,8 +1,8 @@
-"""Two small models for a GPU with CPUs beside it: one that a GPU computes at once, and one that it can't.
+"""Two small models for a GPU together with CPUs: a GPU computes one of them in parallel, but not the other.
 
-`Wide` reads all sequences of a batch together: a GPU takes as long for half of them as for all.
-`Trees` puts every sample's leaves together in that sample's own order, one after the other: as many small
-kernels a sample, for which a GPU is no faster than a CPU.
+`Wide` reads all sequences of a batch together: half of them take a GPU as long as all.
+`Trees` combines the leaves of each sample in that sample's own order, one after the other: many small
+kernels per sample, for which a GPU is no faster than a CPU.
 """
 
 from dataclasses import dataclass

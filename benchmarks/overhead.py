@@ -1,11 +1,11 @@
-"""What manyhands costs: steps per second of `allreduce` against a hand-written torch DDP loop.
+"""The overhead of manyhands: steps per second of `allreduce`, compared with a hand-written torch DDP loop.
 
-The same model, data, batch, workers and threads, on the same machine in the same run, alternating, so
-that whatever else the machine does hits both. The start-up time, from the command to the end of the
-first step, is measured beside a bare torchrun script's.
+Both have the same model, data, batch, workers and threads, and run alternately on the same machine, so that
+other load affects both. Start-up time is measured from the command to the end of the first step, and
+compared with that of a torchrun script.
 
     python benchmarks/overhead.py [--repeats 5] [--models Perceptron]
-    python benchmarks/overhead.py --against COMMIT     against another commit instead
+    python benchmarks/overhead.py --against COMMIT     compare with another commit instead
 """
 
 from __future__ import annotations

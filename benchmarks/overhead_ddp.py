@@ -1,6 +1,6 @@
-"""The hand-written loop that manyhands is measured against: torch DDP as its tutorial has it.
+"""The hand-written loop for benchmarks/overhead.py: torch DDP as in its tutorial.
 
-Data is gathered by one index a batch, not sample by sample: the fastest a loop can be. Run by
+A batch is gathered with one index operation, not sample by sample: the fastest way for a loop. Run by
 torchrun; rank 0 prints when its first step was done and how long the timed steps took.
 """
 

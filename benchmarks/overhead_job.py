@@ -1,4 +1,4 @@
-"""The overhead benchmark's models as manyhands jobs."""
+"""The models of the overhead benchmark as manyhands jobs."""
 
 from __future__ import annotations
 

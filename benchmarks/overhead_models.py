@@ -1,4 +1,4 @@
-"""The two models of the overhead benchmark, as plain functions: the job and the bare loop share them."""
+"""The two models of the overhead benchmark as plain functions, shared by the job and the DDP loop."""
 
 from __future__ import annotations
 

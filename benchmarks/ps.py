@@ -1,20 +1,19 @@
-"""The parameter server against its limit, against torch DDP, and against the parameter servers of others.
+"""The parameter server, compared with the limit of the machine, torch DDP and other parameter servers.
 
-All contenders have the same model, batch a worker, made-up data, optimizer, workers and threads, on the
-same machine in the same run. Each repeat runs every contender once, each time beginning with another,
-so that whatever else the machine does hits all; ratios are taken inside a repeat. Speed is samples per
-second after a warm-up. Memory is the proportional set size of a run's processes, summed, at its largest
-between warm-up and end, in the first repeat; `base` is that of as many processes with torch and the
-data and no model.
+All contenders have the same model, batch per worker, synthetic data, optimizer, workers and threads. Each
+repeat runs every contender once, in rotating order, so that other load on the machine affects all; ratios
+are taken within a repeat. Speed is samples per second after a warm-up. Memory is the summed proportional set
+size of a run's processes, its maximum between warm-up and end, in the first repeat; `base` is that of the
+same number of processes with torch and the data, but no model.
 
     python benchmarks/ps.py                                   about an hour and a half on two cores
-    python benchmarks/ps.py --quick                           does everything work? no numbers to keep
+    python benchmarks/ps.py --quick                           a test run, without usable numbers
     python benchmarks/ps.py --workers 2,4 --models 25m --only limit,ddp,ps:sync
     python benchmarks/ps.py --only "limit,ps:sync(transport=tcp),ps:sync(transport=tcp) --trust-network"
-    python benchmarks/ps.py --only ps:sync --against COMMIT   against another commit
+    python benchmarks/ps.py --only ps:sync --against COMMIT   compare with another commit
 
-Peers are installed into benchmarks/.venvs at the first run; whatever can't be installed or run is
-listed with its reason. Needs torch and nothing else, when no peer takes part.
+Peers are installed into benchmarks/.venvs at the first run; a peer that can't be installed or run is listed
+with the reason. Without peers, only torch is needed.
 """
 
 from __future__ import annotations
@@ -206,20 +205,22 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--workers", default="2", help="numbers of workers, as 2,4,8 (default: 2)")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--only", default=",".join(DEFAULT), help="contenders, with commas between")
+    parser.add_argument("--only", default=",".join(DEFAULT), help="contenders, separated by commas")
     parser.add_argument("--repeats", type=int, help="default: 5; 1 with --quick, 7 with --against")
     against.add_flag(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps of the smallest model")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker (default: 1)")
     parser.add_argument(
-        "--batch", type=int, help="samples a worker and step (default: the model's)"
+        "--batch", type=int, help="samples per worker and step (default: the model's)"
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="so many times the steps")
-    parser.add_argument("--seconds", type=float, default=20.0, help="a slow peer stops after this")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of steps")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of a slow peer")
     parser.add_argument(
-        "--deadline", type=float, default=600.0, help="seconds for one run, at most"
+        "--deadline", type=float, default=600.0, help="time limit of one run, in seconds"
     )
-    parser.add_argument("--no-memory", dest="memory", action="store_false", help="time only")
+    parser.add_argument(
+        "--no-memory", dest="memory", action="store_false", help="do not measure memory"
+    )
     parser.add_argument("--reinstall", action="store_true", help="install the peers anew")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
     given = parser.parse_args()

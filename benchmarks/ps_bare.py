@@ -1,11 +1,11 @@
-"""Loops written by hand in torch that the parameter servers are measured against.
+"""Hand-written torch loops that the parameter servers are compared with.
 
-limit     every worker trains alone, its own optimizer step, no communication
-lockstep  the same, but nobody begins a step before all have ended the last: the limit of what waits for all
-shared    the least that trains together in one host (ps_shared.py): no deaths, no news, no views
-threads   one process with the threads of all workers and the batch of all workers
-ddp       torch DDP over gloo, without the second copy of the gradients that it can do without
-base      no contender: what a process that has loaded torch and the data takes in memory
+limit     every worker trains alone with its own optimizer, without communication
+lockstep  the same, but all begin each step together: the limit of synchronous training
+shared    the minimum for training together in one host (ps_shared.py): no failures, no reports, no views
+threads   one process with the threads and the batch of all workers
+ddp       torch DDP over gloo, with gradients as views of its buckets
+base      no contender: the memory of a process that has loaded torch and the data
 
 python benchmarks/ps_bare.py MODE LOAD      prints one line of JSON
 """

@@ -1,8 +1,8 @@
-"""From the times at which steps were done to samples per second, in one way for all contenders.
+"""Samples per second from the times at which steps were done, computed alike for all contenders.
 
-Each worker notes the time of every step it has done. Counted is what all did between the moment when
-the last of them was through its warm-up and the moment when the first had finished: nobody's start,
-nobody's idle end. A step that lies across an edge counts in part.
+Each worker records the time of every step. Steps count between the moment when the last worker has ended its
+warm-up and the moment when the first worker has finished, so no worker's start or idle end is included. A
+step that crosses either edge counts partially.
 """
 
 from __future__ import annotations

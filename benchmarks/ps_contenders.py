@@ -1,11 +1,11 @@
-"""Who takes part: a name on the command line, and how it is run and measured.
+"""The contenders: their names on the command line, and how each is run and measured.
 
-    limit, lockstep, shared, threads, ddp    loops written by hand (ps_bare.py)
+    limit, lockstep, shared, threads, ddp    hand-written loops (ps_bare.py)
     ray:sync, rpc:async, tf:async, ...       the peers (ps_peers.py)
-    anything else                            a spec of manyhands, with flags of `manyhands train` behind
-                                             it if wanted: "ps:sync(transport=tcp) --trust-network"
+    anything else                            a spec of manyhands, optionally followed by flags of
+                                             `manyhands train`: "ps:sync(transport=tcp) --trust-network"
 
-NAME@N runs with N workers, whatever the others have.
+NAME@N runs with N workers, whatever the number for the others.
 """
 
 from __future__ import annotations

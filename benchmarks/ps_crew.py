@@ -1,8 +1,8 @@
-"""A few processes of one script that begin together: for contenders without a launcher of their own.
+"""Several processes of one script that begin together, for contenders without a launcher.
 
-The script is started again for each role, as `SCRIPT MODE LOAD --role ROLE --folder FOLDER`. A process
-prints "ready" when it may begin, waits for a line on standard input, and prints its result as one line
-of JSON. The first that ends without a result ends all.
+The script is started once for each role, as `SCRIPT MODE LOAD --role ROLE --folder FOLDER`. A process prints
+"ready", waits for a line on standard input, and prints its result as one line of JSON. If one ends without a
+result, all are ended.
 """
 
 from __future__ import annotations

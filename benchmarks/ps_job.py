@@ -1,4 +1,4 @@
-"""The parameter-server benchmark's models as a manyhands job."""
+"""The models of the parameter-server benchmark as a manyhands job."""
 
 from __future__ import annotations
 

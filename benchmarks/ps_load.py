@@ -1,7 +1,7 @@
-"""What every contender of the parameter-server benchmark is given: a model's shape, a batch, steps.
+"""The load of the parameter-server benchmark: the shape of a model, a batch, a number of steps.
 
-Without torch or any other package, so that the scripts of all peers can read it. The models are
-perceptrons with ReLU between their layers, trained by SGD with momentum on made-up numbers.
+Imports neither torch nor any other package, so that the scripts of all peers can read it. The models are
+perceptrons with ReLU between their layers, trained by SGD with momentum on synthetic data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""manyhands as a contender: a real `manyhands train`, its speed read from the run's events.
+"""manyhands as a contender: a real `manyhands train`, with its speed read from the run's events.
 
-Workers report ten times a second, in bunches: the time of a bunch is known, those inside it are not.
-So the speed is taken from the end of the first bunch after the warm-up to the end of the last one.
+Workers report several steps at once, ten times a second: the time of a report is known, the times of its
+steps are not. So the speed is measured from the end of the first report after the warm-up to the end of the
+last one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer over gloo: all-reduce, no parameter server, but what many compare with.
+"""Horovod's DistributedOptimizer over gloo: all-reduce, not a parameter server, but a common baseline.
 
 python benchmarks/ps_peer_horovod.py allreduce LOAD      prints one line of JSON
 """

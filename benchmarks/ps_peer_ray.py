@@ -1,9 +1,9 @@
-"""A parameter server on Ray, in the pattern of Ray's documentation.
+"""A parameter server on Ray, after the pattern in Ray's documentation.
 
-An actor holds the parameters and the optimizer, other actors compute gradients, and the driver passes
-references from one to the other; numbers travel as NumPy arrays through Ray's object store. `sync`: an
-update takes the gradients of all workers, and the driver looks at the weights every few steps.
-`async`: ray.wait() for whoever is first, apply its gradients, send it the new weights.
+One actor holds the parameters and the optimizer, other actors compute gradients, and the driver passes
+references between them; arrays go through Ray's object store. `sync`: an update takes the gradients of all
+workers, and the driver reads the weights every few steps. `async`: ray.wait() for the first worker, apply
+its gradients, send it the new weights.
 
     python benchmarks/ps_peer_ray.py sync|async LOAD      prints one line of JSON
 """

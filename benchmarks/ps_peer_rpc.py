@@ -1,9 +1,9 @@
-"""A parameter server on torch.distributed.rpc, in the manner of torch's tutorials.
+"""A parameter server on torch.distributed.rpc, after torch's tutorials.
 
-One process holds the parameters and the optimizer; a worker sends all gradients by one call, and the
-answer is all parameters. `sync`: the answer comes when every worker's gradients are in (a function that
-returns a future). `async`: each call is applied at once, one at a time; its answer travels while the
-next may already be written.
+One process holds the parameters and the optimizer; a worker sends all gradients in one call, which returns
+all parameters. `sync`: the call returns when the gradients of all workers have arrived (the function returns
+a future). `async`: each call is applied at once, one at a time; a reply is sent while the next call may
+already be applied.
 
     python benchmarks/ps_peer_rpc.py sync|async LOAD      prints one line of JSON
 """

@@ -1,4 +1,4 @@
-"""The server's side of ps_peer_rpc.py: a module that both sides import, as RPC looks functions up by name."""
+"""The server of ps_peer_rpc.py, in a module that both sides import: RPC finds functions by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """TensorFlow's ParameterServerStrategy: asynchronous, scheduled by its ClusterCoordinator.
 
-One server task holds the variables, the worker tasks run a tf.function that the coordinator schedules;
-each applies its gradients at once, by TensorFlow's own momentum kernel where the variable lies. Several
-steps are packed into one call where steps are short, as TensorFlow's guide advises.
+One server task holds the variables, and worker tasks run a tf.function that the coordinator schedules. Each
+applies its gradients at once, with TensorFlow's own momentum kernel on the server. Several short steps are
+packed into one call, as TensorFlow's guide advises.
 
     python benchmarks/ps_peer_tf.py async LOAD      prints one line of JSON
 """

@@ -1,8 +1,7 @@
-"""The parameter servers of others, each installed into a virtual environment of its own.
+"""Other parameter servers, each installed into its own virtual environment.
 
-The environments lie in benchmarks/.venvs and are made once; one that could not be made is remembered
-with its reason, and tried again with --reinstall. Those that compute with torch use the very torch
-that runs this benchmark.
+The environments are in benchmarks/.venvs and are created once. If that fails, the reason is remembered, and
+--reinstall tries again. Peers that use torch use the same torch as this benchmark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The least that trains together inside a host, by hand: what the parameter server's care is measured by.
+"""The minimum for training together inside a host, as a baseline for the parameter server.
 
-Parameters lie once in shared memory, gradients once a worker. Between two barriers each worker adds up its
-part of everybody's gradients and updates it. Nobody may die, nobody is told anything.
+The parameters exist once in shared memory, the gradients once per worker. Between two barriers, each worker
+sums its part of all gradients and updates it. There is no handling of failures, and there are no reports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Medians with their spread, the ratios that matter, and the tables that show them.
+"""Medians with their spread, ratios, and the tables that show them.
 
-A ratio is taken between the two contenders' runs of the same repeat, which stood next to each other
-in time, and then the median over the repeats: what else the machine does hits both.
+A ratio is taken between the two contenders' runs of the same repeat, which are close in time, so that other
+load on the machine affects both; the result is the median over the repeats.
 """
 
 from __future__ import annotations

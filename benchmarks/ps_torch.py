@@ -1,4 +1,4 @@
-"""The benchmark's model, optimizer and data in torch: the same for every contender that uses torch."""
+"""The benchmark's model, optimizer and data in torch, the same for every contender that uses torch."""
 
 from __future__ import annotations
 

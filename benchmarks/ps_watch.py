@@ -1,8 +1,8 @@
-"""Run one contender: with a deadline, with nothing left behind, and with an eye on its memory.
+"""Run one contender with a deadline, measure its memory, and leave nothing behind.
 
-Memory is the proportional set size, which counts a page that k processes share as 1/k in each, so
-that the sum over a run's processes is what the run takes: shared memory counts once. The command's own
-process is left out: with every contender it only starts the others and waits.
+Memory is the proportional set size, which counts a page that k processes share as 1/k in each: in the sum
+over a run's processes, shared memory counts once. The command's own process is left out: for every contender
+it only starts the others and waits.
 """
 
 from __future__ import annotations

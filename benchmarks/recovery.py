@@ -1,20 +1,20 @@
-"""How long training stands still when a worker dies: manyhands beside torchrun's restart of the same.
+"""The pause in training after a worker's death: manyhands, compared with a restart by torchrun.
 
-The same perceptron, data, batch, workers and threads, saved after as many steps, on the same machine in the
-same run, alternating. A random worker gets SIGKILL, several times a run, each time some steps after all
-workers were there again. Measured from the kill:
+Both have the same perceptron, data, batch, workers and threads, save equally often, and run alternately on
+the same machine. Random workers get SIGKILL, several per run, each time some steps after all workers were
+present again. Measured from the kill:
 
     new     to the next step that had not been done before the kill
-    first   to the next step of any kind: after a restart, what was done since the last save comes again
+    first   to the next step of any kind: after a restart, the steps since the last save are done again
     whole   to as many workers as before
 
-A step of ours counts when it is committed: its line is in events.jsonl, up to 0.1 s after it was computed,
-for reports come in bunches. Torchrun's counts when rank 0 has made its update. Of ours only what was handed
-out after the death counts, though others may have got something done before they heard of it; it is always
-new.
+Our steps count when they are committed: the line is in events.jsonl, up to 0.1 s after the computation,
+because workers report several steps at once. A step of torchrun counts when rank 0 has made its update. Of
+our steps, only those dispatched after the death count, although others may have been completed before it was
+noticed; they are always new.
 
-Times are of the wall clock, which all processes of a machine share and both records are written with; a
-measurement during which it was set against the monotonic clock is thrown away.
+Times are wall-clock times, which all processes of a machine share and both records use; if the wall clock
+was adjusted during a measurement, the measurement is discarded.
 
     python benchmarks/recovery.py [--kills 5] [--repeats 2] [--only allreduce,torchrun] [--json FILE]
     python benchmarks/recovery.py --only allreduce --against COMMIT
@@ -229,11 +229,17 @@ def ratios_of(kills: list[Kill], above: str, below: str, aspect: str) -> list[fl
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=5, help="in each run (default: 5)")
-    parser.add_argument("--repeats", type=int, help="runs of each (default: 2; 7 with --against)")
+    parser.add_argument("--kills", type=int, default=5, help="kills per run (default: 5)")
+    parser.add_argument(
+        "--repeats", type=int, help="runs per contender (default: 2; 7 with --against)"
+    )
     against.add_flag(parser)
-    parser.add_argument("--only", default=",".join(CONTENDERS), help="with commas between")
-    parser.add_argument("--seed", type=int, default=0, help="who dies, and when")
+    parser.add_argument(
+        "--only", default=",".join(CONTENDERS), help="contenders, separated by commas"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the choice of victims and times"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers, for other programs")
     given = parser.parse_args()
     given.only = split_names(given.only)

@@ -1,9 +1,9 @@
-"""The same training as torchrun's users write it: DDP, saved now and then, loaded again at every start.
+"""The same training as users of torchrun write it: DDP, saved regularly, loaded at every start.
 
     torchrun ... recovery_ddp.py FOLDER
 
-It lasts until it is stopped. `record.jsonl` in the folder says which process is which rank, and when rank 0
-had finished which step in which round of torchrun's; a line is one write, so a kill tears none that counts.
+Runs until it is stopped. `record.jsonl` in the folder lists the process of each rank, and when rank 0
+finished which step in which restart. Each line is one write, so a kill can't tear it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recovery benchmark's training as a manyhands job. It lasts until it is stopped."""
+"""The training of the recovery benchmark as a manyhands job. It runs until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recovery benchmark trains, as plain functions: the job and torchrun's script share them."""
+"""The model and data of the recovery benchmark as plain functions, for the job and the torchrun script."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trainings whose workers are killed: manyhands' and torchrun's, told by the record that each one keeps.
+"""Trainings whose workers are killed, by manyhands and by torchrun, read from the records that they write.
 
-Both write a line a step, with the time of the wall clock, at the moment at which a step counts. What lies
-between two lines is therefore measured alike, and nobody has to watch closely: on a machine with few cores a
-watcher would take its time from those it watches. A line is read once, 20 times a second.
+Both write a line per step, with the wall-clock time at which the step counts, so both are measured alike.
+The records are read only 20 times a second: on a machine with few cores, a busy observer would slow the
+training down.
 """
 
 from __future__ import annotations

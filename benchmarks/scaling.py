@@ -1,12 +1,12 @@
-"""How fast a live run follows `manyhands scale`: from the command to the throughput of the new number.
+"""How fast a live run follows `manyhands scale`: from the command to the throughput of the new number of
+workers.
 
-Two workers, then four, then two again, without a stop. Each sample takes 2 ms in which nobody computes, so
-that four workers can be twice as fast on two cores. Measured from the moment at which `manyhands scale` is
-started, its own start included:
+Two workers, then four, then two again, in one run. Each sample takes 2 ms of sleep, so that four workers can
+be twice as fast on two cores. Measured from the start of the command `manyhands scale`:
 
-    view      to the first step committed in a view of the new number
-    follows   to the end of the first second in which the throughput is 90 % of the new level or more
-              (110 % or less, when it goes down)
+    view      to the first step committed in a view with the new number of workers
+    follows   to the end of the first second in which the throughput is at least 90 % of the new level
+              (at most 110 %, with fewer workers)
 
     python benchmarks/scaling.py [--repeats 3] [--strategies allreduce ps:sync]
 """

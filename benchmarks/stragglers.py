@@ -1,14 +1,14 @@
-"""What one slow worker costs: samples per second with it, as a share of those without it.
+"""The cost of one slow worker: samples per second with it, relative to those without it.
 
-Four workers that sleep in each step, more than they compute; one of them sleeps ten times longer. Pairs of
-runs, without and with it, alternating. What one worker of four that does a tenth of the work leaves is
-77.5 % where nobody waits, and 10 % where all do.
+Four workers that sleep in each step, longer than they compute; one of them sleeps ten times longer. Runs
+without and with it alternate. If one of four workers does a tenth of the work, 77.5 % of the throughput is
+left without waiting, and 10 % if all wait for it.
 
     python benchmarks/stragglers.py [--repeats 3] [--slow-by 10]
     python benchmarks/stragglers.py --shares     two workers, one half as fast, by the size of its share
 
-With `--shares` the time goes by samples, so that a smaller share helps: equal shares keep 50 % of the
-throughput at best, shares by speed 75 %. Measured over the second half of a run.
+With `--shares` the time is proportional to the samples, so that a smaller share helps: equal shares keep at
+most 50 % of the throughput, shares by speed 75 %. Measured over the second half of a run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--slow-by", type=float, default=10.0)
     parser.add_argument("--strategies", nargs="+", default=list(STEPS))
-    parser.add_argument("--shares", action="store_true", help="two synchronous workers instead")
+    parser.add_argument(
+        "--shares",
+        action="store_true",
+        help="measure the effect of shares, with two synchronous workers",
+    )
     asked = parser.parse_args()
     if asked.shares:
         show_shares(asked)

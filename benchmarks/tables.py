@@ -1,10 +1,9 @@
-"""What a sparse table costs: rows a second on one core, and bytes a row.
+"""The cost of a sparse table: rows per second on one core, and bytes per row.
 
-A batch is 4,096 lookups of ids drawn by Zipf's law; a step finds, gathers, merges and updates, as a
-worker does that trains. Beside it, with the same ids and gradients and also on one core: torch's
-EmbeddingBag(sparse=True) with its sparse optimizers, on a table that has all rows from the start and
-knows only ids 0..rows-1; and a dict of numpy rows. Contenders take turns, so that whatever else the
-machine does hits all.
+A batch is 4,096 lookups of ids drawn by Zipf's law; a step finds, gathers, merges and updates rows, as in
+training. Compared, with the same ids and gradients, also on one core: torch's EmbeddingBag(sparse=True) with
+its sparse optimizers, on a table that has all rows from the start and knows only ids 0..rows-1; and a dict
+of numpy rows. Contenders take turns, so that other load on the machine affects all.
 
     python benchmarks/tables.py [--rows 10000000] [--dim 64] [--repeats 5] [--optimizers adagrad,adam]
 """
@@ -204,7 +203,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--optimizers", default="adagrad,adam")
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 0.0], help="exponents")
-    parser.add_argument("--alone", action="store_true", help="without the others")
+    parser.add_argument("--alone", action="store_true", help="without torch and the dict")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{processor()}; torch {torch.__version__}; one thread, batches of {BATCH:,}")

@@ -1,20 +1,20 @@
-"""word2vec in words a second: manyhands, its kernels alone, gensim and fastText.
+"""word2vec in words per second: manyhands, its kernels alone, gensim and fastText.
 
-All have the same text (in lines of 1,000 words), settings and number of workers, on the same machine
-in the same run. Each repeat runs every contender once, each time beginning with another, so that
-whatever else the machine does hits all; ratios are taken inside a repeat. Words are those of the
-vocabulary, before frequent ones are thinned out. Counting words and starting up is nobody's time.
+All have the same text (in lines of 1,000 words), settings and number of workers. Each repeat runs every
+contender once, in rotating order, so that other load on the machine affects all; ratios are taken within a
+repeat. Words are those in the vocabulary, before subsampling. Counting words and starting up are not
+included.
 
     python benchmarks/word2vec.py text8.gz                          skip-gram, 100 dimensions
-    python benchmarks/word2vec.py text8.gz --judge word_eval/       and how good the vectors are
+    python benchmarks/word2vec.py text8.gz --judge word_eval/       with the quality of the vectors
     python benchmarks/word2vec.py text8.gz --only manyhands --against COMMIT
     python benchmarks/word2vec.py text8.gz --model cbow --dim 200 --window 8 --negative 25 --epochs 15
 
-`kernels` are threads on one pair of matrices (word2vec_driver.py), `limit` threads that have one pair each
-and learn nothing together: what the machine can do. `manyhands` is the command
-`manyhands train examples/word2vec.py`, with workers that share the tables, or over sockets: with TLS
-(`:tcp`), or authenticated only (`:trusted`, by --trust-network).
-Peers are installed into benchmarks/.venvs at the first run; one that can't be is listed with its reason.
+`kernels` are threads on one pair of matrices (word2vec_driver.py); `limit` are threads with a pair of
+matrices each, which learn nothing together: the limit of the machine. `manyhands` is the command `manyhands
+train examples/word2vec.py`, with workers that share the tables, or over sockets: with TLS (`:tcp`), or only
+authenticated (`:trusted`, with --trust-network). Peers are installed into benchmarks/.venvs at the first
+run; a peer that can't be installed is listed with the reason.
 """
 
 from __future__ import annotations
@@ -259,9 +259,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, help="default: 3, or 7 with --against")
     against.add_flag(parser)
-    parser.add_argument("--words", type=int, help="only the first so many words of the text")
+    parser.add_argument("--words", type=int, help="use only this many words of the text")
     parser.add_argument("--judge", type=Path, help="folder with questions-words.txt and the pairs")
-    parser.add_argument("--json", type=Path, help="where to write all numbers")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
     parser.add_argument("--model", choices=["skip-gram", "cbow"], default="skip-gram")
     for name, value in (
         ("dim", 100),

@@ -1,8 +1,8 @@
-"""word2vec by threads on one pair of matrices: the kernels with nothing round them.
+"""word2vec with threads on one pair of matrices: only the kernels.
 
     python benchmarks/word2vec_driver.py CORPUS --model skip-gram --threads 2 --epochs 5 --judge FOLDER
 
-Prints one JSON line: words (before subsampling) a second, loss, and with --judge the scores.
+Prints one JSON line: words (before subsampling) per second, loss, and with --judge the scores.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("corpus")
     parser.add_argument("--cache", default=Path(tempfile.gettempdir()) / "manyhands-word2vec")
     parser.add_argument("--judge", type=Path, help="folder with questions-words.txt and the pairs")
-    parser.add_argument("--words", type=int, help="train on the first so many words only")
-    parser.add_argument("--save", help="where to put the vectors")
+    parser.add_argument("--words", type=int, help="use only this many words of the text")
+    parser.add_argument("--save", help="file for the vectors")
     for name, kind in Settings.__annotations__.items():
         make = {"int": int, "float": float, "str": str, "bool": "true".__eq__}[kind]
         parser.add_argument(f"--{name}", type=make, default=getattr(Settings, name))

@@ -1,6 +1,7 @@
 """word2vec by fastText without its subwords, run by benchmarks/word2vec.py in fastText's own environment.
 
-Its training call reads the vocabulary first: a call that trains on nothing is timed and taken off.
+fastText's training call first reads the vocabulary, so the time of a call that trains on nothing is
+subtracted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python word2vec_peer_gensim.py '{"corpus": ..., "model": "skip-gram", "dim": 100, ...}'
 
-Reads the file by itself in each thread (corpus_file), which is gensim's fastest way.
+Each thread reads the file by itself (corpus_file), which is gensim's fastest way.
 """
 
 from __future__ import annotations
