@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from manyhands.cli.options import parse_workers
+from manyhands.cli.options import Resolved, number_or_range
 from manyhands.errors import UsageError
 from manyhands.hosts.launchers import cores
 from manyhands.testing import harness
@@ -79,7 +80,7 @@ def test_a_run_that_is_over_can_not_be_scaled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["2:1", "0:3", "a:b", "2:", "many"])
 def test_a_range_of_workers_that_is_none(given: str) -> None:
     with pytest.raises(UsageError, match=f"--workers {given}: .* as 2:4"):
-        parse_workers(given)
+        Resolved(Namespace(workers=given)).get("workers", 2, number_or_range)
 
 
 def test_fewer_than_the_least(tmp_path: Path) -> None:

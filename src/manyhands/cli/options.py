@@ -24,6 +24,20 @@ from manyhands.job import PARSED, parse_bool
 from manyhands.strategies.registry import make_strategy
 
 
+def number_or_range(text: str) -> int | str:
+    """Parse --workers: N, or MIN:MAX, which stays a string."""
+    least, colon, most = text.partition(":")
+    if not colon:
+        return int(text)
+    if not 1 <= int(least) <= int(most):
+        raise ValueError(text)
+    return text
+
+
+WANTED = PARSED | {number_or_range: "a number, such as 4, or MIN:MAX (MIN at least 1), such as 2:4"}
+"""What parsers of options accept, in words for errors."""
+
+
 class Resolved:
     """Option values and where each came from: flag > environment > the resumed run > default."""
 
@@ -57,7 +71,7 @@ class Resolved:
             try:
                 value = parse(value)
             except ValueError:
-                raise UsageError(f"{given}: it must be {PARSED[parse]}.") from None
+                raise UsageError(f"{given}: it must be {WANTED[parse]}.") from None
         if least is not None and value < least:
             raise UsageError(f"{given}: it must be at least {least}.")
         self.sources[name] = {
@@ -265,7 +279,7 @@ def _num_workers(
     """Return the minimum number of workers, and the number at the start."""
     default = config.default_workers if cluster is None else default_workers(config, cluster)
     workers = resolved.get("workers", default, number_or_range)
-    minimum, count = parse_workers(workers)
+    *minimum, count = map(int, str(workers).split(":"))
     config.check(count)
     most = max(64, 8 * cores())
     if cluster is not None:
@@ -275,7 +289,7 @@ def _num_workers(
             f"--workers {count}: this machine has {cores()} cores; more than {most} workers would only "
             "wait for each other."
         )
-    return minimum, count
+    return minimum[0] if minimum else 1, count
 
 
 def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
@@ -313,30 +327,6 @@ def _chaos(text: str | None, config: Strategy, workers: int) -> FaultSpec | None
     servers = config.servers_for(workers)
     check(chaos, strategy=config.name, elastic=config.elastic, workers=workers, servers=servers)
     return chaos
-
-
-def number_or_range(text: str) -> int | str:
-    """Parse --workers only so far that `parse_workers` can check it later."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def parse_workers(text: int | str) -> tuple[int, int]:
-    """Parse N or MIN:MAX into (minimum, number at the start)."""
-    first, colon, last = str(text).partition(":")
-    try:
-        least, count = (int(first), int(last)) if colon else (1, int(first))
-    except ValueError:
-        raise UsageError(
-            f"--workers {text}: write a number, such as 4, or MIN:MAX, such as 2:4."
-        ) from None
-    if colon and not 1 <= least <= count:
-        raise UsageError(
-            f"--workers {text}: MIN must be at least 1, and MAX at least MIN, such as 2:4."
-        )
-    return least, count
 
 
 def parse_set(pairs: Sequence[str]) -> dict[str, str]:
