@@ -40,9 +40,10 @@ from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import ClusterError, JobError, SpecError, UsageError
 from manyhands.hosts.devices import device_id, pick_device
 from manyhands.hosts.discovery import detect
+from manyhands.hosts.me import Me
 from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.spec import EVALUATOR
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.view import Seat, View
 from manyhands.job import Job
 from manyhands.ranges import shares, split
 from manyhands.strategies.registry import make_strategy

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import TrainState
-    from manyhands.hosts.view import Me, View
+    from manyhands.hosts.me import Me
+    from manyhands.hosts.view import View
 
 WHOLE = -1
 """Stands for all parts of a step."""

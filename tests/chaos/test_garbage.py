@@ -30,7 +30,7 @@ from manyhands.ps.acceptor import HELLO_S
 from manyhands.testing import harness
 from manyhands.testing.conformance import assert_once_an_epoch
 from manyhands.transport import Authority, connect
-from manyhands.transport.frames import Header, pack, pack_header
+from manyhands.transport.link import HAS_PAYLOAD, HEADER, MAGIC, VERSION, pack
 from manyhands.transport.listener import HANDSHAKE_S
 
 BARRAGE_S = 0.4
@@ -128,9 +128,9 @@ class Attacker:
         """Good headers with heads of nonsense, and real frames with some bytes changed."""
         for _ in range(8):
             head = self.dice.randbytes(self.dice.randint(1, 400))
-            self.expect_end(pack_header(Header(len(head), None)) + head, "a head of noise")
+            self.expect_end(header(len(head)) + head, "a head of noise")
         for head in (b"[]", b"1", b'"x"', b"[" * 400, b'{"kind":' + b"9" * 400 + b"}", b"\xff\xfe"):
-            self.expect_end(pack_header(Header(len(head), None)) + head, f"the head {head[:9]!r}")
+            self.expect_end(header(len(head)) + head, f"the head {head[:9]!r}")
         for real in self.real():
             for _ in range(6):
                 changed = bytearray(real)
@@ -139,9 +139,9 @@ class Attacker:
                 self.throw(bytes(changed))
 
     def real(self) -> list[bytes]:
-        claim = {"link": "claim", "name": "worker-0", "nonce": "0" * 64, "proof": "f" * 64}
+        claim = {"kind": "Claim", "name": "worker-0", "nonce": "0" * 64, "proof": "f" * 64}
         enter = {
-            "kind": "enter",
+            "kind": "EnterView",
             "sender": "worker-0",
             "view": 1,
             "slots": [],
@@ -160,12 +160,12 @@ class Attacker:
         return outgoing.read()
 
     def sizes(self) -> None:
-        head = b'{"kind":"enter","sender":"worker-0","view":1,"slots":[],"baskets":[],"seen":0}'
+        head = b'{"kind":"EnterView","sender":"worker-0","view":1,"slots":[],"baskets":[],"seen":0}'
         for announced in (
-            pack_header(Header(len(head), GIB)) + head + bytes(1 << 16),
-            pack_header(Header(len(head), 1 << 22)) + head + bytes(1 << 16),
-            pack_header(Header(len(head), (1 << 63) - 1)) + head,
-            pack_header(Header((1 << 32) - 1, None)) + bytes(1 << 16),
+            header(len(head), GIB) + head + bytes(1 << 16),
+            header(len(head), 1 << 22) + head + bytes(1 << 16),
+            header(len(head), (1 << 63) - 1) + head,
+            header((1 << 32) - 1) + bytes(1 << 16),
         ):
             self.expect_end(announced, "a size beyond all limits")
 
@@ -209,7 +209,7 @@ class Attacker:
             return
         for head in (
             {
-                "kind": "enter",
+                "kind": "EnterView",
                 "sender": "worker-0",
                 "view": 1,
                 "slots": [],
@@ -217,24 +217,29 @@ class Attacker:
                 "seen": 0,
             },
             {
-                "kind": "enter",
+                "kind": "EnterView",
                 "sender": "worker-1",
                 "view": 1,
                 "slots": [],
                 "baskets": [],
                 "seen": 0,
             },
-            {"kind": "lane", "sender": "worker-1", "view": 1},
-            {"kind": "peer", "sender": "worker-1", "view": 1, "sums": [], "undo": []},
-            {"kind": "peer", "sender": "worker-0", "view": 1, "sums": [], "undo": []},
-            {"kind": "decide", "decision": {"version": 1, "contributions": []}},
-            {"kind": "go"},
+            {"kind": "OpenLane", "sender": "worker-1", "view": 1},
+            {"kind": "PeerHello", "sender": "worker-1", "view": 1, "sums": [], "undo": []},
+            {"kind": "PeerHello", "sender": "worker-0", "view": 1, "sums": [], "undo": []},
+            {"kind": "Decide", "decision": {"version": 1, "contributions": []}},
+            {"kind": "Go"},
         ):
             with connect(f"unix:{self.target}", timeout_s=PATIENCE_S) as link:
                 link.send(head)
-                answer = link.recv(timeout_s=PATIENCE_S).head
-                if answer["kind"] != "refused":
+                answer = link.recv(timeout_s=PATIENCE_S).message
+                if answer["kind"] != "Refused":
                     self.failures.append(f"{head} was answered with {answer}")
+
+
+def header(head_bytes: int, payload_bytes: int | None = None) -> bytes:
+    flags = 0 if payload_bytes is None else HAS_PAYLOAD
+    return HEADER.pack(MAGIC, VERSION, flags, 0, head_bytes, payload_bytes or 0)
 
 
 def ring(bells: list[str]) -> None:

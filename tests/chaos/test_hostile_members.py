@@ -53,17 +53,17 @@ def hostile(tmp_path: Path, words: dict[str, Any], *flags: str, **options: Any) 
 
 def test_each_member_that_sends_nonsense_is_named_and_lost(tmp_path: Path) -> None:
     words = {
-        "worker-1": {"kind": "report", "what": "steps", "view": 1, "rows": [[1, 2]]},
-        "worker-2": {"kind": "failed"},
-        "worker-3": {"kind": "ready", "seat": {"name": "worker-0", "host": "x"}},
+        "worker-1": {"kind": "StepsReport", "view": 1, "rows": [[1, 2]]},
+        "worker-2": {"kind": "Failed"},
+        "worker-3": {"kind": "Ready", "seat": {"name": "worker-0", "host": "x"}},
     }
     done = hostile(tmp_path, words, "--max-restarts", "20", strategy="allreduce", workers=4)
     assert done.code == 0, done.err
     lost = {event["member"]: event["reason"] for event in done.of("MemberLost")}
     nonsense = "sent an invalid message"
     assert lost == {
-        "worker-1": f"{nonsense}: rows[0] has 2 fields of 8 to 12",
-        "worker-2": f"{nonsense}: reason is missing",
+        "worker-1": f"{nonsense}: 'StepsReport': rows[0] has 2 fields of 8 to 12",
+        "worker-2": f"{nonsense}: 'Failed': reason is missing",
         "worker-3": f"{nonsense}: it takes the seat of 'worker-0', a 'worker'",
     }
     assert "Traceback" not in done.err
@@ -74,7 +74,7 @@ def test_each_member_that_sends_nonsense_is_named_and_lost(tmp_path: Path) -> No
 def test_nonsense_before_there_is_anything_to_go_on_with_ends_the_run_with_its_name(
     tmp_path: Path,
 ) -> None:
-    words = {"worker-0": {"kind": "report", "what": "steps", "view": 0, "rows": [ROW]}}
+    words = {"worker-0": {"kind": "StepsReport", "view": 0, "rows": [ROW]}}
     done = hostile(tmp_path, words, strategy="allreduce", workers=2, when=0)
     assert done.code == 1
     assert "worker-0 failed: sent an invalid message" in done.err
@@ -84,10 +84,10 @@ def test_nonsense_before_there_is_anything_to_go_on_with_ends_the_run_with_its_n
 
 @pytest.mark.long
 def test_where_one_worker_is_all_it_begins_again(tmp_path: Path) -> None:
-    words = {"worker-0": {"kind": "report", "what": "saved", "view": 1, "step": "x"}}
+    words = {"worker-0": {"kind": "Saved", "view": 1, "step": "x"}}
     done = hostile(tmp_path, words, "--max-restarts", "3", strategy="single")
     assert done.code == 0, done.err
-    assert "sent an invalid message: step is 'x'" in done.out
+    assert "sent an invalid message: 'Saved': step is 'x'" in done.out
 
 
 FRAGILE = """

@@ -72,9 +72,9 @@ def hostile(tmp_path: Path, words: dict[str, Any], strategy: str, *flags: str) -
 
 def test_inside_a_host(tmp_path: Path) -> None:
     words = {
-        "worker-1": (3, "servers as a worker", {"kind": "rest", "until": 9}),
-        "worker-2": (9, "servers", {"kind": "go"}),
-        "worker-3": (15, "workers", {"kind": "new"}),
+        "worker-1": (3, "servers as a worker", {"kind": "Rest", "until": 9}),
+        "worker-2": (9, "servers", {"kind": "Go"}),
+        "worker-3": (15, "workers", {"kind": "NewVersion"}),
     }
     lost = hostile(tmp_path, words, "ps:sync(servers=4)")
     assert lost.keys() == words.keys(), lost
@@ -89,18 +89,18 @@ def test_inside_a_host(tmp_path: Path) -> None:
     [
         (
             "servers as a worker",
-            {"kind": "push", "push": PUSH, "began": 0, "after": 599},
+            {"kind": "PushMessage", "push": PUSH, "began": 0, "after": 599},
             "push",
         ),
-        ("servers", {"kind": "commit", "version": 700}, "commit"),
-        ("servers", {"kind": "taken", "version": 1 << 40}, "taken"),
-        ("servers", {"kind": "norm", "version": 3, "value": 1e30}, "norm"),
-        ("servers", {"kind": "held", "version": 2, "owner": "worker-9"}, "held"),
-        ("servers", {"kind": "replica", "version": 1}, "sum"),
-        ("servers", {"kind": "plan", "plan": {}}, "plan"),
-        ("servers", {"kind": "status"}, "status"),
-        ("workers", {"kind": "new", "version": "many"}, "version is 'many'"),
-        ("workers", {"kind": "span", "version": 1, "span": 10**9}, ""),
+        ("servers", {"kind": "Commit", "version": 700}, "commit"),
+        ("servers", {"kind": "SumTaken", "version": 1 << 40}, "taken"),
+        ("servers", {"kind": "PartialNorm", "version": 3, "value": 1e30}, "norm"),
+        ("servers", {"kind": "SumHeld", "version": 2, "owner": "worker-9"}, "held"),
+        ("servers", {"kind": "ReplicaSum", "version": 1}, "sum"),
+        ("servers", {"kind": "RecoveryPlan", "plan": {}}, "plan"),
+        ("servers", {"kind": "ServerStatus"}, "status"),
+        ("workers", {"kind": "NewVersion", "version": "many"}, "version is 'many'"),
+        ("workers", {"kind": "GradientSpan", "version": 1, "span": 10**9}, ""),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else str(value),
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from together import KEY, LONG_S, Process, Together, manyhands, place, together, until
 
+from manyhands.control.messages import Ready
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.inbox import Exited, Happening, HostNotice, MemberMessage
 from manyhands.errors import ManyhandsError, UsageError
@@ -85,7 +86,7 @@ class Scene:
     def ready(self, name: str) -> None:
         def is_ready(happening: Happening) -> bool:
             match happening:
-                case MemberMessage(member, {"kind": "ready"}):
+                case MemberMessage(member, Ready()):
                     return member == name
             return False
 
@@ -294,8 +295,8 @@ def test_a_log_that_cannot_be_written_ends_nothing_and_a_kill_is_noticed(tmp_pat
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"kind": "exited", "name": "worker-9", "code": 0}, "worker-9"),
-        ({"kind": "started", "name": "worker-1"}, "pid is missing"),
+        ({"kind": "MemberEnded", "name": "worker-9", "code": 0}, "worker-9"),
+        ({"kind": "Started", "name": "worker-1"}, "pid is missing"),
         ({"kind": "nonsense"}, "not one of "),
     ],
     ids=["unknown", "short", "kind"],
@@ -309,9 +310,9 @@ def test_an_agent_that_talks_nonsense_is_given_up(
         with connect(address, credentials=credentials, timeout_s=LONG_S) as link:
             machine = {**vars(made.launcher.roster.machine), "host": "bad", "identity": "bad"}
             entry = {"name": "rank-1", "role": WORKER, "rank": 1, "devices": []}
-            link.send({"kind": "agent", "machine": machine, "entry": entry, "process": "p"})
-            assert link.recv(timeout_s=LONG_S).head["kind"] == "admitted"
-            link.send({"kind": "ready", "sees_run": False})
+            link.send({"kind": "AgentHello", "machine": machine, "entry": entry, "process": "p"})
+            assert link.recv(timeout_s=LONG_S).message["kind"] == "AgentAdmitted"
+            link.send({"kind": "AgentReady", "sees_run": False})
             made.gather()
             link.send(said)
             until(lambda: made.listen(0.01) or "bad is lost" in made.told)

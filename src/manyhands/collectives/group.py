@@ -26,7 +26,8 @@ from manyhands.transport.keepalive import ask_now_and_then, look_after
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from manyhands.hosts.view import Me, View
+    from manyhands.hosts.me import Me
+    from manyhands.hosts.view import View
 
 CONNECT_S = 5.0
 """Time to connect. All workers of a view connect at the same moment, so it takes less; else they retry."""

@@ -18,7 +18,8 @@ from manyhands.errors import ViewChanging
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from manyhands.hosts.view import Me, View
+    from manyhands.hosts.me import Me
+    from manyhands.hosts.view import View
 
 WAY_S = 3.0
 """Time to connect; after it the peer counts as unreachable."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ from torch import Tensor
 from manyhands.collectives.state_sync import batches, pour
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
-from manyhands.hosts.view import Me, View
+from manyhands.hosts.me import Me
+from manyhands.hosts.view import View
 from manyhands.runs.encoding import empty_tensors, flatten, unflatten
 from manyhands.runs.saver import Stateful, put_state
 from manyhands.threads import start_thread
-from manyhands.transport import Limits, Link, Message
+from manyhands.transport import Limits, Link, Received
+from manyhands.transport.fields import MessageSet, check
 
 logger = logging.getLogger("manyhands.strategies")
 
@@ -44,6 +46,22 @@ NOTHING = Limits(head_bytes=0, payload_bytes=0)
 MOST_COPIES = 256
 SPARE_BYTES = 64 << 20
 """A state that is larger than so many times the parameters, and some more, is none: L-BFGS remembers 200."""
+
+
+@dataclass(frozen=True)
+class StateText:
+    """The encoded state, without its tensors (runs/encoding.py)."""
+
+    text: Annotated[Any, check(lambda value: isinstance(value, str), "is not text")]
+    """Longer than other texts; LIMITS bounds it."""
+
+
+@dataclass(frozen=True)
+class StateNumbers:
+    """Its payload is the next batch of tensors."""
+
+
+STATE = MessageSet(StateText, StateNumbers)
 
 
 class StateSender:
@@ -78,10 +96,10 @@ class StateSender:
             link.close()
             return
         with suppress(LinkError):  # whoever it was for is gone, or the view is over
-            link.send({"k": "state", "text": self._text})
+            link.send(StateText(self._text))
             for batch in batches(self._tensors):
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch])
-                link.send({"k": "numbers"}, flat.numpy().data)
+                link.send(StateNumbers(), flat.numpy().data)
             with suppress(LinkError):
                 link.recv()  # it closes, and so has read everything
             self._served.add(link.peer)
@@ -149,7 +167,10 @@ class StateReceiver:
 
     def _receive(self) -> Any:
         with self._find() as link:
-            text = str(_moving(link).head["text"])
+            first = _moving(link).message
+            if not isinstance(first, StateText):
+                raise ProtocolError(f"{link.peer} did not begin with a text")
+            text = str(first.text)
             tensors = empty_tensors(text, max_bytes=self._most_bytes)
             for batch in batches(tensors):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
@@ -188,11 +209,11 @@ class StateReceiver:
             put_state(state, self._train_state, self._learner, tables=False)
 
 
-def _moving(link: Link, room: memoryview | None = None) -> Message:
+def _moving(link: Link, room: memoryview | None = None) -> Received:
     """The next message, however long it takes; but LinkTimeout when no byte comes for a while: steps go on,
     and their gradients would be kept for ever."""
 
-    def place(head: object, nbytes: int) -> memoryview:
+    def place(_message: object, nbytes: int) -> memoryview:
         if room is None or nbytes != room.nbytes:
             expected = "none" if room is None else f"one of {room.nbytes}"
             raise ProtocolError(f"{link.peer} sent a payload of {nbytes} bytes, not {expected}")
@@ -201,7 +222,7 @@ def _moving(link: Link, room: memoryview | None = None) -> Message:
     while True:
         before = link.bytes_received
         try:
-            return link.recv(timeout_s=STALLED_S, place=place)
+            return link.recv(STATE, timeout_s=STALLED_S, place=place)
         except LinkTimeout:
             if link.bytes_received == before:
                 raise

@@ -1,26 +1,34 @@
-"""The messages between the coordinator and its workers and servers: one dataclass per message.
+"""The messages between the coordinator and its members: one dataclass per message.
 
-    to a member      an Assignment when it starts, then orders
-    from a member    Ready, then reports
+    to a member      an Assignment when it starts, then TO_MEMBER: views and orders
+    from a member    FROM_MEMBER: Hello, Ready, then reports
 
-`parse` and `read_order` check each message in the thread that receives it: no other code sees a message
-with missing or wrong fields. Whether it makes sense at this point of the run is for the driver to check.
+Messages are parsed in the thread that receives them: no other code sees a message with missing or wrong
+fields. Whether a message makes sense at this point of the run is for the driver to check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from manyhands.errors import ProtocolError
-from manyhands.hosts.messages import OF_MEMBERS, read_kind
+from manyhands.hosts.messages import (
+    Beat,
+    BoardPost,
+    Bye,
+    Failed,
+    Hello,
+    LinkBroken,
+    PeerRefused,
+    Posted,
+    Report,
+    ViewFormed,
+    WriteStacks,
+)
 from manyhands.hosts.view import Seat
 from manyhands.ranges import Range
-from manyhands.transport.fields import Count, Positive, Seconds, Weight, read, write
-
-T = TypeVar("T")
-
+from manyhands.transport.fields import Count, MessageSet, Positive, Seconds, Weight
 
 # To a member --------------------------------------------------------------------------------------
 
@@ -122,23 +130,18 @@ Order = (
     | StopOrder
     | LeaveOrder
 )
-ORDERS: Mapping[str, type[Order]] = {
-    "steps": TrainOrder,
-    "rest": RestOrder,
-    "evaluate": EvaluateOrder,
-    "checkpoint": CheckpointOrder,
-    "rehearse": RehearseOrder,
-    "stop": StopOrder,
-    "leave": LeaveOrder,
-}
-
-
-def write_order(order: Order) -> dict[str, Any]:
-    return {"kind": "order", "order": ORDER_NAMES[type(order)], **write(order)}
-
-
-def read_order(head: Mapping[str, Any]) -> Order:
-    return read(_kind(ORDERS, head.get("order"), "orders"), head)
+TO_MEMBER = MessageSet(
+    ViewFormed,
+    Posted,
+    WriteStacks,
+    TrainOrder,
+    RestOrder,
+    EvaluateOrder,
+    CheckpointOrder,
+    RehearseOrder,
+    StopOrder,
+    LeaveOrder,
+)
 
 
 # From a member ------------------------------------------------------------------------------------
@@ -191,12 +194,6 @@ class AppliedSteps:
     applied: list[tuple[Count, int] | tuple[Count, int, Weight, float]]
     """(step, part), and weight and loss where they are known."""
     pushes: Mapping[str, Count] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Report:
-    view: Count
-    """Number of the view that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -297,54 +294,23 @@ class Left(Report):
     settled: AppliedSteps | None = None
 
 
-@dataclass(frozen=True)
-class LinkBroken(Report):
-    peer: str
-
-
-@dataclass(frozen=True)
-class PeerRefused(Report):
-    """A peer sent an invalid message, and its link was closed."""
-
-    peer: str
-    why: str
-
-
-REPORTS: Mapping[str, type[Report]] = {
-    "joined": Joined,
-    "caught_up": CaughtUp,
-    "steps": StepsReport,
-    "evaluated": EvaluationReport,
-    "saving": Saving,
-    "saved": Saved,
-    "noticed": Notice,
-    "rehearsed": Rehearsed,
-    "stopped": Stopped,
-    "left": Left,
-    "torn": LinkBroken,
-    "refused": PeerRefused,
-}
-
-
-def parse(head: Mapping[str, Any]) -> Any:
-    """Read a member's message; ProtocolError if it is none."""
-    match head.get("kind"):
-        case "ready":
-            return read(Ready, head)
-        case "report":
-            return read(_kind(REPORTS, head.get("what"), "reports"), head)
-    return read_kind(OF_MEMBERS, head)
-
-
-def write_report(report: Report) -> dict[str, Any]:
-    return {"kind": "report", "what": REPORT_NAMES[type(report)], **write(report)}
-
-
-ORDER_NAMES = {kind: name for name, kind in ORDERS.items()}
-REPORT_NAMES = {kind: name for name, kind in REPORTS.items()}
-
-
-def _kind(kinds: Mapping[str, type[T]], name: object, verb: str) -> type[T]:
-    if not isinstance(name, str) or name not in kinds:
-        raise ProtocolError(f"it {verb} {str(name)[:80]!r}, which is unknown")
-    return kinds[name]
+FROM_MEMBER = MessageSet(
+    Hello,
+    Ready,
+    Beat,
+    BoardPost,
+    Failed,
+    Bye,
+    Joined,
+    CaughtUp,
+    StepsReport,
+    EvaluationReport,
+    Saving,
+    Saved,
+    Notice,
+    Rehearsed,
+    Stopped,
+    Left,
+    LinkBroken,
+    PeerRefused,
+)

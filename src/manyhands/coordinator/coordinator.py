@@ -4,8 +4,8 @@ Everything that happens arrives in one inbox, in order: a member's message, a cl
 process, a signal. One thread (the caller's) takes from it and decides; the threads behind it only wait:
 one on the listening socket, one per member on its link, one per member on its exit.
 
-It knows nothing of training: orders pass through, and reports are read by `parse`. The link of a member
-that sends an invalid message is closed.
+It knows nothing of training: orders and reports pass through. The link of a member that sends an invalid
+message is closed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.control.messages import FROM_MEMBER
 from manyhands.coordinator.fact_board import FactBoard
 from manyhands.coordinator.inbox import (
     Exited,
@@ -34,21 +35,12 @@ from manyhands.coordinator.inbox import (
 from manyhands.coordinator.outgoing import Outgoing
 from manyhands.coordinator.run_credentials import RunCredentials
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
+from manyhands.hosts.agent_messages import AgentHello
 from manyhands.hosts.interfaces import is_any
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers import AGENT, Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.log_stream import CHUNK_BYTES
-from manyhands.hosts.messages import (
-    FROM_COORDINATOR,
-    OF_MEMBERS,
-    Beat,
-    BoardPost,
-    Bye,
-    Hello,
-    Posted,
-    ViewFormed,
-    read_kind,
-)
+from manyhands.hosts.messages import Beat, BoardPost, Bye, Hello, Posted, ViewFormed
 from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.stop_signals import on_stop_signals
@@ -57,9 +49,9 @@ from manyhands.hosts.view import WORKER, Seat, View
 from manyhands.threads import describe, start_thread
 from manyhands.transport import Authority, Limits, Link, Listener
 from manyhands.transport.address import parse_address
+from manyhands.transport.fields import MessageSet
 
-OWN_KINDS = ("hello", "beat", "post", "bye")
-"""Messages that the coordinator handles itself; the others are for `parse`."""
+FIRST = MessageSet(Hello, AgentHello)
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
 HELLO_LIMITS = Limits(head_bytes=64 << 10, payload_bytes=0)
 """Limits on the first message of a connection."""
@@ -117,8 +109,6 @@ class Coordinator:
         self.timeouts = timeouts or Timeouts()
         self.members: dict[str, MemberRecord] = {}
         self.view: View | None = None
-        self.parse: Callable[[Mapping[str, Any]], Any] = lambda head: head
-        """Reads all other messages of members, in the thread that receives them; raises ProtocolError."""
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
         self._scratch = Scratch()
         self._inbox: queue.SimpleQueue[Happening] = queue.SimpleQueue()
@@ -237,10 +227,10 @@ class Coordinator:
         """An `on_error` for the threads behind the inbox."""
         self._inbox.put(ThreadFailed(error))
 
-    def send(self, name: str, head: Mapping[str, Any]) -> None:
+    def send(self, name: str, message: object) -> None:
         """Send a message to one member. A link that just broke arrives as LinkLost."""
         outgoing = self.members[name].outgoing
-        if outgoing is not None and not outgoing.put(head):
+        if outgoing is not None and not outgoing.put(message):
             self._notify(f"{name} does not read its messages; its link is closed")
 
     def hang_up(self, name: str) -> None:
@@ -254,9 +244,8 @@ class Coordinator:
         """Form the next view and send it to its members."""
         number = self.view.number + 1 if self.view else 1
         self.view = View(number, tuple(seats))
-        head = FROM_COORDINATOR.write(ViewFormed(self.view))
         for name in self.view.names:
-            self.send(name, head)
+            self.send(name, ViewFormed(self.view))
         return self.view
 
     def overdue(self) -> tuple[MemberRecord, str] | None:
@@ -321,12 +310,11 @@ class Coordinator:
                 case Hello():
                     # It may be late, and need what was posted before.
                     for key, value in self._board.items():
-                        self.send(member.name, FROM_COORDINATOR.write(Posted(key, value)))
+                        self.send(member.name, Posted(key, value))
                 case BoardPost(key, value):
                     self._board.post(key, value)
-                    head = FROM_COORDINATOR.write(Posted(key, value))
                     for other in self.members:
-                        self.send(other, head)
+                        self.send(other, Posted(key, value))
 
     def _notify(self, message: str) -> None:
         self._inbox.put(HostNotice(message))
@@ -335,17 +323,17 @@ class Coordinator:
         """Receive from one connection, from its hello to its end."""
         try:
             link.expect(HELLO_LIMITS)
-            hello = link.recv(timeout_s=self.timeouts.hello_s).head
+            hello = link.recv(FIRST, timeout_s=self.timeouts.hello_s).message
             link.expect(LIMITS)
-            if hello.get("kind") == "agent":
+            if isinstance(hello, AgentHello):
                 if self._over_network and not link.peer.startswith(AGENT):
                     link.close()  # a member's certificate does not make an agent
                 else:
                     self.launcher.accept_agent(link, hello)
                 return
             with self._starting:
-                member = self.members.get(str(hello.get("member")))
-            if hello.get("kind") != "hello" or member is None or member.link is not None:
+                member = self.members.get(hello.member)
+            if member is None or member.link is not None:
                 link.close()
                 return
             if self._over_network and link.peer != member.name:
@@ -357,7 +345,7 @@ class Coordinator:
         except LinkError:
             link.close()
             return
-        except Exception as error:  # whatever a stranger sends, the coordinator lives
+        except Exception as error:  # the coordinator survives whatever an unknown peer sends
             link.close()
             self._notify(f"a connection from {link.peer} was dropped: {describe(error)}")
             return
@@ -373,19 +361,14 @@ class Coordinator:
             member.outgoing.close()
             member.all_read.set()
 
-    def _receive(self, member: MemberRecord, link: Link, hello: Mapping[str, Any]) -> None:
-        head, before = hello, 0
+    def _receive(self, member: MemberRecord, link: Link, hello: Hello) -> None:
+        message, before = hello, 0
         while True:
-            message, num_bytes = self._parse(head), link.bytes_received - before
+            num_bytes = link.bytes_received - before
             before += num_bytes
             member.quota.take(num_bytes)
             self._inbox.put(MemberMessage(member.name, message, num_bytes))
-            head = link.recv().head
-
-    def _parse(self, head: Mapping[str, Any]) -> Any:
-        if head.get("kind") in OWN_KINDS:
-            return read_kind(OF_MEMBERS, head)
-        return self.parse(head)
+            message = link.recv(FROM_MEMBER).message
 
     def _reap(self, member: MemberRecord) -> None:
         code = member.handle.wait()

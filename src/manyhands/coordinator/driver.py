@@ -24,7 +24,6 @@ from manyhands.control.messages import (
     Saved,
     Saving,
     StepsReport,
-    parse,
 )
 from manyhands.coordinator import inbox
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
@@ -81,7 +80,6 @@ class Driver:
     ) -> None:
         """`before`: the start in which the weights were lost. All members start again from the checkpoint."""
         self.coordinator = coordinator
-        coordinator.parse = parse
         self.options = options
         self.run = run
         self.stream = stream

@@ -19,7 +19,7 @@ from manyhands.coordinator.stuck import StuckWatch
 from manyhands.errors import Interrupted, ManyhandsError, MemberError, UsageError, WeightsLost
 from manyhands.events import events
 from manyhands.events.sinks import Stream
-from manyhands.hosts.messages import FROM_COORDINATOR, Beat, Failed, WriteStacks
+from manyhands.hosts.messages import Beat, Failed, WriteStacks
 
 
 class FailureHandler:
@@ -169,7 +169,7 @@ class FailureHandler:
             self._stream.notice(
                 f"{name} {text}. Its stacks are in {self._coordinator.members[name].log}"
             )
-            self._coordinator.send(name, FROM_COORDINATOR.write(WriteStacks()))
+            self._coordinator.send(name, WriteStacks())
         for name, text in self._stuck.hopeless(now, ending=self.stop_signal.received).items():
             self._ended.add(name)
             self._membership.end(name, text)

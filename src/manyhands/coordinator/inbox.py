@@ -14,7 +14,7 @@ MAX_UNREAD_BYTES = 32 << 20
 class MemberMessage:
     member: str
     message: Any
-    """A dataclass of hosts/messages.py, or what `Coordinator.parse` returned."""
+    """One of FROM_MEMBER (control/messages.py)."""
     num_bytes: int = 0
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from manyhands.errors import LinkError
 from manyhands.threads import OnError, start_thread
@@ -27,9 +25,9 @@ class Outgoing:
         self._changed = threading.Condition()
         start_thread(self._send, name=name, on_error=on_error)
 
-    def put(self, head: Mapping[str, Any]) -> bool:
+    def put(self, message: object) -> bool:
         """Queue a message; False if too much waits already: then the link is closed."""
-        parts = self._link.pack(head)
+        parts = self._link.pack(message)
         with self._changed:
             if self._closed:
                 return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manyhands.control.messages import Assignment, Order, Ready, WorkerFacts, write_order
+from manyhands.control.messages import Assignment, Order, Ready, WorkerFacts
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.options import RunOptions
 from manyhands.events import events
@@ -80,7 +80,7 @@ class Roster:
         )
 
     def send(self, member: str, order: Order) -> None:
-        self._coordinator.send(member, write_order(order))
+        self._coordinator.send(member, order)
 
     def kill(self, member: str) -> None:
         self._coordinator.members[member].handle.kill()

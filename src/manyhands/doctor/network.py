@@ -12,6 +12,7 @@ import time
 
 from manyhands.doctor.finding import Finding
 from manyhands.errors import ManyhandsError
+from manyhands.hosts.probe import PROBE, Ping
 from manyhands.hosts.scratch import Scratch
 from manyhands.threads import start_thread
 from manyhands.transport import Authority, Credentials, Listener, connect
@@ -79,12 +80,12 @@ def _round_trip(
         listener.accept(LINK_S) as answering,
     ):
         began = time.monotonic()
-        asking.send({"doctor": "ping"}, payload)
-        asked = answering.recv(timeout_s=LINK_S)
-        answering.send(asked.head, asked.payload)
-        answer = asking.recv(timeout_s=LINK_S)
+        asking.send(Ping(), payload)
+        asked = answering.recv(PROBE, timeout_s=LINK_S)
+        answering.send(asked.message, asked.payload)
+        answer = asking.recv(PROBE, timeout_s=LINK_S)
         took_s = time.monotonic() - began
-    if answer.head != {"doctor": "ping"} or answer.payload != payload:
+    if answer.payload != payload:
         raise ManyhandsError(f"What came back over {address} is not what was sent.")
     return took_s
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError, UsageError
 from manyhands.hosts.agent_messages import (
-    FROM_AGENT,
     TO_AGENT,
     AgentAdmitted,
     AgentBeat,
@@ -141,8 +140,8 @@ class Agent:
     def _join(self, link: Link) -> AgentAdmitted | None:
         """Send the hello; None if another agent has this rank."""
         hello = AgentHello(self.machine, self.entry, self._process, self._doctor)
-        link.send(FROM_AGENT.write(hello))
-        match TO_AGENT.read(link.recv(timeout_s=self.timeouts.host_s).head):
+        link.send(hello)
+        match link.recv(TO_AGENT, timeout_s=self.timeouts.host_s).message:
             case AgentAdmitted() as admitted:
                 return admitted
             case AgentRefused(reason):
@@ -208,7 +207,7 @@ class AgentSession:
         limit_s = self._admitted.host_s
         while True:
             try:
-                order = TO_AGENT.read(self._link.recv(timeout_s=limit_s).head)
+                order = self._link.recv(TO_AGENT, timeout_s=limit_s).message
             except LinkTimeout:
                 self.trouble = f"has heard nothing of the coordinator for {limit_s:.0f} s"
                 return None
@@ -288,4 +287,4 @@ class AgentSession:
 
     def _send(self, message: Any, payload: bytes | None = None) -> None:
         with suppress(LinkError):  # the main thread sees the same error
-            self._link.send(FROM_AGENT.write(message), payload)
+            self._link.send(message, payload)

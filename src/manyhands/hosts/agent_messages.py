@@ -116,18 +116,16 @@ class ReachChecked:
 
 
 FROM_AGENT = MessageSet(
-    {
-        "agent": AgentHello,
-        "ready": AgentReady,
-        "started": Started,
-        "start_failed": StartFailed,
-        "exited": MemberEnded,
-        "log": MemberOutput,
-        "leaving": Leaving,
-        "beat": AgentBeat,
-        "measured": Measured,
-        "reach_checked": ReachChecked,
-    }
+    AgentHello,
+    AgentReady,
+    Started,
+    StartFailed,
+    MemberEnded,
+    MemberOutput,
+    Leaving,
+    AgentBeat,
+    Measured,
+    ReachChecked,
 )
 
 
@@ -213,16 +211,14 @@ class CheckReach:
 
 
 TO_AGENT = MessageSet(
-    {
-        "admitted": AgentAdmitted,
-        "refused": AgentRefused,
-        "taken": RankTaken,
-        "start": StartMember,
-        "terminate": TerminateMember,
-        "kill": KillMember,
-        "beat": CoordinatorBeat,
-        "end": EndAgent,
-        "measure": MeasureHost,
-        "check_reach": CheckReach,
-    }
+    AgentAdmitted,
+    AgentRefused,
+    RankTaken,
+    StartMember,
+    TerminateMember,
+    KillMember,
+    CoordinatorBeat,
+    EndAgent,
+    MeasureHost,
+    CheckReach,
 )

@@ -1,14 +1,10 @@
-"""A member's end of the control connection.
+"""A member's end of the control link.
 
-A member starts with an invitation, which its launcher writes to a pipe. It connects and sends a hello. From
-then on one thread reads the coordinator's messages, and another sends a beat every second. The messages, by
-`kind`:
+A member starts with an invitation, which its launcher writes to a pipe. It connects and sends Hello. From
+then on one thread reads the coordinator's messages, and another sends a Beat every second.
 
-    member:       hello, ready, beat, report, post, failed, bye
-    coordinator:  view, order, posted, stacks
-
-When the link closes without a bye, the coordinator is gone, and the member ends itself at once, with
-everything it started.
+If the link closes before the member has sent Bye, the coordinator is gone: the member ends itself at once,
+with everything it started.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,11 +37,22 @@ from manyhands.hosts import tracebacks
 from manyhands.hosts.activity import Activity
 from manyhands.hosts.board_copy import BoardCopy
 from manyhands.hosts.invitation import Invitation
-from manyhands.hosts.messages import FROM_COORDINATOR, Posted, ViewFormed, WriteStacks
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.me import Me
+from manyhands.hosts.messages import (
+    Beat,
+    BoardPost,
+    Bye,
+    Failed,
+    Hello,
+    Posted,
+    ViewFormed,
+    WriteStacks,
+)
+from manyhands.hosts.view import Seat, View
 from manyhands.job import find_job
 from manyhands.threads import start_thread
 from manyhands.transport import Limits, Link, connect
+from manyhands.transport.fields import MessageSet
 
 PR_SET_PDEATHSIG = 1
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=0)
@@ -56,14 +63,15 @@ ORPHANED = 70
 class Member:
     """This process as a member: its control link, its phase, its failure."""
 
-    def __init__(self, invitation: Invitation) -> None:
+    def __init__(self, invitation: Invitation, messages: MessageSet) -> None:
+        """`messages`: what the coordinator may send."""
         self.invitation = invitation
         self.name = invitation.member
         self.host = invitation.host or socket.gethostname()
         self.assignment = invitation.assignment
         self.timeouts = invitation.timeouts
         self.on_view: Callable[[], None] = lambda: None
-        """Called in the control thread when a view arrives, before `hear` returns it."""
+        """Called in the control thread when a view arrives, before `next_message` returns it."""
         self._link: Link = connect(
             invitation.address,
             credentials=invitation.credentials if invitation.secured else None,
@@ -74,7 +82,8 @@ class Member:
         if invitation.secured and self._link.peer != "coordinator":
             self._link.close()
             raise LinkError(f"{self._link.peer} answers where the coordinator should.")
-        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages = messages
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._board = BoardCopy(self.name)
         self._leaving = threading.Event()
         self._phase = ("starting", time.monotonic())
@@ -84,25 +93,19 @@ class Member:
         """Called when this member has reported its failure, before its process ends."""
         self.on_stacks: Callable[[], None] = lambda: None
         """Called in the control thread after the stacks of this process were written to its log."""
-        self.say(
-            "hello",
-            member=self.name,
-            pid=os.getpid(),
-            host=self.host,
-            python=platform.python_version(),
-        )
+        self.send(Hello(self.name, os.getpid(), self.host, platform.python_version()))
         start_thread(self._listen, name="control", on_error=self.fail_and_end)
         start_thread(self._beat, name="beat", on_error=self.fail_and_end)
 
     @classmethod
-    def from_launcher(cls) -> Member:
+    def from_launcher(cls, messages: MessageSet) -> Member:
         """Read the invitation that this process was started with, and join."""
         invitation = Invitation.from_launcher()
         die_with(invitation.parent)
         # Ctrl-C and a scheduler's warning are handled by the coordinator, which tells members what to do.
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        member = cls(invitation)
+        member = cls(invitation, messages)
         if member.debugged:
             sys.breakpointhook = _breakpoint
         return member
@@ -131,31 +134,28 @@ class Member:
 
     @property
     def newest_view(self) -> int:
-        """The number of the newest view that has arrived, whether or not `hear` has returned it."""
+        """The number of the newest view that has arrived, whether or not `next_message` has returned it."""
         return self._board.newest_view
 
-    def say(self, kind: str, **fields: Any) -> None:
-        self.send({"kind": kind, **fields})
+    def send(self, message: object) -> None:
+        self._link.send(message)
 
-    def send(self, head: Mapping[str, Any]) -> None:
-        self._link.send(head)
-
-    def hear(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
+    def next_message(self, *, timeout_s: float | None = None) -> Any:
         """The next view or order, or None if none arrives in time."""
         try:
-            head = self._heard.get(timeout=timeout_s)
+            message = self._received.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if head.get("kind") == "view":
-            self._board.taken_view = head["view"]["number"]
-        return head
+        if isinstance(message, ViewFormed):
+            self._board.taken_view = message.view.number
+        return message
 
-    def heard(self) -> bool:
-        return not self._heard.empty()
+    def has_message(self) -> bool:
+        return not self._received.empty()
 
     def post(self, key: str, value: str) -> None:
         """Post a small fact for all members."""
-        self.say("post", key=key, value=value)
+        self.send(BoardPost(key, value))
 
     def fetch(self, key: str, *, timeout_s: float) -> str:
         """Wait for a fact that some member posts. ViewChanging if a new view arrives meanwhile."""
@@ -186,19 +186,18 @@ class Member:
         elif not usage:
             print(trace, file=sys.stderr, flush=True)
         known = isinstance(error, ManyhandsError)
-        try:
-            self.say(
-                "failed",
-                reason=(str(error) if known else f"{type(error).__name__}: {error}")[:4000],
-                # Errors of manyhands explain themselves; the log has the traceback.
-                traceback="" if known else self._shown(error)[-20_000:],
-                usage=usage,
-                consequence=isinstance(error, PeerLost),
-                weights_lost=isinstance(error, WeightsLost),
-                exit_code=code,
+        with suppress(LinkError):
+            self.send(
+                Failed(
+                    reason=(str(error) if known else f"{type(error).__name__}: {error}")[:4000],
+                    # Errors of manyhands explain themselves; the log has the traceback.
+                    traceback="" if known else self._shown(error)[-20_000:],
+                    usage=usage,
+                    consequence=isinstance(error, PeerLost),
+                    weights_lost=isinstance(error, WeightsLost),
+                    exit_code=code,
+                )
             )
-        except LinkError:
-            pass
         return code
 
     def fail_and_end(self, error: BaseException) -> None:
@@ -222,24 +221,19 @@ class Member:
     def leave(self) -> None:
         """All done: the coordinator may close the link now."""
         self._leaving.set()
-        try:
-            self.say("bye")
-        except LinkError:
-            pass
+        with suppress(LinkError):
+            self.send(Bye())
 
     def _listen(self) -> None:
         while True:
             try:
-                message = self._link.recv()
+                message = self._link.recv(self._messages).message
             except LinkError as error:
                 if not self._leaving.is_set():
                     print(f"{self.name}: the coordinator is gone ({error}); ending.", flush=True)
                     end_now(ORPHANED)
                 return
-            head = message.head
-            match (
-                FROM_COORDINATOR.read(head) if head.get("kind") in FROM_COORDINATOR.kinds else None
-            ):
+            match message:
                 case Posted(key, value):
                     self._board.add(key, value)
                     continue
@@ -249,7 +243,7 @@ class Member:
                 case ViewFormed(view):
                     self._board.on_view(view.number)
                     self.on_view()
-            self._heard.put(head)
+            self._received.put(message)
 
     def _write_stacks(self) -> None:
         """Write the stacks of all threads to the log."""
@@ -265,14 +259,15 @@ class Member:
             used_before, used = used, time.process_time()
             looked_before, looked = looked, time.monotonic()
             try:
-                self.say(
-                    "beat",
-                    phase=name,
-                    since_s=round(looked - since, 1),
-                    busy=used - used_before > 0.5 * (looked - looked_before),
-                    ticks=activity.ticks,
-                    step=activity.step,
-                    doing=activity.doing,
+                self.send(
+                    Beat(
+                        phase=name,
+                        since_s=round(looked - since, 1),
+                        busy=used - used_before > 0.5 * (looked - looked_before),
+                        ticks=activity.ticks,
+                        step=activity.step,
+                        doing=activity.doing,
+                    )
                 )
             except LinkError:
                 return  # the reading thread acts on it

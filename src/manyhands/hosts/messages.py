@@ -1,20 +1,15 @@
-"""Messages between members and the coordinator that are not about training (see control/messages.py).
-
-One dataclass a message, by its `kind`. What does not fit is a ProtocolError, and closes that link.
-"""
+"""Messages between members and the coordinator that are not about training (control/messages.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from manyhands.errors import ProtocolError
 from manyhands.hosts.view import View
-from manyhands.transport.fields import Count, MessageSet, Seconds, read
+from manyhands.transport.fields import Count, Seconds, max_length
 
-MOST_POSTED_BYTES = 1 << 18
-"""Of one fact on the board."""
+Fact = Annotated[str, max_length(1 << 18)]
+"""A key or value on the board."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +32,12 @@ class Beat:
     """If true, it has used a core since the last beat."""
 
 
-def _short(value: str) -> str:
-    if len(value) > MOST_POSTED_BYTES:
-        raise ValueError(f"has {len(value)} characters, over the limit of {MOST_POSTED_BYTES}")
-    return value
-
-
 @dataclass(frozen=True)
 class BoardPost:
     """A small fact for the board."""
 
-    key: Annotated[str, _short]
-    value: Annotated[str, _short]
+    key: Fact
+    value: Fact
 
 
 @dataclass(frozen=True)
@@ -68,13 +57,25 @@ class Failed:
     exit_code: int
 
 
-OF_MEMBERS: Mapping[str, type[Any]] = {
-    "hello": Hello,
-    "beat": Beat,
-    "post": BoardPost,
-    "bye": Bye,
-    "failed": Failed,
-}
+@dataclass(frozen=True)
+class Report:
+    view: Count
+    """Number of the view that it belongs to."""
+
+
+@dataclass(frozen=True)
+class LinkBroken(Report):
+    """The link to a peer that is alive is broken: all should connect again, in a new view."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
+class PeerRefused(Report):
+    """A peer sent an invalid message, and its link was closed."""
+
+    peer: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,3 @@ class Posted:
 @dataclass(frozen=True)
 class WriteStacks:
     """Write the stacks of all threads to the log."""
-
-
-FROM_COORDINATOR = MessageSet({"view": ViewFormed, "posted": Posted, "stacks": WriteStacks})
-"""What the coordinator sends to members, besides orders (control/messages.py)."""
-
-
-def read_kind(kinds: Mapping[str, type[Any]], head: Mapping[str, Any]) -> Any:
-    """The message, as the dataclass of its kind."""
-    kind = head.get("kind")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ProtocolError(f"its kind is {str(kind)[:80]!r}, which nobody knows")
-    return read(kinds[kind], head)

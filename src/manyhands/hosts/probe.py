@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.host_facts import PairFacts
@@ -74,17 +74,7 @@ class ChunksEnd:
     pass
 
 
-PROBE = MessageSet(
-    {
-        "ping": Ping,
-        "pong": Pong,
-        "upload": Upload,
-        "uploaded": Uploaded,
-        "download": Download,
-        "chunk": Chunk,
-        "chunks_end": ChunksEnd,
-    }
-)
+PROBE = MessageSet(Ping, Pong, Upload, Uploaded, Download, Chunk, ChunksEnd)
 """The messages between two probes, in both directions."""
 
 
@@ -151,15 +141,15 @@ class Probe:
                 stuck.cancel()
 
     def _pull(self, link: Link, seconds: float) -> float:
-        _send(link, Download(seconds))
+        link.send(Download(seconds))
         return self._receive(link)
 
     def _receive(self, link: Link) -> float:
         """Read chunks to their end; bytes per second, from the first chunk to the last."""
         first, num_bytes = 0.0, 0
         while True:
-            head = link.recv(timeout_s=STUCK_S, place=self._place).head
-            if not isinstance(PROBE.read(head), Chunk):
+            received = link.recv(PROBE, timeout_s=STUCK_S, place=self._place)
+            if not isinstance(received.message, Chunk):
                 break
             if not first:
                 first = time.monotonic()  # the first chunk itself was sent before
@@ -168,17 +158,17 @@ class Probe:
         took_s = time.monotonic() - first
         return num_bytes / took_s if num_bytes and took_s else 0.0
 
-    def _place(self, _head: object, num_bytes: int) -> memoryview:
+    def _place(self, _message: object, num_bytes: int) -> memoryview:
         return memoryview(self._buffer)[:num_bytes]
 
     def _answer(self, link: Link) -> None:
         with link, suppress(LinkError, ProtocolError):
             while True:
-                match PROBE.read(link.recv(timeout_s=2 * STUCK_S).head):
+                match link.recv(PROBE, timeout_s=2 * STUCK_S).message:
                     case Ping():
-                        _send(link, Pong(time.time()))
+                        link.send(Pong(time.time()))
                     case Upload():
-                        _send(link, Uploaded(self._receive(link)))
+                        link.send(Uploaded(self._receive(link)))
                     case Download(seconds):
                         _send_chunks(link, min(seconds, MAX_S))
                     case _:
@@ -197,33 +187,29 @@ def _ping(link: Link) -> tuple[float, float]:
 
 
 def _push(link: Link, seconds: float) -> float:
-    _send(link, Upload())
+    link.send(Upload())
     _send_chunks(link, seconds)
     return _receive_one(link, Uploaded).bytes_per_s
 
 
 def _send_chunks(link: Link, seconds: float) -> None:
     # One more than is counted: the receiver's clock starts with the first.
-    deadline, head = time.monotonic() + seconds, PROBE.write(Chunk())
-    link.send(head, CHUNK)
+    deadline = time.monotonic() + seconds
+    link.send(Chunk(), CHUNK)
     while True:
-        link.send(head, CHUNK)
+        link.send(Chunk(), CHUNK)
         if time.monotonic() > deadline:
             break
-    _send(link, ChunksEnd())
+    link.send(ChunksEnd())
 
 
-def _send(link: Link, message: Any) -> None:
-    link.send(PROBE.write(message))
-
-
-def _ask(link: Link, message: Any, kind: type[T]) -> T:
-    _send(link, message)
+def _ask(link: Link, message: object, kind: type[T]) -> T:
+    link.send(message)
     return _receive_one(link, kind)
 
 
 def _receive_one(link: Link, kind: type[T]) -> T:
-    message = PROBE.read(link.recv(timeout_s=STUCK_S).head)
+    message = link.recv(PROBE, timeout_s=STUCK_S).message
     if not isinstance(message, kind):
         raise ProtocolError(f"{link.peer} sent an unexpected answer")
     return message

@@ -27,7 +27,7 @@ from manyhands.hosts.interfaces import is_any, is_loopback, own_address, way_out
 from manyhands.hosts.spec import DEFAULT_PORT, ClusterSpec
 from manyhands.threads import describe, start_thread
 from manyhands.transport import Address, parse_address
-from manyhands.transport.fields import read, write
+from manyhands.transport.fields import read, to_json
 
 NOTE = "manyhands.hosts.store_note"
 PUBLISH_S = 120.0
@@ -101,7 +101,7 @@ def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", NOTE, "put", store],
-                input=json.dumps(write(RendezvousNote(address))),
+                input=to_json(RendezvousNote(address)),
                 capture_output=True,
                 text=True,
                 timeout=PUBLISH_S,

@@ -1,29 +1,15 @@
-"""Views: the numbered membership of a run; and what one member knows about itself.
+"""Views: the numbered membership of a run.
 
-A view never changes; when the membership does, the coordinator makes the next one. Ranks are
-positions among a view's workers, so they are always 0, 1, ... without gaps, while a member keeps its
-name for life.
+A view never changes; when the membership does, the coordinator forms the next one. Ranks are positions
+among a view's workers, so they are always 0, 1, ... without gaps, while a member keeps its name for life.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
-
-from manyhands.errors import LinkError, LinkTimeout, PeerLost, ViewChanging
-from manyhands.hosts.timeouts import Timeouts
-from manyhands.transport import Address, Credentials, Limits, Link, Listener, connect
+from dataclasses import dataclass
 
 WORKER = "worker"
 SERVER = "server"
-TORN_S = 1.0
-"""Grace period before a lost link or collective counts as a network failure rather than a death."""
 
 
 @dataclass(frozen=True)
@@ -64,157 +50,3 @@ class View:
 
     def seat(self, name: str) -> Seat:
         return next(seat for seat in self.seats if seat.name == name)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"number": self.number, "seats": [vars(seat) for seat in self.seats]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> View:
-        return cls(int(values["number"]), tuple(Seat(**seat) for seat in values["seats"]))
-
-
-class Board(Protocol):
-    """Small facts that members of a view exchange through the coordinator."""
-
-    def post(self, key: str, value: str) -> None: ...
-
-    def fetch(self, key: str, *, timeout_s: float) -> str: ...
-
-    def say(self, kind: str, **fields: Any) -> None: ...
-
-
-@dataclass
-class Me:
-    """What a member knows about itself; passed down, so that nothing reads globals."""
-
-    name: str
-    host: str
-    device: str
-    scratch: Path
-    """A folder of the run on this host that only this user can read; deleted after the run."""
-    view: View
-    board: Board | None = None
-    rendezvous: str | None = None
-    """host:port of a store that another process keeps (torchrun)."""
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    credentials: Credentials | None = None
-    """For TLS between members, if the strategy asked for certificates."""
-    secret: str = ""
-    """The run's secret, the same in every member."""
-    trust_network: bool = False
-    """If true, bulk data is authenticated but not encrypted."""
-    address: str = "127.0.0.1"
-    """Where members on other hosts reach this one."""
-    spans_hosts: bool = False
-    """If true, members may run on other hosts, now or later: nothing may depend on shared memory."""
-    newest_view: int = 0
-    """The number of the newest view that has arrived, before this member has joined it: results of views with
-    a lower number are void."""
-    addresses: dict[str, list[str]] = field(default_factory=dict)
-    """Address to the members there, as far as known: errors of torch name addresses."""
-    in_doubt: bool = False
-    """If true, peers were lost though no member died: check that all can be reached before the next group
-    forms."""
-
-    def view_folder(self, view: View) -> Path:
-        """The folder for the sockets and files of a view on this host."""
-        folder = self.scratch / f"view-{view.number}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
-
-    def forget_views(self) -> None:
-        """Delete the folders of earlier views, also those of members that died. All members have joined this
-        view."""
-        for folder in self.scratch.glob("view-*"):
-            if int(folder.name.removeprefix("view-")) < self.view.number:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def listen(self, name: str, view: View, *, limits: Limits, on_host: bool) -> Listener:
-        """Listen for members of the view; post the listener's address on the board for `dial`.
-
-        `on_host`: only members of this host connect, over a unix socket called `name`, which trusts
-        their user id. Otherwise over TCP: TLS with certificates of the run, or, where the run trusts the
-        network or its strategy asked for no certificates, the run's secret and no encryption.
-        """
-        if on_host:
-            return Listener(f"unix:{self.view_folder(view)}/{name}", limits=limits)
-        address = str(Address(host=self.address if self.spans_hosts else "127.0.0.1"))
-        if self.credentials is None or self.trust_network:
-            return Listener(address, secret=self.secret, limits=limits)
-        return Listener(address, credentials=self.credentials, limits=limits)
-
-    def dial(self, address: str, *, timeout_s: float, limits: Limits, peer: str = "") -> Link:
-        """Connect to a member that listens with `listen`. With TLS, its certificate must name `peer`,
-        where it is given."""
-        if address.startswith("unix:"):
-            return connect(address, timeout_s=timeout_s, peer=peer, limits=limits)
-        if self.credentials is None or self.trust_network:
-            return connect(
-                address,
-                secret=self.secret,
-                name=self.name,
-                timeout_s=timeout_s,
-                peer=peer,
-                limits=limits,
-            )
-        link = connect(
-            address, credentials=self.credentials, timeout_s=timeout_s, peer=peer, limits=limits
-        )
-        if peer and link.peer != peer:
-            link.close()
-            raise LinkError(f"{link.peer} answered where {peer} should.")
-        return link
-
-    @property
-    def view_changing(self) -> bool:
-        """If true, there is a newer view than the one that this member is in or joins."""
-        return self.newest_view > self.view.number
-
-    @property
-    def rank(self) -> int:
-        return self.view.rank(self.name)
-
-    @property
-    def world(self) -> int:
-        return self.view.world
-
-    @contextmanager
-    def heeding_views(self) -> Iterator[None]:
-        """Raise ViewChanging for a lost peer. A broken link, or memory that can't be attached, is then no
-        failure of this member."""
-        try:
-            yield
-        except LinkTimeout:
-            raise  # it names the peer and how long it was waited for
-        except LinkError as error:
-            self.wait_for_a_view(error, torn_s=TORN_S)
-            raise ViewChanging(f"a peer is gone: {error}") from error
-
-    def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
-        """Wait for the view without the peer that died. If none arrives in a while, no peer died, and the
-        coordinator is asked for a view in which all connect again."""
-        assert self.board is not None, "views come from a coordinator"
-        began, asked = time.monotonic(), False
-        while not self.view_changing:
-            waited = time.monotonic() - began
-            if waited > torn_s and not asked:
-                asked = self.in_doubt = True
-                peers = self._named_in(error)
-                peer = peers[0] if len(peers) == 1 else "one of " + ", ".join(peers)
-                self.board.say("report", what="torn", view=self.view.number, peer=peer)
-            if waited > torn_s + self.timeouts.view_s:
-                raise self.lost_a_peer(error) from error
-            time.sleep(0.005)
-
-    def _named_in(self, error: BaseException) -> list[str]:
-        """The members that an error is about: those at an address in it, otherwise all others."""
-        others = [name for name in self.view.names if name != self.name]
-        found = set(re.findall(r"\d+\.\d+\.\d+\.\d+", str(error)))
-        named = {name for address in found for name in self.addresses.get(address, ())}
-        return [name for name in others if name in named] or others
-
-    def lost_a_peer(self, error: BaseException) -> PeerLost:
-        """The error for a failed collective: the peers, and torch's message."""
-        others = [seat.name for seat in self.view.workers if seat.name != self.name]
-        first_line = str(error).strip().splitlines()[0]
-        return PeerLost(f"{self.name} lost one of {', '.join(others)}: {first_line}")

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from manyhands.ps.protocol import (
     FROM_LANE,
     FROM_WORKER,
     OPENINGS,
-    TO_WORKER,
     EnterView,
     Opening,
     OpenLane,
@@ -32,12 +30,12 @@ from manyhands.ps.protocol import (
     ReplicaSum,
     TensorMessage,
     WeightsUnknown,
-    kind_of,
-    parse_worker_message,
+    check_worker_message,
 )
 from manyhands.threads import OnError, start_thread
-from manyhands.transport import Link, Listener, Message
+from manyhands.transport import Link, Listener, Received
 from manyhands.transport.event_loop import LinkReader
+from manyhands.transport.fields import kind_of
 from manyhands.transport.refusals import Refusals
 
 logger = logging.getLogger("manyhands.ps")
@@ -193,33 +191,34 @@ class Acceptor:
 
 
 class Connection:
-    """Parses the messages of one link and puts them into the inbox. In the thread of its event loop."""
+    """Puts the messages of one link into the inbox. In the thread of its event loop."""
 
     def __init__(self, acceptor: Acceptor, link: Link) -> None:
         self.reader = LinkReader(
-            link, on_message=self._first, on_end=self._end, place=self._no_payload
+            link,
+            OPENINGS,
+            on_message=self._first,
+            on_end=self._end,
+            place=self._no_payload,
+            refusal=refusal,
         )
         self._acceptor, self._link = acceptor, link
         self._who = ""
         self._opened: type[Opening] | None = None
-        self._messages = BETWEEN_SERVERS
-        self._parsed: Any = None
-        """The message whose payload is being received."""
         self._num_unheard = 0
         self._lock = threading.Lock()
 
     def identify(self, opened: type[Opening], who: str) -> None:
         self._opened, self._who = opened, who
         if opened is PeerHello:
-            self.reader.handle_with(self._server_message, self._server_place)
+            self.reader.handle_with(BETWEEN_SERVERS, self._server_message, self._server_place)
         else:
-            self._messages = FROM_WORKER if opened is EnterView else FROM_LANE
-            self.reader.handle_with(self._worker_message, self._worker_place)
+            messages = FROM_WORKER if opened is EnterView else FROM_LANE
+            self.reader.handle_with(messages, self._worker_message, self._worker_place)
 
-    def _first(self, frame: Message) -> None:
-        with self._refused_if_wrong():
-            hello: Opening = OPENINGS.read(frame.head)
-            self._acceptor.admission.check(hello, self._link)
+    def _first(self, received: Received) -> None:
+        hello: Opening = received.message
+        self._acceptor.admission.check(hello, self._link)
         if not self._acceptor.identified(self._link):
             raise LinkClosed("too many others have not sent their first message")
         self.identify(type(hello), hello.sender)
@@ -227,43 +226,35 @@ class Connection:
         item = InboxItem(hello.sender, hello, link=self._link, by_worker=by_worker)
         self._acceptor.inbox.put(item)
 
-    def _no_payload(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-        with self._refused_if_wrong():
-            raise ProtocolError(f"it begins with a payload of {nbytes} bytes")
+    def _no_payload(self, message: Any, nbytes: int) -> memoryview | None:
+        raise ProtocolError(f"it begins with a payload of {nbytes} bytes")
 
-    def _server_place(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-        with self._refused_if_wrong():
-            parsed = self._parsed = BETWEEN_SERVERS.read(head)
-            has_place = isinstance(parsed, ReplicaSum)
-            memory = self._acceptor.place(self._who, parsed) if has_place else None
-            wrong_size = memory is not None and memory.nbytes != nbytes
-            if not isinstance(parsed, ReplicaSum | TensorMessage) or wrong_size:
-                raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
-            return memory
+    def _server_place(self, message: Any, nbytes: int) -> memoryview | None:
+        has_place = isinstance(message, ReplicaSum)
+        memory = self._acceptor.place(self._who, message) if has_place else None
+        wrong_size = memory is not None and memory.nbytes != nbytes
+        if not isinstance(message, ReplicaSum | TensorMessage) or wrong_size:
+            raise ProtocolError(f"{kind_of(message)!r} with a payload of {nbytes} bytes")
+        return memory
 
-    def _server_message(self, frame: Message) -> None:
-        with self._refused_if_wrong():
-            parsed = BETWEEN_SERVERS.read(frame.head) if frame.payload is None else self._parsed
-        self._acceptor.inbox.put(InboxItem(self._who, parsed, frame.payload))
+    def _server_message(self, received: Received) -> None:
+        self._acceptor.inbox.put(InboxItem(self._who, received.message, received.payload))
 
-    def _worker_place(self, head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-        with self._refused_if_wrong():
-            parsed = parse_worker_message(self._messages, self._who, head, payload=True)
-            memory = self._acceptor.place(self._who, parsed)
-            if memory is None or memory.nbytes != nbytes:
-                raise ProtocolError(f"{kind_of(parsed)!r} with a payload of {nbytes} bytes")
-            self._parsed = parsed
-            return memory
+    def _worker_place(self, message: Any, nbytes: int) -> memoryview | None:
+        check_worker_message(message, self._who, payload=True)
+        memory = self._acceptor.place(self._who, message)
+        if memory is None or memory.nbytes != nbytes:
+            raise ProtocolError(f"{kind_of(message)!r} with a payload of {nbytes} bytes")
+        return memory
 
-    def _worker_message(self, frame: Message) -> None:
-        parsed = self._parsed
-        if frame.payload is None:
-            with self._refused_if_wrong():
-                parsed = parse_worker_message(self._messages, self._who, frame.head, payload=False)
+    def _worker_message(self, received: Received) -> None:
+        message, payload = received
+        if payload is None:
+            check_worker_message(message, self._who, payload=False)
         with self._lock:
             self._num_unheard += 1
             full = self._num_unheard >= MAX_UNHEARD
-        item = InboxItem(self._who, parsed, frame.payload, self._link, True, self._heard)
+        item = InboxItem(self._who, message, payload, self._link, True, self._heard)
         self._acceptor.inbox.put(item)
         if full:
             self.reader.pause()
@@ -275,15 +266,6 @@ class Connection:
             was_full = self._num_unheard == MAX_UNHEARD - 1
         if was_full:
             self.reader.resume()
-
-    @contextmanager
-    def _refused_if_wrong(self) -> Iterator[None]:
-        """Tell the peer before the link is closed: that happens at once when this raises."""
-        try:
-            yield
-        except ProtocolError as why:
-            refuse(self._link, why)
-            raise
 
     def _end(self, error: Exception) -> None:
         acceptor, peer = self._acceptor, self._link.peer
@@ -303,6 +285,10 @@ class Connection:
             acceptor.inbox.put(InboxItem(self._who, PeerDisconnected()))
 
 
+def refusal(why: ManyhandsError) -> Refused:
+    return Refused(str(why), isinstance(why, WeightsUnknown))
+
+
 def refuse(link: Link, why: ManyhandsError) -> None:
     """Close a link, telling the peer why if that is possible without waiting."""
-    link.send_last(TO_WORKER.write(Refused(str(why), isinstance(why, WeightsUnknown))))
+    link.send_last(refusal(why))

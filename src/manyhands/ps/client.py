@@ -43,9 +43,6 @@ from manyhands.ps.block_store import FlatTensors, Span, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, StartPermit
 from manyhands.ps.protocol import (
-    FROM_LANE,
-    FROM_WORKER,
-    OPENINGS,
     TO_WORKER,
     AppliedPush,
     AskMissing,
@@ -73,7 +70,7 @@ from manyhands.ps.protocol import (
 from manyhands.ps.requests import ServerRequests
 from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
-from manyhands.transport import Link, Message
+from manyhands.transport import Link, Received
 from manyhands.transport.event_loop import LANES, LinkReader, PriorityChannel
 
 if TYPE_CHECKING:
@@ -298,7 +295,7 @@ class ServerConnection:
         """Send a message, unless there is no connection."""
         if (link := self._link) is not None:
             with suppress(LinkError):  # its reader notices too, and reconnects or gives up
-                link.send(FROM_WORKER.write(message), payload)
+                link.send(message, payload)
 
     def request(
         self, message: Any, payload: memoryview | None = None, *, key: object = None
@@ -326,7 +323,7 @@ class ServerConnection:
 
     def _put(self, channel: PriorityChannel, i: int, seq: int, slot: int, priority: int) -> None:
         gradient = self.spans[i].of(self._client.slots[slot])
-        channel.put(priority, FROM_LANE.write(GradientSpan(seq, slot, i)), bytes_of(gradient))
+        channel.put(priority, GradientSpan(seq, slot, i), bytes_of(gradient))
 
     def end_spans(self) -> None:
         """The push of the spans sent so far is pending now. With the lock held."""
@@ -341,7 +338,7 @@ class ServerConnection:
 
     def connect(self) -> None:
         link = self._client.node.dial(self.name)
-        link.send(OPENINGS.write(self._client.enter))
+        link.send(self._client.enter)
         with self._changed:
             if self._closed:
                 link.close()
@@ -417,7 +414,7 @@ class ServerConnection:
         spans, holders = travelling(placement, self.name) if begun.travels else ([], [])
         lanes = [client.node.dial(self.name) for _ in range(LANES if spans else 0)]
         for lane in lanes:
-            lane.send(OPENINGS.write(OpenLane(client.enter.sender, client.enter.view)))
+            lane.send(OpenLane(client.enter.sender, client.enter.view))
         with self._changed:
             if control is not self._link:  # closed meanwhile
                 for lane in lanes:
@@ -448,32 +445,28 @@ class ServerConnection:
 
     def _read(self, link: Link, control: Link) -> None:
         """Handle what arrives over a link from now on, in the thread of an event loop."""
-        message: Any = None
 
-        def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            nonlocal message
-            message = TO_WORKER.read(head)
+        def place(message: Any, nbytes: int) -> memoryview | None:
             if not isinstance(message, ParameterSpan):
                 return None
             if message.span >= len(self.spans):
                 raise ProtocolError(f"span {message.span} of {len(self.spans)}")
             return bytes_of(self.spans[message.span].of(self._client.params))
 
-        def on_message(frame: Message) -> None:
-            nonlocal message
-            if frame.payload is None:
-                message = TO_WORKER.read(frame.head)
-                if isinstance(message, ParameterSpan):
-                    raise ProtocolError("a span without its payload")
+        def on_message(received: Received) -> None:
+            message, payload = received
+            if payload is None and isinstance(message, ParameterSpan):
+                raise ProtocolError("a span without its payload")
             if isinstance(message, ViewBegun):
                 # It dials, which takes time; later messages on this link must wait for it.
                 reader.pause()
                 self._start(self._begin, control, message, reader.resume)
             else:
-                self._handle(message, frame.payload)
+                self._handle(message, payload)
 
         reader = LinkReader(
             link,
+            TO_WORKER,
             on_message=on_message,
             on_end=lambda error: self._on_end(control, error),
             place=place,

@@ -40,7 +40,8 @@ from manyhands.ps.row_pushes import OwnRows, RowPushes, row_pushes
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
     from manyhands.compute.train_state import TrainState
-    from manyhands.hosts.view import Me, View
+    from manyhands.hosts.me import Me
+    from manyhands.hosts.view import View
 
 
 class Pushes(Protocol):

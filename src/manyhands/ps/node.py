@@ -18,7 +18,9 @@ from typing import Any
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
-from manyhands.hosts.view import SERVER, Me, View
+from manyhands.hosts.me import Me
+from manyhands.hosts.messages import LinkBroken, PeerRefused
+from manyhands.hosts.view import SERVER, View
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.config import ParameterServer
@@ -221,7 +223,7 @@ class PsNode:
         """Ask for a new view, in which all servers reconnect: a living one is unreachable."""
         assert self.me.board is not None
         with suppress(LinkError):
-            self.me.board.say("report", what="torn", view=self.me.view.number, peer=peer)
+            self.me.board.send(LinkBroken(self.me.view.number, peer))
 
     def _on_server_error(self, error: BaseException) -> None:
         """The server of this process has failed: end the process, unless a new view replaces the server
@@ -238,9 +240,7 @@ class PsNode:
         """Report a peer that broke the protocol, so that it is ended and nobody waits for it."""
         assert self.me.board is not None
         with suppress(LinkError):
-            self.me.board.say(
-                "report", what="refused", view=self.me.view.number, peer=peer, why=why[:1000]
-            )
+            self.me.board.send(PeerRefused(self.me.view.number, peer, why[:1000]))
 
     def _post(self, key: str, value: str) -> None:
         assert self.me.board is not None

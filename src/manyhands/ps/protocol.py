@@ -39,7 +39,7 @@ push is due (policies.py), which message a view change expects (view_change.py),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -48,7 +48,7 @@ from manyhands.errors import ProtocolError
 from manyhands.ps.placement import PlacementRecord
 from manyhands.ps.policies import Contribution, Decision, Index, Number, StartPermit
 from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus
-from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, max_length
+from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, kind_of, max_length
 
 SPARSE_BYTES = 256 << 20
 """Limit for the ids or gradients of rows in one message."""
@@ -347,78 +347,60 @@ class Commit:
 
 Opening = EnterView | OpenLane | PeerHello
 
-OPENINGS = MessageSet({"enter": EnterView, "lane": OpenLane, "peer": PeerHello}, strict=True)
+OPENINGS = MessageSet(EnterView, OpenLane, PeerHello, strict=True)
 FROM_WORKER = MessageSet(
-    {
-        "push": PushMessage,
-        "ask_missing": AskMissing,
-        "buffers": Statistics,
-        "row_gradients": RowGradients,
-        "rows": RowsRequest,
-        "table_state": TableStateRequest,
-        "rest": Rest,
-        "wake": Wake,
-        "pushes_end": PushesEnd,
-        "pull": PullRequest,
-        "state": StateRequest,
-    },
+    PushMessage,
+    AskMissing,
+    Statistics,
+    RowGradients,
+    RowsRequest,
+    TableStateRequest,
+    Rest,
+    Wake,
+    PushesEnd,
+    PullRequest,
+    StateRequest,
     strict=True,
 )
-FROM_LANE = MessageSet({"span": GradientSpan}, strict=True)
+FROM_LANE = MessageSet(GradientSpan, strict=True)
 TO_WORKER = MessageSet(
-    {
-        "refused": Refused,
-        "begin": ViewBegun,
-        "new": NewVersion,
-        "span": ParameterSpan,
-        "late": PushDropped,
-        "permit": PermitMessage,
-        "missing": MissingWorkers,
-        "buffers": Statistics,
-        "rows": RowsAnswer,
-        "tensor": TensorMessage,
-        "state_end": StateEnd,
-    },
+    Refused,
+    ViewBegun,
+    NewVersion,
+    ParameterSpan,
+    PushDropped,
+    PermitMessage,
+    MissingWorkers,
+    Statistics,
+    RowsAnswer,
+    TensorMessage,
+    StateEnd,
     strict=True,
 )
 BETWEEN_SERVERS = MessageSet(
-    {
-        "peer": PeerHello,
-        "status": ServerStatus,
-        "plan": RecoveryPlan,
-        "tensor": TensorMessage,
-        "moved": Moved,
-        "go": Go,
-        "received": PushReceived,
-        "decide": Decide,
-        "norm": PartialNorm,
-        "replica": ReplicaSum,
-        "held": SumHeld,
-        "taken": SumTaken,
-        "commit": Commit,
-        "refused": Refused,
-    },
+    PeerHello,
+    ServerStatus,
+    RecoveryPlan,
+    TensorMessage,
+    Moved,
+    Go,
+    PushReceived,
+    Decide,
+    PartialNorm,
+    ReplicaSum,
+    SumHeld,
+    SumTaken,
+    Commit,
+    Refused,
     strict=True,
 )
 CARRY_PAYLOAD = (GradientSpan, Statistics, RowGradients, RowsRequest)
 """Messages of workers that need a payload; the others must not have one."""
 
 
-def parse_worker_message(
-    messages: MessageSet, worker: str, head: Mapping[str, Any], *, payload: bool
-) -> Any:
-    """Parse a message of `worker` that is not the first of its connection."""
-    message = messages.read(head)
+def check_worker_message(message: Any, worker: str, *, payload: bool) -> None:
+    """Check a message of `worker` that is not the first of its connection."""
     if payload != isinstance(message, CARRY_PAYLOAD):
-        raise ProtocolError(
-            f"{messages.name_of(message)!r} with{'' if payload else 'out'} a payload"
-        )
+        raise ProtocolError(f"{kind_of(message)!r} with{'' if payload else 'out'} a payload")
     if isinstance(message, PushMessage) and message.push.worker != worker:
         raise ProtocolError(f"a push of {message.push.worker[:80]!r}, sent by {worker}")
-    return message
-
-
-def kind_of(message: object) -> str:
-    """The kind of any message, for errors."""
-    sets = (OPENINGS, FROM_WORKER, FROM_LANE, TO_WORKER, BETWEEN_SERVERS)
-    return next(name for each in sets for name, kind in each.kinds.items() if type(message) is kind)

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError
-from manyhands.hosts.view import TORN_S
+from manyhands.hosts.me import TORN_S
 from manyhands.ps.acceptor import Acceptor, Admission, InboxItem, PeerDisconnected
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.blocks import order_needed
@@ -37,7 +37,6 @@ from manyhands.ps.compensation import Compensation
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import MAX_UNDER_WAY, Contribution, Decider, Decision, StartPermit
 from manyhands.ps.protocol import (
-    BETWEEN_SERVERS,
     AppliedPush,
     AskMissing,
     Commit,
@@ -68,7 +67,6 @@ from manyhands.ps.protocol import (
     ViewBegun,
     Wake,
     WeightsUnknown,
-    kind_of,
 )
 from manyhands.ps.recovery_plan import RecoveryPlan
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
@@ -86,6 +84,8 @@ from manyhands.ps.view_change import Peer, PeerDialed, ViewChange
 from manyhands.ps.worker_session import WorkerSession, find_slots
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
+from manyhands.transport.fields import kind_of
+from manyhands.transport.link import pack as pack_frame
 
 logger = logging.getLogger("manyhands.ps")
 
@@ -287,7 +287,7 @@ class FollowerDecisions(Decisions):
         self._server_state, self._updates, self._lead = server_state, updates, lead
 
     def push_complete(self, message: PushMessage) -> None:
-        self._lead.link.send(BETWEEN_SERVERS.write(PushReceived(message)))
+        self._lead.link.send(PushReceived(message))
 
     def decided(self, server: str, decision: Decision) -> None:
         if server != self._lead.name:
@@ -403,10 +403,10 @@ class LeadDecisions(OwnDecisions):
         self._count(server, message)
 
     def _announce(self, decision: Decision) -> None:
-        head = BETWEEN_SERVERS.write(Decide(decision))
+        frame = pack_frame(Decide(decision))
         for peer in self._peers.values():
             with suppress(LinkError):  # it is gone, and the others must know all the same
-                peer.link.send(head)
+                peer.link.send_packed(frame)
 
     def _tell_workers(self) -> None:
         super()._tell_workers()

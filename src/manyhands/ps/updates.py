@@ -45,16 +45,15 @@ from manyhands.ps.mode import PsMode
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Decision
 from manyhands.ps.protocol import (
-    BETWEEN_SERVERS,
     Commit,
     PartialNorm,
     ReplicaSum,
     SumHeld,
     SumTaken,
-    kind_of,
 )
 from manyhands.ps.server_state import HeldBlocks, ServerState, message_spans, travelling
 from manyhands.transport.event_loop import PriorityChannel
+from manyhands.transport.fields import kind_of
 
 if TYPE_CHECKING:
     from manyhands.ps.recovery_plan import RecoveryPlan
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
 
 MAX_BEHIND = 1024
 """Upper bound of decisions that wait to be applied, for checks."""
+
 Message = PartialNorm | ReplicaSum | SumHeld | SumTaken | Commit
 """Those of an exchange."""
 
@@ -366,7 +366,7 @@ class MessageExchange(UpdateExchange):
 
     def _send(self, who: str, message: Message) -> None:
         try:
-            self._peers[who].link.send(BETWEEN_SERVERS.write(message))
+            self._peers[who].link.send(message)
         except LinkError:
             # It is dead, and a view without it comes. Until then the others must not be left with half
             # of an update: what was begun is finished here.
@@ -446,8 +446,7 @@ class NetworkExchange(MessageExchange):
         for keeper, spans in self._to_send.items():
             for i, span in enumerate(spans):
                 message = ReplicaSum(version, i, decision=None if i else decision)
-                head = BETWEEN_SERVERS.write(message)
-                self._channels[keeper].put(0, head, bytes_of(span.of(sums)))
+                self._channels[keeper].put(0, message, bytes_of(span.of(sums)))
         if not self._to_send:
             self._send_held(self._server_state.name, version)
 

@@ -22,8 +22,6 @@ from manyhands.errors import ProtocolError
 from manyhands.ps.acceptor import Acceptor, InboxItem
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import (
-    BETWEEN_SERVERS,
-    OPENINGS,
     Go,
     Moved,
     PeerHello,
@@ -35,6 +33,7 @@ from manyhands.ps.server_state import ServerState
 from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.ps.updates import catch_up
 from manyhands.transport import Link
+from manyhands.transport.fields import kind_of
 
 Message = PeerHello | ServerStatus | RecoveryPlan | TensorMessage | Moved | Go
 """Those of the beginning of a view."""
@@ -90,7 +89,7 @@ class ViewChange:
         """Connect to the servers before this one in the view; those after it connect to this one."""
         for name in self._servers[: self._servers.index(self._server_state.name)]:
             link = dial(name)
-            link.send(OPENINGS.write(self.hello()))
+            link.send(self.hello())
             self._acceptor.inbox.put(InboxItem(name, PeerDialed(), link=link))
             self._acceptor.read(link, name)
         if self.leads:
@@ -150,7 +149,7 @@ class ViewChange:
             Go: by_lead and not self.leads and self._prepared and not self._begun,
         }
         if not fits[type(message)]:
-            kind = BETWEEN_SERVERS.name_of(message)
+            kind = kind_of(message)
             raise ProtocolError(f"{kind!r} at the wrong time, or from the wrong server")
 
     def _check_status(self, who: str, status: ServerStatus) -> None:
@@ -248,4 +247,4 @@ class ViewChange:
             self._tell(name, message)
 
     def _tell(self, who: str, message: Message, payload: memoryview | None = None) -> None:
-        self.peers[who].link.send(BETWEEN_SERVERS.write(message), payload)
+        self.peers[who].link.send(message, payload)

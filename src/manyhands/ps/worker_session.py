@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.errors import LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, Span, bytes_of
-from manyhands.ps.protocol import TO_WORKER, ParameterSpan, PushMessage
+from manyhands.ps.protocol import ParameterSpan, PushMessage
 from manyhands.transport import Link
 from manyhands.transport.event_loop import LANES, PriorityChannel
 
@@ -76,7 +76,7 @@ class WorkerSession:
     def tell(self, message: Any, payload: memoryview | None = None) -> None:
         """Send one of the messages TO_WORKER."""
         try:
-            self.link.send(TO_WORKER.write(message), payload)
+            self.link.send(message, payload)
         except LinkError:
             pass  # it is gone, or reconnects and asks again
 
@@ -88,8 +88,8 @@ class WorkerSession:
         if self._channel is None:
             return
         for priority, i in enumerate(self.wants):
-            head = TO_WORKER.write(ParameterSpan(version, i))
-            self._channel.put(priority, head, bytes_of(self._spans[i].of(params)))
+            span = bytes_of(self._spans[i].of(params))
+            self._channel.put(priority, ParameterSpan(version, i), span)
 
     def room(self, slot: int, i: int) -> memoryview:
         """The memory for a run of a gradient."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from manyhands.contract import WHOLE, Learner, Strategy
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
-from manyhands.hosts.view import TORN_S
+from manyhands.hosts.me import TORN_S
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from manyhands.compute.feed import Share
     from manyhands.compute.gradients import StepReport
     from manyhands.compute.train_state import TrainState
-    from manyhands.hosts.view import Me, View
+    from manyhands.hosts.me import Me
+    from manyhands.hosts.view import View
 
 LATEST = 2_000
 """Steps to remember with their losses: more than are made between two reports."""

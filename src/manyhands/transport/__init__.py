@@ -1,8 +1,8 @@
-"""Bytes between members: frames, links that carry them, and the TLS around the links."""
+"""Connections between members: links that carry messages, TLS, authentication, and typed messages."""
 
 from manyhands.transport.address import Address, parse_address
-from manyhands.transport.frames import Limits, Message
-from manyhands.transport.link import Link, connect
+from manyhands.transport.connect import connect
+from manyhands.transport.link import Limits, Link, Received
 from manyhands.transport.listener import Listener
 from manyhands.transport.tls import Authority, Credentials
 
@@ -13,7 +13,7 @@ __all__ = [
     "Limits",
     "Link",
     "Listener",
-    "Message",
+    "Received",
     "connect",
     "parse_address",
 ]

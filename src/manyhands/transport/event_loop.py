@@ -28,10 +28,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.errors import LinkError, LinkTimeout
+from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.threads import fail_process, start_thread
-from manyhands.transport.frames import Message, Payload, Place
-from manyhands.transport.link import Link
+from manyhands.transport.fields import MessageSet
+from manyhands.transport.link import Link, Payload, Place, Received
 from manyhands.transport.tls import WouldBlock
 
 NUM_LOOPS = 2
@@ -39,8 +39,8 @@ NUM_LOOPS = 2
 LANES = 2
 """Connections for bulk data between two members: the second fills the pauses of the first."""
 
-Frame = tuple[dict[str, Any], Payload | None]
-"""Head and payload."""
+Frame = tuple[Any, Payload | None]
+"""A message and its payload."""
 
 
 @dataclass(order=True)
@@ -118,22 +118,26 @@ def _loops(kind: str) -> itertools.cycle[EventLoop]:
 class LinkReader:
     """Delivers the messages of a link, until it is closed.
 
-    All callbacks are called in the loop's thread: `on_message`, then `on_end` once, with the LinkError, or
-    with whatever `on_message` or `place` raised, which closes the link.
+    All callbacks are called in the loop's thread: `on_message`, then `on_end` once, with the LinkError, the
+    ProtocolError, or whatever `on_message` or `place` raised, which closes the link.
     """
 
     def __init__(
         self,
         link: Link,
+        messages: MessageSet | None = None,
         *,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[Received], None],
         on_end: Callable[[Exception], None],
         place: Place | None = None,
+        refusal: Callable[[ProtocolError], object] | None = None,
     ) -> None:
+        """`refusal` makes the last message to a peer that breaks the protocol."""
         self.ended = threading.Event()
         """Set when nothing more is delivered."""
-        self._link = link
+        self._link, self._messages = link, messages
         self._on_message, self._on_end, self._place = on_message, on_end, place
+        self._refusal = refusal
         self._loop = next(_loops("read"))
         self._descriptor = -1
         self._paused = False
@@ -143,9 +147,11 @@ class LinkReader:
         """`first_within_s`: close the link if no message arrives within this time."""
         self._loop.call(functools.partial(self._start, first_within_s))
 
-    def handle_with(self, on_message: Callable[[Message], None], place: Place) -> None:
-        """Change the callbacks, from one of them."""
-        self._on_message, self._place = on_message, place
+    def handle_with(
+        self, messages: MessageSet, on_message: Callable[[Received], None], place: Place
+    ) -> None:
+        """Expect other messages, from a callback or before the start."""
+        self._messages, self._on_message, self._place = messages, on_message, place
 
     def pause(self) -> None:
         """Deliver nothing until `resume`. From a callback."""
@@ -180,10 +186,10 @@ class LinkReader:
 
     def _read(self) -> None:
         try:
-            message = self._link.try_recv(self._place)
+            received = self._link.try_recv(self._messages, self._place)
             if self._timer is not None:
                 self._timer.cancelled, self._timer = True, None
-            self._on_message(message)
+            self._on_message(received)
         except WouldBlock as block:
             self._loop.watch(self._descriptor, block.events, self._read)
         except Exception as error:
@@ -201,6 +207,8 @@ class LinkReader:
         if self._timer is not None:
             self._timer.cancelled = True
         self._loop.unwatch(self._descriptor)
+        if self._refusal is not None and isinstance(error, ProtocolError):
+            self._link.send_last(self._refusal(error))
         self._link.close()
         if self._descriptor >= 0:
             self._link.release()
@@ -313,13 +321,13 @@ class PriorityChannel:
         self._lock = threading.Lock()
         self._writers = [LinkWriter(link, take=self._take, on_end=self._end) for link in links]
 
-    def put(self, priority: int, head: dict[str, Any], payload: memoryview | None = None) -> None:
+    def put(self, priority: int, message: Any, payload: memoryview | None = None) -> None:
         """Smaller numbers go first. Raises the error of an earlier frame, unless the link is lost. From any
         thread."""
         if self._error is not None:
             raise self._error
         with self._lock:
-            heapq.heappush(self._queue, (priority, next(self._order), (head, payload)))
+            heapq.heappush(self._queue, (priority, next(self._order), (message, payload)))
         for writer in self._writers:
             writer.notify()
 

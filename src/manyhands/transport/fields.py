@@ -9,12 +9,13 @@
     read(Saving, {"step": 20})      Saving(step=20, path="")
     read(Saving, {"step": "x"})     ProtocolError: step is 'x', not a whole number
 
-Both ends of a link use the same classes. A MessageSet holds all messages of one direction by their kind:
+Both ends of a link use the same classes. The kind of a message on the wire is the name of its class; a
+MessageSet has all messages that may arrive on a link:
 
-    REPORTS = MessageSet({"saving": Saving, "stopped": Stopped})
+    REPORTS = MessageSet(Saving, Stopped)
 
-    link.send(REPORTS.write(Saving(20)))        {"kind": "saving", "step": 20, "path": ""}
-    match REPORTS.read(link.recv().head):
+    link.send(Saving(20))                       {"kind": "Saving", "step": 20, "path": ""}
+    match link.recv(REPORTS).message:
         case Saving(step, path): ...
 
 `read` checks each field before any other code sees the message. Unknown fields are ignored, so a newer
@@ -25,17 +26,18 @@ raises ValueError. Checks over several fields belong in `__post_init__`, which r
 Where many dataclasses of one kind travel together, `as_list: ClassVar[bool] = True` in the class sends each
 as a list of its fields in order; `read` takes both forms.
 
-Cost: some microseconds per message; the readers and writers of a class are built once.
+Cost: some microseconds per message; the readers of a class are built once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import json
 import math
-import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import (
     Annotated,
@@ -54,8 +56,6 @@ from manyhands.errors import ProtocolError
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
 """From JSON to the value of a field; raises _FieldError."""
-Writer = Callable[[Any], Any] | None
-"""From the value of a field to JSON; None: it is JSON already."""
 
 MAX_INT = 1 << 62
 MAX_TEXT = 1 << 20
@@ -73,25 +73,33 @@ def read(kind: type[T], message: object) -> T:
         raise ProtocolError("it is nested too deeply") from error
 
 
-def write(message: Any) -> dict[str, Any]:
-    """The fields of a message, ready for JSON."""
-    writer = _writer(cast(Any, type(message)))
-    assert writer is not None
-    return cast("dict[str, Any]", writer(message))
+def to_json(message: object) -> str:
+    """The fields of a message as JSON text."""
+    return _ENCODER.encode(message)
+
+
+def encode(message: object) -> str:
+    """A message with its kind, as JSON text: MessageSet.read takes it."""
+    return to_json({"kind": kind_of(message), **_fields(message)})
+
+
+def write(message: object) -> dict[str, Any]:
+    """The fields of a message as plain JSON values."""
+    return cast("dict[str, Any]", json.loads(to_json(message)))
+
+
+def kind_of(message: object) -> str:
+    """The kind of a message on the wire."""
+    return type(message).__name__
 
 
 class MessageSet:
-    """The messages that one side of a link may send, by their kind."""
+    """The messages that may arrive on a link, by their kind."""
 
-    def __init__(self, kinds: Mapping[str, type[Any]], *, strict: bool = False) -> None:
+    def __init__(self, *kinds: type[Any], strict: bool = False) -> None:
         """If `strict` is true, unknown fields are refused."""
-        self.kinds = dict(kinds)
-        self._names = {kind: name for name, kind in kinds.items()}
-        self._allowed = {
-            name: {"kind", *(field.name for field in dataclasses.fields(kind))}
-            for name, kind in kinds.items()
-            if strict
-        }
+        self.kinds = {kind.__name__: kind for kind in kinds}
+        self._strict = strict
 
     def read(self, head: Mapping[str, Any]) -> Any:
         """Parse a message as the dataclass of its kind."""
@@ -100,70 +108,42 @@ class MessageSet:
             raise ProtocolError(
                 f"its kind is {str(name)[:80]!r}, not one of {', '.join(self.kinds)}"
             )
-        allowed = self._allowed.get(name)
-        if allowed is not None and not head.keys() <= allowed:
-            unknown = ", ".join(sorted(head.keys() - allowed))[:200]
-            raise ProtocolError(f"{name!r} has unknown fields: {unknown}")
+        kind = self.kinds[name]
+        if self._strict and (unknown := head.keys() - {"kind", *_field_names(cast(Any, kind))}):
+            raise ProtocolError(f"{name!r} has unknown fields: {', '.join(sorted(unknown))[:200]}")
         try:
-            return read(self.kinds[name], head)
+            return read(kind, head)
         except ProtocolError as error:
             raise ProtocolError(f"{name!r}: {error}") from None
-
-    def write(self, message: Any) -> dict[str, Any]:
-        """The message as a JSON object with its kind."""
-        return {"kind": self._names[type(message)], **write(message)}
-
-    def name_of(self, message: Any) -> str:
-        """The kind of a message, as it is sent."""
-        return self._names[type(message)]
 
 
 # Checks -------------------------------------------------------------------------------------------
 
 
-def at_least(least: float) -> Callable[[Any], Any]:
-    """A check for `Annotated`: the value is `least` or more."""
+def check(passes: Callable[[Any], bool], problem: str) -> Callable[[Any], Any]:
+    """A check for `Annotated`: a value for which `passes` is false has this problem."""
 
-    def check(value: Any) -> Any:
-        if not value >= least:
-            raise ValueError("is negative" if least == 0 else f"is less than {least}")
+    def checked(value: Any) -> Any:
+        if not passes(value):
+            raise ValueError(problem)
         return value
 
-    return check
+    return checked
+
+
+def at_least(least: float) -> Callable[[Any], Any]:
+    return check(
+        lambda value: value >= least, "is negative" if least == 0 else f"is less than {least}"
+    )
 
 
 def at_most(most: float) -> Callable[[Any], Any]:
-    """A check for `Annotated`: the value is `most` or less."""
-
-    def check(value: Any) -> Any:
-        if not value <= most:
-            raise ValueError(f"is more than {most}")
-        return value
-
-    return check
+    return check(lambda value: value <= most, f"is more than {most}")
 
 
 def max_length(most: int) -> Callable[[Any], Any]:
     """A check for `Annotated`: at most so many characters or items."""
-
-    def check(value: Any) -> Any:
-        if len(value) > most:
-            raise ValueError(f"has a length of {len(value)}, over the limit of {most}")
-        return value
-
-    return check
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("is not finite")
-    return value
-
-
-def _weight(value: float) -> float:
-    if not 0 <= value <= 1e300:
-        raise ValueError("is not a weight")
-    return value
+    return check(lambda value: len(value) <= most, f"has a length over the limit of {most}")
 
 
 def _seconds(value: float) -> float:
@@ -175,8 +155,8 @@ def _seconds(value: float) -> float:
 
 Count = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
-Finite = Annotated[float, _finite]
-Weight = Annotated[float, _weight]
+Finite = Annotated[float, check(math.isfinite, "is not finite")]
+Weight = Annotated[float, check(lambda value: 0 <= value <= 1e300, "is not a weight")]
 Seconds = Annotated[float, _seconds]
 
 
@@ -202,26 +182,14 @@ class _FieldError(Exception):
 @functools.cache
 def _reader(hint: Any) -> Reader:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return lambda value: value
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
     if origin is Annotated:
         return _checked(_reader(arguments[0]), arguments[1:])
     if origin is Literal:
         return _literal(arguments)
     if origin in (Union, types.UnionType):
         return _any_of([_reader(each) for each in arguments])
-    if hint in (None, type(None)):
-        return _plain(type(None), "null")
-    if hint is bool:
-        return _plain(bool, "true or false")
-    if hint is int:
-        return _int
-    if hint is float:
-        return _float
-    if hint is str:
-        return _str
-    if hint is Fraction:
-        return _fraction
     if origin is tuple and arguments[-1:] != (...,):
         return _tuple([_reader(each) for each in arguments])
     if origin in (list, tuple, Sequence):
@@ -279,6 +247,17 @@ def _fraction(value: Any) -> Fraction:
     return Fraction(numerator, denominator)
 
 
+_SIMPLE: Mapping[Any, Reader] = {
+    Any: lambda value: value,
+    type(None): _plain(type(None), "null"),
+    bool: _plain(bool, "true or false"),
+    int: _int,
+    float: _float,
+    str: _str,
+    Fraction: _fraction,
+}
+
+
 def _literal(allowed: Sequence[Any]) -> Reader:
     def parse(value: Any) -> Any:
         if not any(value == each and type(value) is type(each) for each in allowed):
@@ -315,17 +294,21 @@ def _any_of(readers: Sequence[Reader]) -> Reader:
     return parse
 
 
+def _items(readers: Iterable[Reader], value: Iterable[Any]) -> list[Any]:
+    items: list[Any] = []
+    try:
+        for reader, item in zip(readers, value):  # noqa: B905  # the readers of a list have no end
+            items.append(reader(item))
+    except _FieldError as error:
+        raise error.within(f"[{len(items)}]") from None
+    return items
+
+
 def _list(inner: Reader, made: type[Any]) -> Reader:
     def parse(value: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise _wrong(value, "a list")
-        items: list[Any] = []
-        try:
-            for item in value:
-                items.append(inner(item))
-        except _FieldError as error:
-            raise error.within(f"[{len(items)}]") from None
-        return made(items)
+        return made(_items(itertools.repeat(inner), value))
 
     return parse
 
@@ -334,13 +317,7 @@ def _tuple(inner: Sequence[Reader]) -> Reader:
     def parse(value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(inner):
             raise _wrong(value, f"a list of {len(inner)}")
-        items: list[Any] = []
-        try:
-            for each, item in zip(inner, value, strict=True):
-                items.append(each(item))
-        except _FieldError as error:
-            raise error.within(f"[{len(items)}]") from None
-        return tuple(items)
+        return tuple(_items(inner, value))
 
     return parse
 
@@ -402,78 +379,24 @@ def _dataclass(kind: type[Any]) -> Reader:
 
 
 @functools.cache
-def _writer(hint: Any) -> Writer:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _writer(arguments[0])
-    if hint is Fraction:
-        return lambda value: (value.numerator, value.denominator)
-    if origin in (Union, types.UnionType):
-        return _write_union(arguments)
-    if origin is tuple and arguments[-1:] != (...,):
-        return _write_tuple([_writer(each) for each in arguments])
-    if origin in (list, tuple, Sequence):
-        inner = _writer(arguments[0])
-        return None if inner is None else lambda value: [inner(item) for item in value]
-    if origin in (dict, Mapping):
-        item = _writer(arguments[1])
-        return dict if item is None else lambda value: {k: item(v) for k, v in value.items()}
-    if dataclasses.is_dataclass(hint):
-        return _write_dataclass(cast("type[Any]", hint))
-    return None
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
-def _write_union(hints: Sequence[Any]) -> Writer:
-    choices: list[tuple[type[Any], Callable[[Any], Any]]] = []
-    for hint in hints:
-        if (writer := _writer(hint)) is not None:
-            bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-            choices.append((get_origin(bare) or bare, writer))
-    if not choices:
-        return None
-
-    def convert(value: Any) -> Any:
-        for kind, writer in choices:
-            if isinstance(value, kind):
-                return writer(value)
-        return value
-
-    return convert
+def _fields(message: Any) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in _field_names(cast(Any, type(message)))}
 
 
-def _write_tuple(writers: Sequence[Writer]) -> Writer:
-    if not any(writers):
-        return None
-    return lambda value: [
-        item if writer is None else writer(item)
-        for writer, item in zip(writers, value, strict=True)
-    ]
+def _plain_value(value: Any) -> Any:
+    """Convert what JSON does not have; dataclasses inside it follow by themselves."""
+    if isinstance(value, Fraction):
+        return value.numerator, value.denominator
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} can't be sent as JSON")
+    fields = _fields(value)
+    return list(fields.values()) if getattr(value, "as_list", False) else fields
 
 
-def _write_dataclass(kind: type[Any]) -> Writer:
-    hints = get_type_hints(kind, include_extras=True)
-    names = [field.name for field in dataclasses.fields(kind) if field.init]
-    converted = [(name, writer) for name in names if (writer := _writer(hints[name])) is not None]
-    values_of = operator.attrgetter(*names) if len(names) > 1 else None
-    if getattr(kind, "as_list", False):
-        assert values_of is not None, f"{kind.__name__} has a single field"
-        to_convert = [(names.index(name), writer) for name, writer in converted]
-
-        def convert_to_list(message: Any) -> list[Any]:
-            values = list(values_of(message))
-            for index, writer in to_convert:
-                values[index] = writer(values[index])
-            return values
-
-        return convert_to_list
-
-    def convert(message: Any) -> dict[str, Any]:
-        if values_of is None:
-            fields = {name: getattr(message, name) for name in names}
-        else:
-            fields = dict(zip(names, values_of(message), strict=True))
-        for name, writer in converted:
-            fields[name] = writer(fields[name])
-        return fields
-
-    return convert
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain_value)

@@ -1,62 +1,224 @@
 """Links: connections that carry whole messages, for control and for bulk data.
 
-A Listener (see listener.py) accepts connections at an address (see address.py) and connect() makes
-one; both return a Link, which sends and receives frames (see frames.py). With credentials a link is
-TLS 1.3 with certificates on both sides; with a secret both sides prove that they know it, and what
-follows is plain (see hmac_auth.py); with neither, a unix socket trusts its owner's user id, and TCP needs
-insecure=True.
+A Listener (listener.py) accepts connections and connect() (connect.py) makes them; both return a Link. A
+message is a frozen dataclass (fields.py), with a payload of raw bytes if it needs one. It travels as one
+frame:
 
-The listener's side begins with a welcome frame: when connect() returns, the other side has checked
-and admitted this one, which a TLS 1.3 client would otherwise learn only from its first read.
+    magic    4  b"MHND"
+    version  1  2
+    flags    1  bit 0: a payload follows (so that an empty payload differs from none)
+    zero     2  reserved
+    head     4  length of the head in bytes
+    payload  8  length of the payload in bytes
+    ---- 20 bytes, big-endian, then
+    the head      the message: a JSON object in UTF-8
+    the payload   as it is in memory
+
+Nothing that arrives is unpickled, and a length is compared with its limit before memory is allocated for it.
+Memory then grows with what has arrived: a peer that announces a gigabyte and sends nothing costs a megabyte.
 
 A closed connection is the first sign of a death: recv() raises LinkClosed at once. What was sent
 before close() arrives, unless the other side was sending at that moment: then TCP may drop it. To be
 sure that a last message arrives, let the other side close first.
 
-Cost: a plain link sends a frame with one system call and receives it with three, the payload
-straight into its block; TLS works in records of 16 KiB.
+Cost: 20 bytes and one JSON object per message. A plain link sends a frame with one system call and receives
+it with three, the payload straight into its destination; TLS works in records of 16 KiB.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
-import os
+import json
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
-from manyhands.transport import frames
-from manyhands.transport.address import Address, check_owner, check_trust, parse_address
-from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits, Message, Payload, Place
-from manyhands.transport.hmac_auth import check_name, prove
+from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout, ProtocolError
+from manyhands.transport.fields import MessageSet, encode, to_json
 from manyhands.transport.keepalive import watch
-from manyhands.transport.tls import (
-    RECORD_BYTES,
-    Credentials,
-    DeadlinePassed,
-    TlsStream,
-    WouldBlock,
-    certificate_name,
-    wait_ready,
-)
+from manyhands.transport.tls import RECORD_BYTES, DeadlinePassed, TlsStream, WouldBlock, wait_ready
 
-RETRY_S = (0.01, 0.5)
-"""Shortest and longest pause before connect() tries again."""
+MAGIC = b"MHND"
+VERSION = 2
+HEADER = struct.Struct("!4sBBHIQ")
+HAS_PAYLOAD = 1
+GROW_BYTES = 1 << 20
+"""Memory allocated at once for a length that was only announced."""
 UNSENT_BYTES = 256 << 10
 """The kernel's send queue of a link that queues little: 2 ms at 1 Gbit/s."""
 UNSENT_TLS_BYTES = 2 << 20
 """The same with TLS, where each wake-up costs more."""
 WAKE_BYTES = 256 << 10
-"""An event loop is woken for so much of a payload at once."""
+"""An event loop is woken for this much of a payload at once."""
 LAST_S = 0.1
 """How long a last message waits for a frame that another thread is sending."""
+
+Payload = bytes | bytearray | memoryview
+Place = Callable[[Any, int], memoryview | None]
+"""place(message, nbytes) returns the memory for a payload: writable, of exactly nbytes; None: new memory."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest frame that is sent or accepted."""
+
+    head_bytes: int = 1 << 20
+    payload_bytes: int = 1 << 30
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class Received(NamedTuple):
+    message: Any
+    """A message of the MessageSet; without one, the JSON object."""
+    payload: memoryview | None = None
+
+
+def pack(
+    message: object, payload: Payload | None = None, *, limits: Limits = DEFAULT_LIMITS
+) -> list[memoryview]:
+    """Encode a frame as buffers to send one after the other. The payload is not copied."""
+    # A JSON object is sent as it is.
+    head = (to_json(message) if isinstance(message, dict) else encode(message)).encode()
+    view = memoryview(b"" if payload is None else payload)
+    if len(head) > limits.head_bytes:
+        raise LinkError(
+            f"A message of {len(head)} bytes is over the limit of {limits.head_bytes}; nothing was "
+            "sent. Bulk data belongs in the payload."
+        )
+    if view.nbytes > limits.payload_bytes:
+        raise LinkError(
+            f"A payload of {view.nbytes} bytes is over the limit of {limits.payload_bytes}; nothing "
+            "was sent. Send it in several messages."
+        )
+    flags = 0 if payload is None else HAS_PAYLOAD
+    header = HEADER.pack(MAGIC, VERSION, flags, 0, len(head), view.nbytes)
+    parts = [memoryview(header + head)]
+    # A view with a zero in its shape can't be cast, and has nothing to send.
+    return [*parts, view.cast("B")] if view.nbytes else parts
+
+
+def parse_header(data: Payload, limits: Limits) -> tuple[int, int | None]:
+    """The lengths of head and payload (None: no payload); BadFrame if a field is wrong."""
+    magic, version, flags, zero, head_bytes, payload_bytes = HEADER.unpack(data)
+    if magic != MAGIC:
+        raise BadFrame(f"it starts with {magic!r}, not with {MAGIC!r}")
+    if version != VERSION:
+        raise BadFrame(
+            f"its version is {version}, not {VERSION}: every member needs the same version of manyhands"
+        )
+    if flags & ~HAS_PAYLOAD or zero:
+        raise BadFrame(f"unknown flags {flags:#04x} {zero:#06x}")
+    if head_bytes > limits.head_bytes:
+        raise BadFrame(f"a head of {head_bytes} bytes, over the limit of {limits.head_bytes}")
+    if payload_bytes > limits.payload_bytes:
+        raise BadFrame(
+            f"a payload of {payload_bytes} bytes, over the limit of {limits.payload_bytes}"
+        )
+    if flags & HAS_PAYLOAD:
+        return head_bytes, payload_bytes
+    if payload_bytes:
+        raise BadFrame(f"a payload of {payload_bytes} bytes that its flags deny")
+    return head_bytes, None
+
+
+def parse_head(data: memoryview) -> dict[str, Any]:
+    try:
+        head = json.loads(str(data, "utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+        raise BadFrame(f"its head is not JSON: {error}") from error
+    if not isinstance(head, dict):
+        raise BadFrame(f"its head is a JSON {type(head).__name__}, not an object")
+    return head
+
+
+class FrameReader:
+    """Receives one frame after the other; a frame that is half received is continued by the next call.
+
+    After an invalid frame, each call raises the same error.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        """Accept no frame larger than this, from the next one on."""
+        self.bytes_received = 0
+        self.part = ""
+        """The part of a frame that is being received, for errors."""
+        self._message: Any = None
+        self._payload_bytes: int | None = None
+        self._await("a frame", HEADER.size)
+
+    def _await(self, part: str, size: int, buffer: memoryview | None = None) -> None:
+        self.part, self._size, self._filled = part, size, 0
+        self._buffer = memoryview(bytearray(min(size, GROW_BYTES))) if buffer is None else buffer
+
+    def read(
+        self,
+        recv_into: Callable[[memoryview], int],
+        messages: MessageSet | None = None,
+        place: Place | None = None,
+    ) -> Received:
+        """The next message. `recv_into` fills some of a buffer; its exceptions pass through. EOFError if it
+        returns 0."""
+        while True:
+            while self._filled < len(self._buffer):
+                received = recv_into(self._buffer[self._filled :])
+                if not received:
+                    raise EOFError
+                self._filled += received
+                self.bytes_received += received
+            if self._filled < self._size:
+                larger = memoryview(bytearray(min(self._size, 2 * self._filled)))
+                larger[: self._filled] = self._buffer
+                self._buffer = larger
+            elif self.part == "a frame":
+                head_bytes, self._payload_bytes = parse_header(self._buffer, self.limits)
+                self._await("a frame's head", head_bytes)
+            elif self.part == "a frame's head":
+                head = parse_head(self._buffer)
+                self._message = head if messages is None else messages.read(head)
+                if self._payload_bytes is None:
+                    return self._end(None)
+                self._await_payload(self._payload_bytes, place)
+            else:
+                return self._end(self._buffer)
+
+    def _await_payload(self, nbytes: int, place: Place | None) -> None:
+        target = place(self._message, nbytes) if place is not None else None
+        if target is not None and (target.nbytes != nbytes or target.readonly):
+            raise LinkError(
+                f"place() gave a {'read-only ' if target.readonly else ''}block of {target.nbytes} "
+                f"bytes for a payload of {nbytes}: it must be writable and of that size."
+            )
+        self._await(
+            "a payload", nbytes, target.cast("B") if target is not None and nbytes else None
+        )
+
+    def _end(self, payload: memoryview | None) -> Received:
+        received = Received(self._message, payload)
+        self._message = None
+        self._await("a frame", HEADER.size)
+        return received
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes that complete the buffer which is being filled."""
+        return len(self._buffer) - self._filled
+
+    @property
+    def progress(self) -> str:
+        return f"{self._filled} of {self._size} bytes"
+
+    @property
+    def between_frames(self) -> bool:
+        return self.part == "a frame" and not self._filled
 
 
 class _PlainStream:
@@ -122,7 +284,7 @@ class Link:
         self._state_lock = threading.Lock()
         self._closed = False
         self._num_users = 0
-        self._reader = frames.FrameReader(limits)
+        self._reader = FrameReader(limits)
         self._on_close: list[Callable[[], None]] = []
         self._when_free: Callable[[], None] | None = None
         self._wake_bytes = 1
@@ -156,13 +318,13 @@ class Link:
                 most = UNSENT_TLS_BYTES if tls else UNSENT_BYTES
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most)
 
-    def send(self, head: Mapping[str, Any], payload: Payload | None = None) -> None:
-        """Send one frame, whole. Blocks while the other side does not read; close() ends that."""
-        self.send_packed(self.pack(head, payload))
+    def send(self, message: object, payload: Payload | None = None) -> None:
+        """Send one message, whole. Blocks while the other side does not read; close() ends that."""
+        self.send_packed(self.pack(message, payload))
 
-    def pack(self, head: Mapping[str, Any], payload: Payload | None = None) -> list[memoryview]:
-        """Encode a frame for one call of `send_packed`."""
-        return frames.pack(head, payload, limits=self._limits)
+    def pack(self, message: object, payload: Payload | None = None) -> list[memoryview]:
+        """Encode a message for `send_packed`."""
+        return pack(message, payload, limits=self._limits)
 
     def send_packed(self, frame: Sequence[memoryview]) -> None:
         parts = list(frame)
@@ -177,27 +339,42 @@ class Link:
                 self._when_free = None
                 wake()
 
-    def recv(self, *, timeout_s: float | None = None, place: Place | None = None) -> Message:
-        """The next message. After LinkTimeout call again: a frame that is half received is continued.
+    def recv(
+        self,
+        messages: MessageSet | None = None,
+        *,
+        timeout_s: float | None = None,
+        place: Place | None = None,
+    ) -> Received:
+        """The next message, which must be one of `messages`; without them, any JSON object.
 
-        `place(head, nbytes)` returns the memory for the payload: a writable block of exactly nbytes, or
-        None for a new one. It is called once per frame, by the recv() in which the head is complete.
-        Any error other than LinkTimeout, also one that place() raises, closes the link.
+        After LinkTimeout call again: a frame that is half received is continued. After ProtocolError the link
+        can still send, for example the reason. Any other error closes the link, also one that place() raises.
+        `place` is called once per payload, when its message is known.
         """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._in_use():
+            try:
+                return self._receive(
+                    lambda view: self._stream.recv_into(view, deadline), messages, place
+                )
+            except DeadlinePassed:
+                raise LinkTimeout(
+                    f"{self.peer} did not send {self._reader.part} within {timeout_s:g} s "
+                    f"({self._reader.progress} had come)."
+                ) from None
+
+    def _receive(
+        self,
+        recv_into: Callable[[memoryview], int],
+        messages: MessageSet | None,
+        place: Place | None,
+    ) -> Received:
         if not self._recv_lock.acquire(blocking=False):
             raise RuntimeError(f"Two threads receive from {self.peer} at once; one must.")
         try:
-            with self._in_use(), self._closed_on_failure():
-                deadline = None if timeout_s is None else time.monotonic() + timeout_s
-                try:
-                    return self._reader.read(
-                        lambda view: self._stream.recv_into(view, deadline), place
-                    )
-                except DeadlinePassed:
-                    raise LinkTimeout(
-                        f"{self.peer} did not send {self._reader.missing} within {timeout_s:g} s "
-                        f"({self._reader.progress} had come)."
-                    ) from None
+            with self._closed_on_failure():
+                return self._reader.read(recv_into, messages, place)
         finally:
             self._recv_lock.release()
 
@@ -220,22 +397,16 @@ class Link:
         """If true, try_recv() has bytes that poll() does not report."""
         return not self._closed and self._stream.has_pending
 
-    def try_recv(self, place: Place | None) -> Message:
+    def try_recv(self, messages: MessageSet | None = None, place: Place | None = None) -> Received:
         """As recv(); raises WouldBlock instead of waiting."""
-        if not self._recv_lock.acquire(blocking=False):
-            raise RuntimeError(f"Two threads receive from {self.peer} at once; one must.")
+        self.check_open()
         try:
-            self.check_open()
-            try:
-                with self._closed_on_failure():
-                    message = self._reader.read(self._stream.try_recv_into, place)
-            except WouldBlock:
-                self._wake_at(self._reader.num_missing)
-                raise
-            self._wake_at(1)
-            return message
-        finally:
-            self._recv_lock.release()
+            received = self._receive(self._stream.try_recv_into, messages, place)
+        except WouldBlock:
+            self._wake_at(self._reader.num_missing)
+            raise
+        self._wake_at(1)
+        return received
 
     def _wake_at(self, num_bytes: int) -> None:
         """Have poll() report the socket when so many bytes are there: waking up for every packet would cost a
@@ -249,9 +420,8 @@ class Link:
     def begin_frame(self, when_free: Callable[[], None]) -> bool:
         """Take the link for one frame, which `try_send` sends and `end_frame` ends. If another thread is
         sending, returns False and calls `when_free` after that."""
-        self._when_free = (
-            when_free  # before the attempt: whoever has the lock looks here after its release
-        )
+        # Before the attempt: the thread that has the lock looks here after it has released it.
+        self._when_free = when_free
         if not self._send_lock.acquire(blocking=False):
             return False
         self._when_free = None
@@ -267,12 +437,12 @@ class Link:
         self.bytes_sent += num_bytes
         self._send_lock.release()
 
-    def send_last(self, head: Mapping[str, Any]) -> None:
+    def send_last(self, message: object) -> None:
         """Send a last message if that is possible at once, and close."""
         with contextlib.suppress(LinkError, WouldBlock), self._in_use():
             if self._send_lock.acquire(timeout=LAST_S):
                 try:
-                    self.try_send(self.pack(head))
+                    self.try_send(self.pack(message))
                 finally:
                     self._send_lock.release()
         self.close()
@@ -319,7 +489,7 @@ class Link:
         """Close the link after a failure inside a frame: where the next frame starts is unknown."""
         try:
             yield
-        except (LinkTimeout, WouldBlock):
+        except (DeadlinePassed, WouldBlock, ProtocolError):
             raise
         except BaseException as error:
             closed_here = self._closed
@@ -337,7 +507,7 @@ class Link:
     def _where_it_ended(self) -> str:
         if self._reader.between_frames:
             return ""
-        return f" in the middle of {self._reader.missing}: {self._reader.progress} came"
+        return f" in the middle of {self._reader.part}: {self._reader.progress} came"
 
     def __enter__(self) -> Link:
         return self
@@ -347,92 +517,3 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link to {self.peer}{', closed' if self._closed else ''}>"
-
-
-def connect(
-    address: str,
-    *,
-    credentials: Credentials | None = None,
-    secret: str | None = None,
-    name: str | None = None,
-    timeout_s: float,
-    peer: str | None = None,
-    limits: Limits = DEFAULT_LIMITS,
-    insecure: bool = False,
-) -> Link:
-    """Connect to the listener at `address`, which need not be there yet: retries until `timeout_s`.
-
-    Refused by either side for its certificate, proof or user, it fails at once with LinkError.
-    `peer` is who is expected there, for messages; under TLS the link's peer is the certificate's
-    name. With a secret `name` is who this side is: the link's peer over there.
-    """
-    where = parse_address(address)
-    check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
-    context = credentials.client_context() if credentials else None
-    proving = None
-    if secret is not None:
-        proving = functools.partial(
-            prove, secret=secret, name=check_name(name), peer=peer or address
-        )
-    deadline = time.monotonic() + timeout_s
-    pause_s, longest_s = RETRY_S
-    target = f"{peer} at {address}" if peer else address
-    while True:
-        try:
-            return _connect_once(where, context, proving, deadline, peer or address, limits)
-        except (OSError, LinkClosed, LinkTimeout) as error:
-            # An alert of the other side is a word, a mere end may be a listener that restarts.
-            cause = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
-            is_end = isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
-            if isinstance(cause, (ssl.SSLError, PermissionError)) and not is_end:
-                raise LinkError(f"The connection to {target} was refused: {cause}.") from error
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise LinkTimeout(
-                    f"No connection to {target} within {timeout_s:g} s. The last attempt: "
-                    f"{str(cause) or type(cause).__name__}"
-                ) from error
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, longest_s)
-
-
-def _connect_once(
-    where: Address,
-    context: ssl.SSLContext | None,
-    proving: Callable[[socket.socket, float], None] | None,
-    deadline: float,
-    peer: str,
-    limits: Limits,
-) -> Link:
-    left_s = max(0.001, deadline - time.monotonic())
-    if where.path:
-        sock = socket.socket(socket.AF_UNIX)
-    else:
-        sock = socket.create_connection((where.host, where.port), timeout=left_s)
-    try:
-        if where.path:
-            sock.settimeout(left_s)
-            sock.connect(where.path)
-            check_owner(sock)
-        elif sock.getsockname() == sock.getpeername():
-            # TCP can meet itself when it tries a free local port: nobody listens there.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        if context is not None:
-            sock = context.wrap_socket(sock)
-            peer = certificate_name(sock)
-        if proving is not None:
-            proving(sock, deadline)
-        link = Link(sock, peer=peer, limits=limits)
-    except BaseException:
-        sock.close()
-        raise
-    try:
-        if link.recv(timeout_s=max(0.0, deadline - time.monotonic())).head != WELCOME:
-            raise BadFrame(
-                f"{peer} did not begin with a welcome: it is no listener of ours, or one that asks "
-                "for the run's secret."
-            )
-    except BaseException:
-        link.close()
-        raise
-    return link

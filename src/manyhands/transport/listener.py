@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manyhands.errors import LinkClosed, LinkError, LinkTimeout
+from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.threads import OnError, describe, start_thread
 from manyhands.transport import hmac_auth, tls
 from manyhands.transport.address import Address, check_owner, check_trust, parse_address
-from manyhands.transport.frames import DEFAULT_LIMITS, WELCOME, Limits
-from manyhands.transport.link import Link
+from manyhands.transport.hmac_auth import Welcome
+from manyhands.transport.link import DEFAULT_LIMITS, Limits, Link
 from manyhands.transport.refusals import Refusals
 from manyhands.transport.tls import Credentials, Handshake
 
@@ -103,7 +103,7 @@ class _Handshakes:
                 self._admit(half.sock, end.value)
             except (OSError, LinkError) as error:
                 self._refuse(half.sock, half.who, error)
-        except (OSError, ValueError, LinkError) as error:
+        except (OSError, ValueError, LinkError, ProtocolError) as error:
             self._drop(half, error)
         else:
             self.selector.modify(half.sock, events, half)
@@ -255,12 +255,12 @@ class Listener:
             if self._where.path:
                 who = f"process {check_owner(sock)}"
             self._handshakes.begin(sock, who)
-        except (OSError, ValueError, LinkError) as error:
+        except (OSError, ValueError, LinkError, ProtocolError) as error:
             self._refuse(sock, who, error)
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         link = Link(sock, peer=peer, limits=self._limits)
-        link.send(WELCOME)
+        link.send(Welcome())
         self._ready.put(link)
 
     def _refuse(self, sock: socket.socket, who: str, why: object) -> None:

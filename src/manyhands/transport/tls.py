@@ -31,7 +31,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from manyhands.errors import UsageError
+from manyhands.errors import ProtocolError, UsageError
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -45,6 +45,8 @@ P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of the curve's base point: private keys are the numbers below it."""
 RECORD_BYTES = 16 * 1024
 """The most that one TLS record carries."""
+HANDSHAKE_RECORD = b"\x16"
+"""The first byte of every TLS connection."""
 
 Handshake = Generator[int, None, str]
 """A handshake on a socket that does not block: yields the selectors event that it waits for, and
@@ -264,10 +266,18 @@ def certificate_name(sock: ssl.SSLSocket) -> str:
 
 def listening_side(sock: ssl.SSLSocket) -> Handshake:
     """The listener's side of TLS; returns the name in the other side's certificate."""
+    first: bytes | None = None
     while True:
         try:
+            if first is None:
+                # OpenSSL would take other bytes for the start of an SSLv2 hello, and wait for the rest.
+                first = socket.socket.recv(sock, 1, socket.MSG_PEEK)
+                if first not in (b"", HANDSHAKE_RECORD):
+                    raise ProtocolError(
+                        f"it does not begin with a TLS handshake, but with {first!r}"
+                    )
             sock.do_handshake()
-        except ssl.SSLWantReadError:
+        except (ssl.SSLWantReadError, BlockingIOError):
             yield selectors.EVENT_READ
         except ssl.SSLWantWriteError:
             yield selectors.EVENT_WRITE

@@ -56,8 +56,6 @@ from manyhands.control.messages import (
     Stopped,
     TrainOrder,
     WorkerFacts,
-    read_order,
-    write_report,
 )
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
@@ -68,7 +66,7 @@ from manyhands.hosts.view import Seat, View
 from manyhands.job import Job, load_job, total_steps
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, not_finite
-from manyhands.transport.fields import read, write
+from manyhands.transport.fields import read
 from manyhands.worker.reporter import Reporter
 from manyhands.worker.restore import restore
 
@@ -150,7 +148,7 @@ class Worker:
             notes=self.train_state.notes,
             tables={name: t.describe() for name, t in self.train_state.tables.specs.items()},
         )
-        self.member.say("ready", **write(Ready(self.me.view.seats[0], facts)))
+        self.member.send(Ready(self.me.view.seats[0], facts))
 
     def run(self) -> None:
         self.ready()
@@ -205,15 +203,10 @@ class Worker:
 
     def _receive(self, agenda: Agenda, *, timeout_s: float | None = 0) -> None:
         """Put what has arrived on the agenda. The feed can start on what it will need."""
-        while (head := self.member.hear(timeout_s=timeout_s)) is not None:
-            message: View | Order
-            if head.get("kind") == "view":
-                message = read(ViewFormed, head).view
-            else:
-                message = read_order(head)
-                if isinstance(message, TrainOrder):
-                    self.feed.expect(message.portions)
-            agenda.append(message)
+        while (message := self.member.next_message(timeout_s=timeout_s)) is not None:
+            if isinstance(message, TrainOrder):
+                self.feed.expect(message.portions)
+            agenda.append(message.view if isinstance(message, ViewFormed) else message)
             timeout_s = 0
 
     def _on_new_view(self) -> None:
@@ -288,7 +281,7 @@ class Worker:
             report.step_s, began = ended - began, ended
             self._report_caught_up()
             self.reporter.flush_in_time()
-            if self.member.heard():
+            if self.member.has_message():
                 self._receive(agenda)
 
     def _load(self, portion: Portion) -> Share:
@@ -349,7 +342,7 @@ class Worker:
     def _saved(self, outcome: dict[str, Any]) -> None:
         """Called in the thread that writes, so that it is reported even if this worker waits or fails."""
         with suppress(LinkError):  # the coordinator is gone
-            self.member.send(write_report(read(Saved, {"view": self.reporter.view, **outcome})))
+            self.member.send(read(Saved, {"view": self.reporter.view, **outcome}))
 
     def _rehearse(self) -> None:
         """Do everything but train: one sample through the loss, backward and the metrics."""

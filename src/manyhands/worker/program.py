@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from manyhands.compute.lazy_dynamo import compile_late
+from manyhands.control.messages import TO_MEMBER
 from manyhands.errors import LinkError, PeerLost
 from manyhands.hosts.member import Member
 from manyhands.threads import on_process_failure
@@ -28,7 +29,7 @@ def run(live: Callable[[Member], None]) -> NoReturn:
 def _run(live: Callable[[Member], None]) -> int:
     try:
         # Before torch is loaded: the coordinator should know at once that this process is alive.
-        member = Member.from_launcher()
+        member = Member.from_launcher(TO_MEMBER)
     except LinkError as error:
         print(f"The coordinator can't be reached: {error}", file=sys.stderr)
         return 1

@@ -16,7 +16,7 @@ import torch
 
 from manyhands.compute.gradients import DeviceTime, StepReport
 from manyhands.compute.measures import Sums, add_up
-from manyhands.control.messages import Notice, Report, StepRow, StepsReport, write_report
+from manyhands.control.messages import Notice, Report, StepRow, StepsReport
 from manyhands.errors import LinkError
 from manyhands.hosts.member import Member
 
@@ -32,7 +32,7 @@ class Reporter:
         self._flushed = time.monotonic()
 
     def send(self, kind: Callable[..., Report], **fields: Any) -> None:
-        self._member.send(write_report(kind(self.view, **fields)))
+        self._member.send(kind(self.view, **fields))
 
     def notice(self, message: str) -> None:
         """Send a message for people, from any thread."""

@@ -5,11 +5,20 @@ It builds the job's model and optimizer, as workers do, and serves them; it comp
 
 from __future__ import annotations
 
-from typing import Any
-
-from manyhands.control.messages import Assignment
+from manyhands.control.messages import (
+    AppliedSteps,
+    Assignment,
+    Joined,
+    LeaveOrder,
+    Left,
+    Ready,
+    StopOrder,
+    Stopped,
+)
 from manyhands.errors import ViewChanging
 from manyhands.hosts.member import Member
+from manyhands.hosts.messages import ViewFormed
+from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.transport.fields import read
 from manyhands.worker.program import run
 
@@ -29,7 +38,6 @@ class ServerProgram:
     def __init__(self, member: Member) -> None:
         from manyhands.compute.seeds import seed_loading
         from manyhands.compute.train_state import TrainState
-        from manyhands.hosts.view import SERVER, Seat
         from manyhands.job import load_job, total_steps
         from manyhands.ps.config import ParameterServer
         from manyhands.ps.node import PsNode
@@ -53,30 +61,27 @@ class ServerProgram:
         self.node = PsNode(config, train_state, self.me)
 
     def run(self) -> None:
-        self.member.say("ready", seat=vars(self.seat))
+        self.member.send(Ready(self.seat))
         while True:
-            head = self.member.hear(timeout_s=POLL_S)
+            message = self.member.next_message(timeout_s=POLL_S)
             server = self.node.server
             if server is not None and server.error is not None:
                 raise server.error
-            match head:
-                case {"kind": "view", "view": view}:
+            match message:
+                case ViewFormed(view):
                     with self.member.phase("joining its peers"):
                         self._on_view(view)
-                case {"order": "stop"}:
-                    self._report("stopped")
-                case {"order": "leave"}:
-                    self._report("left", settled=self.node.settled())
+                case StopOrder():
+                    self.member.send(Stopped(self.me.view.number))
+                case LeaveOrder():
+                    self.member.send(Left(self.me.view.number, self._applied_steps()))
                     self.node.leave()
                     return
 
     def _view_coming(self) -> None:
         self.me.newest_view = self.member.newest_view
 
-    def _on_view(self, told: Any) -> None:
-        from manyhands.hosts.view import View
-
-        view = View.from_dict(told)
+    def _on_view(self, view: View) -> None:
         if view.number < self.me.newest_view:
             return  # the next one is in the queue
         self.me.view = view
@@ -87,10 +92,11 @@ class ServerProgram:
                 self.node.wait_until_begun()
         except ViewChanging:
             return
-        self._report("joined", transport="", settled=self.node.settled(), placement="")
+        self.member.send(Joined(view.number, transport="", settled=self._applied_steps()))
 
-    def _report(self, what: str, **fields: Any) -> None:
-        self.member.say("report", what=what, view=self.me.view.number, **fields)
+    def _applied_steps(self) -> AppliedSteps | None:
+        settled = self.node.settled()
+        return None if settled is None else read(AppliedSteps, settled)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from manyhands.collectives import state_transfer as catching_up
 from manyhands.collectives.state_transfer import StateReceiver, StateSender
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.me import Me
+from manyhands.hosts.view import Seat, View
 from manyhands.runs.saver import gather_state
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.testing.conformance import assert_same_bits
@@ -38,8 +39,8 @@ class Facts(dict[str, str]):
             time.sleep(0.001)
         return self[key]
 
-    def say(self, kind: str, **fields: Any) -> None:
-        raise AssertionError(f"{kind}: {fields}")
+    def send(self, message: object) -> None:
+        raise AssertionError(message)
 
 
 def step(train_state: TrainState, number: int) -> list[torch.nn.Parameter]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.control.messages import (
-    ORDERS,
-    REPORTS,
+    FROM_MEMBER,
+    TO_MEMBER,
     CheckpointOrder,
     EvaluateOrder,
     Joined,
@@ -26,16 +26,12 @@ from manyhands.control.messages import (
     StepsReport,
     StopOrder,
     TrainOrder,
-    parse,
-    read_order,
-    write_order,
-    write_report,
 )
 from manyhands.errors import ProtocolError
 from manyhands.hosts.agent_messages import FROM_AGENT, TO_AGENT, AgentHello
-from manyhands.hosts.messages import OF_MEMBERS
-from manyhands.transport.fields import read
+from manyhands.transport.fields import encode, read, write
 
+parse = FROM_MEMBER.read
 ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False]
 SETTLED = {"version": 4, "applied": [[3, 0], [4, -1, 8.0, 2.0]], "pushes": {"worker-0": 3}}
 SEAT = {"name": "worker-1", "host": "h", "role": "worker", "device": "cpu", "device_id": "cpu"}
@@ -54,9 +50,9 @@ FACTS = {
     "tables": {},
     "optimizer": [],
 }
-READY = {"kind": "ready", "seat": SEAT, "facts": FACTS}
+READY = {"kind": "Ready", "seat": SEAT, "facts": FACTS}
 FAILED = {
-    "kind": "failed",
+    "kind": "Failed",
     "reason": "x",
     "traceback": "",
     "usage": False,
@@ -66,60 +62,63 @@ FAILED = {
 }
 
 
-def report(what: str, **fields: Any) -> dict[str, Any]:
-    return {"kind": "report", "what": what, "view": 2, **fields}
+def report(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "view": 2, **fields}
 
 
 GOOD: list[dict[str, Any]] = [
-    {"kind": "hello", "member": "worker-1", "pid": 3, "host": "h", "python": "3"},
-    {"kind": "beat", "phase": "training", "since_s": 0.2, "ticks": 4},
-    {"kind": "post", "key": "a", "value": "b"},
-    {"kind": "bye"},
+    {"kind": "Hello", "member": "worker-1", "pid": 3, "host": "h", "python": "3"},
+    {"kind": "Beat", "phase": "training", "since_s": 0.2, "ticks": 4},
+    {"kind": "BoardPost", "key": "a", "value": "b"},
+    {"kind": "Bye"},
     FAILED,
     READY,
-    {"kind": "ready", "seat": {**SEAT, "role": "server"}},
-    report("joined", transport="", settled=SETTLED, placement="", catching_up=False),
-    report("joined", transport="", settled=None, placement="", whole_steps=True),
-    report("caught_up"),
-    report("steps", rows=[ROW, ROW]),
-    report("evaluated", samples=3, sums={"loss": [1.0, 3.0]}, seconds=0.1),
-    report("saving", step=20),
+    {"kind": "Ready", "seat": {**SEAT, "role": "server"}},
+    report("Joined", transport="", settled=SETTLED, placement="", catching_up=False),
+    report("Joined", transport="", settled=None, placement="", whole_steps=True),
+    report("CaughtUp"),
+    report("StepsReport", rows=[ROW, ROW]),
+    report("EvaluationReport", samples=3, sums={"loss": [1.0, 3.0]}, seconds=0.1),
+    report("Saving", step=20),
     report(
-        "saved", step=20, files={"a": {"bytes": 3, "crc32": "00"}}, bytes=3, stall_s=0, write_s=1
+        "Saved", step=20, files={"a": {"bytes": 3, "crc32": "00"}}, bytes=3, stall_s=0, write_s=1
     ),
-    report("saved", step=20, error="no room"),
-    report("noticed", message="a loader process was killed"),
-    report("rehearsed"),
-    report("stopped"),
-    report("left", settled=SETTLED),
-    report("torn", peer="worker-0"),
-    report("refused", peer="worker-0", why="a push in slot 9"),
+    report("Saved", step=20, error="no room"),
+    report("Notice", message="a loader process was killed"),
+    report("Rehearsed"),
+    report("Stopped"),
+    report("Left", settled=SETTLED),
+    report("LinkBroken", peer="worker-0"),
+    report("PeerRefused", peer="worker-0", why="a push in slot 9"),
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "its kind is 'None'"),
     ({"kind": "reports"}, "its kind is 'reports'"),
-    (report("stepz"), "it reports 'stepz'"),
-    ({"kind": "report", "what": "caught_up"}, "view is missing"),
-    ({"kind": "report", "what": "torn", "peer": "x"}, "view is missing"),
-    ({"kind": "report", "what": "joined", "transport": ""}, "view is missing"),
-    (report("steps", rows=[[1]]), r"rows\[0\] has 1 fields of 8 to 12"),
-    (report("steps", rows=[[*ROW, {}, 1]]), r"rows\[0\] has 13 fields"),
-    (report("steps", rows=[["1", *ROW[1:]]]), r"rows\[0\].step is '1', not a whole number"),
-    (report("steps", rows=[[True, *ROW[1:]]]), r"rows\[0\].step is True"),
-    (report("steps", rows=[[10**30, *ROW[1:]]]), "not a whole number"),
-    (report("steps", rows=[[1, float("nan"), *ROW[2:]]]), r"rows\[0\].weight is not a weight: nan"),
-    (report("steps", rows=[[*ROW[:4], float("inf"), *ROW[5:]]]), "step_s is not a time"),
-    (report("steps", rows={}), "rows is {}, not a list"),
-    ({"kind": "failed"}, "reason is missing"),
-    ({"kind": "ready"}, "seat is missing"),
+    (report("stepz"), "its kind is 'stepz'"),
+    ({"kind": "CaughtUp"}, "view is missing"),
+    ({"kind": "LinkBroken", "peer": "x"}, "view is missing"),
+    ({"kind": "Joined", "transport": ""}, "view is missing"),
+    (report("StepsReport", rows=[[1]]), r"rows\[0\] has 1 fields of 8 to 12"),
+    (report("StepsReport", rows=[[*ROW, {}, 1]]), r"rows\[0\] has 13 fields"),
+    (report("StepsReport", rows=[["1", *ROW[1:]]]), r"rows\[0\].step is '1', not a whole number"),
+    (report("StepsReport", rows=[[True, *ROW[1:]]]), r"rows\[0\].step is True"),
+    (report("StepsReport", rows=[[10**30, *ROW[1:]]]), "not a whole number"),
+    (
+        report("StepsReport", rows=[[1, float("nan"), *ROW[2:]]]),
+        r"rows\[0\].weight is not a weight: nan",
+    ),
+    (report("StepsReport", rows=[[*ROW[:4], float("inf"), *ROW[5:]]]), "step_s is not a time"),
+    (report("StepsReport", rows={}), "rows is {}, not a list"),
+    ({"kind": "Failed"}, "reason is missing"),
+    ({"kind": "Ready"}, "seat is missing"),
     ({**READY, "facts": {**FACTS, "unit": ["samples"]}}, r"unit is \['samples'\], not a list of 2"),
     ({**READY, "facts": {**FACTS, "fields": {}}}, "fields.batch_size is missing"),
-    (report("torn", peer=7), "peer is 7, not a text"),
-    ({"kind": "post", "key": "a", "value": "x" * (1 << 19)}, "over the limit"),
+    (report("LinkBroken", peer=7), "peer is 7, not a text"),
+    ({"kind": "BoardPost", "key": "a", "value": "x" * (1 << 19)}, "over the limit"),
 ]
 
 
-@pytest.mark.parametrize("head", GOOD, ids=lambda head: str(head.get("what", head["kind"])))
+@pytest.mark.parametrize("head", GOOD, ids=lambda head: str(head["kind"]))
 def test_what_members_say_is_read(head: dict[str, Any]) -> None:
     message = parse(json.loads(json.dumps(head)))
     assert dataclasses.is_dataclass(message)
@@ -127,15 +126,14 @@ def test_what_members_say_is_read(head: dict[str, Any]) -> None:
 
 
 def test_all_kinds_are_tried() -> None:
-    assert {head["what"] for head in GOOD if head["kind"] == "report"} == set(REPORTS)
-    assert {head["kind"] for head in GOOD} == {*OF_MEMBERS, "ready", "report"}
+    assert {head["kind"] for head in GOOD} == set(FROM_MEMBER.kinds)
 
 
 def test_what_is_read_is_typed() -> None:
-    message = parse(report("steps", rows=[ROW]))
+    message = parse(report("StepsReport", rows=[ROW]))
     assert isinstance(message, StepsReport)
     assert message.rows[0].bytes_sent == 120
-    message = parse(report("joined", transport="", settled=SETTLED))
+    message = parse(report("Joined", transport="", settled=SETTLED))
     assert isinstance(message, Joined)
     assert message.settled is not None
     assert message.settled.applied == [(3, 0), (4, -1, 8.0, 2.0)]
@@ -157,21 +155,21 @@ ORDERS_SENT: list[Order] = [
 
 @pytest.mark.parametrize("order", ORDERS_SENT, ids=lambda order: type(order).__name__)
 def test_an_order_arrives_as_it_was_sent(order: Order) -> None:
-    assert read_order(json.loads(json.dumps(write_order(order)))) == order
+    assert TO_MEMBER.read(json.loads(encode(order))) == order
 
 
 def test_all_orders_are_tried_and_others_refused() -> None:
-    assert {type(order) for order in ORDERS_SENT} == set(ORDERS.values())
-    for head in ({"order": "dance"}, {"order": 3}, {"order": "steps"}, {"order": "checkpoint"}):
+    assert {type(order) for order in ORDERS_SENT} == set(get_args(Order))
+    for kind in ("dance", 3, "TrainOrder", "CheckpointOrder"):
         with pytest.raises(ProtocolError):
-            read_order(head)
+            TO_MEMBER.read({"kind": kind})
 
 
 def test_a_report_is_written_as_it_is_read() -> None:
-    for head in (head for head in GOOD if head["kind"] == "report"):
+    for head in GOOD:
         message = parse(head)
-        assert parse(json.loads(json.dumps(write_report(message)))) == message
-    rows = write_report(parse(report("steps", rows=[ROW])))["rows"]
+        assert parse(json.loads(encode(message))) == message
+    rows = write(parse(report("StepsReport", rows=[ROW])))["rows"]
     assert rows[0][: len(ROW)] == ROW, "many of one kind travel as lists"
 
 
@@ -204,7 +202,7 @@ def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def mutate(head: dict[str, Any], mutations: list[tuple[int, Any]]) -> dict[str, Any]:
     head = copy.deepcopy(head)
     for number, value in mutations:
-        found = [place for place in places(head) if place not in (("kind",), ("what",))]
+        found = [place for place in places(head) if place not in (("kind",),)]
         if not found:
             break
         *way, last = found[number % len(found)]
@@ -230,7 +228,7 @@ def test_any_change_of_a_message_is_read_or_refused(
     assert dataclasses.is_dataclass(message)
 
 
-@given(st.dictionaries(st.sampled_from(["kind", "what", "view", "rows", "settled"]), JSON))
+@given(st.dictionaries(st.sampled_from(["kind", "view", "rows", "settled"]), JSON))
 def test_anything_is_read_or_refused(head: dict[str, Any]) -> None:
     for read_any in (
         parse,
@@ -276,11 +274,11 @@ def test_any_change_of_an_agents_hello_is_read_or_refused(
 @pytest.mark.parametrize(
     "head",
     [
-        {"kind": "exited", "name": "worker-0", "code": 10**9},
-        {"kind": "exited", "name": "worker-0"},
-        {"kind": "started", "name": "worker-0", "pid": -1},
-        {"kind": "ready", "sees_run": "yes"},
-        {"kind": "leaving"},
+        {"kind": "MemberEnded", "name": "worker-0", "code": 10**9},
+        {"kind": "MemberEnded", "name": "worker-0"},
+        {"kind": "Started", "name": "worker-0", "pid": -1},
+        {"kind": "Ready", "sees_run": "yes"},
+        {"kind": "Leaving"},
         {"kind": "what"},
         {"kind": []},
     ],

@@ -27,18 +27,18 @@ from manyhands.compute.gradients import StepReport, gradients
 from manyhands.compute.train_state import TrainState
 from manyhands.contract import Learner
 from manyhands.control.messages import (
+    TO_MEMBER,
     Joined,
     LeaveOrder,
+    Ready,
     StopOrder,
     Stopped,
-    read_order,
-    write_report,
 )
 from manyhands.errors import ViewChanging
+from manyhands.hosts.me import Me
 from manyhands.hosts.member import Member
 from manyhands.hosts.messages import ViewFormed
-from manyhands.hosts.view import SERVER, Me, Seat, View
-from manyhands.transport.fields import read
+from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.worker.loop import Worker
 
 MAX_STALENESS = 2
@@ -180,23 +180,20 @@ class LedgerLearner(Learner):
 
 def serve(member: Member) -> None:
     """A member that only serves, and has nothing to serve."""
-    member.say("ready", seat=vars(Seat(member.name, member.host, role=SERVER)))
+    member.send(Ready(Seat(member.name, member.host, role=SERVER)))
     while True:
-        head = member.hear()
-        assert head is not None
-        if head["kind"] == "view":
-            number = read(ViewFormed, head).view.number
-            member.send(write_report(Joined(number, transport="file")))
-            continue
-        match read_order(head):
+        match member.next_message():
+            case ViewFormed(view):
+                number = view.number
+                member.send(Joined(number, transport="file"))
             case StopOrder():
-                member.send(write_report(Stopped(number)))
+                member.send(Stopped(number))
             case LeaveOrder():
                 return
 
 
 def main() -> int:
-    member = Member.from_launcher()
+    member = Member.from_launcher(TO_MEMBER)
     torch.set_num_threads(1)
     try:
         if member.name.startswith(SERVER):

@@ -1,24 +1,33 @@
-"""The program of a member that does what its assignment says, and tells what it saw. Without torch."""
+"""The program of a member that does what its assignment says, and reports what it saw. Without torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from typing import Any
 
+from manyhands.control.messages import TO_MEMBER, Notice, Ready
 from manyhands.errors import ViewChanging
 from manyhands.hosts.member import Member
+from manyhands.hosts.view import Seat
+
+
+def note(member: Member, **facts: Any) -> None:
+    member.send(Notice(0, json.dumps(facts)))
 
 
 def main() -> None:
-    member = Member.from_launcher()
+    member = Member.from_launcher(TO_MEMBER)
     noted: list[tuple[int, bool]] = []
-    """At each view: its number, and whether it could be heard already."""
-    member.on_view = lambda: noted.append((member.newest_view, member.heard()))
+    """At each view: its number, and whether it could be received already."""
+    member.on_view = lambda: noted.append((member.newest_view, member.has_message()))
     task = member.assignment
     keys = member.invitation.credentials
-    member.say(
-        "ready",
+    member.send(Ready(Seat(member.name, member.host)))
+    note(
+        member,
         secret=member.invitation.secret,
         certificate=keys.certificate if keys else None,
         thread=threading.current_thread().name,
@@ -28,15 +37,15 @@ def main() -> None:
     for key, value in task.get("post", {}).items():
         member.post(key, value)
     if "fetch" in task:
-        member.say("report", got=member.fetch(task["fetch"], timeout_s=20))
+        note(member, got=member.fetch(task["fetch"], timeout_s=20))
     if "wait_through_views" in task:
-        heard = member.hear(timeout_s=20)
+        first = member.next_message(timeout_s=20).view.number
         began = time.monotonic()
         try:
             member.fetch("what nobody posts", timeout_s=20)
         except ViewChanging:
-            member.say("report", noted=noted, heard=heard, seconds=time.monotonic() - began)
-    member.hear(timeout_s=20)
+            note(member, noted=noted, first=first, seconds=time.monotonic() - began)
+    member.next_message(timeout_s=20)
     member.leave()
 
 

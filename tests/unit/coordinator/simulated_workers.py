@@ -14,6 +14,7 @@ from pathlib import Path
 
 from manyhands.contract import Strategy
 from manyhands.control.messages import (
+    TO_MEMBER,
     CheckpointOrder,
     EvaluateOrder,
     Order,
@@ -23,8 +24,6 @@ from manyhands.control.messages import (
     StepRow,
     StopOrder,
     TrainOrder,
-    read_order,
-    write_order,
 )
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import make_dispatcher
@@ -36,6 +35,7 @@ from manyhands.events.sinks import Stream
 from manyhands.hosts.view import Seat, View
 from manyhands.runs.checkpoints import partial
 from manyhands.runs.folder import RunFolder
+from manyhands.transport.fields import encode
 
 Sample = tuple[int, int]
 """(epoch, position)"""
@@ -128,7 +128,7 @@ class SimulatedWorkers:
         return Counter(sample for _, samples in self.weights for sample in samples)
 
     def _hear(self, name: str, order: Order) -> None:
-        assert read_order(json.loads(json.dumps(write_order(order)))) == order
+        assert TO_MEMBER.read(json.loads(encode(order))) == order
         if isinstance(order, TrainOrder):
             self._agendas[name].extend(TrainOrder([portion]) for portion in order.portions)
         else:

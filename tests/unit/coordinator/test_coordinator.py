@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.control.messages import Notice
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.fact_board import MAX_CHARS
 from manyhands.coordinator.inbox import (
@@ -53,24 +55,27 @@ def start(coordinator: Coordinator, name: str, **assignment: Any) -> None:
     coordinator.start(name, entry="scripted_member", local_rank=0, threads=1, assignment=assignment)
 
 
-def await_said(coordinator: Coordinator, member: str, kind: str) -> Any:
+def await_message(coordinator: Coordinator, member: str, kind: type[Any]) -> Any:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         match coordinator.next(0.1):
-            case MemberMessage(name, BoardPost() as message) if name == member and kind == "post":
+            case MemberMessage(name, message) if name == member and isinstance(message, kind):
                 return message
-            case MemberMessage(name, {"kind": said} as message) if name == member and said == kind:
-                return message
-    raise AssertionError(f"{member} did not say {kind}")
+    raise AssertionError(f"{member} did not send {kind.__name__}")
+
+
+def await_facts(coordinator: Coordinator, member: str) -> dict[str, Any]:
+    return json.loads(await_message(coordinator, member, Notice).message)
 
 
 def test_who_comes_late_reads_what_was_posted_before(tmp_path: Path) -> None:
     with coordinating(tmp_path) as coordinator:
         start(coordinator, "worker-0", post={"ps/1/worker-0": "here", "ps/1/other": "there"})
-        await_said(coordinator, "worker-0", "post")
-        await_said(coordinator, "worker-0", "post")
+        await_message(coordinator, "worker-0", BoardPost)
+        await_message(coordinator, "worker-0", BoardPost)
         start(coordinator, "worker-1", fetch="ps/1/worker-0")
-        assert await_said(coordinator, "worker-1", "report")["got"] == "here"
+        await_facts(coordinator, "worker-1")
+        assert await_facts(coordinator, "worker-1")["got"] == "here"
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -79,7 +84,7 @@ def test_keys_are_given_on_request_and_the_secret_always(tmp_path: Path, keys: b
         told = []
         for name in ("worker-0", "server-0"):
             start(coordinator, name)
-            told.append(await_said(coordinator, name, "ready"))
+            told.append(await_facts(coordinator, name))
         assert len(told[0]["secret"]) == 64
         assert told[0]["secret"] == told[1]["secret"]
         certificates = {one["certificate"] for one in told}
@@ -91,21 +96,21 @@ def test_two_runs_have_two_secrets(tmp_path: Path) -> None:
     for _ in range(2):
         with coordinating(tmp_path) as coordinator:
             start(coordinator, "worker-0")
-            secrets.add(await_said(coordinator, "worker-0", "ready")["secret"])
+            secrets.add(await_facts(coordinator, "worker-0")["secret"])
     assert len(secrets) == 2
 
 
 def test_a_view_ends_the_wait_for_what_nobody_posts(tmp_path: Path) -> None:
     with coordinating(tmp_path) as coordinator:
         start(coordinator, "worker-0", wait_through_views=True)
-        await_said(coordinator, "worker-0", "ready")
+        await_facts(coordinator, "worker-0")
         seat = Seat("worker-0", "here")
         coordinator.form_view([seat])
         time.sleep(0.5)
         coordinator.form_view([seat])
-        report = await_said(coordinator, "worker-0", "report")
-        assert report["noted"] == [[1, False], [2, False]], "each before it can be heard"
-        assert report["heard"]["view"]["number"] == 1
+        report = await_facts(coordinator, "worker-0")
+        assert report["noted"] == [[1, False], [2, False]], "each before it can be received"
+        assert report["first"] == 1
         assert report["seconds"] < 10
 
 
@@ -114,7 +119,7 @@ def test_all_can_be_ended_and_others_started(tmp_path: Path) -> None:
     with coordinating(tmp_path) as coordinator:
         for name in ("worker-0", "worker-1"):
             start(coordinator, name)
-            await_said(coordinator, name, "ready")
+            await_facts(coordinator, name)
         os.kill(coordinator.members["worker-1"].handle.pid, signal.SIGSTOP)
         coordinator.interrupt(signal.SIGTERM)
         coordinator.end_members()
@@ -122,7 +127,7 @@ def test_all_can_be_ended_and_others_started(tmp_path: Path) -> None:
         assert coordinator.next(1.0) == Signalled(signal.SIGTERM)
         assert coordinator.next(0.0) is None
         start(coordinator, "worker-2")
-        await_said(coordinator, "worker-2", "ready")
+        await_facts(coordinator, "worker-2")
 
 
 class Inviting(LocalLauncher):
@@ -176,7 +181,7 @@ def test_a_members_certificate_is_for_its_run_also_where_two_runs_have_one_key(
     with inviting(tmp_path, key) as (one, mine), inviting(tmp_path, key) as (_, theirs):
         with dial(mine.address, by=mine) as link:
             assert link.peer == "coordinator"
-            link.send({"kind": "hello", "member": "worker-0"})
+            link.send({"kind": "Hello", "member": "worker-0"})
             assert isinstance(one.next(DEADLINE_S), MemberMessage)
         with pytest.raises(LinkError, match="refused"):
             dial(theirs.address, by=mine)
@@ -201,12 +206,12 @@ def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
         inviting(tmp_path) as (coordinator, invitation),
         dial(invitation.address, by=invitation) as link,
     ):
-        link.send({"kind": "hello", "member": "worker-0"})
+        link.send({"kind": "Hello", "member": "worker-0"})
 
         def flood() -> None:
             with contextlib.suppress(LinkError):
                 for number in range(1000):
-                    link.send({"kind": "post", "key": str(number), "value": "x" * 250_000})
+                    link.send({"kind": "BoardPost", "key": str(number), "value": "x" * 250_000})
 
         thread = threading.Thread(target=flood)
         thread.start()
@@ -233,7 +238,7 @@ def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
 def test_the_first_word_of_a_connection_is_short(tmp_path: Path) -> None:
     with inviting(tmp_path) as (_, invitation), dial(invitation.address, by=invitation) as link:
         with contextlib.suppress(LinkError):  # the other end may be quicker
-            link.send({"kind": "hello", "member": "worker-0", "more": "x" * (1 << 19)})
+            link.send({"kind": "Hello", "member": "worker-0", "more": "x" * (1 << 19)})
         with pytest.raises(LinkError):
             link.recv(timeout_s=DEADLINE_S)
 

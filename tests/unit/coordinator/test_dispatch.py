@@ -15,7 +15,7 @@ from simulated_workers import SimulatedWorkers, row
 from traits import Lockstep, ManyParts, WorkQueue
 
 from manyhands.contract import Strategy
-from manyhands.control.messages import ORDER_NAMES, Portion, TrainOrder
+from manyhands.control.messages import Portion, TrainOrder
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
@@ -164,7 +164,7 @@ class Stage:
                 name,
                 [(p.step, p.part) for p in order.portions]
                 if isinstance(order, TrainOrder)
-                else ORDER_NAMES[type(order)],
+                else type(order).__name__.removesuffix("Order").lower(),
             )
             for name, order in self.told
         ]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import ManyhandsError
+from manyhands.hosts.me import Me
 from manyhands.hosts.scratch import LOCK, Scratch, remove_abandoned
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.view import Seat, View
 from manyhands.runs.folder import RunFolder
 
 

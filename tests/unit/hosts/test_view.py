@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkError
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.me import Me
+from manyhands.hosts.view import Seat, View
 from manyhands.transport import Authority, Limits
 from manyhands.transport.tls import TlsStream
 
@@ -59,7 +60,7 @@ def test_members_connect(
             assert isinstance(there._stream, TlsStream) == encrypted
             sender = threading.Thread(target=lambda: there.send({"x": 1}))
             sender.start()
-            assert here.recv(timeout_s=LONG_S).head == {"x": 1}
+            assert here.recv(timeout_s=LONG_S).message == {"x": 1}
             sender.join()
             assert on_host or here.peer == "worker-1"
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from manyhands.collectives.reachability import Unreachable, tell_all, try_ways
 from manyhands.errors import PeerLost, ViewChanging
+from manyhands.hosts.me import Me
 from manyhands.hosts.timeouts import Timeouts
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.view import Seat, View
 from manyhands.testing.ports import reserve_port
 
 HERE = "127.0.0.1"
@@ -27,15 +28,15 @@ class Board:
     """Hears what a member has to say."""
 
     def __init__(self) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.sent: list[Any] = []
 
     def post(self, key: str, value: str) -> None: ...
 
     def fetch(self, key: str, *, timeout_s: float) -> str:
         raise AssertionError(key)
 
-    def say(self, kind: str, **fields: Any) -> None:
-        self.said.append({"kind": kind, **fields})
+    def send(self, message: object) -> None:
+        self.sent.append(message)
 
 
 def member(rank: int, **timeouts: float) -> Me:
@@ -102,7 +103,7 @@ def test_two_others_do_not_reach_each_other(store: dist.Store, open_door: str) -
     (end,) = in_threads(store, [me])
     assert isinstance(end, ViewChanging)
     assert isinstance(me.board, Board)
-    assert not me.board.said
+    assert not me.board.sent
 
 
 def test_who_is_complained_of_is_whoever_has_the_address_in_the_error() -> None:
@@ -111,7 +112,7 @@ def test_who_is_complained_of_is_whoever_has_the_address_in_the_error() -> None:
     threading.Timer(0.3, lambda: setattr(me, "newest_view", VIEW.number + 1)).start()
     me.wait_for_a_view(RuntimeError("connection timed out: 10.0.0.21 4711"), torn_s=0.0)
     assert isinstance(me.board, Board)
-    assert [said["peer"] for said in me.board.said] == ["worker-2"]
+    assert [message.peer for message in me.board.sent] == ["worker-2"]
     assert me.in_doubt
 
 

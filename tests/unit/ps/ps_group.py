@@ -120,7 +120,7 @@ class RunningServer:
         """A word of the bad worker on a lane, after it has entered."""
         with self.dial(BAD) as words:
             words.send(ENTER)
-            assert words.recv(timeout_s=LONG_S).head["kind"] == "begin"
+            assert words.recv(timeout_s=LONG_S).message["kind"] == "ViewBegun"
             return self.say(LANE, head, payload=payload)
 
 
@@ -133,9 +133,9 @@ def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = No
     with contextlib.suppress(LinkClosed):
         while True:
             # "begin", the answer to an "enter", is said by another thread: it may come behind a refusal.
-            head = link.recv(timeout_s=LONG_S).head
-            assert not why or head["kind"] == "begin", "a refusal is the last word"
-            if head["kind"] == "refused":
+            head = link.recv(timeout_s=LONG_S).message
+            assert not why or head["kind"] == "ViewBegun", "a refusal is the last word"
+            if head["kind"] == "Refused":
                 why = head["why"]
     return why
 
@@ -205,13 +205,13 @@ def push_of(worker: str, seq: int, slot: int) -> dict[str, Any]:
     return write(Contribution(worker, seq, slot, seq, share=(1, 2), loss=0.5))
 
 
-ENTER = {"kind": "enter", "sender": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
-LANE = {"kind": "lane", "sender": BAD, "view": VIEW}
-PUSH = {"kind": "push", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
-SPAN = {"kind": "span", "seq": 1, "slot": 0, "span": 0}
-BUFFERS = {"kind": "buffers", "tag": 1}
-WHO = {"kind": "ask_missing", "seq": 1}
-PLAIN = [{"kind": kind} for kind in ("rest", "wake", "pushes_end", "pull", "state")]
+ENTER = {"kind": "EnterView", "sender": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
+LANE = {"kind": "OpenLane", "sender": BAD, "view": VIEW}
+PUSH = {"kind": "PushMessage", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
+SPAN = {"kind": "GradientSpan", "seq": 1, "slot": 0, "span": 0}
+BUFFERS = {"kind": "Statistics", "tag": 1}
+WHO = {"kind": "AskMissing", "seq": 1}
+PLAIN = [{"kind": kind} for kind in ("Rest", "Wake", "PushesEnd", "PullRequest", "StateRequest")]
 WORDS = [PUSH, WHO, BUFFERS, *PLAIN]
 """All that a worker may say, each in a form that would be taken."""
 
@@ -268,13 +268,13 @@ def entered(at: RunningServer) -> Iterator[tuple[Link, list[Link], bytes]]:
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(at.dial(BAD))
         words.send(ENTER)
-        assert words.recv(timeout_s=LONG_S).head["kind"] == "begin"
+        assert words.recv(timeout_s=LONG_S).message["kind"] == "ViewBegun"
         channel = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
         for lane in channel:
             lane.send(LANE)
         # When all lanes are there, the parameters come by one of them.
         for _, lane in zip(range(400), itertools.cycle(channel), strict=False):
             with contextlib.suppress(LinkTimeout):
-                assert lane.recv(timeout_s=0.05).head["kind"] == "span"
+                assert lane.recv(timeout_s=0.05).message["kind"] == "ParameterSpan"
                 break
         yield words, channel, bytes(span.numel * 4)

@@ -62,10 +62,10 @@ def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Pa
             SPAN,
             LANE,
             ENTER,
-            {"kind": "decide"},
-            {"kind": "go"},
-            {"kind": "received"},
-            {"kind": "peer"},
+            {"kind": "Decide"},
+            {"kind": "Go"},
+            {"kind": "PushReceived"},
+            {"kind": "PeerHello"},
         ):
             assert at.say(ENTER, other), f"{other} was taken"
         at.train()
@@ -102,8 +102,8 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
 
 
 def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
-    rows = {"kind": "rows", "tag": 1, "table": "t", "bytes": 8}
-    basket = {"kind": "row_gradients", "seq": 1, "slot": 0, "bytes": 8}
+    rows = {"kind": "RowsRequest", "tag": 1, "table": "t", "bytes": 8}
+    basket = {"kind": "RowGradients", "seq": 1, "slot": 0, "bytes": 8}
     with running_server("proof", tmp_path) as at:
         for head in (rows, basket):
             assert "without tables" in at.say(ENTER, head, payload=bytes(8))
@@ -112,7 +112,7 @@ def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
             for size in (0, 7, 16):
                 assert at.say(ENTER, head, payload=bytes(size)), f"{size} bytes were taken"
             assert at.say(ENTER, {**head, "bytes": 1 << 40}, payload=bytes(8))
-        assert "without tables" in at.say(ENTER, {"kind": "table_state", "since": 0})
+        assert "without tables" in at.say(ENTER, {"kind": "TableStateRequest", "since": 0})
         at.train()
 
 
@@ -183,7 +183,7 @@ def test_made_up_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tls", "proof"])
 def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
     with running_server(kind, tmp_path) as at:
-        peer = {"kind": "peer", "view": VIEW, "sums": [], "undo": []}
+        peer = {"kind": "PeerHello", "view": VIEW, "sums": [], "undo": []}
         assert "has the key of" in at.say({**ENTER, "sender": GOOD})
         assert "has the key of" in at.say({**LANE, "sender": GOOD})
         assert "an unexpected" in at.say({**peer, "sender": SERVER})
@@ -199,11 +199,9 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
         "from manyhands.transport import connect\n"
         "with connect(sys.argv[1], timeout_s=20) as link:\n"
         "    link.send(json.loads(sys.argv[2]))\n"
-        "    print(link.recv(timeout_s=20).head)\n"
+        "    print(link.recv(timeout_s=20).message)\n"
     )
-    enter = (
-        '{"kind": "enter", "sender": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
-    )
+    enter = '{"kind": "EnterView", "sender": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
     with running_server("unix", tmp_path) as at:
         at.train()
         stranger = subprocess.run(
@@ -258,8 +256,8 @@ def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         with entered(at) as (words, channel, gradient):
             words.send({**PUSH, "push": push_of(BAD, 1, 1)})
-            words.send({"kind": "pull"})
-            assert words.recv(timeout_s=LONG_S).head["kind"] == "new"
+            words.send({"kind": "PullRequest"})
+            assert words.recv(timeout_s=LONG_S).message["kind"] == "NewVersion"
             assert "in slot 1, and in 0" in last_words(channel[0], SPAN, payload=gradient)
         at.train()
 
@@ -312,9 +310,9 @@ def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
             for _ in range(3):
                 words.send(PUSH)
                 channel[1].send(SPAN, gradient)
-            words.send({"kind": "pull"})
+            words.send({"kind": "PullRequest"})
             while at.server.server_state.ledger.counts[BAD] == 0:
-                assert words.recv(timeout_s=LONG_S).head["kind"] != "refused"
+                assert words.recv(timeout_s=LONG_S).message["kind"] != "Refused"
             words.send(PUSH)
         at.push(at.client, GOOD)
         at.client.drain()
@@ -441,7 +439,7 @@ def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
         with connect(f"unix:{tmp_path}/s", timeout_s=LONG_S) as link:
             link.send(ENTER)
             for _ in range(3 * MAX_UNHEARD):
-                link.send({"kind": "rest"})
+                link.send({"kind": "Rest"})
             deadline = time.monotonic() + LONG_S
             while acceptor.inbox.qsize() < 1 + MAX_UNHEARD:
                 assert time.monotonic() < deadline

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ import manyhands as mh
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.errors import LinkError, ViewChanging
-from manyhands.hosts.view import Me, Seat, View
+from manyhands.hosts.me import Me
+from manyhands.hosts.view import Seat, View
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of
@@ -73,7 +74,7 @@ class FilledBoard:
 
     def __init__(self, posted: dict[str, str]) -> None:
         self.posted = posted
-        self.said: list[dict[str, Any]] = []
+        self.sent: list[object] = []
 
     def post(self, key: str, value: str) -> None:
         self.posted[key] = value
@@ -81,8 +82,8 @@ class FilledBoard:
     def fetch(self, key: str, *, timeout_s: float) -> str:
         return self.posted[key]
 
-    def say(self, kind: str, **fields: Any) -> None:
-        self.said.append({"kind": kind, **fields})
+    def send(self, message: object) -> None:
+        self.sent.append(message)
 
 
 def memory_of_a_dead_process() -> str:
@@ -132,7 +133,7 @@ def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
         node.enter(view)
     coming.join()
     lead.close()
-    assert not board.said, "no new view was requested"
+    assert not board.sent, "no new view was requested"
 
 
 def test_tables_are_kept_until_the_new_ones_are_attached() -> None:

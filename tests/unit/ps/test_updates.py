@@ -113,7 +113,7 @@ class Servers:
             message = self.far[a, b].recv(timeout_s=0.0, place=place)
         except (LinkTimeout, LinkError):
             return False
-        exchange.handle(a, BETWEEN_SERVERS.read(message.head))
+        exchange.handle(a, BETWEEN_SERVERS.read(message.message))
         self.updates[b].advance()
         return True
 

@@ -110,12 +110,12 @@ def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(
         with contextlib.suppress(LinkError):
             while len(heard) < len(RUNS):
                 heard.append(link.recv(timeout_s=0.2))
-    assert sorted(m.head["span"] for m in heard) == [0, 1]
+    assert sorted(m.message["span"] for m in heard) == [0, 1]
     for message in heard:
-        assert message.head["version"] == 4
+        assert message.message["version"] == 4
         assert message.payload is not None
         first = memoryview(message.payload).cast("f")[0]
-        assert first == {0: 1.0, 1: 2.0}[message.head["span"]]
+        assert first == {0: 1.0, 1: 2.0}[message.message["span"]]
 
 
 def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: Hall) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import LinkClosed, LinkTimeout, ProtocolError
-from manyhands.transport import Authority, Link, Listener, Message, connect
+from manyhands.transport import Authority, Link, Listener, Received, connect
 from manyhands.transport.event_loop import Frame, LinkReader, LinkWriter
 
 LONG_S = 20.0
@@ -41,11 +41,11 @@ def linked(kind: str, folder: Path) -> Iterator[tuple[Link, Link]]:
         yield near, far
 
 
-class Received:
+class Inbox:
     """Reads a link by an event loop, and keeps what was delivered."""
 
     def __init__(self, link: Link, **options: Any) -> None:
-        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.reader = LinkReader(
             link,
@@ -55,7 +55,7 @@ class Received:
         )
         self.reader.start(**options)
 
-    def next(self) -> Message:
+    def next(self) -> Received:
         return self.messages.get(timeout=LONG_S)
 
 
@@ -63,14 +63,15 @@ class Received:
 def test_small_and_large_messages_arrive_in_order(kind: str, tmp_path: Path) -> None:
     memory = memoryview(bytearray(BIG))
     with linked(kind, tmp_path) as (near, far):
-        received = Received(far, place=lambda head, nbytes: memory if nbytes == BIG else None)
+        received = Inbox(far, place=lambda head, nbytes: memory if nbytes == BIG else None)
         payload = bytes(range(256)) * (BIG // 256)
         for i in range(50):
             near.send({"i": i}, payload if i % 10 == 9 else bytes(i) if i % 2 else None)
         for i in range(50):
             message = received.next()
-            assert message.head == {"i": i}
-            assert (message.payload is memory) == (i % 10 == 9)
+            assert message.message == {"i": i}
+            placed = message.payload is not None and message.payload.obj is memory.obj
+            assert placed == (i % 10 == 9)
         assert memory == payload
         near.close()
         assert isinstance(received.errors.get(timeout=LONG_S), LinkClosed)
@@ -83,11 +84,11 @@ def test_nothing_is_delivered_while_a_reader_pauses(kind: str, tmp_path: Path) -
     with linked(kind, tmp_path) as (near, far):
         heard: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-        def on_message(message: Message) -> None:
-            heard.put(message.head["i"])
+        def on_message(message: Received) -> None:
+            heard.put(message.message["i"])
             received.reader.pause()
 
-        received = Received(far, on_message=on_message)
+        received = Inbox(far, on_message=on_message)
         for i in range(3):
             near.send({"i": i})
         for i in range(3):
@@ -99,7 +100,7 @@ def test_nothing_is_delivered_while_a_reader_pauses(kind: str, tmp_path: Path) -
 
 def test_a_reader_that_pauses_notices_that_its_link_is_closed(tmp_path: Path) -> None:
     with linked("unix", tmp_path) as (near, far):
-        received = Received(far, on_message=lambda message: received.reader.pause())
+        received = Inbox(far, on_message=lambda message: received.reader.pause())
         near.send({})
         time.sleep(0.05)
         far.close()
@@ -108,25 +109,25 @@ def test_a_reader_that_pauses_notices_that_its_link_is_closed(tmp_path: Path) ->
 
 def test_a_link_without_a_first_message_is_closed(tmp_path: Path) -> None:
     with linked("unix", tmp_path) as (near, far):
-        received = Received(far, first_within_s=0.05)
+        received = Inbox(far, first_within_s=0.05)
         assert isinstance(received.errors.get(timeout=LONG_S), LinkTimeout)
         with pytest.raises(LinkClosed):
             near.recv(timeout_s=LONG_S)
 
 
 def test_a_link_whose_handler_fails_is_closed_and_others_are_not(tmp_path: Path) -> None:
-    def fail(message: Message) -> None:
+    def fail(message: Received) -> None:
         raise ProtocolError("no")
 
     (tmp_path / "other").mkdir()
     with linked("unix", tmp_path) as (near, far), linked("unix", tmp_path / "other") as others:
-        failing, good = Received(far, on_message=fail), Received(others[1])
+        failing, good = Inbox(far, on_message=fail), Inbox(others[1])
         near.send({})
         assert isinstance(failing.errors.get(timeout=LONG_S), ProtocolError)
         with pytest.raises(LinkClosed):
             near.recv(timeout_s=LONG_S)
         others[0].send({"i": 1})
-        assert good.next().head == {"i": 1}
+        assert good.next().message == {"i": 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +151,7 @@ def test_frames_of_a_writer_and_of_threads_are_not_mixed(kind: str, tmp_path: Pa
         heard = [far.recv(timeout_s=LONG_S) for _ in range(24)]
         thread.join(LONG_S)
         for sender, count in (("writer", 4), ("thread", 20)):
-            numbers = [m.head["i"] for m in heard if m.head["from"] == sender]
+            numbers = [m.message["i"] for m in heard if m.message["from"] == sender]
             assert numbers == list(range(count))
         near.close()
         assert isinstance(ended.get(timeout=LONG_S), LinkClosed)
@@ -170,5 +171,5 @@ def test_a_slow_receiver_does_not_hold_up_other_links(tmp_path: Path) -> None:
                 on_end=lambda error: None,
             ).notify()
         for far, _ in reversed(writers):  # nobody reads the large ones until the others are here
-            assert far.recv(timeout_s=LONG_S).head["i"] == len(writers) - 1
+            assert far.recv(timeout_s=LONG_S).message["i"] == len(writers) - 1
             writers.pop()

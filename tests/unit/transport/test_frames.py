@@ -12,8 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import BadFrame, LinkError
-from manyhands.transport import frames
-from manyhands.transport.frames import HEADER_BYTES, Header, Limits, Message
+from manyhands.transport.link import (
+    HAS_PAYLOAD,
+    HEADER,
+    MAGIC,
+    VERSION,
+    FrameReader,
+    Limits,
+    Payload,
+    Place,
+    Received,
+    pack,
+    parse_head,
+    parse_header,
+)
 
 SMALL = Limits(head_bytes=512, payload_bytes=2048)
 
@@ -30,34 +42,36 @@ class Truncated(Exception):
     pass
 
 
-def read(data: bytes, limits: Limits, place: frames.Place | None = None) -> Message:
-    """Drive `incoming` over `data`; no buffer that it asks for may be over the limits."""
-    frame = frames.incoming(limits, place)
+def read(data: bytes, limits: Limits, place: Place | None = None) -> Received:
+    """Read one frame from `data`; no buffer may be over the limits."""
     position = 0
-    try:
-        wanted = next(frame)
-        while True:
-            view = wanted.view
-            assert len(view) <= max(HEADER_BYTES, limits.head_bytes, limits.payload_bytes)
-            chunk = data[position : position + len(view)]
-            if len(chunk) < len(view):
-                raise Truncated
-            view[:] = chunk
-            position += len(view)
-            wanted = next(frame)
-    except StopIteration as end:
-        message: Message = end.value
-        return message
+
+    def recv_into(view: memoryview) -> int:
+        nonlocal position
+        assert len(view) <= max(HEADER.size, limits.head_bytes, limits.payload_bytes)
+        chunk = data[position : position + len(view)]
+        if not chunk:
+            raise Truncated
+        view[: len(chunk)] = chunk
+        position += len(chunk)
+        return len(chunk)
+
+    return FrameReader(limits).read(recv_into, place=place)
 
 
-def joined(head: dict[str, Any], payload: frames.Payload | None = None) -> bytes:
-    return b"".join(frames.pack(head, payload))
+def joined(head: dict[str, Any], payload: Payload | None = None) -> bytes:
+    return b"".join(pack(head, payload))
+
+
+def header(head_bytes: int, payload_bytes: int | None = None) -> bytes:
+    flags = 0 if payload_bytes is None else HAS_PAYLOAD
+    return HEADER.pack(MAGIC, VERSION, flags, 0, head_bytes, payload_bytes or 0)
 
 
 @given(heads, payloads)
 def test_any_message_comes_back(head: dict[str, Any], payload: bytes | None) -> None:
     message = read(joined(head, payload), Limits())
-    assert message.head == head
+    assert message.message == head
     assert message.payload == payload  # None and b"" stay apart: b"" != None
 
 
@@ -70,10 +84,10 @@ def test_garbage_is_a_bad_frame(data: bytes) -> None:
 @given(st.binary(max_size=512))
 def test_garbage_after_a_good_header_is_a_bad_frame_or_an_object(data: bytes) -> None:
     try:
-        message = read(frames.pack_header(Header(len(data), None)) + data, SMALL)
+        message = read(header(len(data)) + data, SMALL)
     except BadFrame:
         return
-    assert message.head == json.loads(data)
+    assert message.message == json.loads(data)
 
 
 @given(heads, st.binary(max_size=64), st.data())
@@ -87,30 +101,29 @@ def test_a_mutated_frame_is_a_message_or_a_bad_frame(
         message = read(bytes(frame), SMALL)
     except (BadFrame, Truncated):
         return
-    assert isinstance(message.head, dict)
+    assert isinstance(message.message, dict)
 
 
 @pytest.mark.parametrize(
-    ("header", "word"),
+    ("data", "word"),
     [
         (b"HTTP" + bytes(16), "HTTP"),
         (struct.pack("!4sBBHIQ", b"MHND", 9, 0, 0, 2, 0), "version is 9"),
-        (struct.pack("!4sBBHIQ", b"MHND", 1, 2, 0, 2, 0), "flags"),
-        (struct.pack("!4sBBHIQ", b"MHND", 1, 0, 7, 2, 0), "flags"),
-        (struct.pack("!4sBBHIQ", b"MHND", 1, 0, 0, 513, 0), "head of 513 bytes"),
-        (struct.pack("!4sBBHIQ", b"MHND", 1, 1, 0, 2, 2049), "payload of 2049 bytes"),
-        (struct.pack("!4sBBHIQ", b"MHND", 1, 0, 0, 2, 5), "flags deny"),
-        (b"MHND", "20 bytes"),
+        (struct.pack("!4sBBHIQ", b"MHND", VERSION, 2, 0, 2, 0), "flags"),
+        (struct.pack("!4sBBHIQ", b"MHND", VERSION, 0, 7, 2, 0), "flags"),
+        (struct.pack("!4sBBHIQ", b"MHND", VERSION, 0, 0, 513, 0), "head of 513 bytes"),
+        (struct.pack("!4sBBHIQ", b"MHND", VERSION, 1, 0, 2, 2049), "payload of 2049 bytes"),
+        (struct.pack("!4sBBHIQ", b"MHND", VERSION, 0, 0, 2, 5), "flags deny"),
     ],
 )
-def test_a_bad_header_says_what_is_wrong(header: bytes, word: str) -> None:
+def test_a_bad_header_says_what_is_wrong(data: bytes, word: str) -> None:
     with pytest.raises(BadFrame, match=word):
-        frames.parse_header(header, SMALL)
+        parse_header(data, SMALL)
 
 
 def test_the_limits_themselves_are_allowed() -> None:
-    header = Header(SMALL.head_bytes, SMALL.payload_bytes)
-    assert frames.parse_header(frames.pack_header(header), SMALL) == header
+    lengths = (SMALL.head_bytes, SMALL.payload_bytes)
+    assert parse_header(header(*lengths), SMALL) == lengths
 
 
 @pytest.mark.parametrize(
@@ -118,27 +131,27 @@ def test_the_limits_themselves_are_allowed() -> None:
 )
 def test_a_bad_head_is_a_bad_frame(text: bytes) -> None:
     with pytest.raises(BadFrame):
-        frames.parse_head(text)
+        parse_head(memoryview(text))
 
 
 def test_a_number_of_a_million_digits_is_a_bad_frame() -> None:
     with pytest.raises(BadFrame, match="not JSON"):
-        frames.parse_head(b'{"a":' + b"9" * 1_000_000 + b"}")
+        parse_head(memoryview(b'{"a":' + b"9" * 1_000_000 + b"}"))
 
 
 def test_a_payload_is_not_copied_and_may_have_any_item_type() -> None:
     numbers = array.array("d", [1.0, 2.0])
-    parts = frames.pack({}, memoryview(numbers))
+    parts = pack({}, memoryview(numbers))
     numbers[1] = 5.0  # seen by the part: it is the same memory
     assert array.array("d", parts[1].tobytes()).tolist() == [1.0, 5.0]
     empty = memoryview(bytearray(8)).cast("B", (2, 4))[:0]
-    assert read(b"".join(frames.pack({}, empty)), SMALL).payload == b""
+    assert read(b"".join(pack({}, empty)), SMALL).payload == b""
 
 
 @pytest.mark.parametrize(("head", "payload"), [({"a": "x" * 600}, None), ({}, bytes(2049))])
 def test_what_is_over_the_limits_is_not_packed(head: dict[str, Any], payload: bytes | None) -> None:
     with pytest.raises(LinkError, match="nothing was sent") as caught:
-        frames.pack(head, payload, limits=SMALL)
+        pack(head, payload, limits=SMALL)
     assert not isinstance(caught.value, BadFrame)
 
 
@@ -166,20 +179,22 @@ def test_a_block_of_the_wrong_size_or_read_only_is_an_error(block: memoryview) -
 @pytest.mark.parametrize("what", ["head", "payload"])
 def test_memory_grows_with_what_comes_and_not_with_what_is_announced(what: str) -> None:
     limits = Limits(head_bytes=1 << 30, payload_bytes=1 << 40)
-    sizes = (1 << 30, None) if what == "head" else (2, 1 << 40)
-    frame = frames.incoming(limits)
-    header = next(frame)
-    header.view[:] = frames.pack_header(Header(*sizes))
-    wanted = next(frame)
-    if what == "payload":
-        wanted.view[:] = b"{}"
-        wanted = next(frame)
-    came = 0
-    while came < 20 << 20:
-        assert (wanted.before, wanted.whole) == (came, 1 << (30 if what == "head" else 40))
-        assert wanted.view.nbytes <= max(1 << 20, came)
-        came += wanted.view.nbytes
-        wanted = next(frame)
+    start = header(1 << 30) if what == "head" else header(2, 1 << 40) + b"{}"
+    arrived = -len(start)
+
+    def recv_into(view: memoryview) -> int:
+        nonlocal arrived
+        if arrived < 0:
+            view[:] = start[arrived : arrived + len(view) or None]
+        else:
+            assert view.nbytes <= max(1 << 20, arrived)
+        arrived += view.nbytes
+        if arrived > 20 << 20:
+            raise Truncated
+        return view.nbytes
+
+    with pytest.raises(Truncated):
+        FrameReader(limits).read(recv_into)
 
 
 def test_a_payload_that_grew_is_as_it_was_sent() -> None:

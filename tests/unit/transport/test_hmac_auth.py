@@ -17,18 +17,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout, UsageError
-from manyhands.transport import Authority, Link, Listener, connect, frames, parse_address
-from manyhands.transport.frames import WELCOME, Header
+from manyhands.errors import (
+    BadFrame,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+    ProtocolError,
+    UsageError,
+)
+from manyhands.transport import Authority, Link, Listener, connect, parse_address
 from manyhands.transport.hmac_auth import (
     CONNECTOR,
     LIMITS,
     LISTENER,
+    Challenge,
+    ClaimAccepted,
+    Welcome,
+    authenticate,
     connecting_side,
     listening_side,
     make_proof,
-    prove,
 )
+from manyhands.transport.link import HAS_PAYLOAD, HEADER, MAGIC, VERSION, pack, parse_head
 
 ADDRESS = "tcp://127.0.0.1:0"
 LONG_S = 10.0
@@ -80,7 +90,12 @@ def a_claim(
 ) -> dict[str, Any]:
     """A claim in answer to a challenge, with the proof that fits all that is given."""
     proof = make_proof(secret, role, listener_nonce=challenge, connector_nonce=nonce, name=name)
-    return {"link": "claim", "name": name, "nonce": nonce, "proof": proof}
+    return {"kind": "Claim", "name": name, "nonce": nonce, "proof": proof}
+
+
+def header(head_bytes: int, payload_bytes: int | None = None) -> bytes:
+    flags = 0 if payload_bytes is None else HAS_PAYLOAD
+    return HEADER.pack(MAGIC, VERSION, flags, 0, head_bytes, payload_bytes or 0)
 
 
 def refused(
@@ -89,12 +104,12 @@ def refused(
     """Nobody gets in with `answer(nonce of the listener)`, and no proof is handed out for it."""
     before = listener.refused
     with stranger(listener) as link:
-        challenge = link.recv(timeout_s=LONG_S).head
-        assert set(challenge) == {"link", "nonce"}
+        challenge = link.recv(timeout_s=LONG_S).message
+        assert set(challenge) == {"kind", "nonce"}
         link.send(answer(challenge["nonce"]), payload)
         until_refused(listener, before + 1)
         with contextlib.suppress(LinkClosed):
-            assert link.recv(timeout_s=LONG_S).head == {"link": "refused"}
+            assert link.recv(timeout_s=LONG_S).message == {"kind": "ClaimRefused"}
         with pytest.raises(LinkClosed):
             link.recv(timeout_s=LONG_S)
     with pytest.raises(LinkTimeout):
@@ -208,10 +223,10 @@ def test_a_wrong_secret_is_refused_at_once_logged_and_counted(
 
 def answer_with(proof: Callable[[str, dict[str, Any]], str]) -> Callable[[Link], None]:
     def part(link: Link) -> None:
-        link.send({"link": "challenge", "nonce": NONCE})
-        claim = link.recv(timeout_s=LONG_S).head
-        link.send({"link": "answer", "proof": proof(NONCE, claim)})
-        link.send(WELCOME)
+        link.send(Challenge(NONCE))
+        claim = link.recv(timeout_s=LONG_S).message
+        link.send(ClaimAccepted(proof(NONCE, claim)))
+        link.send(Welcome())
 
     return part
 
@@ -242,18 +257,18 @@ def test_a_listener_that_does_not_prove_the_secret_is_not_believed(
 
 def test_a_welcome_takes_the_place_of_no_proof() -> None:
     def after_the_claim(link: Link) -> None:
-        link.send({"link": "challenge", "nonce": NONCE})
+        link.send(Challenge(NONCE))
         link.recv(timeout_s=LONG_S)
-        link.send(WELCOME)
+        link.send(Welcome())
 
     with (
         false_listener(after_the_claim) as address,
-        pytest.raises(BadFrame, match="where the answer is due"),
+        pytest.raises(LinkError, match="does not prove the run's secret"),
     ):
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S)
     with (
         Listener(ADDRESS, insecure=True) as open_to_all,
-        pytest.raises(LinkError, match=r"was refused: it lets in anyone"),
+        pytest.raises(LinkError, match=r"was refused: it admits anyone"),
     ):
         connect(open_to_all.address, secret=SECRET, name="worker-0", timeout_s=LONG_S)
 
@@ -265,7 +280,7 @@ def test_what_was_overheard_serves_nobody_again(listener: Listener) -> None:
     ):
         listener.accept(LONG_S).close()
     assert b"worker-0" in said[CONNECTOR]
-    assert b"answer" in said[LISTENER]
+    assert b"ClaimAccepted" in said[LISTENER]
     assert SECRET.encode() not in said[CONNECTOR] + said[LISTENER]
 
     with dial(listener) as sock:
@@ -284,13 +299,13 @@ def test_every_connection_has_another_challenge(listener: Listener) -> None:
     nonces = set()
     for _ in range(3):
         with stranger(listener) as link:
-            nonces.add(link.recv(timeout_s=LONG_S).head["nonce"])
+            nonces.add(link.recv(timeout_s=LONG_S).message["nonce"])
     assert len(nonces) == 3
 
 
 def test_the_proof_of_a_listener_is_not_one_of_a_connector(listener: Listener) -> None:
     refused(listener, lambda nonce: a_claim(nonce, role=LISTENER))
-    refused(listener, lambda nonce: {"link": "answer", "proof": NONCE})
+    refused(listener, lambda nonce: {"kind": "ClaimAccepted", "proof": NONCE})
     come_in(listener)
 
 
@@ -303,9 +318,9 @@ def test_a_claim_is_bound_to_its_name_and_both_nonces(listener: Listener) -> Non
     for payload in (b"", b"!"):
         refused(listener, a_claim, payload)
     with stranger(listener) as link:
-        link.send(a_claim(link.recv(timeout_s=LONG_S).head["nonce"]))
-        assert link.recv(timeout_s=LONG_S).head["link"] == "answer"
-        assert link.recv(timeout_s=LONG_S).head == WELCOME
+        link.send(a_claim(link.recv(timeout_s=LONG_S).message["nonce"]))
+        assert link.recv(timeout_s=LONG_S).message["kind"] == "ClaimAccepted"
+        assert link.recv(timeout_s=LONG_S).message == {"kind": "Welcome"}
         listener.accept(LONG_S).close()
 
 
@@ -320,8 +335,8 @@ def test_a_claim_is_bound_to_its_name_and_both_nonces(listener: Listener) -> Non
         {"proof": ""},
         {"proof": None},
         {"more": 1},
-        {"link": "welcome"},
-        {"link": ["claim"]},
+        {"kind": "Welcome"},
+        {"kind": ["Claim"]},
     ],
     ids=str,
 )
@@ -351,11 +366,11 @@ def test_a_right_proof_of_what_no_member_says_is_refused(
 
 
 def test_garbage_and_large_frames_are_refused_on_their_first_bytes(listener: Listener) -> None:
-    header = frames.pack_header(Header(LIMITS.head_bytes + 1, None))
-    payload = frames.pack_header(Header(2, 1)) + b"{}"
-    empty_payload = frames.pack_header(Header(2, 0)) + b"{}"
+    large_head = header(LIMITS.head_bytes + 1)
+    payload = header(2, 1) + b"{}"
+    empty_payload = header(2, 0) + b"{}"
     for count, said in enumerate(
-        (b"GET / HTTP/1.0\r\n\r\n\r\n", header, payload, empty_payload), 1
+        (b"GET / HTTP/1.0\r\n\r\n\r\n", large_head, payload, empty_payload), 1
     ):
         with dial(listener) as sock:
             sock.sendall(said)
@@ -367,10 +382,10 @@ def test_garbage_and_large_frames_are_refused_on_their_first_bytes(listener: Lis
 
 
 def test_a_false_listener_makes_nobody_allocate() -> None:
-    large = frames.pack_header(Header(2, 1 << 30)) + b"{}"
+    large = header(2, 1 << 30) + b"{}"
     with (
         false_listener(lambda link: link._sock.sendall(large)) as address,
-        pytest.raises(BadFrame, match="sent what is no proof: a payload of 1073741824 bytes"),
+        pytest.raises(BadFrame, match="sent an invalid proof: a payload of 1073741824 bytes"),
     ):
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S)
 
@@ -382,7 +397,7 @@ def test_clients_that_stall_hold_up_nobody_and_are_dropped_in_time(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(dial(listener)) for _ in range(3)]
-        claim = b"".join(frames.pack(a_claim(NONCE)))
+        claim = b"".join(pack(a_claim(NONCE)))
         socks[1].sendall(claim[:10])
         come_in(listener)
         assert listener.refused == 0, "the good one came in while the others were still half-open"
@@ -404,7 +419,7 @@ def test_too_many_half_open_clients_drop_the_oldest(
     monkeypatch.setattr("manyhands.transport.listener.MAX_HALF_OPEN", 2)
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(stranger(listener)) for _ in range(3)]
-        assert links[0].recv(timeout_s=LONG_S).head["link"] == "challenge"
+        assert links[0].recv(timeout_s=LONG_S).message["kind"] == "Challenge"
         with pytest.raises(LinkClosed):
             links[0].recv(timeout_s=LONG_S)
         until_refused(listener, 1)
@@ -414,7 +429,7 @@ def test_too_many_half_open_clients_drop_the_oldest(
 def test_a_listener_that_stalls_is_a_timeout_and_one_that_restarts_is_tried_again() -> None:
     def serve(link: Link) -> None:
         assert list(listening_side(link._sock, SECRET)) == []
-        link.send(WELCOME)
+        link.send(Welcome())
 
     with (
         false_listener(lambda link: None) as address,
@@ -436,16 +451,16 @@ def test_a_claim_waits_for_room_on_the_way(in_thread: InThread) -> None:
                 num_bytes += left.send(bytes(1024))
         deadline = time.monotonic() + LONG_S
         thread, results = in_thread(
-            lambda: prove(left, deadline, secret=SECRET, name="worker-0", peer="far")
+            lambda: authenticate(left, deadline, secret=SECRET, name="worker-0", peer="far")
         )
-        right.sendall(b"".join(frames.pack({"link": "challenge", "nonce": NONCE})))
+        right.sendall(b"".join(pack(Challenge(NONCE))))
         time.sleep(0.1)
         assert thread.is_alive()
         while num_bytes:
             num_bytes -= len(right.recv(num_bytes))
         far = Link(right, peer="near")
-        claim = far.recv(timeout_s=LONG_S).head
-        far.send({"link": "answer", "proof": proof_with(SECRET)(NONCE, claim)})
+        claim = far.recv(timeout_s=LONG_S).message
+        far.send(ClaimAccepted(proof_with(SECRET)(NONCE, claim)))
         thread.join(LONG_S)
         assert results == [None]
 
@@ -499,7 +514,7 @@ def play(side: Callable[[socket.socket], Any], said: Callable[[bytes], bytes]) -
                 next(handshake)
         except StopIteration as end:
             return end.value, b""
-        except (BadFrame, OSError) as error:
+        except (BadFrame, ProtocolError, OSError) as error:
             with contextlib.suppress(BlockingIOError):
                 return error, right.recv(4096)
             return error, b""
@@ -514,17 +529,17 @@ def connecting(sock: socket.socket) -> Any:
 
 
 def good_claim(challenge: bytes) -> bytes:
-    head = frames.parse_head(challenge[frames.HEADER_BYTES :])
-    return b"".join(frames.pack(a_claim(head["nonce"])))
+    head = parse_head(memoryview(challenge)[HEADER.size :])
+    return b"".join(pack(a_claim(head["nonce"])))
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=700))
 def test_random_bytes_prove_nothing_to_either_side(said: bytes) -> None:
     for side in (listening, connecting):
-        for data in (said, frames.pack_header(Header(len(said) % 512, None)) + said):
+        for data in (said, header(len(said) % 512) + said):
             outcome, answer = play(side, lambda _, data=data: data)
-            assert isinstance(outcome, (BadFrame, OSError))
+            assert isinstance(outcome, (BadFrame, ProtocolError, OSError))
             assert answer == b""
 
 
@@ -540,7 +555,7 @@ def test_one_changed_byte_in_a_claim_is_enough(data: st.DataObject) -> None:
         return bytes(claim)
 
     outcome, answer = play(listening, mutate)
-    assert isinstance(outcome, (BadFrame, OSError))
+    assert isinstance(outcome, (BadFrame, ProtocolError, OSError))
     assert b"proof" not in answer
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout
 from manyhands.testing.ports import reserve_port
-from manyhands.transport import Limits, Link, Listener, Message, connect, frames
+from manyhands.transport import Limits, Link, Listener, Received, connect
+from manyhands.transport.link import pack
 
 LONG_S = 20.0
 Pair = tuple[Link, Link]
@@ -34,7 +35,7 @@ def test_round_trip_of_any_message(pair: Pair, head: dict[str, Any], payload: by
     for sender, receiver in (pair, pair[::-1]):
         sender.send(head, payload)
         message = receiver.recv(timeout_s=LONG_S)
-        assert message.head == head
+        assert message.message == head
         assert message.payload == payload
         assert sender.bytes_sent == receiver.bytes_received
 
@@ -60,7 +61,7 @@ def test_a_send_that_signals_interrupt_goes_on_where_it_was(
     near, far = pair
     data = random.Random(1).randbytes(8_000_000)
 
-    def receive_late() -> Message:
+    def receive_late() -> Received:
         time.sleep(0.2)  # the sender blocks, and each signal cuts its system call short
         return far.recv(timeout_s=LONG_S)
 
@@ -96,8 +97,8 @@ def test_two_threads_a_side_send_at_once_and_every_frame_arrives_whole(pair: Pai
             message = link.recv(timeout_s=LONG_S)
             assert message.payload is not None
             digest = hashlib.blake2b(message.payload, digest_size=8).hexdigest()
-            assert digest == message.head["digest"]
-            seen.setdefault(message.head["from"], []).append(message.head["number"])
+            assert digest == message.message["digest"]
+            seen.setdefault(message.message["from"], []).append(message.message["number"])
         return seen
 
     with ThreadPoolExecutor(6) as pool:
@@ -141,7 +142,7 @@ def test_the_other_side_gone_is_link_closed_at_once_after_its_last_word(pair: Pa
     near, far = pair
     near.send({"last": "word"}, b"!")
     near.close()
-    assert far.recv(timeout_s=LONG_S).head == {"last": "word"}
+    assert far.recv(timeout_s=LONG_S).message == {"last": "word"}
     with pytest.raises(LinkClosed, match=r"closed the link\.|broke"):
         far.recv(timeout_s=LONG_S)
     with pytest.raises(LinkClosed):
@@ -156,14 +157,14 @@ def test_a_timeout_names_the_peer_and_the_wait_and_the_link_lives_on(pair: Pair)
     assert 0.04 < time.monotonic() - began < 5
     assert near.peer in str(caught.value)
     far.send({"late": 1})
-    assert near.recv(timeout_s=LONG_S).head == {"late": 1}
+    assert near.recv(timeout_s=LONG_S).message == {"late": 1}
 
 
 def test_a_frame_byte_by_byte_with_a_timeout_after_each_is_resumed(
     raw: tuple[socket.socket, Link],
 ) -> None:
     sock, link = raw
-    frame = b"".join(frames.pack({"a": 1}, b"payload"))
+    frame = b"".join(pack({"a": 1}, b"payload"))
     block = memoryview(bytearray(7))
     for position in range(len(frame) - 1):
         sock.sendall(frame[position : position + 1])
@@ -172,7 +173,7 @@ def test_a_frame_byte_by_byte_with_a_timeout_after_each_is_resumed(
     sock.sendall(frame[-1:] + frame)
     assert link.recv(timeout_s=LONG_S).payload == b"payload"
     assert bytes(block) == b"payload"
-    assert link.recv(timeout_s=LONG_S).head == {"a": 1}
+    assert link.recv(timeout_s=LONG_S).message == {"a": 1}
     assert link.bytes_received == 2 * len(frame)
 
 
@@ -181,7 +182,7 @@ def test_an_end_in_the_middle_of_a_frame_is_link_closed(
     raw: tuple[socket.socket, Link], cut: int
 ) -> None:
     sock, link = raw
-    sock.sendall(b"".join(frames.pack({"a": 1}, b"payload"))[:cut])
+    sock.sendall(b"".join(pack({"a": 1}, b"payload"))[:cut])
     sock.shutdown(socket.SHUT_WR)
     with pytest.raises(LinkClosed, match="in the middle of a"):
         link.recv(timeout_s=LONG_S)
@@ -190,7 +191,7 @@ def test_an_end_in_the_middle_of_a_frame_is_link_closed(
 @settings(max_examples=150)
 @given(st.data())
 def test_garbage_and_mutations_never_crash_or_hang(data: st.DataObject) -> None:
-    good = bytearray(b"".join(frames.pack({"kind": "step", "n": 3}, b"0123456789")))
+    good = bytearray(b"".join(pack({"kind": "step", "n": 3}, b"0123456789")))
     if data.draw(st.booleans()):
         sent = data.draw(st.binary(max_size=200))
     else:
@@ -205,7 +206,7 @@ def test_garbage_and_mutations_never_crash_or_hang(data: st.DataObject) -> None:
 
     def read_all(link: Link) -> None:
         while True:
-            assert isinstance(link.recv(timeout_s=LONG_S, place=place).head, dict)
+            assert isinstance(link.recv(timeout_s=LONG_S, place=place).message, dict)
 
     with left, Link(right, peer="raw", limits=limits) as link:
         left.sendall(sent)
@@ -243,7 +244,7 @@ def test_what_cannot_be_sent_leaves_the_link_as_it_was(pair: Pair) -> None:
     with pytest.raises(LinkError, match="over the limit"):
         near.send({"a": "x" * (1 << 20)})
     near.send({"fine": True})
-    assert far.recv(timeout_s=LONG_S).head == {"fine": True}
+    assert far.recv(timeout_s=LONG_S).message == {"fine": True}
 
 
 def test_a_second_receiver_is_told(pair: Pair, in_thread: InThread) -> None:
@@ -272,7 +273,7 @@ def test_connect_waits_for_a_listener_that_comes_later(tmp_path: Path, in_thread
         thread.join(LONG_S)
         with results[0] as near:
             near.send({"here": 1})
-            assert far.recv(timeout_s=LONG_S).head == {"here": 1}
+            assert far.recv(timeout_s=LONG_S).message == {"here": 1}
 
 
 def test_connect_says_where_how_long_and_why_not() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed
-from manyhands.transport import Link, Listener, Message, connect
+from manyhands.transport import Link, Listener, Received, connect
 from manyhands.transport.event_loop import PriorityChannel
 
 LONG_S = 20.0
@@ -38,7 +38,7 @@ def wait_until_released(links: list[Link]) -> None:
         time.sleep(0.005)
 
 
-def recv(link: Link) -> Message:
+def recv(link: Link) -> Received:
     return link.recv(timeout_s=LONG_S)
 
 
@@ -52,7 +52,7 @@ def test_urgent_frames_overtake_others_and_equals_keep_their_order(tmp_path: Pat
             time.sleep(0.001)
         for priority, i in [(5, "a"), (1, "b"), (5, "c"), (0, "d"), (1, "e")]:
             channel.put(priority, {"i": i}, memoryview(b"x"))
-        assert [recv(far).head["i"] for _ in range(6)] == ["big", "d", "b", "e", "a", "c"]
+        assert [recv(far).message["i"] for _ in range(6)] == ["big", "d", "b", "e", "a", "c"]
         channel.close()
         wait_until_released(near)
 
@@ -67,7 +67,7 @@ def test_a_large_transfer_on_one_link_does_not_delay_the_other(tmp_path: Path) -
             assert time.monotonic() < deadline
             time.sleep(0.001)
         small = next(link for link, sent in zip(far, near, strict=True) if sent.bytes_sent)
-        assert recv(small).head["i"] == 1
+        assert recv(small).message["i"] == 1
         channel.close()
         wait_until_released(near)
 

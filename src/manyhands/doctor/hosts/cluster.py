@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from manyhands.doctor.finding import Finding
-from manyhands.errors import LinkError, UsageError
+from manyhands.errors import LinkError, ProtocolError, UsageError
 from manyhands.hosts.agent_messages import (
     AgentHello,
     CheckReach,
@@ -37,7 +37,9 @@ from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.spec import ClusterSpec
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.transport import Authority, Link, Listener
+from manyhands.transport.fields import MessageSet
 
+FIRST = MessageSet(AgentHello)
 HELLO_S = 5.0
 LATER_S = 10.0
 """Agents wait longer than rank 0, which reports who is missing."""
@@ -104,9 +106,9 @@ class ClusterProbe:
         self._listener.hand_over(self._accept, name="agent", on_error=self._news.put)
 
     def _accept(self, link: Link) -> None:
-        with suppress(LinkError):
-            hello = link.recv(timeout_s=HELLO_S).head
-            if hello.get("kind") == "agent" and (not self._keyed or link.peer.startswith(AGENT)):
+        with suppress(LinkError, ProtocolError):
+            hello = link.recv(FIRST, timeout_s=HELLO_S).message
+            if not self._keyed or link.peer.startswith(AGENT):
                 self._roster.serve(link, hello)
         link.close()
 

@@ -9,8 +9,7 @@ the coordinator, so that none keeps running alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.agent_messages import AgentHello, KillMember
@@ -117,7 +116,7 @@ class AgentLauncher(Launcher):
             parts.append(f"{host} ({nodes[0].machine}, {num_slots} slot{'s' * (num_slots != 1)})")
         return f"hosts: {', '.join(parts)}; reached over {self.roster.own.reach}"
 
-    def accept_agent(self, link: Link, hello: Mapping[str, Any]) -> None:
+    def accept_agent(self, link: Link, hello: AgentHello) -> None:
         self.roster.serve(link, hello)
 
     # The roster's owner: called in the threads of agents' links -------------------------------

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.threads import OnError, fail_process
 from manyhands.transport import Link
+
+if TYPE_CHECKING:
+    from manyhands.hosts.agent_messages import AgentHello
 
 AGENT = "agent-"
 """Prefix of the names in agents' certificates."""
@@ -109,7 +112,7 @@ class Launcher(ABC):
     def want(self, workers: int) -> None:  # noqa: B027 - most have a fixed number of slots
         """Make room for this number of workers, if possible."""
 
-    def accept_agent(self, link: Link, hello: Mapping[str, Any]) -> None:
+    def accept_agent(self, link: Link, hello: AgentHello) -> None:
         """Handle a connection that began with an agent's hello. Returns when the agent is gone."""
         link.close()
 

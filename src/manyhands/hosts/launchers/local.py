@@ -9,7 +9,6 @@ ever left over.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ from typing import Any
 
 from manyhands.hosts.key import VARIABLE
 from manyhands.hosts.launchers.base import Handle, Launcher, StartRequest
-from manyhands.transport.fields import write
+from manyhands.transport.fields import to_json
 
 NOT_THEIRS = (VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
 """Variables that members do not get."""
@@ -106,7 +105,7 @@ class LocalLauncher(Launcher):
                 os.close(reading)
             with suppress(BrokenPipeError):  # it died at once: wait() tells
                 invitation = replace(request.invitation, parent=os.getpid())
-                pipe.write(json.dumps(write(invitation)).encode())
+                pipe.write(to_json(invitation).encode())
         handle = LocalHandle(request.name, process, own_group=not self.terminal)
         self._handles.append(handle)
         return handle

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ManyhandsError, ProtocolError
 from manyhands.hosts.agent_messages import (
     FROM_AGENT,
-    TO_AGENT,
     AgentHello,
     AgentReady,
     KillMember,
@@ -166,7 +165,7 @@ class AgentNode(Node):
 
     def send(self, message: Any) -> None:
         with suppress(LinkError):  # the thread that reads this link sees the same error
-            self.link.send(TO_AGENT.write(message))
+            self.link.send(message)
 
     def start(self, request: StartRequest) -> Handle:
         self._logs.add(request.name, b"")  # a member that prints nothing has a log, too
@@ -202,14 +201,13 @@ class AgentNode(Node):
         limit_s = self._context.timeouts.host_s
         while True:
             try:
-                message = self.link.recv(timeout_s=limit_s)
+                received = self.link.recv(FROM_AGENT, timeout_s=limit_s)
+                self.last_message_at = time.monotonic()
+                self._handle(received.message, received.payload, on_ready)
             except LinkTimeout:
                 return f"said nothing for {limit_s:.0f} s"
             except LinkError:
                 return "closed its link"
-            self.last_message_at = time.monotonic()
-            try:
-                self._handle(FROM_AGENT.read(message.head), message.payload, on_ready)
             except ProtocolError as error:
                 return f"sent an invalid message: {error}"
 

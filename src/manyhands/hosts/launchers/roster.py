@@ -14,15 +14,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from manyhands.errors import LinkError, ProtocolError
+from manyhands.errors import LinkError
 from manyhands.hosts.agent_messages import (
-    FROM_AGENT,
-    TO_AGENT,
     AgentAdmitted,
     AgentHello,
     AgentRefused,
@@ -116,18 +114,11 @@ class AgentRoster:
         expected = (entry for entry in self._spec.entries if entry.role != EVALUATOR)
         return [entry for entry in expected if entry.rank not in present]
 
-    def serve(self, link: Link, hello: Mapping[str, Any]) -> None:
+    def serve(self, link: Link, hello: AgentHello) -> None:
         """Admit or refuse an agent, and handle its messages until it is gone."""
         assert self._context is not None, "attached to a coordinator"
         try:
-            message = FROM_AGENT.read(hello)
-            if not isinstance(message, AgentHello):
-                raise ProtocolError("it did not begin with a hello")
-            node = self._admit(link, message)
-        except ProtocolError as error:
-            link.close()
-            self._context.tell(f"an agent of {link.peer} was refused: {error}")
-            return
+            node = self._admit(link, hello)
         except LinkError:
             link.close()  # it is gone
             return
@@ -186,17 +177,15 @@ class AgentRoster:
             return None
         same_host = hello.machine.identity == self.machine.identity
         node.link.send(
-            TO_AGENT.write(
-                AgentAdmitted(
-                    host,
-                    self.machine.host,
-                    str(self._context.scratch) if same_host else None,
-                    self._token,
-                    str((self._context.logs / f".{self._token}").resolve()),
-                    self._context.timeouts.beat_s,
-                    self._context.timeouts.host_s,
-                    self._probe_secret,
-                )
+            AgentAdmitted(
+                host,
+                self.machine.host,
+                str(self._context.scratch) if same_host else None,
+                self._token,
+                str((self._context.logs / f".{self._token}").resolve()),
+                self._context.timeouts.beat_s,
+                self._context.timeouts.host_s,
+                self._probe_secret,
             )
         )
         return node
@@ -219,7 +208,7 @@ class AgentRoster:
 
     def _refuse(self, link: Link, host: str, refusal: Refusal) -> None:
         with suppress(LinkError):
-            link.send(TO_AGENT.write(AgentRefused(str(refusal))))
+            link.send(AgentRefused(str(refusal)))
         self._owner.on_refused(host, refusal)
         with suppress(LinkError):
             link.recv(timeout_s=END_S)  # it closes the link when it has read that

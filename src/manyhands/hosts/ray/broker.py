@@ -33,7 +33,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from manyhands.errors import UsageError
 from manyhands.hosts.ray.actor import actor_class
 from manyhands.hosts.ray.messages import (
-    FROM_BROKER,
     TO_BROKER,
     ActorDied,
     ActorEnd,
@@ -52,7 +51,7 @@ from manyhands.hosts.ray.messages import (
 )
 from manyhands.hosts.ray.resources import CLIENT, LOCAL, RayNode, RaySlot, no_clients
 from manyhands.threads import describe, start_thread
-from manyhands.transport.fields import read, write
+from manyhands.transport.fields import encode, read, write
 
 CONNECT_S = 5.0
 """How long Ray's head node may take to accept a connection."""
@@ -163,7 +162,7 @@ class Broker:
 
     def _send(self, message: Any) -> None:
         with suppress(BrokenPipeError):  # standard input ends, too
-            self._out.write(json.dumps(FROM_BROKER.write(message)) + "\n")
+            self._out.write(encode(message) + "\n")
             self._out.flush()
 
     # The cluster ------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from typing import Any
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.ray.messages import (
     FROM_BROKER,
-    TO_BROKER,
     ConnectRay,
     EndBroker,
     RayConnected,
     RayFailed,
 )
 from manyhands.threads import describe, start_thread
+from manyhands.transport.fields import encode
 
 PROGRAM = "manyhands.hosts.ray.broker"
 RAY_DEFAULTS = {
@@ -99,7 +99,7 @@ class BrokerClient:
     def send(self, message: Any) -> None:
         with self._lock, suppress(BrokenPipeError, ValueError):  # the reading thread sees the same
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(TO_BROKER.write(message)) + "\n")
+            self._process.stdin.write(encode(message) + "\n")
             self._process.stdin.flush()
 
     def _read(self) -> None:

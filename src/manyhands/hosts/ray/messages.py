@@ -85,15 +85,7 @@ class EndBroker:
 
 
 TO_BROKER = MessageSet(
-    {
-        "connect": ConnectRay,
-        "reserve": ReserveSlots,
-        "add": AddSlot,
-        "release": ReleaseSlot,
-        "joined": AgentJoined,
-        "lost": AgentLost,
-        "end": EndBroker,
-    }
+    ConnectRay, ReserveSlots, AddSlot, ReleaseSlot, AgentJoined, AgentLost, EndBroker
 )
 
 
@@ -139,15 +131,7 @@ class ActorDied:
     why: str
 
 
-FROM_BROKER = MessageSet(
-    {
-        "connected": RayConnected,
-        "failed": RayFailed,
-        "free": FreeResources,
-        "refused": ActorRefused,
-        "died": ActorDied,
-    }
-)
+FROM_BROKER = MessageSet(RayConnected, RayFailed, FreeResources, ActorRefused, ActorDied)
 
 
 # Actors -------------------------------------------------------------------------------------------
