@@ -94,20 +94,14 @@ class PushOutcome:
 class Push:
     """A push whose outcome is unknown."""
 
+    seq: int
+    slot: int
     message: PushMessage
     row_grads: Mapping[str, memoryview]
     """By server: gradients of table rows."""
     outcome: PushOutcome = field(default_factory=PushOutcome)
     released: bool = False
     """If true, it was too late for its round and counts for the next: the worker need not wait for it."""
-
-    @property
-    def seq(self) -> int:
-        return self.message.push.seq
-
-    @property
-    def slot(self) -> int:
-        return self.message.push.slot
 
 
 class PendingPushes:
@@ -127,7 +121,7 @@ class PendingPushes:
         message = PushMessage(push, began, after=self._last)
         self.seq = self._last = push.seq
         self.count += 1
-        added = self._pushes[push.seq] = Push(message, row_grads)
+        added = self._pushes[push.seq] = Push(push.seq, push.slot, message, row_grads)
         return added
 
     def holders(self, selects: Callable[[Push], bool] = lambda push: True) -> list[str]:
@@ -208,11 +202,13 @@ class ServerWaiter:
     ) -> None:
         """Wait until no server is behind. `ask` is called every ASK_AFTER_S."""
         with self.changed, self._activity.during(WAITING):
-            self._raise_error()
             began = asked = time.monotonic()
-            while names := behind():
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if not (names := behind()):
+                    return
                 self._check()
-                self._raise_error()
                 now = time.monotonic()
                 if now - began > self._timeout_s or not self.lost.keys().isdisjoint(names):
                     raise self._too_long(what, names, now - began)
@@ -226,10 +222,6 @@ class ServerWaiter:
         with self.changed:
             self._error = self._error or error
             self.changed.notify_all()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _too_long(self, what: str, names: Sequence[str], waited_s: float) -> LinkError:
         lost = [f"{name} ({self.lost[name]})" for name in names if name in self.lost]
@@ -527,7 +519,7 @@ class Client:
         self._connections = {name: ServerConnection(name, self) for name in servers}
         self._lead = self._connections[servers[0]]
         self.requests = ServerRequests(self._connections, self._lead, waiter)
-        self._remote = [] if params.segment else list(self._connections.values())
+        self._remote = list(self._connections.values()) if params.segment is None else []
         """Servers that gradients are sent to and parameters pulled from; none in shared memory."""
         try:
             for connection in self._connections.values():
@@ -537,7 +529,7 @@ class Client:
                 lambda: [name for name, each in self._connections.items() if each.version < 0],
             )
         except BaseException:
-            self.close()  # else it would keep reconnecting, to servers of later views
+            self.close()  # otherwise it would keep reconnecting, to servers of later views
             raise
 
     @property

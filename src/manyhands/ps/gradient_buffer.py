@@ -93,17 +93,16 @@ class WorkerMemory:
         """`parameters` become views of flat memory: of `params`, which the servers update or send, or of a
         copy on `device`. The servers read gradients from `slots`. `copies_params`: if true, there is a copy
         on the CPU too, because parameters arrive while the model computes."""
-        layout = params.layout
         self.slots = slots
-        self._buffer, self._params = buffer, params
+        self.params = params
+        self._buffer = buffer
         self._copy: FlatTensors | None = None
         self._on_device: FlatTensors | None = None
         """Where a backward on a GPU writes, before it is copied to a slot."""
+        if copies_params or device != "cpu":
+            self._copy = FlatTensors.private(params.layout, device=device)
         if device != "cpu":
-            self._copy = FlatTensors.private(layout, device=device)
-            self._on_device = FlatTensors.private(layout, device=device)
-        elif copies_params:
-            self._copy = FlatTensors.private(layout)
+            self._on_device = FlatTensors.private(params.layout, device=device)
         self.refresh()
         for name, parameter in parameters.items():
             parameter.data = (self._copy or params).piece(name).view_as(parameter)
@@ -116,7 +115,7 @@ class WorkerMemory:
     def refresh(self) -> None:
         """Bring a copy of the parameters up to date."""
         if self._copy is not None:
-            self._copy.copy_(self._params)
+            self._copy.copy_(self.params)
 
     def begin(self, slot: int) -> None:
         """The next backward, or several, write into this slot."""

@@ -213,26 +213,22 @@ class PsLearner(Learner):
                 timeout_s=me.timeouts.collective_s,
             )
         else:
-            rounds = node.mode.rounds
-            self._overlap = Overlap(
-                *(self.train_state.model, node.parameters, self._buffer, client),
-                enabled=rounds and not memory.has_copy,
-            )
+            rounds, model = node.mode.rounds, self.train_state.model
+            early = rounds and not memory.has_copy
+            self._overlap = Overlap(model, node.parameters, self._buffer, client, enabled=early)
             by_message = MessagePushes if self._config.lockstep else UnorderedPushes
             waits = rounds and memory.has_copy
             self._pushes = by_message(client, self._overlap, rounds=rounds, waits_for_params=waits)
 
     def _connect(self, view: View, memory: WorkerMemory) -> Client:
         node, me = self._node, self.me
-        assert node.params is not None
-        segments = [slot.segment for slot in memory.slots]
-        addresses = [segment.address for segment in segments if segment is not None]
+        addresses = [slot.segment.address for slot in memory.slots if slot.segment is not None]
         row_grads = self._rows.addresses if self._rows is not None else []
         client = Client(
             EnterView(me.name, view.number, addresses, row_grads, self._seen),
             node.servers_in(view),
             node=node,
-            params=node.params,
+            params=memory.params,
             slots=memory.slots,
             waiter=ServerWaiter(
                 me.name,
@@ -253,11 +249,9 @@ class PsLearner(Learner):
 
     def _lay_out(self, view: View) -> WorkerMemory:
         node = self._node
-        node.find_memory(view)
-        assert node.params is not None
         return WorkerMemory(
             self._buffer,
-            node.params,
+            node.find_params(view),
             node.parameters,
             slots=[node.allocate("manyhands-gradients") for _ in range(node.mode.slots)],
             device=self.train_state.device,
@@ -345,7 +339,13 @@ class PsLearner(Learner):
             assert self._memory is not None
             scale = clip_factor(self._memory.slots[slot].norm() * total / samples, limit)
         return Contribution(
-            *(self.me.name, seq, slot, share.step, share.part, samples, total),
+            self.me.name,
+            seq,
+            slot,
+            share.step,
+            share.part,
+            samples,
+            total,
             share=(share.samples, share.total),
             scale=scale,
             lr_factor=state.lr_factor,

@@ -18,11 +18,10 @@ from typing import Any
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
-from manyhands.hosts.me import Me
+from manyhands.hosts.me import Board, Me
 from manyhands.hosts.messages import LinkBroken, PeerRefused
 from manyhands.hosts.view import SERVER, View
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
-from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
@@ -52,13 +51,13 @@ class PsNode:
         self.train_state = train_state
         self.me = me
         self.mode = config.mode(train_state.clip_norm)
-        self.layout: BlockLayout = layout_of(train_state.model, train_state.optimizer)
+        self.layout = layout_of(train_state.model, train_state.optimizer)
         self.parameters = pieces_of(train_state.model, train_state.optimizer)
-        self.params: FlatTensors | None = None
         self.server: Server | None = None
         self.shared = False
         self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Shared memory in which rounds are agreed on without messages, inside a host."""
+        self._params: FlatTensors | None = None
         self._server_state: ServerState | None = None
         self._has_tables = False
         self._tables = train_state.tables.stores
@@ -102,7 +101,7 @@ class PsNode:
 
     def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
         """Find the memory and, if this member is a server, the other servers. Does not wait for them."""
-        self.find_memory(view)
+        params = self.find_params(view)
         if self.rounds is not None:
             for each in self.rounds:
                 each.close()
@@ -113,13 +112,12 @@ class PsNode:
         servers = self.servers_in(view)
         if self.me.name not in servers:
             return
-        assert self.params is not None
         if self._server_state is None:
             self._server_state = ServerState(
                 self.me.name,
                 self.me.host,
                 self.train_state,
-                self.params,
+                params,
                 self.schedule_clock,
                 shared=self.shared,
                 replicas=self.config.replicas,
@@ -134,7 +132,7 @@ class PsNode:
             rounds=self.rounds,
             events=ServerEvents(self._ask_for_a_view, self.refused, self._on_server_error),
         )
-        self._post(f"ps/{view.number}/{self.me.name}", self.server.address)
+        self._board.post(f"ps/{view.number}/{self.me.name}", self.server.address)
         try:
             self.server.meet(self.dial)
         except LinkError as error:
@@ -209,11 +207,10 @@ class PsNode:
 
     def fetch(self, key: str) -> str:
         """Wait for a value on the board."""
-        assert self.me.board is not None
         deadline = time.monotonic() + self.me.timeouts.view_s
         while True:
             try:
-                return self.me.board.fetch(key, timeout_s=POLL_S)
+                return self._board.fetch(key, timeout_s=POLL_S)
             except LinkTimeout:
                 self.check()
                 if time.monotonic() > deadline:
@@ -221,9 +218,8 @@ class PsNode:
 
     def _ask_for_a_view(self, peer: str) -> None:
         """Ask for a new view, in which all servers reconnect: a living one is unreachable."""
-        assert self.me.board is not None
         with suppress(LinkError):
-            self.me.board.send(LinkBroken(self.me.view.number, peer))
+            self._board.send(LinkBroken(self.me.view.number, peer))
 
     def _on_server_error(self, error: BaseException) -> None:
         """The server of this process has failed: end the process, unless a new view replaces the server
@@ -238,30 +234,31 @@ class PsNode:
 
     def refused(self, peer: str, why: str) -> None:
         """Report a peer that broke the protocol, so that it is ended and nobody waits for it."""
-        assert self.me.board is not None
         with suppress(LinkError):
-            self.me.board.send(PeerRefused(self.me.view.number, peer, why[:1000]))
+            self._board.send(PeerRefused(self.me.view.number, peer, why[:1000]))
 
-    def _post(self, key: str, value: str) -> None:
-        assert self.me.board is not None
-        self.me.board.post(key, value)
+    @property
+    def _board(self) -> Board:
+        assert self.me.board is not None, "parameter servers need a coordinator"
+        return self.me.board
 
-    def find_memory(self, view: View) -> None:
+    def find_params(self, view: View) -> FlatTensors:
         """Find the parameters: one copy per host if memory is shared, else one per process.
 
         The lead has had them from the beginning, or has survived with them: it posts their address.
         """
         key, leads = f"ps/{view.number}/params", self._leads(view)
-        if self.params is None:
+        if self._params is None:
             self.shared = self._is_shared(view)
             if self.shared and not leads:
-                self.params = FlatTensors.attached(self.layout, self.fetch(key))
-                return
-            self.params = self.allocate("manyhands-parameters")
-            for name, parameter in self.parameters.items():
-                self.params.piece(name).copy_(parameter.detach().reshape(-1))
-        if leads and self.params.segment is not None:
-            self._post(key, self.params.segment.address)
+                self._params = FlatTensors.attached(self.layout, self.fetch(key))
+            else:
+                self._params = self.allocate("manyhands-parameters")
+                for name, parameter in self.parameters.items():
+                    self._params.piece(name).copy_(parameter.detach().reshape(-1))
+        if leads and self._params.segment is not None:
+            self._board.post(key, self._params.segment.address)
+        return self._params
 
     def allocate(self, label: str) -> FlatTensors:
         """Create flat tensors that the servers can read, if memory is shared."""
@@ -277,7 +274,7 @@ class PsNode:
         key, leads = f"ps/{view.number}/tables", self._leads(view)
         if leads:
             where = tables.stores.addresses() if self._has_tables else tables.stores.share()
-            self._post(key, json.dumps(where))
+            self._board.post(key, json.dumps(where))
         elif not self._has_tables:
             tables.stores.attach(json.loads(self.fetch(key)))
         self._has_tables = True
@@ -291,7 +288,7 @@ class PsNode:
         key, servers = f"ps/{view.number}/rounds", self.servers_in(view)
         if self._leads(view):
             table = RoundTable.create(workers, servers)
-            self._post(key, table.address)
+            self._board.post(key, table.address)
         else:
             table = RoundTable.attach(self.fetch(key), workers, servers)
         self.rounds = (table, Doorbell(self.me.view_folder(view), self.me.name))

@@ -65,7 +65,7 @@ class OwnRows(RowPushes):
         state = self._train_state
         grads = state.tables.take()
         if grads and share.samples:
-            # The part is an update of its own: the mean over it, moving the rows by its part of a step.
+            # The part is a whole update: its mean moves the rows by its part of a step.
             part = share.samples / share.total
             mean = 1 / part if state.weight is None else 1 / float(weight)
             state.tables.stores.apply(
