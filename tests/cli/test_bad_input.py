@@ -112,7 +112,7 @@ def test_a_monitor_that_is_not_evaluated_is_named(tmp_path: Path) -> None:
     assert "monitor is 'acuracy', and the evaluation gives loss, worst" in done.err
 
 
-def test_an_unwritable_run_folder_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     where = str(tmp_path / "file" / "run")
     error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
@@ -129,7 +129,7 @@ def test_a_run_folder_with_something_in_it_is_not_touched(tmp_path: Path) -> Non
     assert os.listdir(tmp_path / "run") == ["thesis.txt"]
 
 
-def test_a_taken_port_is_said(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         error = fails(
@@ -157,7 +157,7 @@ def test_a_truncated_data_file_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_options_of_the_environment_count_after_flags(tmp_path: Path) -> None:
+def test_flags_override_the_environment(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, epochs=1)
     arguments = [a for a in arguments if a not in ("--strategy", "single")]

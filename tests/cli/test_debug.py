@@ -38,7 +38,7 @@ DEADLINE_S = 60.0
 
 
 class Terminal:
-    """A command at a terminal of its own, and a person who reads and types."""
+    """A command in its own terminal, with a simulated user."""
 
     def __init__(self, *words: str) -> None:
         self.master, slave = pty.openpty()
@@ -101,7 +101,7 @@ def outcome(tmp_path: Path) -> str:
     return str(json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"])
 
 
-def test_a_person_looks_and_goes_on(tmp_path: Path) -> None:
+def test_breakpoint_works_in_a_terminal(tmp_path: Path) -> None:
     with at_terminal(tmp_path, "--set", "loader_processes=1") as terminal:
         terminal.wait_for("(Pdb) ")
         terminal.type("p 'the shape is', tuple(output.shape)\n")
@@ -114,9 +114,7 @@ def test_a_person_looks_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", ["q\n", "\x03"])
-def test_quit_and_ctrl_c_end_it_and_leave_the_terminal_as_it_was(
-    tmp_path: Path, typed: str
-) -> None:
+def test_quit_and_ctrl_c_end_the_run_and_restore_the_terminal(tmp_path: Path, typed: str) -> None:
     with at_terminal(tmp_path) as terminal:
         terminal.wait_for("(Pdb) ")
         terminal.type(typed)

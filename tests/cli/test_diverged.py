@@ -18,7 +18,7 @@ from manyhands.testing.jobs import Regression
 
 @dataclass
 class Breaking(Regression):
-    """The loss is NaN from the so manieth batch of a worker on; with one worker, from that step on."""
+    """A job whose loss is NaN from a given batch of a worker on; with one worker, from that step on."""
     bad_from: int = 15
     epochs: int = 20
 

@@ -32,7 +32,7 @@ def test_a_cluster_file_is_shown(tmp_path: Path) -> None:
     assert shown["mine"] is None
 
 
-def test_what_is_wrong_is_said_with_exit_code_2(tmp_path: Path) -> None:
+def test_errors_end_with_exit_code_2(tmp_path: Path) -> None:
     done = doctor("--cluster", "env", TF_CONFIG='{"cluster": {"wokrer": ["a:1"]}}')
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean 'worker'?" in done.stderr

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from manyhands.testing.jobs import Regression
 
 class Slow(Dataset):
-    """The first process that comes to its so manieth sample never comes back."""
+    """A job in which the first process that reaches a given number of samples hangs."""
     def __init__(self, data, mark, number):
         self.data, self.mark, self.left = data, Path(mark), number
     def __len__(self): return len(self.data)
@@ -65,7 +65,7 @@ def arguments(tmp_path: Path, *flags: str, **options: Any) -> list[str]:
     return train_arguments(job, tmp_path / "run", *flags, mark=mark, **options)
 
 
-def test_who_hangs_is_named_with_its_stacks_and_ctrl_c_saves_without_it(tmp_path: Path) -> None:
+def test_a_hanging_worker_is_reported_and_ctrl_c_saves_without_it(tmp_path: Path) -> None:
     given = arguments(tmp_path, "--stuck-after", "2", strategy="allreduce", workers=2)
     with command(*given, run=tmp_path / "run") as running:
         running.wait_for(lambda events: bool(hangs(events)))
@@ -86,7 +86,7 @@ def test_who_hangs_is_named_with_its_stacks_and_ctrl_c_saves_without_it(tmp_path
     assert "(loading data)" in lost["reason"]
 
 
-def test_where_nobody_else_has_the_weights_ctrl_c_says_since_when_nothing_is_saved(
+def test_ctrl_c_reports_the_last_checkpoint_if_only_a_hanging_worker_has_the_weights(
     tmp_path: Path,
 ) -> None:
     given = arguments(tmp_path, "--stuck-after", "2", "--checkpoint-every", "4")
@@ -104,7 +104,9 @@ def test_where_nobody_else_has_the_weights_ctrl_c_says_since_when_nothing_is_sav
 @pytest.mark.parametrize(
     ("strategy", "workers"), [("allreduce", 2), ("ps:async", 2), ("single", 1)]
 )
-def test_who_hangs_for_long_is_given_up(strategy: str, workers: int, tmp_path: Path) -> None:
+def test_a_worker_that_hangs_for_long_is_killed(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
     given = arguments(
         tmp_path, "--stuck-after", "1.5", strategy=strategy, workers=workers, epochs=6
     )

@@ -21,7 +21,7 @@ from manyhands.testing.jobs import Regression
 
 @dataclass
 class Failing(Regression):
-    """Has 160 MB to save, and raises in the first step after that began."""
+    """A job with 160 MB to save, which raises in the first step after saving began."""
     who: str = "worker-0"
     epochs: int = 5
 
@@ -43,7 +43,7 @@ class Failing(Regression):
 @pytest.mark.parametrize(
     ("strategy", "workers", "who"), [("single", 1, "worker-0"), ("allreduce", 2, "worker-1")]
 )
-def test_what_is_being_written_is_finished(
+def test_a_checkpoint_in_progress_is_finished(
     strategy: str, workers: int, who: str, tmp_path: Path
 ) -> None:
     job = tmp_path / "failing.py"
@@ -59,7 +59,7 @@ def test_what_is_being_written_is_finished(
     assert f"manyhands resume {done.run}" in done.out
 
 
-def test_resume_is_not_offered_after_a_failure_that_can_only_repeat(tmp_path: Path) -> None:
+def test_resume_is_not_offered_after_a_failure_that_would_repeat(tmp_path: Path) -> None:
     job = tmp_path / "failing.py"
     job.write_text(JOB.replace("self.calls == 8", "self.calls == 1").replace("40_000_000", "4"))
     done = train(job, tmp_path / "run")

@@ -44,8 +44,8 @@ def manyhands(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_a_module_of_a_package_trains_and_goes_on_from_another_folder(tmp_path: Path) -> None:
-    """With a loader process and a server of its own; without __init__.py, as python -m allows it."""
+def test_a_module_of_a_package_trains_and_resumes_from_another_folder(tmp_path: Path) -> None:
+    """With a loader process and a dedicated server; without __init__.py, as python -m allows."""
     jobs = tmp_path / "work" / "lab" / "jobs"
     jobs.mkdir(parents=True)
     (jobs / "net.py").write_text(JOB)

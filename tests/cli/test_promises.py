@@ -1,4 +1,4 @@
-"""Promises that are easily broken: what a job may do, and what a refusal must not do."""
+"""Guarantees that are easily broken: what a job may do, and what a refusal must not do."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Split(Regression):
 
 
 @pytest.mark.long
-def test_augmentation_depends_on_the_sample_and_not_on_who_loads_it(tmp_path: Path) -> None:
+def test_augmentation_does_not_depend_on_the_loading_process(tmp_path: Path) -> None:
     path = job(
         tmp_path,
         """
@@ -107,7 +107,7 @@ class WithAux(Regression):
 
 
 @pytest.mark.long
-def test_samples_that_weigh_nothing_do_no_harm(tmp_path: Path) -> None:
+def test_samples_of_weight_zero_are_allowed(tmp_path: Path) -> None:
     path = job(
         tmp_path,
         """
@@ -139,7 +139,7 @@ class Masked(Regression):
         ("    def eval_data(self):\n        return None\n", {"patience": 2}, "patience needs"),
     ],
 )
-def test_mistakes_in_the_evaluation_do_not_wait_for_it(
+def test_mistakes_in_the_evaluation_are_found_at_the_start(
     tmp_path: Path, body: str, fields: dict[str, Any], message: str
 ) -> None:
     path = job(tmp_path, f"@dataclass\nclass Wrong(Regression):\n{body}")
@@ -171,7 +171,7 @@ def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_record_that_can_not_be_written_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, pause_s=0.02, epochs=1000)
     with harness.command(*arguments, run=run) as running:
@@ -187,7 +187,7 @@ def test_a_record_that_can_not_be_written_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_schedule_that_has_an_end_is_not_run_over(tmp_path: Path) -> None:
+def test_a_schedule_is_not_stepped_beyond_its_end(tmp_path: Path) -> None:
     path = job(
         tmp_path,
         """

@@ -78,12 +78,12 @@ def test_a_run_that_is_over_can_not_be_scaled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["2:1", "0:3", "a:b", "2:", "many"])
-def test_a_range_of_workers_that_is_none(given: str) -> None:
+def test_invalid_ranges_of_workers_are_refused(given: str) -> None:
     with pytest.raises(UsageError, match=f"--workers {given}: .* as 2:4"):
         Resolved(Namespace(workers=given)).get("workers", 2, number_or_range)
 
 
-def test_fewer_than_the_least(tmp_path: Path) -> None:
+def test_fewer_workers_than_the_minimum_end_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments(
         *("Regression", run, "--max-restarts", "0", "--workers", "2:3"),

@@ -28,14 +28,14 @@ SUMMARY_KEYS = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> harness.Finished:
-    """One ordinary run on two workers, for all that only look at one."""
+    """One ordinary run on two workers, for all tests that only read it."""
     run = tmp_path_factory.mktemp("ordinary") / "run"
     finished = harness.train("Regression", run, strategy="allreduce", workers=2, epochs=5)
     assert finished.code == 0, finished.err
     return finished
 
 
-def test_the_summary_tells_how_it_ended(done: harness.Finished) -> None:
+def test_the_summary_has_the_outcome(done: harness.Finished) -> None:
     summary = json.loads((done.run / "summary.json").read_text())
     assert set(summary) == SUMMARY_KEYS
     assert summary["outcome"] == "finished"
@@ -51,7 +51,7 @@ def test_the_summary_tells_how_it_ended(done: harness.Finished) -> None:
     assert summary["error"] is None
 
 
-def test_the_config_says_where_each_value_came_from(done: harness.Finished) -> None:
+def test_the_config_has_the_source_of_each_value(done: harness.Finished) -> None:
     config = json.loads((done.run / "config.json").read_text())
     assert config["fields"]["epochs"] == {"value": 5, "from": "--set"}
     assert config["fields"]["lr"] == {"value": 0.05, "from": "job file"}
@@ -59,7 +59,7 @@ def test_the_config_says_where_each_value_came_from(done: harness.Finished) -> N
     assert config["options"]["checkpoint_every"] == {"value": 0, "from": "default"}
 
 
-def test_the_console_tells_the_story(done: harness.Finished) -> None:
+def test_the_console_shows_the_course_of_a_run(done: harness.Finished) -> None:
     for fact in (
         "allreduce, 2 workers",
         "98 samples",
@@ -106,7 +106,7 @@ def test_a_finished_run_is_not_trained_again(done: harness.Finished) -> None:
 
 
 def test_a_resume_that_trains_nothing_keeps_the_summary(tmp_path: Path) -> None:
-    """It fails before training, and in its first step: how the run ended before is still what counts."""
+    """It fails before training, and in its first step: the earlier summary stays."""
     job, run = tmp_path / "job.py", tmp_path / "run"
     job.write_text(
         "from dataclasses import dataclass\n"
@@ -145,7 +145,7 @@ def test_list_shows_the_runs(done: harness.Finished, tmp_path: Path) -> None:
         assert "No runs in" in running.wait().out
 
 
-def test_training_longer_goes_on_from_the_end(tmp_path: Path) -> None:
+def test_training_longer_continues_from_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert harness.train("Adam", run, epochs=2).code == 0
     refused = harness.resume(run, "--set", "epochs=3")
@@ -166,7 +166,7 @@ def test_training_longer_goes_on_from_the_end(tmp_path: Path) -> None:
     assert longer.of("Resumed")[0]["step"] == 14
 
 
-def test_check_tries_everything_and_trains_nothing(tmp_path: Path) -> None:
+def test_check_tests_everything_but_training(tmp_path: Path) -> None:
     arguments = harness.train_arguments(
         *("Regression", tmp_path / "run", "--check"),
         strategy="allreduce",
@@ -299,13 +299,13 @@ def test_control_over_tls_trains_the_same(tmp_path: Path, done: harness.Finished
             assert not any(secret in path.read_text(errors="replace") for secret in secrets), path
 
 
-def test_quiet_says_one_line(tmp_path: Path) -> None:
+def test_quiet_prints_one_line(tmp_path: Path) -> None:
     done = harness.train("Regression", tmp_path / "run", "--quiet", epochs=1)
     assert done.code == 0
     assert len(done.out.strip().splitlines()) == 1
 
 
-def test_the_live_line_on_a_terminal_is_drawn_and_goes_away(tmp_path: Path) -> None:
+def test_the_live_line_on_a_terminal_is_drawn_and_removed(tmp_path: Path) -> None:
     arguments = harness.train_arguments("Regression", tmp_path / "run", epochs=2, pause_s=0.02)
     master, slave = pty.openpty()
     process = subprocess.Popen(

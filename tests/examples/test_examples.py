@@ -1,4 +1,4 @@
-"""The examples reach what their docstrings promise, with real processes and, where it is there, real data."""
+"""The examples reach what their docstrings promise, with real processes and, if available, real data."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TOPICS = [[f"{topic}{i}" for i in range(12)] for topic in ("sea", "wood", "town"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences of which each is about one thing, with words that are about nothing in between."""
+    """Sentences about one topic each, with neutral words in between."""
     draw = random.Random(3)
     lines = []
     for _ in range(9000):
@@ -49,7 +49,7 @@ def run(*arguments: str, folder: Path, cache: Path) -> harness.Finished:
         pytest.param("allreduce(tables=shared)", (), marks=pytest.mark.long),
     ],
 )
-def test_words_of_a_kind_are_neighbours(
+def test_related_words_are_neighbours(
     strategy: str, fields: tuple[str, ...], text: Path, tmp_path: Path
 ) -> None:
     job, folder = str(EXAMPLES / "word2vec.py"), tmp_path / "run"
@@ -82,7 +82,7 @@ def test_words_of_a_kind_are_neighbours(
     assert right >= 26, "of 32 neighbours"
 
 
-def test_vectors_are_saved_judged_and_drawn(text: Path, tmp_path: Path) -> None:
+def test_vectors_are_saved_evaluated_and_drawn(text: Path, tmp_path: Path) -> None:
     job, folder = str(EXAMPLES / "word2vec.py"), tmp_path / "run"
     done = run(
         *("train", job, "--strategy", "single", "--run-dir", str(folder), "--set", f"text={text}"),
@@ -153,7 +153,7 @@ def test_bad_texts_are_named(
 
 
 @pytest.mark.long
-def test_clicks_come_near_the_truth(tmp_path: Path) -> None:
+def test_clicks_approaches_the_true_rates(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = run(
         *("train", str(EXAMPLES / "clicks.py"), "--strategy", "ps:async", "--workers", "2"),

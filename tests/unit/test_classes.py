@@ -1,4 +1,4 @@
-"""Limits on classes: sizes that one can keep in mind, and names that mean one thing."""
+"""Limits on classes: small sizes and unique names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from class_limits import over_limits, repeated_names
 PACKAGE = Path(manyhands.__file__).parent
 
 EXCEPTIONS: dict[str, str] = {}
-"""Class to the reason why it is larger."""
+"""Exceptions: class to reason."""
 
 
 def test_classes_are_small() -> None:

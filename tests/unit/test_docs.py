@@ -156,7 +156,7 @@ INTERNALS = [
 ]
 SOURCE = ROOT / "src" / "manyhands"
 TO_BE_WRITTEN = {"src/manyhands/strategies/summed.py"}
-"""What a page tells its reader to write."""
+"""Files that a page tells its reader to write."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -1,4 +1,4 @@
-"""Job files: every mistake that a newcomer makes is named, with what to write instead."""
+"""Job files: common mistakes are explained, with what to write instead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _number = itertools.count()
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Write]:
-    """Writes a job file, each under a name of its own, and forgets the modules afterwards."""
+    """Return a function that writes job files with unique names; unload their modules afterwards."""
     modules, path = set(sys.modules), list(sys.path)
 
     def write_file(text: str = GOOD, name: str | None = None) -> str:
@@ -61,14 +61,14 @@ def refused(reference: str, says: str, **settings: str) -> str:
     return str(caught.value)
 
 
-def test_a_good_one(write: Write) -> None:
+def test_a_complete_job_loads(write: Write) -> None:
     job = load_job(write(), {"lr": "0.5"})
     assert type(job).__name__ == "Digits"
     assert job.fields()["lr"] == 0.5
     assert (job.fields()["hidden"], job.batch_size, job.epochs) == (32, 32, 1)
 
 
-def test_where_no_job_file_is(tmp_path: Path) -> None:
+def test_a_missing_job_file_is_reported(tmp_path: Path) -> None:
     refused(str(tmp_path / "none.py"), r"There is no file .*none\.py\.$")
     refused(str(tmp_path / "none"), r"There is no file .*none \(a job is a Python file: path\.py")
     refused(str(tmp_path), "A job is a Python file, path.py or path.py:Name")
@@ -117,7 +117,7 @@ def test_a_syntax_error_is_shown_in_its_line(write: Write) -> None:
     refused(write("x = '\n"), "line 1: unterminated string")
 
 
-def test_a_syntax_error_in_a_file_beside(write: Write) -> None:
+def test_a_syntax_error_in_a_neighbour(write: Write) -> None:
     write("def f(:\n", name="helper_broken.py")
     refused(write("import helper_broken\n"), r"helper_broken\.py, line 1: invalid syntax")
 
@@ -171,7 +171,7 @@ def test_a_misspelt_setting(write: Write) -> None:
         ("patience", "3", 3),
     ],
 )
-def test_a_setting_becomes_what_its_field_is(
+def test_a_setting_gets_the_type_of_its_field(
     write: Write, name: str, text: str, value: Any
 ) -> None:
     got = load_job(write(), {name: text}).fields()[name]
@@ -229,7 +229,7 @@ def test_a_wrong_value_in_the_file_itself(fields: dict[str, Any]) -> None:
         check_fields(Job(**fields))
 
 
-def test_a_type_that_is_there_for_type_checkers_only(write: Write) -> None:
+def test_a_type_imported_for_type_checkers_only(write: Write) -> None:
     text = "from __future__ import annotations\n" + GOOD
     text = text.replace("layers: tuple", "layers: Nowhere")
     assert load_job(write(text)).batch_size == 32
@@ -241,7 +241,7 @@ def test_a_job_that_can_not_be_built(write: Write) -> None:
     refused(write(text), r"Digits in .*\.py can't be built: hidden and lr do not go")
 
 
-def test_what_is_not_given_is_not_implemented_or_plain() -> None:
+def test_defaults_of_methods() -> None:
     job = Job()
     for method in (job.model, job.data):
         with pytest.raises(NotImplementedError):

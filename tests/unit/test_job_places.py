@@ -1,4 +1,4 @@
-"""Where a job is: a script, a file of a package, a module; what is said where it is not."""
+"""Finding a job: a script, a file of a package, a module; and errors if there is none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def package(root: Path, *, imports: str, with_init: bool = True) -> Path:
 
 
 def load(reference: str, *, cwd: Path) -> str:
-    """The width of the job, or the error, in a process of its own, as a member loads it."""
+    """Return the width of the job, or the error, from another process, as a member loads it."""
     program = (
         "import sys\nfrom manyhands.errors import JobError\nfrom manyhands.job import load_job\n"
         "try: print(load_job(sys.argv[1]).width)\nexcept JobError as error: print(error)\n"
@@ -116,9 +116,7 @@ def test_a_run_finds_its_job_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         job_of_run({"job": noted}, Path("r"))
 
 
-def test_what_is_said_of_modules_that_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_modules_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(package(tmp_path, imports=""))
     for reference, says in (
         (
@@ -138,7 +136,7 @@ def test_what_is_said_of_modules_that_are_not_there(
             find_job(reference)
 
 
-def test_what_is_said_of_imports_that_need_a_package(tmp_path: Path) -> None:
+def test_imports_that_need_a_package_are_explained(tmp_path: Path) -> None:
     folder = package(tmp_path, imports="from .sizes import WIDTH", with_init=False) / "pkg" / "jobs"
     says = load(str(folder / "net.py"), cwd=tmp_path)
     assert "net.py, line 4: attempted relative import" in says

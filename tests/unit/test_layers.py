@@ -149,7 +149,7 @@ def test_what_starts_without_torch(module: str) -> None:
     assert not {"torch", "numpy", "tensorboard", "sklearn"} & set(done.stdout.split())
 
 
-def test_the_package_gives_every_name_that_it_lists() -> None:
+def test_every_listed_name_can_be_imported() -> None:
     for name in manyhands.__all__:
         assert getattr(manyhands, name) is not None
     assert dir(manyhands) == sorted(manyhands.__all__)
@@ -157,8 +157,8 @@ def test_the_package_gives_every_name_that_it_lists() -> None:
         _ = manyhands.nonesuch
 
 
-def test_the_package_lists_every_name_that_it_gives() -> None:
-    """What type checkers are shown, what is loaded late, and `__all__` are the same names."""
+def test_every_lazy_name_is_listed() -> None:
+    """The names for type checkers, the names loaded on first use and `__all__` are the same."""
     tree = ast.parse((HOME / "__init__.py").read_text())
     shown = {
         alias.asname or alias.name
@@ -178,11 +178,11 @@ def test_each_file_says_what_it_is() -> None:
 
 
 UNSAFE = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "dcp": {"load"}}
-"""What runs the code that a file brings, by the module it is taken from."""
+"""Functions that run code from a file, by module."""
 
 
 def test_only_the_safe_reader_unpickles() -> None:
-    """Whoever reads a checkpoint otherwise would run the code of a stranger."""
+    """Any other reader of a checkpoint would run untrusted code."""
     found = []
     for path in FILES:
         text = path.read_text()

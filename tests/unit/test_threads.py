@@ -1,4 +1,4 @@
-"""Every thread has somebody who hears of its failure."""
+"""Every thread has a handler for its failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def process_failures(heard: queue.SimpleQueue[BaseException]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
-def test_whatever_a_thread_raises_reaches_its_owner(
+def test_an_exception_in_a_thread_reaches_its_owner(
     heard: queue.SimpleQueue[BaseException], kind: type[BaseException]
 ) -> None:
     def fail(what: str) -> None:
@@ -50,7 +50,7 @@ def test_whatever_a_thread_raises_reaches_its_owner(
 
 
 @pytest.mark.usefixtures("process_failures")
-def test_an_owner_that_fails_too_fails_the_process(
+def test_a_failing_error_handler_fails_the_process(
     heard: queue.SimpleQueue[BaseException],
 ) -> None:
     def fail() -> None:
@@ -67,7 +67,7 @@ def test_an_owner_that_fails_too_fails_the_process(
     assert str(heard.get_nowait()) == "first"
 
 
-def test_an_error_is_described_with_its_place() -> None:
+def test_an_error_is_described_with_its_location() -> None:
     with pytest.raises(KeyError) as caught:
         raise KeyError("text")
     assert describe(caught.value).startswith("KeyError: 'text' (")
@@ -96,7 +96,7 @@ def test_a_sink_that_fails_in_its_thread_fails_for_the_stream(
     assert "gets no more events" in caplog.text
 
 
-def test_whoever_waits_at_a_listener_that_failed_is_told(
+def test_waiting_for_a_failed_listener_raises(
     tmp_path: Path, heard: queue.SimpleQueue[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(who: str, why: object) -> None:
@@ -125,7 +125,7 @@ def test_a_connection_whose_thread_failed_is_closed(
 
 
 def starts_of_threads(tree: ast.AST) -> Iterator[str]:
-    """Whatever starts a thread without a guard, or drops what one has raised."""
+    """Find code that starts a thread without a guard, or drops its exception."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names) if any(alias.name == "_thread" for alias in names):
@@ -170,5 +170,5 @@ def test_threads_are_started_with_a_guard() -> None:
         "start_thread(f, name='x', on_error=lambda error: None)",
     ],
 )
-def test_the_rule_sees(code: str) -> None:
+def test_the_rule_finds_violations(code: str) -> None:
     assert list(starts_of_threads(ast.parse(code)))

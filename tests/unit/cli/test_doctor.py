@@ -68,9 +68,7 @@ def left_over(mark: str) -> list[int]:
     return pids
 
 
-def test_here_nothing_is_to_fix_and_lines_come_as_checks_finish(
-    start: Start, tmp_path: Path
-) -> None:
+def test_lines_are_printed_as_checks_finish(start: Start, tmp_path: Path) -> None:
     process = start()
     assert process.stdout is not None
     first = process.stdout.readline()
@@ -90,9 +88,7 @@ def test_here_nothing_is_to_fix_and_lines_come_as_checks_finish(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_what_is_broken_is_told_with_what_to_type_and_exit_code_1(
-    start: Start, tmp_path: Path
-) -> None:
+def test_problems_are_shown_with_a_remedy_and_exit_code_1(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     process = start(
@@ -121,7 +117,7 @@ def test_a_fault_has_a_second_line_with_its_remedy(start: Start, tmp_path: Path)
     assert err == ""
 
 
-def test_ctrl_c_while_processes_add_up_leaves_none_of_them(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_during_the_all_reduce_check_leaves_no_process(start: Start, tmp_path: Path) -> None:
     """At several moments: how long the processes of the check take is not for this test to know."""
     codes = []
     for delay_s in (0.05, 0.3, 0.8):

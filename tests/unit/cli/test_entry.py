@@ -8,8 +8,8 @@ import sys
 import time
 
 
-def test_ctrl_c_after_the_end_changes_nothing() -> None:
-    """Standard output is a pipe, which Python flushes when it shuts down: the line says that all is done."""
+def test_ctrl_c_after_the_end_is_ignored() -> None:
+    """Standard output is a pipe, flushed by Python at shutdown: its line shows that the command is done."""
     codes = []
     for delay_ms in (0, 1, 2, 5, 10):
         with subprocess.Popen(

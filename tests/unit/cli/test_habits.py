@@ -58,7 +58,7 @@ def test_set_without_an_equals_sign(words: list[str], says: str) -> None:
         check_set(words)
 
 
-def test_set_as_it_should_be() -> None:
+def test_correct_uses_of_set_are_accepted() -> None:
     check_set(["train", "--set", "lr=0.1", "job.py", "--set", "x=1"])
     check_set(["lab", "run", "--", "python", "x.py", "--set", "lr", "0.1"])
     check_set([])

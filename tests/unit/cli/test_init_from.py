@@ -1,4 +1,4 @@
-"""--init-from: which checkpoint is meant, and when it counts."""
+"""--init-from: which checkpoint it selects, and when it applies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.strategies.single import Single
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """With the checkpoints of steps 3, 6 and 9, of which the second is the best."""
+    """A run with the checkpoints of steps 3, 6 (the best) and 9."""
     run = RunFolder.create("first", path=tmp_path / "a:b")
     run.write_config({})
     for step in (3, 6, 9):
@@ -35,12 +35,12 @@ def test_a_run_and_a_step(run: RunFolder, which: str, step: int) -> None:
     ("which", "words"),
     [(":4", "steps 3, 6, 9"), (":newest", "There is no run"), ("/x", "--init-from .*/x:last")],
 )
-def test_what_is_not_there(run: RunFolder, which: str, words: str) -> None:
+def test_missing_runs_and_steps_are_refused(run: RunFolder, which: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         find_weights(f"{run.path}{which}")
 
 
-def test_weights_of_another_run_are_for_one_that_has_none_of_its_own(run: RunFolder) -> None:
+def test_a_resumed_run_prefers_its_own_weights(run: RunFolder) -> None:
     weights = find_weights(str(run.path))
     config = {"init_from": note(weights)}
     assert noted({}) is None

@@ -1,4 +1,4 @@
-"""Options of a training: what a strategy asks of the coordinator, and flags that don't fit it."""
+"""Options of a training: what a strategy requires, and flags that don't fit it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands.strategies.single import Single
 
 
 class Restless(Single):
-    """A strategy that says something of its own to every question."""
+    """A strategy that overrides every default."""
 
     lockstep = False
     elastic = True
@@ -47,7 +47,7 @@ def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[RunOptio
 
 
 @pytest.mark.parametrize(("spec", "elastic"), [("single", False), ("allreduce", True)])
-def test_in_step_without_servers(spec: str, elastic: bool) -> None:
+def test_lockstep_strategies_need_no_servers(spec: str, elastic: bool) -> None:
     found = options("--strategy", spec, "--workers", "1")[0]
     assert found.config == make_strategy(spec)
     assert (found.config.lockstep, found.config.elastic) == (True, elastic)
@@ -60,7 +60,7 @@ def test_the_strategy_decides_on_servers_and_keys() -> None:
     assert not replace(found, trust_network=True).needs_keys
 
 
-def test_nothing_is_given_up_while_a_person_debugs() -> None:
+def test_debugging_has_no_timeouts() -> None:
     parser = argparse.ArgumentParser()
     add_training_flags(parser)
     arguments = parser.parse_args(["--debug", "--stuck-after", "5"])
@@ -81,7 +81,7 @@ def test_restarts_are_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options("--strategy", "single")[0].max_restarts == 5
 
 
-def test_trust_is_a_flag_that_the_run_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trust_network_is_kept_by_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options()[0].trust_network is False
     given, resolved = options("--trust-network")
     assert given.trust_network is True
@@ -107,7 +107,7 @@ def test_workers_are_a_number_or_a_range() -> None:
     assert (again.workers, again.min_workers) == (4, 2)
 
 
-def test_the_batch_is_scaled_by_a_rule_and_from_the_workers_of_the_first_start() -> None:
+def test_scaling_refers_to_the_workers_of_the_first_start() -> None:
     assert options()[0].scaling == Scaling("none", 2)
     given, resolved = options("--scale-batch", "linear", "--workers", "3")
     assert given.scaling == Scaling("linear", reference=3, warmup=100)
@@ -133,6 +133,6 @@ def test_the_batch_is_scaled_by_a_rule_and_from_the_workers_of_the_first_start()
         (["--scale-batch", "linear", "--strategy", "ps:ssp"], "--strategy ps:sync --scale-batch l"),
     ],
 )
-def test_a_batch_that_can_not_be_scaled_so(flags: list[str], complaint: str) -> None:
+def test_invalid_scaling_is_refused(flags: list[str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         options(*flags)

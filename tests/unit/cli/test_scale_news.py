@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def test_it_tells_once_that_there_is_no_room(
+def test_missing_slots_are_reported_once(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = noticed("another worker will start as soon as there are free slots")
@@ -49,15 +49,13 @@ def test_it_tells_once_that_there_is_no_room(
     ]
 
 
-def test_somebody_else_who_asks_later_counts(run: RunFolder) -> None:
+def test_a_later_request_replaces_ours(run: RunFolder) -> None:
     news = [answered(5), view("a", "b", "c"), answered(1)]
     with pytest.raises(UsageError, match="request for 5 workers was replaced: asked for 1 worker"):
         _wait(run, 5, iter(news))
 
 
-def test_what_was_asked_or_refused_before_is_not_ours(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_earlier_requests_are_ignored(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     news = [
         view("a", "b"),
         answered(99, why="they would share a global batch of 64"),
@@ -68,10 +66,10 @@ def test_what_was_asked_or_refused_before_is_not_ours(
     assert capsys.readouterr().out.splitlines() == ["asked for 2 workers", "2 workers: a, b"]
 
 
-def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
+def test_the_result_is_printed_even_if_it_was_reached_before_reading(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fewer workers are there at once: the view is in the file when the answer is read from it."""
+    """With fewer workers, the new view may be in the file before the answer is read."""
     news = _events(run.path / EVENTS)
     with open(run.path / EVENTS, "a") as file:
         for event in (answered(1), view("worker-0")):
@@ -80,7 +78,7 @@ def test_the_last_line_comes_also_when_all_is_over_before_it_is_read(
     assert capsys.readouterr().out.splitlines() == ["asked for 1 worker", "1 worker: worker-0"]
 
 
-def test_a_view_before_the_answer_is_not_ours(
+def test_a_view_before_the_answer_counts_once_answered(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     news = [view("a", "b"), view("a", "b", "c"), answered(3)]
@@ -88,6 +86,6 @@ def test_a_view_before_the_answer_is_not_ours(
     assert capsys.readouterr().out.splitlines() == ["asked for 3 workers", "3 workers: a, b, c"]
 
 
-def test_a_refusal_of_ours_is_an_error(run: RunFolder) -> None:
+def test_a_refused_request_is_an_error(run: RunFolder) -> None:
     with pytest.raises(UsageError, match="and refused: there is only one"):
         _wait(run, 9, iter([answered(9, why="there is only one")]))

@@ -1,4 +1,4 @@
-"""`show` and `list`: runs that have finished, train now, were killed, or are of an older version."""
+"""`show` and `list` of runs that have finished, are training, were killed, or are of an older version."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_steps_after_the_checkpoint_that_was_resumed_from_are_void(tmp_path: Pat
     assert (quick.losses, quick.evaluations) == ([], history.evaluations)
 
 
-def test_list_sorts_and_tells_what_was_changed(
+def test_list_sorts_and_shows_changed_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -58,7 +58,7 @@ def test_without_on_there_is_no_cluster() -> None:
         find_cluster(resolved(on="envi"))
 
 
-def test_nothing_in_the_environment_says_who_this_is() -> None:
+def test_an_environment_without_a_cluster_is_refused() -> None:
     with pytest.raises(ManyhandsError, match="torchrun"):
         find_cluster(resolved(on="env"))
 
@@ -92,7 +92,7 @@ def test_over_hosts_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environ")
-def test_inside_a_host_the_user_is_key_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_a_host_no_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     cluster = find_cluster(resolved(on="env"))
     assert cluster is not None
@@ -102,7 +102,7 @@ def test_inside_a_host_the_user_is_key_enough(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("environ")
-def test_slots_are_those_of_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_apply_to_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_KEY", KEY)
     cluster = find_cluster(resolved(on="env", slots=4))
     assert cluster is not None
@@ -121,7 +121,7 @@ def test_a_cluster_file_means_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert cluster.spec.me.name == "b"
 
 
-def test_workers_fill_the_slots_that_servers_leave() -> None:
+def test_workers_fill_the_remaining_slots() -> None:
     assert options(tf_config(3, 0)).workers == 3
     assert options(tf_config(3, 0), strategy="single").workers == 1
     dedicated = "ps:sync(placement=dedicated,servers=1)"

@@ -52,7 +52,7 @@ def test_a_jobs_own_weights_count(make_job: Any) -> None:
     assert metrics["loss"] == pytest.approx(float((weights * weights).sum() / weights.sum()))
 
 
-def test_nothing_is_learned_and_modes_stay(make_job: Any) -> None:
+def test_evaluation_changes_neither_weights_nor_modes(make_job: Any) -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     model[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""From positions to batches: the same samples whichever way they are gathered, and by whom."""
+"""From positions to batches: the same samples, however and wherever they are gathered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 23
 
 
 class Plain:
-    """A map-style dataset with nothing but what must be; each sample knows its number."""
+    """A minimal map-style dataset; each sample contains its index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -33,7 +33,7 @@ class Plain:
 
 
 class Drawing(Plain):
-    """Augmented with every generator that people use."""
+    """Augmented with the generators of Python, NumPy and torch."""
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -56,7 +56,7 @@ def used(job: Job, dataset: Any, *ranges: Range, epoch: int = 0) -> list[int]:
     return [int(y) // 10 for (_, ys), _ in batches for y in ys]
 
 
-def test_every_epoch_is_another_permutation_and_the_same_for_a_seed(make_job: Any) -> None:
+def test_permutations_differ_by_epoch_and_repeat_by_seed(make_job: Any) -> None:
     whole = (0, SAMPLES)
     orders = [used(make_job(seed=5), Plain(), whole, epoch=epoch) for epoch in range(4)]
     assert all(sorted(order) == list(range(SAMPLES)) for order in orders)
@@ -73,7 +73,7 @@ def test_every_epoch_is_another_permutation_and_the_same_for_a_seed(make_job: An
 @pytest.mark.parametrize(
     "dataset", [Arrays(*tensors()), TensorDataset(*tensors()), Subset(Plain(), range(SAMPLES))]
 )
-def test_gathered_at_once_or_one_by_one(make_job: Any, dataset: Any) -> None:
+def test_gathering_at_once_equals_gathering_one_by_one(make_job: Any, dataset: Any) -> None:
     indices = torch.tensor([4, 0, 22, 4])
     fast = gather(make_job(), dataset, indices, 0)
     slow = gather(make_job(), Plain(), indices, 0)
@@ -89,7 +89,7 @@ def test_a_jobs_own_collate_is_respected(make_job: Any, dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("base", [Arrays, TensorDataset])
-def test_a_subclass_that_augments_is_not_passed_by(make_job: Any, base: Any) -> None:
+def test_a_subclass_that_augments_is_not_bypassed(make_job: Any, base: Any) -> None:
     class Doubled(base):  # type: ignore[misc]
         def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
             return tuple(2 * value for value in super().__getitem__(index))
@@ -106,7 +106,7 @@ def test_an_attribute_called_batch_is_not_a_way_to_gather(make_job: Any) -> None
     assert gather(make_job(), Odd(), torch.tensor([3]), 0)[1].tolist() == [30]
 
 
-def test_a_dataset_that_gives_many_samples_is_asked_once(make_job: Any) -> None:
+def test_a_dataset_with_getitems_is_called_once_per_batch(make_job: Any) -> None:
     asked = []
 
     class Many(Plain):
@@ -118,7 +118,7 @@ def test_a_dataset_that_gives_many_samples_is_asked_once(make_job: Any) -> None:
     assert asked == [[3, 1]]
 
 
-def test_augmentation_depends_on_the_place_in_the_epoch_alone(make_job: Any) -> None:
+def test_augmentation_depends_only_on_sample_and_epoch(make_job: Any) -> None:
     job = make_job()
     feed = Feed(job, Drawing(), device="cpu")
     first = feed.share(Portion(1, 0, 8, ((4, 8),))).batches[0][0][0]
@@ -156,7 +156,7 @@ def test_micro_batches_cut_a_share_into_equal_parts(
     assert used(job, Plain(), *ranges) == wanted
 
 
-def test_a_share_of_nothing_is_one_sample_that_counts_for_none(make_job: Any) -> None:
+def test_an_empty_share_is_one_sample_of_weight_zero(make_job: Any) -> None:
     for dataset in (Plain(), Arrays(*tensors())):
         got = share(make_job(accumulate=3), dataset)
         ((batch, count),) = got.batches
@@ -192,13 +192,13 @@ def test_the_wrong_dataset(make_job: Any, dataset: Any, says: str) -> None:
         check_dataset(make_job(), "data", dataset)
 
 
-def test_a_list_will_do(make_job: Any) -> None:
+def test_a_list_is_a_dataset(make_job: Any) -> None:
     check_dataset(make_job(), "eval_data", [(1.0, 2)])
     batch = gather(make_job(), [(1.0, 2), (3.0, 4)], torch.tensor([1]), 0)
     assert [value.tolist() for value in batch] == [[3.0], [4]]
 
 
-def test_a_share_knows_which_part_it_is(make_job: Any) -> None:
+def test_a_share_has_its_part(make_job: Any) -> None:
     job = make_job()
     share = Feed(job, job.data(), device="cpu").share(Portion(3, 1, 8, ((4, 8),), part=2))
     assert (share.step, share.epoch, share.samples, share.total, share.part) == (3, 1, 4, 8, 2)

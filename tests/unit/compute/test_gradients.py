@@ -1,4 +1,4 @@
-"""One worker's part of a step: however it is cut, the gradient is that of the global mean."""
+"""One worker's part of a step: however it is divided, the gradient is that of the global mean."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_micro_batch_but_the_last_is_local(make_job: Any) -> None:
     assert entered == ["in"] * 3
 
 
-def test_a_share_of_nothing_gives_zeros_and_teaches_nothing(make_job: Any) -> None:
+def test_an_empty_share_gives_zero_gradients(make_job: Any) -> None:
     def normed(self: Any) -> nn.Module:
         net = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
         net[1].eval()
@@ -121,8 +121,8 @@ def test_a_share_of_nothing_gives_zeros_and_teaches_nothing(make_job: Any) -> No
     assert [module.training for module in train_state.model] == [True, False, True, True]
 
 
-def test_with_own_weights_a_share_of_nothing_still_adds_up_with_the_others(make_job: Any) -> None:
-    """The sum is a collective: whoever left it out would leave its peers waiting."""
+def test_with_own_weights_an_empty_share_joins_the_sum(make_job: Any) -> None:
+    """The sum is a collective: a worker that skipped it would leave its peers waiting."""
     asked = []
     ((train_state, share), _) = parts_of(make_job(loss=weighted_loss, weight=weight_of), [0])
     weight, _ = gradients(train_state, share, total=lambda mine: asked.append(float(mine)) or 9.0)

@@ -1,4 +1,4 @@
-"""The compiler of torch is loaded when somebody compiles, and does then what it always does."""
+"""torch's compiler is loaded on first use, and works as usual."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def say(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_optimizers_do_not_load_it() -> None:
+def test_optimizers_do_not_load_dynamo() -> None:
     assert say("print(loaded())") == "False"
 
 
-def test_whoever_compiles_gets_the_real_one() -> None:
+def test_compiling_loads_the_real_dynamo() -> None:
     code = """
 compiled = torch.compile(model, backend="eager")
 assert torch.equal(compiled(torch.ones(2, 3)), model(torch.ones(2, 3)))
@@ -59,7 +59,7 @@ print((model.weight != before).all().item())
     assert say(code) == "True"
 
 
-def test_one_that_is_there_stays() -> None:
+def test_a_loaded_dynamo_is_kept() -> None:
     code = """
 import torch._dynamo
 real = torch._dynamo.config and sys.modules["torch._dynamo"]

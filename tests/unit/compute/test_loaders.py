@@ -136,7 +136,7 @@ def test_loaders_die_with_their_worker_and_leave_nothing(tmp_path: Path) -> None
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_what_was_expected_and_forgotten_does_not_come(tmp_path: Path) -> None:
+def test_forgotten_portions_are_not_returned(tmp_path: Path) -> None:
     reference = job_file(tmp_path)
     job = load_job(reference, {})
     portions = [Portion(i, 0, 4, ((4 * i, 4 * i + 4),)) for i in range(4)]
@@ -225,7 +225,7 @@ def test_a_batch_that_always_kills_its_loader_is_an_error_that_mentions_memory(o
     assert len(notes) == 2
 
 
-def test_what_the_data_set_raises_is_raised_here_with_its_traceback(odd: str) -> None:
+def test_exceptions_of_the_dataset_are_raised_with_their_traceback(odd: str) -> None:
     with loaded(odd, "raises", []) as loaders:
         with pytest.raises(FileNotFoundError, match=r"sample-5\.png") as caught:
             loaders.submit(0, torch.tensor([5])).result(timeout=60)
@@ -237,7 +237,7 @@ def test_what_the_data_set_raises_is_raised_here_with_its_traceback(odd: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_batches_travel_as_they_are(dtype: torch.dtype) -> None:
+def test_batches_are_unchanged_by_sending(dtype: torch.dtype) -> None:
     whole = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(dtype)
     parameter = torch.nn.Parameter(torch.ones(2))
     sent = {

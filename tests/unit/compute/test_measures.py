@@ -1,4 +1,4 @@
-"""What a job logs: weighted as the loss is, in a step and in an evaluation, and nowhere else."""
+"""Logged values are weighted like the loss, in steps and in evaluations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_mean_over_micro_batches_and_workers(make_job: Any) -> None:
         head = (1, float(report.weight), 0.0, 0.1, 0.1, 0.1, 0.0, 0)
         gathering.add(workers[report.part], StepRow(*head, part=report.part, measures=measures))
     (step,) = gathering.committed()
-    assert step.measures == {"inputs": pytest.approx((3 * 1 + 2 + 4 * 5 + 2 * 1) / 10)}
+    assert step.event.measures == {"inputs": pytest.approx((3 * 1 + 2 + 4 * 5 + 2 * 1) / 10)}
 
 
 def test_the_jobs_own_weights_count(make_job: Any) -> None:
@@ -67,7 +67,7 @@ def test_the_jobs_own_weights_count(make_job: Any) -> None:
     assert means([sums]) == {"inputs": pytest.approx((12 * 1 + 8 * 2) / 20)}
 
 
-def test_an_evaluation_has_it_among_its_metrics(make_job: Any) -> None:
+def test_logged_values_are_metrics_of_an_evaluation(make_job: Any) -> None:
     job = logging(make_job, batch_size=4, metrics=lambda self, output, batch: {"one": 1.0})
     inputs = torch.arange(6.0).unsqueeze(1).expand(-1, 4)
     data = torch.utils.data.TensorDataset(inputs, torch.ones(6, 2))
@@ -81,12 +81,12 @@ def test_an_evaluation_has_it_among_its_metrics(make_job: Any) -> None:
     assert means([found["sums"]])["one"] == 1.0
 
 
-def test_elsewhere_it_does_nothing(make_job: Any) -> None:
+def test_log_does_nothing_outside_of_training(make_job: Any) -> None:
     job = logging(make_job, name=None, value="nonsense")
     assert job.loss(torch.ones(3, 2), batch(1.0, 3)).item() == 0.0
 
 
-def test_a_parameter_is_logged_as_it_was(make_job: Any) -> None:
+def test_a_logged_parameter_keeps_its_value(make_job: Any) -> None:
     scale = nn.Parameter(torch.tensor(3.0))
     report = trained(logging(make_job, value=scale), batch(1.0, 2))
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_mistakes_are_found_before_training(
         rehearse(train_state, Share(0, 0, 2, 2, [(batch(1.0, 2), 2)], 0))
 
 
-def test_tensorboard_shows_it() -> None:
+def test_measures_are_on_tensorboard() -> None:
     event = StepCommitted(
         step=1, epoch=0, samples=4, shares={}, loss=1.0, lr=0.1, step_s=0.1, compute_s=None, wait_s=None,
         bytes_sent=0, measures={"penalty": 0.25},

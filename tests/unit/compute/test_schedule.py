@@ -1,4 +1,4 @@
-"""How a resumed run goes on with its learning rate: the same, another one, or over more steps."""
+"""The learning rate of a resumed run: unchanged, another one, or over more steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def resumed(
     old: bool = False,
     **how: Any,
 ) -> TrainState:
-    """A trainee that goes on from what was saved after `at` steps; `old`: by an earlier version."""
+    """Resume from what was saved after `at` steps; `old`: by an earlier version."""
     train_state = build(make_job, schedule, **how)
     state = copy.deepcopy(saved)
     if old:
@@ -85,7 +85,7 @@ def weights(train_state: TrainState) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_nothing_changed_is_bit_equal(make_job: Any, name: str, old: bool) -> None:
+def test_an_unchanged_job_resumes_bit_for_bit(make_job: Any, name: str, old: bool) -> None:
     whole = build(make_job, SCHEDULES[name])
     rates = train(whole, 10)
     first = build(make_job, SCHEDULES[name])
@@ -98,8 +98,10 @@ def test_nothing_changed_is_bit_equal(make_job: Any, name: str, old: bool) -> No
 
 @pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_another_rate_goes_on_where_the_schedule_was(make_job: Any, name: str, old: bool) -> None:
-    """With the saved moments, in every group, and for whoever holds blocks of the model."""
+def test_another_rate_continues_at_the_position_of_the_schedule(
+    make_job: Any, name: str, old: bool
+) -> None:
+    """With the saved moments, in every group, also on servers."""
     first = build(make_job, SCHEDULES[name])
     train(first, 4)
     whole = train(build(make_job, SCHEDULES[name], lr=0.5), 10)
@@ -140,7 +142,7 @@ def test_other_settings_of_the_optimizer_apply_too(make_job: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_more_steps_need_a_word(make_job: Any, name: str) -> None:
+def test_more_steps_need_a_choice(make_job: Any, name: str) -> None:
     schedule = SCHEDULES[name]
     first = build(make_job, schedule)
     train(first, 10)
@@ -179,7 +181,7 @@ def test_more_steps_need_a_word(make_job: Any, name: str) -> None:
     assert train(faster, 6) == pytest.approx([2 * rate for rate in longer[10:]])
 
 
-def test_a_schedule_that_does_not_depend_on_the_steps_needs_none(make_job: Any) -> None:
+def test_a_schedule_independent_of_the_steps_needs_no_choice(make_job: Any) -> None:
     def steps(o: Any, n: int) -> Any:
         return lr_scheduler.StepLR(o, 4, gamma=0.5)
 
@@ -194,7 +196,7 @@ def test_a_schedule_that_does_not_depend_on_the_steps_needs_none(make_job: Any) 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_fewer_steps_cut_it_off(make_job: Any, name: str) -> None:
+def test_fewer_steps_truncate_the_schedule(make_job: Any, name: str) -> None:
     whole = train(build(make_job, SCHEDULES[name]), 10)
     first = build(make_job, SCHEDULES[name])
     train(first, 4)
@@ -209,6 +211,6 @@ def test_a_schedule_that_would_fail_before_the_end_is_refused(make_job: Any) -> 
         build(make_job, lambda o, n: lr_scheduler.OneCycleLR(o, 1.0, total_steps=5))
 
 
-def test_a_plan_goes_through_json(make_job: Any) -> None:
+def test_a_plan_survives_json(make_job: Any) -> None:
     first = build(make_job, SCHEDULES["onecycle"])
     assert json.loads(json.dumps(first.schedule_state)) == first.schedule_state

@@ -1,4 +1,4 @@
-"""A schedule that counts epochs is noticed at the start, and one that counts steps is not."""
+"""Schedules that expect one step per epoch give a hint; others give none."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def notes(make_job: Any, schedule: Any, *, epochs: int = EPOCHS, steps: int = ST
         ),
     ],
 )
-def test_epochs(make_job: Any, schedule: Any, says: str) -> None:
+def test_schedules_for_epochs_give_a_hint(make_job: Any, schedule: Any, says: str) -> None:
     (note,) = notes(make_job, schedule)
     assert note.startswith(says) or says in note
 
@@ -84,18 +84,18 @@ def test_epochs(make_job: Any, schedule: Any, says: str) -> None:
         lambda o, n: lr_scheduler.LambdaLR(o, lambda step: 1 - step / n),
     ],
 )
-def test_steps(make_job: Any, schedule: Any) -> None:
+def test_schedules_for_steps_give_no_hint(make_job: Any, schedule: Any) -> None:
     assert notes(make_job, schedule) == []
 
 
-def test_where_an_epoch_is_one_step_both_are_the_same(make_job: Any) -> None:
+def test_no_hint_if_an_epoch_is_one_step(make_job: Any) -> None:
     assert notes(make_job, lr_scheduler.CosineAnnealingLR, epochs=90, steps=90) == []
     cosine = lambda o, n: lr_scheduler.CosineAnnealingLR(o, 90)  # noqa: E731
     assert notes(make_job, cosine, epochs=90, steps=90) == []
 
 
-def test_a_rate_that_is_gone_long_before_the_end(make_job: Any) -> None:
-    """The step size is more than the epochs, and still far too small for so many steps."""
+def test_a_rate_that_vanishes_early_gives_a_hint(make_job: Any) -> None:
+    """The step size is larger than the number of epochs, but far too small for the number of steps."""
     (note,) = notes(
         make_job, lambda o, n: lr_scheduler.StepLR(o, step_size=30), epochs=10, steps=250
     )

@@ -1,4 +1,4 @@
-"""Seeds: from what random numbers are for, the same everywhere, different for everything else."""
+"""Seeds depend on the purpose of a draw and nothing else."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ part = st.one_of(st.integers(-(2**40), 2**40), st.text(max_size=5))
 
 
 @given(st.lists(part, max_size=4), st.lists(part, max_size=4))
-def test_a_seed_is_of_all_its_parts(first: list[int | str], second: list[int | str]) -> None:
+def test_a_seed_depends_on_all_parts(first: list[int | str], second: list[int | str]) -> None:
     assert 0 <= derive(*first) < 2**63
     assert (derive(*first) == derive(*second)) == (first == second)
 
 
 def test_a_seed_is_the_same_in_every_process() -> None:
-    """Python's own hash() of a text is not."""
+    """Unlike Python's own hash() of a string."""
     code = "from manyhands.compute.seeds import derive; print(derive(3, 'epoch', 7))"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -1,4 +1,4 @@
-"""What a job's methods return is checked, and a mistake is named by the method that made it."""
+"""Results of a job's methods are checked, and errors name the method."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_frozen_model_has_nothing_to_train(make_job: Any) -> None:
         train_state(job)
 
 
-def test_a_plateau_schedule_is_refused_for_it_wants_a_metric(make_job: Any) -> None:
+def test_a_plateau_schedule_is_refused(make_job: Any) -> None:
     job = make_job(schedule=lambda self, optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(JobError, match=r'ReduceLROnPlateau, .* plateau: str = "factor=0.1'):
         train_state(job)
@@ -74,14 +74,14 @@ def test_the_wrong_loss(make_job: Any, answer: Any, says: str) -> None:
     assert "Mine.loss()" in str(caught.value)
 
 
-def test_without_gradients_a_loss_may_be_of_anything(make_job: Any) -> None:
+def test_without_gradients_a_loss_may_be_a_constant(make_job: Any) -> None:
     job = make_job(loss=lambda self, output, batch: output.argmax(-1).float().mean())
     with torch.no_grad():
         loss, _ = job_loss(job, nn.Linear(4, 2), BATCH)
     assert loss.dim() == 0
 
 
-def test_a_model_is_of_its_seed_alone(make_job: Any) -> None:
+def test_a_model_depends_only_on_its_seed(make_job: Any) -> None:
     first = train_state(make_job(seed=3)).model.state_dict()
     torch.rand(5)
     again, other = train_state(make_job(seed=3)).model, train_state(make_job(seed=4)).model
@@ -89,7 +89,7 @@ def test_a_model_is_of_its_seed_alone(make_job: Any) -> None:
     assert not torch.equal(first["weight"], other.state_dict()["weight"])
 
 
-def test_the_optimizer_gets_what_can_be_trained(make_job: Any) -> None:
+def test_the_optimizer_gets_the_trainable_parameters(make_job: Any) -> None:
     def model(self: Any) -> nn.Module:
         net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         net[0].requires_grad_(False)
@@ -173,7 +173,7 @@ def test_a_second_argument_with_a_default_is_not_the_model(make_job: Any) -> Non
     assert train_state(make_job(optimizer=optimizer)).lr == 0.7
 
 
-def test_update_clips_steps_schedules_and_forgets(make_job: Any) -> None:
+def test_update_clips_and_steps_and_clears_gradients(make_job: Any) -> None:
     def schedule(self: Any, optimizer: Any, num_steps: int) -> Any:
         return lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
@@ -189,10 +189,8 @@ def test_update_clips_steps_schedules_and_forgets(make_job: Any) -> None:
 
 
 @pytest.mark.parametrize("anneal", [lr_scheduler.StepLR, lr_scheduler.ExponentialLR])
-def test_a_factor_holds_for_one_step_and_leaves_the_schedule_alone(
-    make_job: Any, anneal: Any
-) -> None:
-    """Also of one that makes the next learning rate out of the last."""
+def test_a_factor_applies_to_one_step_and_not_to_the_schedule(make_job: Any, anneal: Any) -> None:
+    """Also for a schedule that computes the next learning rate from the last."""
 
     def schedule(self: Any, optimizer: Any, num_steps: int) -> Any:
         how = {"step_size": 1} if anneal is lr_scheduler.StepLR else {}
@@ -219,7 +217,7 @@ def test_a_factor_holds_for_one_step_and_leaves_the_schedule_alone(
     rule=st.sampled_from(["linear", "sqrt"]),
     reference=st.integers(1, 3),
 )
-def test_one_cycle_is_over_when_the_training_is_whatever_the_batches(
+def test_one_cycle_ends_with_the_training_for_any_batch_size(
     worlds: dict[int, int], rule: str, reference: int
 ) -> None:
     plan_config = PlanConfig(23, 3, 2, has_eval=False, scaling=Scaling(rule, reference))
@@ -237,7 +235,7 @@ def test_one_cycle_is_over_when_the_training_is_whatever_the_batches(
     assert one_cycle.last_epoch == total
 
 
-def test_a_model_is_called_as_its_inputs_say() -> None:
+def test_a_model_is_called_with_its_inputs() -> None:
     class Named(nn.Module):
         def forward(self, a: int, b: int = 5) -> tuple[int, int]:
             return a, b
@@ -258,7 +256,7 @@ def test_a_nested_batch_keeps_its_shape() -> None:
     assert (moved["a"][1], moved["b"].y) == ("text", (3, None))
 
 
-def test_evaluating_gives_back_every_mode_also_after_an_error() -> None:
+def test_evaluating_restores_every_mode_even_after_an_error() -> None:
     """A part that the job froze in evaluation mode stays there."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     model[0].eval()

@@ -27,7 +27,7 @@ def test_iteration_ends_at_the_last_sample():
 
 
 @given(st.lists(st.integers(0, 9), max_size=30))
-def test_a_batch_is_the_samples_in_the_order_asked_repeats_included(indices: list[int]):
+def test_a_batch_keeps_the_requested_order_and_repeats(indices: list[int]):
     data = ten()
     rows, labels = data.gather(torch.tensor(indices, dtype=torch.int64))
     assert labels.tolist() == indices
@@ -62,7 +62,7 @@ def test_a_dataloader_reads_it_as_any_dataset(processes: int):
     assert torch.cat([rows for rows, _ in batches]).equal(ten().tensors[0])
 
 
-def test_a_dataloader_asks_once_a_batch_and_not_once_a_sample():
+def test_a_dataloader_calls_once_per_batch():
     class Counting(Arrays):
         asked = 0
 
@@ -75,7 +75,7 @@ def test_a_dataloader_asks_once_a_batch_and_not_once_a_sample():
     assert data.asked == 2
 
 
-def test_repr_tells_what_is_inside():
+def test_repr_shows_the_contents():
     assert repr(ten()) == "Arrays(10 samples of float32(2,), int64())"
 
 
@@ -89,7 +89,7 @@ def test_no_tensor_is_refused_with_what_to_type():
         Arrays()
 
 
-def test_something_else_than_a_tensor_is_refused_with_the_remedy():
+def test_other_types_than_tensors_are_refused_with_the_remedy():
     with pytest.raises(UsageError, match=r"argument 1 is a ndarray.*torch\.as_tensor"):
         Arrays(torch.zeros(3), np.zeros(3))
 

@@ -1,4 +1,4 @@
-"""Text: words are counted once however the file is cut, and the ids say what the text says."""
+"""Text: words are counted once however the file is divided, and the ids represent the text."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_ranges_count_every_word_once(tmp_path: Path, text: str, data: st.DataOb
     assert total == Counter((text + "x").split())
 
 
-def test_words_cross_the_blocks_a_file_is_read_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_may_cross_block_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 7)
     text = "eins zwei drei vierundzwanzig f\u00fcnf\u2003sechs\nsieben acht " * 9
     path = write(tmp_path, text)
@@ -88,7 +86,7 @@ def pairs(vocabulary: Vocabulary) -> list[tuple[str, int]]:
     return list(zip(vocabulary.words, vocabulary.counts.tolist(), strict=True))
 
 
-def test_a_vocabulary_is_in_one_order_whatever_came_first() -> None:
+def test_the_order_of_a_vocabulary_is_fixed() -> None:
     counts = {"b": 3, "a": 3, "rare": 1, "c": 9, "d": 2}
     vocabulary = Vocabulary.of(counts, min_count=2, max_words=3)
     assert vocabulary.words == ("c", "a", "b")
@@ -98,7 +96,7 @@ def test_a_vocabulary_is_in_one_order_whatever_came_first() -> None:
     assert pairs(reordered) == pairs(vocabulary)
 
 
-def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_vocabulary_survives_saving(tmp_path: Path) -> None:
     vocabulary = Vocabulary.of({"f\u00fcr": 7, "a\x1cb": 2, "x": 2}, min_count=1)
     vocabulary.save(tmp_path / "words.txt")
     assert pairs(Vocabulary.load(tmp_path / "words.txt")) == pairs(vocabulary)
@@ -107,7 +105,7 @@ def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
         Vocabulary.load(tmp_path / "words.txt")
 
 
-def test_common_words_are_thinned_out_by_the_formula() -> None:
+def test_frequent_words_are_subsampled_by_the_formula() -> None:
     vocabulary = Vocabulary(("the", "of", "cat"), np.array([9_000, 900, 100]))
     keep = vocabulary.keep_probability(0.01)
     # sample * total is 100: (sqrt(90) + 1) / 90, (sqrt(9) + 1) / 9, and no more than 1.
@@ -117,7 +115,7 @@ def test_common_words_are_thinned_out_by_the_formula() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=40))
-def test_an_alias_table_holds_the_weights_it_was_made_of(weights: list[float]) -> None:
+def test_an_alias_table_represents_its_weights(weights: list[float]) -> None:
     table = alias_table(np.array(weights))
     own = (table >> np.uint64(32)).astype(np.float64) / 2**32
     held = own.copy()
@@ -133,9 +131,7 @@ def test_an_alias_table_holds_the_weights_it_was_made_of(weights: list[float]) -
         ("\n\na\n\n \nb zz\nzz\na\n", [0, -1, 1, -1, 0]),  # none for empty or unknown lines
     ],
 )
-def test_sentences_end_between_lines_that_have_words(
-    tmp_path: Path, text: str, ids: list[int]
-) -> None:
+def test_sentences_end_between_lines_with_words(tmp_path: Path, text: str, ids: list[int]) -> None:
     vocabulary = Vocabulary(("a", "b", "c"), np.array([3, 2, 1]))
     count = encode(write(tmp_path, text), vocabulary, tmp_path / "ids")
     found = np.fromfile(tmp_path / "ids", np.int32)
@@ -146,7 +142,7 @@ def test_sentences_end_between_lines_that_have_words(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=300), st.integers(4, 40))
-def test_a_corpus_is_cut_into_pieces_that_make_the_whole(
+def test_the_samples_of_a_corpus_are_the_whole_text(
     tmp_path: Path, ids: list[int], chunk: int
 ) -> None:
     np.array(ids, np.int32).tofile(tmp_path / "ids")
@@ -172,7 +168,7 @@ def test_a_corpus_is_cut_at_a_sentence_end_nearby(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
 def test_processes_prepare_a_text_together(tmp_path: Path, name: str) -> None:
-    """Three at once, of which one is killed on the way: the others have the same, and whole."""
+    """Three at once, one of which is killed: the others get the same complete result."""
     text = ("the cat sat on the mat\n" * 40_000 + "dogs sit too\n" * 3).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
@@ -197,7 +193,7 @@ def test_processes_prepare_a_text_together(tmp_path: Path, name: str) -> None:
     processes[0].communicate(timeout=10)
 
 
-def test_a_second_run_finds_the_result_unless_something_changed(tmp_path: Path) -> None:
+def test_prepared_text_is_reused_unless_something_changed(tmp_path: Path) -> None:
     path = write(tmp_path, "a b a b c c\n")
     _, first = prepare(path, tmp_path / "cache", min_count=1)
     made = first.stat().st_mtime_ns
@@ -223,14 +219,14 @@ def test_a_second_run_finds_the_result_unless_something_changed(tmp_path: Path) 
         (b"x" * 1_100_000, "a word of more than"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+def test_files_that_are_not_text_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(DataError, match=says):
         prepare(path, tmp_path / "cache", min_count=1)
 
 
-def test_a_file_that_is_not_there_or_not_allowed(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         prepare(tmp_path / "none.txt", tmp_path / "cache")
     with pytest.raises(DataError, match="is a folder"):
@@ -243,7 +239,7 @@ def test_a_file_that_is_not_there_or_not_allowed(tmp_path: Path) -> None:
         prepare(path, tmp_path / "cache")
 
 
-def test_settings_that_leave_nothing(tmp_path: Path) -> None:
+def test_settings_that_leave_no_words_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "a a a b b c")
     says = "the commonest comes 3 times, the second 2 times. Ask for less: --set min_count=2"
     with pytest.raises(UsageError, match=says):

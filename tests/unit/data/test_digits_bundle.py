@@ -36,7 +36,7 @@ def test_the_splits_share_no_sample_and_together_are_the_bundle():
     assert sorted(image.tolist() for image in ours) == sorted(theirs.tolist())
 
 
-def test_the_split_is_the_same_on_every_machine_and_for_ever():
+def test_the_split_never_changes():
     pixels = digits("test").tensors[0].mul(16).to(torch.uint8)
     digest = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
     assert digest == "3c05733c55d710109b9a1878ea98f552bb9d33485cd2bddb57cbade1c3c55d6d"

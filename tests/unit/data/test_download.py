@@ -66,14 +66,14 @@ def test_files_arrive_whole_and_nothing_else_is_left(files, mirror, tmp_path, ca
     assert len(lines) == 2
 
 
-def test_what_is_there_is_not_fetched_again(files, mirror, tmp_path):
+def test_existing_files_are_not_fetched_again(files, mirror, tmp_path):
     (tmp_path / "a.gz").write_bytes(A)
     get(files, tmp_path, mirror)
     get(files, tmp_path, mirror)
     assert mirror.requests == {"b.gz": 1}
 
 
-def test_the_second_mirror_serves_what_the_first_does_not(files, mirror, make_mirror, tmp_path):
+def test_the_second_mirror_is_tried_if_the_first_fails(files, mirror, make_mirror, tmp_path):
     other = make_mirror()
     other.files = {"a.gz": A}
     get(files, tmp_path, other, mirror)
@@ -81,7 +81,7 @@ def test_the_second_mirror_serves_what_the_first_does_not(files, mirror, make_mi
     assert mirror.requests == {"b.gz": 1}
 
 
-def test_a_wrong_checksum_is_never_kept_and_the_next_mirror_is_asked(
+def test_a_file_with_a_wrong_checksum_is_dropped_and_the_next_mirror_tried(
     files, mirror, make_mirror, tmp_path
 ):
     wrong = make_mirror()
@@ -154,7 +154,7 @@ def _garbage(handler) -> None:
         (_garbage, "BadStatusLine"),
     ],
 )
-def test_a_misbehaving_mirror_is_told_and_left(trick, reason, files, mirror, tmp_path):
+def test_a_misbehaving_mirror_is_reported_and_skipped(trick, reason, files, mirror, tmp_path):
     mirror.tricks["a.gz"] = trick
     begin = time.monotonic()
     with pytest.raises(DataError, match=reason):
@@ -163,7 +163,7 @@ def test_a_misbehaving_mirror_is_told_and_left(trick, reason, files, mirror, tmp
     assert names(tmp_path) == {LOCK_NAME}
 
 
-def test_a_folder_that_cannot_be_made(files, mirror, tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported(files, mirror, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"Toys can't be stored in .*file/folder.*\nDo this\."):
         get(files, tmp_path / "file" / "folder", mirror)
@@ -203,7 +203,7 @@ def test_two_processes_at_once_fetch_each_file_once(start, files, mirror, tmp_pa
     assert names(tmp_path) == {"a.gz", "b.gz", LOCK_NAME}
 
 
-def test_a_waiter_takes_over_from_a_killed_downloader(start, files, mirror, tmp_path):
+def test_a_waiting_process_takes_over_from_a_killed_one(start, files, mirror, tmp_path):
     first, second = race(start, files, mirror, tmp_path)
     first.send_signal(signal.SIGKILL)
     assert first.wait(DEADLINE_S) == -signal.SIGKILL
@@ -213,7 +213,7 @@ def test_a_waiter_takes_over_from_a_killed_downloader(start, files, mirror, tmp_
     assert names(tmp_path) == {"a.gz", "b.gz", LOCK_NAME}
 
 
-def test_a_waiter_reports_the_failure_it_waited_for_and_a_later_call_tries_anew(
+def test_a_waiting_process_reports_the_failure_and_a_later_call_retries(
     start, files, mirror, tmp_path
 ):
     mirror.files.clear()
@@ -228,7 +228,7 @@ def test_a_waiter_reports_the_failure_it_waited_for_and_a_later_call_tries_anew(
     assert (tmp_path / "a.gz").read_bytes() == A
 
 
-def test_waiting_for_another_process_has_an_end(start, files, mirror, tmp_path):
+def test_waiting_for_another_process_times_out(start, files, mirror, tmp_path):
     mirror.gate.clear()
     first = launch(start, files, tmp_path, mirror.url)
     wait_for_line(first, "Downloading")
@@ -236,7 +236,7 @@ def test_waiting_for_another_process_has_an_end(start, files, mirror, tmp_path):
         get(files, tmp_path, mirror, lock_s=0.2)
 
 
-def test_a_terminal_shows_a_bar_a_file(start, files, mirror, tmp_path):
+def test_a_terminal_shows_a_bar_per_file(start, files, mirror, tmp_path):
     ours, theirs = os.openpty()
     argument = json.dumps(
         [[(f.name, f.num_bytes, f.sha256) for f in files], str(tmp_path), mirror.url]

@@ -24,7 +24,7 @@ def little_data(tmp_path, small_mnist, monkeypatch):
         ("mnist.py:MnistConv", "MnistConv"),
     ],
 )
-def test_the_parts_of_a_job_fit_on_one_batch(reference, name, examples, little_data):
+def test_the_methods_of_a_job_work_on_one_batch(reference, name, examples, little_data):
     job = load_job(str(examples / reference), {"hidden": "32"})
     assert type(job).__name__ == name
     assert job.monitor == "accuracy"

@@ -56,7 +56,7 @@ def test_the_real_files(real_mnist):
     assert abs(images.std().item() - 1) < 1e-3
 
 
-def test_the_real_files_have_the_checksums_that_downloads_are_held_to(real_mnist, no_data):
+def test_the_real_files_have_the_known_checksums(real_mnist, no_data):
     names = [file.name for file in mnist_files.FILES]
     put(no_data, {name: (real_mnist / name).read_bytes() for name in names})
     assert [(no_data / f.name).stat().st_size for f in mnist_files.FILES] == [
@@ -95,14 +95,14 @@ def test_downloaded_once_into_the_cache(published, mirror, small_mnist, tmp_path
     assert {path.name for path in published.glob("*.gz")} == set(small_mnist)
 
 
-def test_a_cache_half_filled_is_filled(published, mirror, small_mnist):
+def test_an_incomplete_cache_is_completed(published, mirror, small_mnist):
     name = f"{TRAIN_IMAGES}.gz"
     put(published, {name: small_mnist[name]})
     check_small(mnist("train"), 40)
     assert name not in mirror.requests
 
 
-def test_the_cache_is_in_the_home_folder_unless_said_otherwise(tmp_path, monkeypatch):
+def test_the_default_cache_is_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in (None, "", "relative/path"):
         if value is None:
@@ -112,7 +112,7 @@ def test_the_cache_is_in_the_home_folder_unless_said_otherwise(tmp_path, monkeyp
         assert mnist_files.cache_folder() == tmp_path / ".cache" / "manyhands" / "mnist"
 
 
-def test_a_cached_file_with_another_checksum_names_it_and_says_rm(published, small_mnist):
+def test_a_cached_file_with_another_checksum_is_refused_with_rm(published, small_mnist):
     name = "t10k-labels-idx1-ubyte.gz"
     changed = gzip.compress(gzip.decompress(small_mnist[name])[:-1] + b"\x07")
     put(published, {**small_mnist, name: changed})
@@ -138,7 +138,7 @@ def test_without_a_network_the_error_says_what_was_tried_and_what_to_do(
     assert "export MANYHANDS_DATA=/path/to/data" in message
 
 
-def test_what_the_error_tells_to_do_works(published, mirror, small_mnist):
+def test_the_remedy_in_the_error_works(published, mirror, small_mnist):
     mirror.files.clear()
     with pytest.raises(DataError):
         mnist("train")
@@ -162,9 +162,7 @@ def test_images_without_labels_name_what_is_missing(tmp_path, small_mnist, no_da
         mnist("train", folder=put(tmp_path, small_mnist))
 
 
-def test_a_variable_that_is_no_folder_is_a_mistake_and_not_a_reason_to_download(
-    published, mirror, monkeypatch
-):
+def test_an_invalid_data_folder_is_refused_instead_of_downloading(published, mirror, monkeypatch):
     monkeypatch.setenv("MANYHANDS_DATA", "/no/such/folder")
     with pytest.raises(DataError, match=r"MANYHANDS_DATA=/no/such/folder is not a folder"):
         mnist("train")
@@ -226,7 +224,7 @@ def test_a_file_that_cannot_be_read(where, tmp_path, small_mnist, published):
 
 
 @given(data=st.data(), zipped=st.booleans())
-def test_no_part_of_a_file_passes_for_the_whole(tmp_path_factory, data, zipped):
+def test_truncated_files_are_refused(tmp_path_factory, data, zipped):
     whole = idx(2049, 30, body=bytes(range(30)))
     whole = gzip.compress(whole) if zipped else whole
     length = data.draw(st.integers(0, len(whole) - 1))
@@ -239,7 +237,7 @@ def test_no_part_of_a_file_passes_for_the_whole(tmp_path_factory, data, zipped):
 @given(
     content=st.binary(max_size=100), start=st.sampled_from([b"", b"\x1f\x8b\x08", b"\0\0\x08\x01"])
 )
-def test_garbage_is_refused_or_read_and_never_crashes(tmp_path_factory, content, start):
+def test_garbage_never_crashes(tmp_path_factory, content, start):
     path = tmp_path_factory.getbasetemp() / "garbage"
     path.write_bytes(start + content)
     try:

@@ -1,4 +1,4 @@
-"""The counting job tells a lost sample, and one that counted twice, from those that counted once."""
+"""The counting job detects lost samples and samples that counted twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.testing.counting import FAR_APART, Counting, check_counts
 
 
 def counted(order: list[int], *, epochs: int = 2) -> dict[str, Any]:
-    """What a checkpoint would hold after training alone on the samples in this order."""
+    """Return the state of a checkpoint after training on the samples in this order."""
     job = Counting(samples=32, batch_size=8, width=4, tables=False)
     model = job.model()
     optimizer = job.optimizer(model.parameters())
@@ -28,7 +28,7 @@ def counted(order: list[int], *, epochs: int = 2) -> dict[str, Any]:
     }
 
 
-def test_every_sample_once_an_epoch() -> None:
+def test_every_sample_once_per_epoch() -> None:
     check_counts(counted(list(range(32))[::-1]), epochs=2, samples=32)
 
 
@@ -39,7 +39,7 @@ def test_a_lost_sample_and_one_that_counted_twice() -> None:
         check_counts(counted(order), epochs=2, samples=32)
 
 
-def test_a_row_that_counted_once_too_often() -> None:
+def test_a_row_that_counted_twice() -> None:
     state = counted(list(range(32)))
     state["tables"]["sparse"]["rows"][3, 1] -= 1
     with pytest.raises(AssertionError, match=r"sparse: 1 samples .* \{3: \[2\.0, 3\.0\]\}"):

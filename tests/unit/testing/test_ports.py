@@ -1,4 +1,4 @@
-"""Ports that tests name before anybody listens there."""
+"""Ports that tests name before anything listens on them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ sys.stdin.read()
 """
 
 
-def test_no_port_is_given_twice_on_this_machine() -> None:
-    """Not by several processes at once, and not by the kernel to whoever asks for any port."""
+def test_no_port_is_reserved_twice() -> None:
+    """Neither by several processes at once, nor by the kernel for port 0."""
     others = [
         subprocess.Popen(
             [sys.executable, "-c", MANY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
