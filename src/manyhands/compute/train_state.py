@@ -237,7 +237,8 @@ def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
     """Return the job's loss of a batch, and the model's output."""
     output = call(model, job.inputs(batch))
     loss = job.loss(output, batch)
-    if isinstance(loss, Tensor) and (anchor := _anchor(model)) is not None:
+    anchor = getattr(getattr(model, "module", model), ANCHOR, None)
+    if isinstance(loss, Tensor) and isinstance(anchor, Tensor):
         loss = loss + 0.0 * anchor.sum()
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise wrong(job, "loss", "a scalar tensor, the mean over the batch", loss)
@@ -247,11 +248,6 @@ def job_loss(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             "depend on any parameter (was it detached, or computed with argmax, .item() or NumPy?)."
         )
     return loss, output
-
-
-def _anchor(model: nn.Module) -> Tensor | None:
-    anchor = getattr(getattr(model, "module", model), ANCHOR, None)
-    return anchor if isinstance(anchor, Tensor) else None
 
 
 def checked_weight(weight: Any) -> float | Tensor:

@@ -90,7 +90,7 @@ class ChaosRun:
     pids: set[int] = field(default_factory=set)
     handles: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Readings of the numbers of open files and threads, by process."""
-    done: harness.Finished | None = None
+    done: harness.Finished = field(init=False)
     left_over: list[str] = field(default_factory=list)
 
 
@@ -142,7 +142,7 @@ def train_with_kills(
             outcome.left_over.append("processes")
         outcome.left_over += os.listdir(scratch)
     outcome.left_over += _shared_memory_of(outcome.pids)
-    _count_injected(outcome, outcome.done)
+    _count_injected(outcome)
     return outcome
 
 
@@ -152,8 +152,8 @@ def _chaos(kills: int, role: str, epochs: int, seed: int) -> str:
     return "; ".join([*(f"kill {role} after step {step}" for step in steps), PAUSE, f"seed {seed}"])
 
 
-def _count_injected(outcome: ChaosRun, done: harness.Finished) -> None:
-    events = done.events
+def _count_injected(outcome: ChaosRun) -> None:
+    events = outcome.done.events
     for event in events:
         if event["event"] == "Injected" and event["fault"] == "kill":
             outcome.killed.append(event["member"])
@@ -170,7 +170,6 @@ def audit(
     """Assert that the run finished, that every sample and every push counts once, that nothing is left over,
     and that the losses are those of one worker `alone` (for asynchronous strategies: near them)."""
     done, logs = outcome.done, harness.logs_of(outcome.run)
-    assert done is not None
     assert done.code == 0, f"{done.out}\n{done.err}\n{logs}"
     assert_once_an_epoch(done, epochs=epochs, samples=samples)
     lost = [e["member"] for e in done.of("MemberLost")]
@@ -203,7 +202,6 @@ def audit(
 def audit_counts(outcome: ChaosRun, *, epochs: int) -> None:
     """Assert that the weights of the counting job count every sample once per epoch."""
     audit(outcome, epochs=epochs, samples=Counting.samples)
-    assert outcome.done is not None
     check_counts(outcome.done.state(), epochs=epochs, rows=outcome.case.counts_rows)
 
 
@@ -332,13 +330,13 @@ def main() -> int:
                     coordinator=True,
                 )
                 audit_counts(outcome, epochs=asked.epochs)
-                told = [_told(outcome)]
+                told = [_describe(outcome)]
                 if alone:
                     second = train_with_kills(
                         case, Path(folder) / "losses", seed=seed, kills=2, epochs=20
                     )
                     audit(second, epochs=20, alone=alone)
-                    told.append(_told(second))
+                    told.append(_describe(second))
                     num_killed += len(second.killed)
             except AssertionError as error:
                 num_bad += 1
@@ -361,8 +359,7 @@ def _losses_alone() -> list[float]:
         return done.losses
 
 
-def _told(outcome: ChaosRun) -> str:
-    assert outcome.done is not None
+def _describe(outcome: ChaosRun) -> str:
     pauses = ", ".join(f"{pause:.2f}" for pause in outcome.pauses_s)
     restarts = len(outcome.done.of("Resumed"))
     return (

@@ -44,6 +44,8 @@ class Regression(Job):
     """If true, biases form their own group, with another learning rate and no weight decay."""
     anneal: bool = True
     """If true, the learning rate follows a cosine."""
+    evaluates: bool = True
+    """If true, there is evaluation data."""
     pause_s: float = 0.0
     """Seconds by which each step is slowed down, so that it can be interrupted."""
 
@@ -69,7 +71,7 @@ class Regression(Job):
         return _synthetic(self.samples, seed=1)
 
     def eval_data(self) -> TensorDataset | None:
-        return _synthetic(31, seed=2)
+        return _synthetic(31, seed=2) if self.evaluates else None
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         if self.pause_s:
@@ -93,6 +95,8 @@ class Adam(Regression):
 class Tokens(Regression):
     """Regression with samples of unequal weight, like texts of unequal length."""
 
+    evaluates: bool = False
+
     def loss(self, output: Any, batch: Any) -> Tensor:
         weights = batch[2]
         errors = ((output - batch[1]) ** 2).mean(dim=1)
@@ -109,9 +113,6 @@ class Tokens(Regression):
         weights = torch.randint(1, 9, (self.samples,), generator=torch.Generator().manual_seed(3))
         return TensorDataset(inputs, targets, weights.float())
 
-    def eval_data(self) -> None:
-        return None
-
 
 @dataclass
 class Dropout(Regression):
@@ -127,6 +128,7 @@ class Dropout(Regression):
 class Sparse(Regression):
     """Regression with two sparse tables: one of rows, one of bags, with repeated ids."""
 
+    evaluates: bool = False
     table_optim: str = "adagrad"
 
     def model(self) -> nn.Module:
@@ -136,9 +138,6 @@ class Sparse(Regression):
         inputs, targets = _synthetic(self.samples, seed=1).tensors
         ids = torch.randint(0, 40, (self.samples, 5), generator=torch.Generator().manual_seed(4))
         return TensorDataset(inputs, targets, ids * ids * 1_000_003 - 7)
-
-    def eval_data(self) -> None:
-        return None
 
     def inputs(self, batch: Any) -> Any:
         return batch[0], batch[2]
@@ -188,6 +187,7 @@ class Straggling(Regression):
 
     samples: int = 1600
     epochs: int = 1
+    evaluates: bool = False
     pause_s: float = 0.01
     """Seconds per step of a worker."""
     sample_s: float = 0.0
@@ -209,9 +209,6 @@ class Straggling(Regression):
         pause_s = self.pause_s + self.sample_s * len(output)
         time.sleep(pause_s * (self.slow_by if self._slow else 1.0))
         return nn.functional.mse_loss(output, batch[1])
-
-    def eval_data(self) -> None:
-        return None
 
 
 def _creates(path: Path) -> bool:
