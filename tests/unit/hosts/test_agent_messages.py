@@ -77,7 +77,6 @@ SETS = {
         [
             broker.ConnectRay("auto", 2, None),
             broker.ReserveSlots((SLOT,), 1, "spread", TASK),
-            broker.AddSlot(SLOT),
             broker.ReleaseSlot(3),
             broker.AgentJoined(3),
             broker.AgentLost(3),

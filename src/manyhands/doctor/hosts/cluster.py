@@ -29,7 +29,7 @@ from manyhands.hosts.host_facts import HostFacts, PairFacts
 from manyhands.hosts.interfaces import reach
 from manyhands.hosts.launchers import AGENT, LauncherContext
 from manyhands.hosts.launchers.nodes import AgentNode
-from manyhands.hosts.launchers.roster import AgentRoster, Refusal, describe_entries
+from manyhands.hosts.launchers.roster import AgentRoster, Refusal, RosterOwner, describe_entries
 from manyhands.hosts.probe import REACH_S, STUCK_S, Probe
 from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.rendezvous import publish
@@ -56,11 +56,12 @@ def agent_timeouts(wait_s: float) -> Timeouts:
     return Timeouts(gather_s=wait_s + LATER_S, rejoin_s=LATER_S)
 
 
-class ClusterProbe:
-    """Rank 0. Use as a context manager; call `end` with the exit code of all processes."""
+class ClusterProbe(RosterOwner):
+    """Rank 0. Use as a context manager; call `end` with the exit code of all processes.
 
-    gathered = False
-    """A rank that two processes have is always an error here."""
+    `gathered` stays false: a rank that two processes have is always an error here. Agents of other versions
+    may join: they are findings.
+    """
 
     def __init__(
         self,
@@ -78,7 +79,6 @@ class ClusterProbe:
         self._tell = tell
         self._keyed = authority is not None
         self._secret = secrets.token_hex(32)
-        self._roster = AgentRoster(spec, self, probe_secret=self._secret)
         self._lost_ranks: set[int] = set()
         self._news: queue.SimpleQueue[Finding | BaseException] = queue.SimpleQueue()
         """Findings from the threads of links, or why no more agents can connect."""
@@ -96,11 +96,11 @@ class ClusterProbe:
             ) from error
         self._scratch = Scratch()
         self._probe: Probe | None = None
-        self._own_facts = HostFacts.here(self._roster.machine.host, self._roster.own.reach)
         folder = self._scratch.path
-        self._roster.attach(
-            LauncherContext(self._listener.address, folder, folder, agent_timeouts(wait_s), tell)
-        )
+        timeouts = agent_timeouts(wait_s)
+        context = LauncherContext(self._listener.address, folder, folder, timeouts, tell)
+        self._roster = AgentRoster(spec, self, context, probe_secret=self._secret)
+        self._own_facts = HostFacts.here(self._roster.machine.host, self._roster.own.reach)
         if spec.store is not None:
             publish(spec.store, self._listener.address, tell)
         self._listener.hand_over(self._accept, name="agent", on_error=self._news.put)
@@ -114,21 +114,8 @@ class ClusterProbe:
 
     # The roster's owner -----------------------------------------------------------------------
 
-    def refusal(self, hello: AgentHello) -> Refusal | None:
-        """Other versions may join: they are findings."""
-        if hello.doctor:
-            return None
-        return Refusal(
-            f"{hello.machine.host} ({hello.entry.name}) trains, and {self._roster.machine.host} runs  "
-            "manyhands doctor --cluster",
-            "Start the same command on every host.",
-        )
-
     def on_refused(self, host: str, refusal: Refusal) -> None:
         self._news.put(Finding(host, False, refusal.problem, refusal.remedy))
-
-    def on_ready(self, node: AgentNode) -> None:
-        pass
 
     def on_lost(self, node: AgentNode, why: str) -> None:
         self._lost_ranks.add(node.entry.rank)
@@ -140,9 +127,6 @@ class ClusterProbe:
                 "Look at its output, and whether that host still runs.",
             )
         )
-
-    def on_beat(self) -> None:
-        pass
 
     # Gathering --------------------------------------------------------------------------------
 

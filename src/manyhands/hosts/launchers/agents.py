@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.events.units import plural
 from manyhands.hosts.agent_messages import AgentHello, KillMember
 from manyhands.hosts.interfaces import Endpoint, is_any, is_loopback, reach, way_out
 from manyhands.hosts.launchers.base import Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.launchers.nodes import AgentNode, Node
-from manyhands.hosts.launchers.roster import AgentRoster, Refusal, describe_entries
+from manyhands.hosts.launchers.roster import AgentRoster, Refusal, RosterOwner, describe_entries
 from manyhands.hosts.machine import unfit
 from manyhands.hosts.rendezvous import publish
 from manyhands.hosts.spec import ClusterSpec, Entry
@@ -24,7 +25,7 @@ from manyhands.hosts.view import SERVER, WORKER
 from manyhands.transport import Link, parse_address
 
 
-class AgentLauncher(Launcher):
+class AgentLauncher(Launcher, RosterOwner):
     """Starts members where a ClusterSpec says: on this host, and through agents on the others."""
 
     kind = "env"
@@ -38,29 +39,31 @@ class AgentLauncher(Launcher):
         """`least`: so many workers are enough to begin with, after a while. `shares_memory`: members of other
         hosts can't join a run that begins inside one host."""
         self.spec = spec
-        self.roster = AgentRoster(spec, self)
         self.gathered = False
         """If true, training may begin, or has begun."""
         self._least = least
         self._shares_memory = shares_memory
         self._refused = ""
         """Why training can't begin."""
-        self._context: LauncherContext | None = None
+        self._roster: AgentRoster | None = None
         self._began = time.monotonic()
         self._asked = self._began
 
     @property
+    def roster(self) -> AgentRoster:
+        assert self._roster is not None, "attached to a coordinator"
+        return self._roster
+
+    @property
     def context(self) -> LauncherContext:
-        assert self._context is not None, "attached to a coordinator"
-        return self._context
+        return self.roster.context
 
     # Gathering --------------------------------------------------------------------------------
 
     def attach(self, context: LauncherContext) -> None:
-        self._context = context
         self._began = self._asked = time.monotonic()
-        self.roster.own.reach = _own_endpoint(context.address)
-        self.roster.attach(context)
+        self._roster = AgentRoster(self.spec, self, context)
+        self._roster.own.reach = _own_endpoint(context.address)
         if self.spec.store is not None:
             publish(self.spec.store, context.address, context.tell)
 
@@ -113,7 +116,7 @@ class AgentLauncher(Launcher):
         for host in dict.fromkeys(node.host for node in everywhere):
             nodes = [node for node in everywhere if node.host == host]
             num_slots = sum(node.entry.slots for node in nodes)
-            parts.append(f"{host} ({nodes[0].machine}, {num_slots} slot{'s' * (num_slots != 1)})")
+            parts.append(f"{host} ({nodes[0].machine}, {plural(num_slots, 'slot')})")
         return f"hosts: {', '.join(parts)}; reached over {self.roster.own.reach}"
 
     def accept_agent(self, link: Link, hello: AgentHello) -> None:
@@ -124,11 +127,6 @@ class AgentLauncher(Launcher):
     def refusal(self, hello: AgentHello) -> Refusal | None:
         machine, own = hello.machine, self.roster.machine
         who = f"{machine.host} ({hello.entry.name})"
-        if hello.doctor:
-            return Refusal(
-                f"{who} runs  manyhands doctor --cluster, and {own.host} trains",
-                "Start the same command on every host.",
-            )
         if problem := unfit(own.versions, machine.versions):
             return Refusal(f"{who} can't take part: {problem}", "Install the same on both.")
         other_host = machine.identity != own.identity
@@ -157,9 +155,6 @@ class AgentLauncher(Launcher):
 
     def on_lost(self, node: AgentNode, why: str) -> None:
         self.context.tell(f"{node.host} is lost: its agent {why}")
-
-    def on_beat(self) -> None:
-        pass
 
     # Members ----------------------------------------------------------------------------------
 
@@ -205,11 +200,13 @@ class AgentLauncher(Launcher):
         )
 
     def close(self) -> None:
-        self.roster.own.launcher.close()
+        if self._roster is None:
+            return
+        self._roster.own.launcher.close()
         for node in self.roster.agents:
             for name in node.running:
                 node.send(KillMember(name))
-        deadline = time.monotonic() + self.context.timeouts.host_s if self._context else 0.0
+        deadline = time.monotonic() + self.context.timeouts.host_s
         for node in self.roster.agents:
             while node.running and not node.lost and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -217,7 +214,8 @@ class AgentLauncher(Launcher):
 
     def end(self, code: int) -> None:
         """End the agents with the run's exit code."""
-        self.roster.end(code)
+        if self._roster is not None:
+            self._roster.end(code)
 
 
 def _own_endpoint(address: str) -> Endpoint:

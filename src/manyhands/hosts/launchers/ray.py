@@ -24,7 +24,6 @@ from manyhands.hosts.ray.broker_client import BrokerClient
 from manyhands.hosts.ray.messages import (
     ActorDied,
     ActorRefused,
-    AddSlot,
     AgentJoined,
     AgentLost,
     AgentTask,
@@ -105,7 +104,8 @@ class RayLauncher(AgentLauncher):
             )
         self._broker.listen(self._handle)
         task = replace(self._request.task, address=context.address, timeouts=context.timeouts)
-        self._broker.send(replace(self._request, task=task))
+        self._request = replace(self._request, task=task)
+        self._broker.send(self._request)
 
     def room(self, workers: int, servers: int) -> bool:
         if super().room(workers, servers):
@@ -124,7 +124,7 @@ class RayLauncher(AgentLauncher):
                 slot = replace(model, rank=self._next_rank)
                 self._next_rank += 1
                 self._slots.append(slot)
-                self._broker.send(AddSlot(slot))
+                self._broker.send(replace(self._request, slots=(slot,), num_together=0))
 
     def on_beat(self) -> None:
         with self._slots_lock:

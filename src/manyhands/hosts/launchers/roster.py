@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from manyhands.errors import LinkError
 from manyhands.hosts.agent_messages import (
@@ -53,15 +52,15 @@ class Refusal:
         return f"{self.problem}. {self.remedy}"
 
 
-class RosterOwner(Protocol):
+class RosterOwner:
     """Decides which agents may join, and is told of those that come and go, in the threads of their links."""
 
-    @property
-    def gathered(self) -> bool:
-        """If true, the run has begun: an agent whose rank is taken waits instead of being refused."""
+    gathered = False
+    """If true, the run has begun: an agent whose rank is taken waits instead of being refused."""
 
     def refusal(self, hello: AgentHello) -> Refusal | None:
         """Return why this agent can't join, or None if it can."""
+        return None
 
     def on_refused(self, host: str, refusal: Refusal) -> None: ...
 
@@ -74,11 +73,20 @@ class RosterOwner(Protocol):
 
 
 class AgentRoster:
-    def __init__(self, spec: ClusterSpec, owner: RosterOwner, *, probe_secret: str = "") -> None:
-        """`probe_secret`: if not empty, agents start probes with it."""
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        owner: RosterOwner,
+        context: LauncherContext,
+        *,
+        probe_secret: str = "",
+    ) -> None:
+        """`probe_secret`: if not empty, this is `manyhands doctor`, and agents start probes with it."""
+        self.context = context
         self.machine = Machine.here()
         self.own = LocalNode(spec.me, self.machine)
         """The coordinator's own host."""
+        self.ended = threading.Event()
         self._spec = spec
         self._owner = owner
         self._probe_secret = probe_secret
@@ -86,16 +94,11 @@ class AgentRoster:
         """By rank."""
         self._host_names = {self.machine.identity: self.machine.host}
         self._lock = threading.Lock()
-        self._context: LauncherContext | None = None
-        self._logs: LogFiles | None = None
-        self._token = secrets.token_hex(8)
-        self.ended = threading.Event()
-
-    def attach(self, context: LauncherContext) -> None:
-        """Begin: a coordinator listens for agents now."""
-        self._context = context
         self._logs = LogFiles(context.logs, context.tell)
-        (context.logs / f".{self._token}").touch()
+        self._token = secrets.token_hex(8)
+        self._marker = context.logs / f".{self._token}"
+        """The file by which agents recognize the run folder."""
+        self._marker.touch()
         start_thread(self._beat, name="beat", on_error=context.on_error)
 
     @property
@@ -116,7 +119,6 @@ class AgentRoster:
 
     def serve(self, link: Link, hello: AgentHello) -> None:
         """Admit or refuse an agent, and handle its messages until it is gone."""
-        assert self._context is not None, "attached to a coordinator"
         try:
             node = self._admit(link, hello)
         except LinkError:
@@ -149,21 +151,19 @@ class AgentRoster:
             node.link.close()
 
     def remove_marker(self) -> None:
-        """Delete the file by which agents recognize the run folder."""
-        if self._context is not None:
-            (self._context.logs / f".{self._token}").unlink(missing_ok=True)
+        self._marker.unlink(missing_ok=True)
 
     def _admit(self, link: Link, hello: AgentHello) -> AgentNode | None:
         """Admit an agent, or tell it why not."""
-        if (refusal := self._owner.refusal(hello)) is not None:
+        if (refusal := self._wrong_command(hello) or self._owner.refusal(hello)) is not None:
             self._refuse(link, hello.machine.host, refusal)
             return None
         with self._lock:
-            if self._context is None or self._logs is None or self.ended.is_set():
+            if self.ended.is_set():
                 link.close()
                 return None
             host = self._name_of(hello.machine)
-            node = AgentNode(hello, host, link, self._context, self._logs)
+            node = AgentNode(hello, host, link, self.context, self._logs)
             old = next((n for n in self._nodes if n.entry.rank == hello.entry.rank), None)
             if isinstance(old, AgentNode) and old.process == node.process:
                 self._nodes.remove(old)  # the agent itself has given up that link
@@ -180,15 +180,25 @@ class AgentRoster:
             AgentAdmitted(
                 host,
                 self.machine.host,
-                str(self._context.scratch) if same_host else None,
+                str(self.context.scratch) if same_host else None,
                 self._token,
-                str((self._context.logs / f".{self._token}").resolve()),
-                self._context.timeouts.beat_s,
-                self._context.timeouts.host_s,
+                str(self._marker.resolve()),
+                self.context.timeouts.beat_s,
+                self.context.timeouts.host_s,
                 self._probe_secret,
             )
         )
         return node
+
+    def _wrong_command(self, hello: AgentHello) -> Refusal | None:
+        if hello.doctor == bool(self._probe_secret):
+            return None
+        what = {True: "runs  manyhands doctor --cluster", False: "trains"}
+        return Refusal(
+            f"{hello.machine.host} ({hello.entry.name}) {what[hello.doctor]}, and {self.machine.host} "
+            f"{what[not hello.doctor]}",
+            "Start the same command on every host.",
+        )
 
     def _refuse_rank(self, node: AgentNode, old: Node) -> None:
         """Refuse an agent whose rank another has. The other may just have died: not if it is heard again."""
@@ -225,8 +235,7 @@ class AgentRoster:
         return self._host_names.setdefault(machine.identity, name)
 
     def _beat(self) -> None:
-        assert self._context is not None
-        while not self.ended.wait(self._context.timeouts.beat_s):
+        while not self.ended.wait(self.context.timeouts.beat_s):
             for node in self.agents:
                 if node.ready:  # else it waits for another message
                     node.send(CoordinatorBeat())

@@ -38,7 +38,6 @@ from manyhands.hosts.ray.messages import (
     ActorEnd,
     ActorRefused,
     ActorTask,
-    AddSlot,
     AgentJoined,
     AgentLost,
     ConnectRay,
@@ -143,8 +142,6 @@ class Broker:
                     self._reserve(slots[:num_together])
                 for slot in slots[num_together:]:
                     self._reserve([slot])
-            case AddSlot(slot):
-                self._reserve([slot])
             case ReleaseSlot(rank) if rank in self._slots:
                 self._release(rank)
             case AgentJoined(rank) if rank in self._slots:

@@ -56,11 +56,6 @@ class ReserveSlots:
 
 
 @dataclass(frozen=True)
-class AddSlot:
-    slot: RaySlot
-
-
-@dataclass(frozen=True)
 class ReleaseSlot:
     rank: Count
 
@@ -84,9 +79,7 @@ class EndBroker:
     """The run has ended: release everything."""
 
 
-TO_BROKER = MessageSet(
-    ConnectRay, ReserveSlots, AddSlot, ReleaseSlot, AgentJoined, AgentLost, EndBroker
-)
+TO_BROKER = MessageSet(ConnectRay, ReserveSlots, ReleaseSlot, AgentJoined, AgentLost, EndBroker)
 
 
 # From the broker ----------------------------------------------------------------------------------

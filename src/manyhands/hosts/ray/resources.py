@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import UsageError
+from manyhands.events.units import plural
 from manyhands.hosts.spec import Entry
 from manyhands.hosts.view import SERVER, WORKER
 
@@ -169,7 +170,7 @@ def describe(slots: Sequence[RaySlot]) -> str:
         kind = (slot.role, slot.cpus, slot.gpu)
         kinds[kind] = kinds.get(kind, 0) + 1
     return " and ".join(
-        f"{count(number, role)} with {amounts(cpus, int(gpu))}{' each' * (number > 1)}"
+        f"{plural(number, role)} with {amounts(cpus, int(gpu))}{' each' * (number > 1)}"
         for (role, cpus, gpu), number in kinds.items()
     )
 
@@ -177,16 +178,12 @@ def describe(slots: Sequence[RaySlot]) -> str:
 def waits(missing: int, total: int, free: Mapping[str, float]) -> str:
     """`waits for 2 of 4 slots: the cluster has 3 free CPUs`"""
     if not free:
-        return f"waits for {missing} of {count(total, 'slot')}"
+        return f"waits for {missing} of {plural(total, 'slot')}"
     kinds = ", ".join(f"{value:g} free {kind}{'s' * (value != 1)}" for kind, value in free.items())
-    return f"waits for {missing} of {count(total, 'slot')}: the cluster has {kinds}"
+    return f"waits for {missing} of {plural(total, 'slot')}: the cluster has {kinds}"
 
 
 def amounts(cpus: float, gpus: float) -> str:
     """`4 CPUs and 1 GPU`"""
     told = f"{cpus:g} CPU{'s' * (cpus != 1)}"
     return told + (f" and {gpus:g} GPU{'s' * (gpus != 1)}" if gpus else "")
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
