@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from manyhands.doctor.adder import AddTask
-from manyhands.doctor.finding import Finding
+from manyhands.doctor.finding import Finding, fix, good, note
 from manyhands.events.units import clean, plural
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
@@ -72,9 +72,9 @@ def check_nccl() -> Finding:
 
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
-        return Finding("nccl group", None, "not tried: no GPU")
+        return note("not tried: no GPU")
     if not (dist.is_available() and dist.is_nccl_available()):
-        return Finding("nccl group", None, "not tried: this torch has no NCCL")
+        return note("not tried: this torch has no NCCL")
     return check_group(
         "nccl",
         num_gpus,
@@ -87,7 +87,7 @@ def check_group(
     backend: str, world: int, *, where: str, remedy: str, deadline_s: float = GROUP_S
 ) -> Finding:
     """Form a group of `world` new processes and all-reduce once."""
-    name, began = f"{backend} group", time.monotonic()
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="manyhands-doctor-"))
     try:
         error = _run_group(folder, backend, world, deadline_s)
@@ -95,12 +95,11 @@ def check_group(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if error:
-        return Finding(name, False, f"on {where}: {error} (logs: {folder})", remedy)
+        return fix(f"on {where}: {error} (logs: {folder})", remedy)
     shutil.rmtree(folder, ignore_errors=True)
     took_s = time.monotonic() - began
     processes = "1 process" if world == 1 else f"{world} processes"
-    detail = f"{processes} all-reduced on {where}, in {took_s:.1f} s from their start"
-    return Finding(name, True, detail)
+    return good(f"{processes} all-reduced on {where}, in {took_s:.1f} s from their start")
 
 
 def _run_group(folder: Path, backend: str, world: int, deadline_s: float) -> str:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 
 @dataclass(frozen=True)
 class Finding:
     name: str
-    """What was checked."""
+    """What was checked; a Check adds it."""
     ok: bool | None
     """False: training will fail or suffer until it is fixed. None: worth knowing, nothing to fix."""
     detail: str
     """The result, in words."""
     remedy: str = ""
     """What to type, or at least what to do; never empty if `ok` is False."""
+
+
+def good(detail: str) -> Finding:
+    return Finding("", True, detail)
+
+
+def note(detail: str, remedy: str = "") -> Finding:
+    return Finding("", None, detail, remedy)
+
+
+def fix(detail: str, remedy: str) -> Finding:
+    return Finding("", False, detail, remedy)
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Check:
             except Exception:  # ImportError, or OSError for a library that does not load
                 return Finding(self.name, None, self.without_torch)
         try:
-            return self.find()
+            return replace(self.find(), name=self.name)
         except Exception as error:
             return Finding(
                 self.name,

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from manyhands.doctor.finding import Finding
+from manyhands.doctor.finding import Finding, fix, good, note
 from manyhands.events.units import plural, size
 from manyhands.hosts import cgroup
 from manyhands.hosts.cgroup import MemoryLimit
@@ -36,15 +36,13 @@ def judge_cores(usable: int, total: int, quota: float | None) -> Finding:
     if quota is not None and quota < usable:
         # Torch counts cores, not time: its threads would be stopped for most of each period.
         threads = max(1, math.floor(quota / 2))
-        return Finding(
-            "cores",
-            None,
+        return note(
             f"{usable} of {total}, with the time of {quota:g} (a container's quota)",
             f"manyhands train JOB --workers 2 --threads {threads}",
         )
     if usable < total:
-        return Finding("cores", None, f"{usable} of the machine's {total} (a CPU mask)")
-    return Finding("cores", True, f"{total}, all usable")
+        return note(f"{usable} of the machine's {total} (a CPU mask)")
+    return good(f"{total}, all usable")
 
 
 def check_memory(meminfo: Path = MEMINFO) -> Finding:
@@ -60,13 +58,11 @@ def judge_memory(total: int, available: int, limit: MemoryLimit | None) -> Findi
             f"(machine: {size(total)})"
         )
     if available < LEAST_MEMORY_BYTES:
-        return Finding(
-            "memory",
-            False,
+        return fix(
             f"{detail}; two workers need {size(LEAST_MEMORY_BYTES)} for Python and torch alone",
             "End other programs, or give the container more:  docker run --memory 4g ...",
         )
-    return Finding("memory", True, detail)
+    return good(detail)
 
 
 def check_devices(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
@@ -75,7 +71,7 @@ def check_devices(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if gpus:
         names = [f"cuda:{i} {gpu.name} with {size(gpu.total_memory)}" for i, gpu in enumerate(gpus)]
-        return Finding("devices", True, ", ".join(names))
+        return good(", ".join(names))
     installed = len(list(driver.iterdir())) if driver.is_dir() else 0
     return judge_no_gpu(
         installed, cuda_built=torch.version.cuda, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -85,21 +81,17 @@ def check_devices(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
 def judge_no_gpu(installed: int, *, cuda_built: str | None, visible: str | None) -> Finding:
     """Why torch sees no GPU: there is none, it is hidden, or torch can't use it."""
     if not installed:
-        return Finding("devices", None, "no GPU: workers compute on the CPU")
+        return note("no GPU: workers compute on the CPU")
     there = f"{plural(installed, 'GPU')} in this machine"
     if visible is not None:
         detail = f"{there}, hidden by CUDA_VISIBLE_DEVICES={visible!r}: workers compute on the CPU"
-        return Finding("devices", None, detail, "unset CUDA_VISIBLE_DEVICES")
+        return note(detail, "unset CUDA_VISIBLE_DEVICES")
     if cuda_built is None:
-        return Finding(
-            "devices",
-            False,
+        return fix(
             f"{there}, but this torch is built for the CPU only",
             'pip install --force-reinstall "torch>=2.11,<2.14"  (see pytorch.org for CUDA builds)',
         )
-    return Finding(
-        "devices",
-        False,
+    return fix(
         f"{there}, but torch for CUDA {cuda_built} sees none",
         "nvidia-smi  tells whether the driver works; in a container:  docker run --gpus all ...",
     )
@@ -113,14 +105,12 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     else:
         detail, total = f"{size(usage.free)} free of {size(usage.total)} in {folder}", usage.total
     if total < LEAST_SHARED_BYTES:
-        return Finding(
-            "shared memory",
-            False,
+        return fix(
             detail,
             "In a container:  docker run --shm-size=1g ...   Otherwise:  "
             "sudo mount -o remount,size=1g /dev/shm",
         )
-    return Finding("shared memory", True, detail)
+    return good(detail)
 
 
 def check_open_files() -> Finding:
@@ -129,18 +119,17 @@ def check_open_files() -> Finding:
 
 def judge_open_files(soft: int, hard: int) -> Finding:
     if soft == resource.RLIM_INFINITY:
-        return Finding("open files", True, "no limit")
+        return good("no limit")
     if soft < LEAST_FILES:
-        unbounded = hard == resource.RLIM_INFINITY
-        wanted = 65536 if unbounded else min(hard, 65536)
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         remedy = f"ulimit -n {wanted}"
         if wanted < LEAST_FILES:
             remedy = (
                 f"Only root can raise the hard limit of {hard}: a line  * hard nofile 65536  in "
                 "/etc/security/limits.conf, or  docker run --ulimit nofile=65536 ..."
             )
-        return Finding("open files", False, f"{soft}, {LEAST_FILES} are needed", remedy)
-    return Finding("open files", True, str(soft))
+        return fix(f"{soft}, {LEAST_FILES} are needed", remedy)
+    return good(str(soft))
 
 
 def check_run_folder(folder: Path) -> Finding:
@@ -149,14 +138,14 @@ def check_run_folder(folder: Path) -> Finding:
     remedy = "manyhands train JOB --run-dir /another/folder/NAME"
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not place.is_dir():
-        return Finding("run folder", False, f"{folder}: {place} is not a folder", remedy)
+        return fix(f"{folder}: {place} is not a folder", remedy)
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"x" * 4096)
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return Finding("run folder", False, f"{folder} can't be written: {error.strerror}", remedy)
+        return fix(f"{folder} can't be written: {error.strerror}", remedy)
     detail = f"{size(free)} free in {folder}"
     if free < LEAST_DISK_BYTES:
-        return Finding("run folder", False, f"{detail}: checkpoints need room", remedy)
-    return Finding("run folder", True, detail)
+        return fix(f"{detail}: checkpoints need room", remedy)
+    return good(detail)

@@ -10,7 +10,7 @@ import queue
 import socket
 import time
 
-from manyhands.doctor.finding import Finding
+from manyhands.doctor.finding import Finding, fix, good
 from manyhands.errors import ManyhandsError
 from manyhands.hosts.probe import PROBE, Ping
 from manyhands.hosts.scratch import Scratch
@@ -30,16 +30,14 @@ def check_hostname(name: str | None = None, *, timeout_s: float = RESOLVE_S) -> 
     try:
         addresses = _resolve(name, timeout_s)
     except TimeoutError:
-        detail = f"{name} is not resolved within {timeout_s:g} s"
-        return Finding("hostname", False, detail, remedy)
+        return fix(f"{name} is not resolved within {timeout_s:g} s", remedy)
     except (OSError, UnicodeError) as error:
-        detail = f"{name} does not resolve: {getattr(error, 'strerror', error)}"
-        return Finding("hostname", False, detail, remedy)
+        return fix(f"{name} does not resolve: {getattr(error, 'strerror', error)}", remedy)
     own = [address for address in addresses if _is_own(address)]
     if not own:
-        detail = f"{name} is {', '.join(addresses)}, which is not an address of this host"
-        return Finding("hostname", False, detail, remedy)
-    return Finding("hostname", True, f"{name} is {', '.join(own)}")
+        found = ", ".join(addresses)
+        return fix(f"{name} is {found}, which is not an address of this host", remedy)
+    return good(f"{name} is {', '.join(own)}")
 
 
 def check_unix_sockets() -> Finding:
@@ -48,8 +46,8 @@ def check_unix_sockets() -> Finding:
             took_s = _round_trip(f"unix:{folder}/s")
     except (ManyhandsError, OSError) as error:
         remedy = "Members meet in the temporary folder; choose another:  export TMPDIR=/tmp"
-        return Finding("unix sockets", False, str(error), remedy)
-    return Finding("unix sockets", True, f"a round trip in {took_s * 1e3:.1f} ms")
+        return fix(str(error), remedy)
+    return good(f"a round trip in {took_s * 1e3:.1f} ms")
 
 
 def check_tls_links() -> Finding:
@@ -57,16 +55,15 @@ def check_tls_links() -> Finding:
         authority = Authority.create("manyhands doctor")
         near, far = authority.issue("near"), authority.issue("far")
     except ImportError as error:
-        install = 'pip install "cryptography>=42"'
-        return Finding(
-            "TLS links", False, f"no certificates without cryptography: {error}", install
+        return fix(
+            f"no certificates without cryptography: {error}", 'pip install "cryptography>=42"'
         )
     try:
         took_s = _round_trip("tcp://127.0.0.1:0", near, far)
     except (ManyhandsError, OSError) as error:
         remedy = "Is loopback up?  sudo ip link set lo up   And does a firewall let it through?"
-        return Finding("TLS links", False, str(error), remedy)
-    return Finding("TLS links", True, f"a round trip in {took_s * 1e3:.1f} ms, on 127.0.0.1")
+        return fix(str(error), remedy)
+    return good(f"a round trip in {took_s * 1e3:.1f} ms, on 127.0.0.1")
 
 
 def _round_trip(

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from manyhands import __version__
-from manyhands.doctor.finding import Finding
+from manyhands.doctor.finding import Finding, fix, good, note
 
 PYTHONS = ((3, 11), (3, 12))
 """The oldest and the newest Python that manyhands is tested on."""
@@ -29,62 +29,52 @@ class Package:
     purpose: str
     without: str
     """The fallback if it is absent."""
-    install: str
+    oldest: str
+    """The oldest version to install."""
 
 
 PACKAGES = {
-    "rich": Package(
-        "rich", "colours and a progress bar on a terminal", "plain lines", 'pip install "rich>=13"'
-    ),
+    "rich": Package("rich", "colours and a progress bar on a terminal", "plain lines", "13"),
     "tensorboard": Package(
         "tensorboard",
         "curves in the run folder's tb/",
         "no curves, events.jsonl has the numbers",
-        'pip install "tensorboard>=2.16"',
+        "2.16",
     ),
     "cryptography": Package(
-        "cryptography",
-        "certificates for links between hosts",
-        "unix sockets only, one host",
-        'pip install "cryptography>=42"',
+        "cryptography", "certificates for links between hosts", "unix sockets only, one host", "42"
     ),
     "scikit-learn": Package(
-        "sklearn",
-        "the data of examples/digits.py",
-        "that example does not run",
-        'pip install "scikit-learn>=1.4"',
+        "sklearn", "the data of examples/digits.py", "that example does not run", "1.4"
     ),
 }
 
 
 def check_manyhands() -> Finding:
-    return Finding("manyhands", True, __version__)
+    return good(__version__)
 
 
 def check_python(version: str = platform.python_version()) -> Finding:
     if not _within(version, PYTHONS):
-        return Finding(
-            "python",
-            False,
+        return fix(
             f"{version}, and manyhands is made for {_span(PYTHONS)}",
             "Make an environment with one of these:  python3.12 -m venv .venv",
         )
-    return Finding("python", True, f"{version} at {sys.executable}")
+    return good(f"{version} at {sys.executable}")
 
 
 def check_torch() -> Finding:
     try:
         import torch
     except Exception as error:  # ImportError, or OSError for a library that does not load
-        return Finding("torch", False, f"can't be imported: {error}", INSTALL_TORCH)
+        return fix(f"can't be imported: {error}", INSTALL_TORCH)
     return judge_torch(torch.__version__)
 
 
 def judge_torch(version: str) -> Finding:
     if not _within(version, TORCHES):
-        detail = f"{version}, and manyhands is made for {_span(TORCHES)}"
-        return Finding("torch", False, detail, INSTALL_TORCH)
-    return Finding("torch", True, str(version))
+        return fix(f"{version}, and manyhands is made for {_span(TORCHES)}", INSTALL_TORCH)
+    return good(str(version))
 
 
 def check_backends() -> Finding:
@@ -93,7 +83,7 @@ def check_backends() -> Finding:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Finding("backends", False, "this torch has no torch.distributed", INSTALL_TORCH)
+        return fix("this torch has no torch.distributed", INSTALL_TORCH)
     has = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -109,10 +99,8 @@ def judge_backends(has: dict[str, bool], *, num_gpus: int) -> Finding:
     absent = ", ".join(name for name, is_there in has.items() if not is_there)
     detail = f"{there} (not built in: {absent})" if absent else there
     if missing:
-        return Finding(
-            "backends", False, f"{detail}; {' and '.join(missing)} needed", INSTALL_TORCH
-        )
-    return Finding("backends", True, detail)
+        return fix(f"{detail}; {' and '.join(missing)} needed", INSTALL_TORCH)
+    return good(detail)
 
 
 def check_package(name: str) -> Finding:
@@ -124,8 +112,8 @@ def check_package(name: str) -> Finding:
         version = "of unknown version"
     if not found:
         detail = f"not installed ({package.purpose}); without it: {package.without}"
-        return Finding(name, None, detail, package.install)
-    return Finding(name, True, f"{version}, for {package.purpose}")
+        return note(detail, f'pip install "{name}>={package.oldest}"')
+    return good(f"{version}, for {package.purpose}")
 
 
 def _within(version: str, span: tuple[tuple[int, int], tuple[int, int]]) -> bool:

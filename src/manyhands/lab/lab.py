@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NoReturn
 
 from manyhands.errors import LabError, UsageError
@@ -69,12 +68,7 @@ class Lab:
     def __enter__(self) -> Lab:
         return self._create(Owner.of(os.getpid()))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     def up(self) -> Lab:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.doctor import Check, Finding, checks, machine, network, software
+from manyhands.doctor.finding import good
 from manyhands.hosts import cgroup
 from manyhands.hosts.cgroup import MemoryLimit
 
@@ -122,7 +123,7 @@ def test_a_package_that_is_absent_is_a_note_with_what_for_and_what_to_type() -> 
 
 
 def test_cores_fewer_than_the_machine_has() -> None:
-    assert machine.judge_cores(8, 8, None) == Finding("cores", True, "8, all usable")
+    assert machine.judge_cores(8, 8, None) == good("8, all usable")
     assert machine.judge_cores(8, 8, 16.0).ok is True
     assert "2 of the machine's 8" in machine.judge_cores(2, 8, None).detail
     found = machine.judge_cores(64, 64, 4.0)

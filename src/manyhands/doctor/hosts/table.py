@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from manyhands.doctor.hosts.findings import milliseconds, rate
 from manyhands.events.units import size
+from manyhands.hosts.discovery.table import aligned
 from manyhands.hosts.host_facts import HostFacts, PairFacts
 
 MAX_PAIRS = 28
@@ -25,9 +26,9 @@ def format_table(hosts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> str:
     shown = list(pairs)
     if len(pairs) > MAX_PAIRS:
         shown = sorted(pairs, key=lambda pair: pair.slower_bytes_per_s)[:MAX_PAIRS]
-    lines = [*_aligned([HOST_COLUMNS, *map(_host_row, hosts)])]
+    lines = [*aligned([HOST_COLUMNS, *map(_host_row, hosts)])]
     if shown:
-        lines += ["", *_aligned([PAIR_COLUMNS, *map(_pair_row, shown)])]
+        lines += ["", *aligned([PAIR_COLUMNS, *map(_pair_row, shown)])]
     if len(shown) < len(pairs):
         lines.append(f"... and {len(pairs) - len(shown)} faster ones: --json has them all")
     return "\n".join(lines)
@@ -56,9 +57,3 @@ def _pair_row(pair: PairFacts) -> tuple[str, ...]:
         "none" if pair.trouble_back else rate(pair.back_bytes_per_s),
         milliseconds(pair.clock_s),
     )
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -146,22 +146,25 @@ def _entry(host: dict[str, Any], where: str) -> Entry:
 
 def _elect(entries: Sequence[Entry], source: str) -> list[Entry]:
     """Make one of them the coordinator: the one with that role, or the first worker."""
-    said = [entry.name for entry in entries if entry.role == COORDINATOR]
-    if len(said) > 1:
+    named = [entry for entry in entries if entry.role == COORDINATOR]
+    if len(named) > 1:
+        names = ", ".join(entry.name for entry in named)
         raise ClusterError(
-            f"{source} has {len(said)} coordinators: {', '.join(said)}. There may be one; make the "
+            f"{source} has {len(named)} coordinators: {names}. There may be one; make the "
             'others  role = "worker".'
         )
     workers = [entry for entry in entries if entry.role == WORKER]
-    if not said and not workers:
+    if not named and not workers:
         raise ClusterError(
             f"{source} has no worker and no coordinator: somebody has to train. Leave the role of a "
             "host out, and it is a worker."
         )
-    chosen = said[0] if said else workers[0].name
-    if said and not workers and not entries[[e.name for e in entries].index(chosen)].slots:
-        raise ClusterError(f"{source} has no worker, and {chosen!r} has slots = 0: nobody trains.")
-    return [replace(e, role=COORDINATOR) if e.name == chosen else e for e in entries]
+    chosen = (named or workers)[0]
+    if not workers and not chosen.slots:
+        raise ClusterError(
+            f"{source} has no worker, and {chosen.name!r} has slots = 0: nobody trains."
+        )
+    return [replace(e, role=COORDINATOR) if e is chosen else e for e in entries]
 
 
 def _rank(
@@ -175,7 +178,7 @@ def _rank(
     if all(rank is None for rank in given):
         ordered = sorted(entries, key=lambda e: (e.role != COORDINATOR, e.role == EVALUATOR))
         return tuple(replace(entry, rank=rank) for rank, entry in enumerate(ordered))
-    holders: dict[int, str] = {}
+    holders: dict[int, Entry] = {}
     for entry, rank in zip(entries, given, strict=True):
         if rank is None:
             raise ClusterError(
@@ -183,15 +186,11 @@ def _rank(
             )
         if rank in holders:
             raise ClusterError(
-                f"{holders[rank]!r} and {entry.name!r} in {source} both have rank {rank}: ranks go "
+                f"{holders[rank].name!r} and {entry.name!r} in {source} both have rank {rank}: ranks go "
                 f"from 0 to {len(entries) - 1}, each once."
             )
-        holders[rank] = entry.name
-    ranked = tuple(
-        replace(entry, rank=rank)
-        for rank, entry in sorted(zip(given, entries, strict=True), key=lambda pair: pair[0] or 0)
-        if rank is not None
-    )
+        holders[rank] = entry
+    ranked = tuple(replace(holders[rank], rank=rank) for rank in sorted(holders))
     first = next(entry for entry in ranked if entry.role == COORDINATOR)
     if first.rank != 0:
         raise ClusterError(

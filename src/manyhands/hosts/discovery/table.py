@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import compress
 
+from manyhands.events.units import plural
 from manyhands.hosts.spec import EVALUATOR, ClusterSpec, Entry, join_address
 
 HEADS = ("rank", "name", "role", "host", "port", "local rank", "slots", "devices", "")
@@ -20,19 +22,24 @@ def _facts(spec: ClusterSpec) -> Iterator[str]:
     else:
         where = spec.host if spec.port is None else join_address(spec.host, spec.port)
     yield f"coordinator  {where}"
-    room = f"{spec.num_workers} worker{'s' * (spec.num_workers != 1)}"
+    room = plural(spec.num_workers, "worker")
     if spec.num_servers:
-        room += f", {spec.num_servers} parameter server{'s' * (spec.num_servers != 1)}"
+        room += f", {plural(spec.num_servers, 'parameter server')}"
     yield f"room for     {room}"
     yield f"this is      {spec.mine.name if spec.mine else 'none of them: say which with --as NAME'}"
 
 
 def _table(spec: ClusterSpec) -> Iterator[str]:
-    rows = [HEADS, *(_row(entry, mine=entry == spec.mine) for entry in spec.entries)]
-    used = [at for at in range(len(HEADS)) if any(row[at] for row in rows[1:])]
-    widths = {at: max(len(row[at]) for row in rows) for at in used}
+    rows = [_row(entry, mine=entry == spec.mine) for entry in spec.entries]
+    used = [any(column) for column in zip(*rows, strict=True)]
+    return aligned([tuple(compress(row, used)) for row in (HEADS, *rows)])
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the rows as lines with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(row[at].ljust(widths[at]) for at in used).rstrip()
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _row(entry: Entry, *, mine: bool) -> tuple[str, ...]:
