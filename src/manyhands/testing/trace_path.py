@@ -29,7 +29,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -75,11 +74,9 @@ class Tracer:
         if frame is not None:
             self._enter(frame)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        self._in_step = True
-        yield
-        self._in_step = False
+    def forward(self, *, begins: bool) -> None:
+        """Count the forward pass as part of the window, too."""
+        self._in_step = begins
 
     def close(self) -> None:
         self._in_step = False
@@ -134,7 +131,12 @@ class TracedJob(Job):
         self._tracer = Tracer(self.trace)
 
     def model(self) -> nn.Module:
-        return TracedModel(self._tracer)
+        model = nn.Sequential(
+            nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
+        )
+        model.register_forward_pre_hook(lambda *_: self._tracer.forward(begins=True))
+        model.register_forward_hook(lambda *_: self._tracer.forward(begins=False))
+        return model
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)
@@ -150,22 +152,6 @@ class TracedJob(Job):
         if loss.requires_grad:
             loss.register_hook(lambda gradient: self._tracer.open())
         return loss
-
-
-class TracedModel(nn.Module):
-    """A perceptron that tells the tracer when its forward begins."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
-        )
-        self._tracer = tracer
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with self._tracer.forward():
-            output: Tensor = self.body(inputs)
-        return output
 
 
 @dataclass
