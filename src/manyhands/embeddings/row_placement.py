@@ -37,6 +37,11 @@ class RowPlacement:
     holders: tuple[tuple[str, ...], ...]
     """By shard: its servers, the primary first."""
 
+    def __post_init__(self) -> None:
+        known = all(held and set(held) <= set(self.servers) for held in self.holders)
+        if len(self.holders) != SHARDS or not known:
+            raise ValueError(f"it does not place {SHARDS} shards on its servers")
+
     @classmethod
     def fresh(cls, servers: Sequence[str], *, replicas: int) -> RowPlacement:
         count = len(servers)

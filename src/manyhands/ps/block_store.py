@@ -252,10 +252,10 @@ class ScheduleClock:
         self._scheduler = scheduler
 
     def advance(self, ticks: int) -> None:
-        while self.ticks < ticks:
-            self.ticks += 1
-            if self._scheduler is not None:
+        if self._scheduler is not None:
+            for _ in range(self.ticks, ticks):
                 self._scheduler.step()
+        self.ticks = max(self.ticks, ticks)
 
 
 class BlockStore:

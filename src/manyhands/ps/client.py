@@ -467,7 +467,9 @@ class ServerConnection:
 
     def _handle(self, message: Any, payload: memoryview | None) -> None:
         with self._changed:
-            self._requests.pop(_request_of(message), None)
+            request = self._requests.pop(_request_of(message), None)
+            if isinstance(message, RowsAnswer) and request is None:
+                return  # not asked for, or answered over an earlier connection
             match message:
                 case ParameterSpan(version, i):
                     self._arrived[i] = max(self._arrived[i], version)
@@ -518,7 +520,7 @@ class Client:
         self.pushes = PendingPushes(servers)
         self._connections = {name: ServerConnection(name, self) for name in servers}
         self._lead = self._connections[servers[0]]
-        self.requests = ServerRequests(self._connections, self._lead, waiter)
+        self.requests = ServerRequests(self._connections, self._lead, waiter, layout=params.layout)
         self._remote = list(self._connections.values()) if params.segment is None else []
         """Servers that gradients are sent to and parameters pulled from; none in shared memory."""
         try:

@@ -205,6 +205,9 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self.counts = Counter(self.counts)
+        first = self.version - len(self.decisions) + 1
+        if any(each.version != first + i for i, each in enumerate(self.decisions)):
+            raise ValueError(f"its decisions do not lead to version {self.version}")
 
     @property
     def ticks(self) -> int:

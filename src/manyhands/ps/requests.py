@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.errors import ProtocolError
+from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.protocol import (
     RowsAnswer,
     RowsRequest,
@@ -18,10 +19,13 @@ from manyhands.ps.protocol import (
     TableStateRequest,
     TensorMessage,
 )
-from manyhands.ps.tensor_messages import TensorMessages
+from manyhands.ps.tensor_messages import TensorMessages, max_state_bytes
 
 if TYPE_CHECKING:
     from manyhands.ps.client import ServerConnection, ServerWaiter
+
+MAX_STATISTICS = 4
+"""Statistics that are kept until they are needed: the first worker is at most one exchange ahead."""
 
 
 class ServerRequests:
@@ -30,12 +34,15 @@ class ServerRequests:
         connections: Mapping[str, ServerConnection],
         lead: ServerConnection,
         waiter: ServerWaiter,
+        *,
+        layout: BlockLayout,
     ) -> None:
         self.row_placement: RowPlacement | None = None
         """Which servers hold which table rows, if rows are served."""
         self._connections = connections
         self._lead = lead
         self._waiter = waiter
+        self._layout = layout
         self._states = TensorMessages()
         self._rows: dict[tuple[str, int], memoryview] = {}
         """By server and tag."""
@@ -51,7 +58,9 @@ class ServerRequests:
         return self._fetch(TableStateRequest(0 if since is None else since + 1), "the tables")
 
     def _fetch(self, request: StateRequest | TableStateRequest, what: str) -> TensorMessages:
-        self._states = TensorMessages()
+        # Rows of tables can be any number.
+        most = max_state_bytes(self._layout) if isinstance(request, StateRequest) else None
+        self._states = TensorMessages(max_bytes=most)
         for connection in self._connections.values():
             connection.request(request)
         self._wait(what, type(request), list(self._connections))
@@ -85,9 +94,13 @@ class ServerRequests:
         """Called with the client's lock held."""
         match message:
             case TensorMessage():
-                self._states.add(message, payload)
+                connection = self._connections[server]
+                if connection.awaits(StateRequest) or connection.awaits(TableStateRequest):
+                    self._states.add(message, payload)
             case Statistics(tag):
                 self._statistics[tag] = _needed(payload)
+                if len(self._statistics) > MAX_STATISTICS:
+                    del self._statistics[next(iter(self._statistics))]
             case RowsAnswer(tag):
                 self._rows[server, tag] = _needed(payload)
 

@@ -14,14 +14,32 @@ from torch import Tensor
 
 from manyhands.errors import ManyhandsError, ProtocolError
 from manyhands.ps.block_store import BlockState, bytes_of
+from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.protocol import TensorMessage
 from manyhands.runs.encoding import TensorSpec, flatten, tensor_specs, unflatten
 
 PARAMS = "="
 """Stands for the parameters themselves: no name that an optimizer could use."""
 
-_MALFORMED = (ManyhandsError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
-              TypeError, ValueError)  # fmt: skip
+MALFORMED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Raised by a record that fits its annotations and makes no sense. RuntimeError: by torch, or a recursion."""
+MAX_COPIES, SPARE_BYTES = 256, 64 << 20
+"""A state that is larger than this many times the parameters, and some more, is none: L-BFGS keeps 200."""
+TEXT_FACTOR = 32
+"""Bytes of memory that a character of an encoded state may become."""
+
+
+def max_state_bytes(layout: BlockLayout) -> int:
+    """Limit for the state of a model's optimizer."""
+    return MAX_COPIES * layout.num_bytes + SPARE_BYTES
 
 
 def pack(
@@ -41,6 +59,7 @@ class _PartialBlock:
     def __init__(self, text: str) -> None:
         self._text = text
         self._specs = tensor_specs(text)
+        self.num_bytes = TEXT_FACTOR * len(text) + sum(spec.num_bytes for spec in self._specs)
         self._tensors: list[Tensor] = []
         self._skip_empty()
 
@@ -72,16 +91,20 @@ class _PartialBlock:
 class TensorMessages:
     """Collects blocks that arrive, by (role, number)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        """`max_bytes`: take in no more than this."""
         self.complete: dict[tuple[str, int], BlockState] = {}
         self._partial: dict[tuple[str, int], _PartialBlock] = {}
+        self._max_bytes = max_bytes
+        self._sizes: dict[tuple[str, int], int] = {}
+        self._num_bytes = 0
 
     def add(self, message: TensorMessage, payload: memoryview | None) -> tuple[str, int] | None:
         """Take in one message. Returns the key of the block that it completes, if any."""
         key = (message.role, message.block)
         try:
             return self._add(key, message.state, payload)
-        except _MALFORMED as error:
+        except (ManyhandsError, *MALFORMED) as error:
             raise ProtocolError(f"block {key}: {error}") from error
 
     def _add(
@@ -89,7 +112,11 @@ class TensorMessages:
     ) -> tuple[str, int] | None:
         if text is not None:
             # A server whose connection broke sends the whole block again.
-            self._partial[key] = _PartialBlock(text)
+            partial = self._partial[key] = _PartialBlock(text)
+            self._num_bytes += partial.num_bytes - self._sizes.get(key, 0)
+            self._sizes[key] = partial.num_bytes
+            if self._max_bytes is not None and self._num_bytes > self._max_bytes:
+                raise ProtocolError(f"a state of over {self._max_bytes} bytes")
         if (text is None) == (payload is None) or key not in self._partial:
             raise ProtocolError("a message out of order")
         if payload is not None:

@@ -271,6 +271,7 @@ def check_decision(state: ServerState, decision: Decision, *, next_is: int) -> N
         raise ProtocolError(
             f"a decision on {len(decision.contributions)} gradients and {ticks} ticks"
         )
+    state.check_ticks(ticks)
 
 
 # By messages ------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ this view fails too, and the next one begins from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from manyhands.embeddings.row_placement import RowMove
 from manyhands.errors import ProtocolError
 from manyhands.ps.acceptor import Acceptor, InboxItem
 from manyhands.ps.placement import Placement
@@ -27,10 +29,10 @@ from manyhands.ps.protocol import (
     PeerHello,
     TensorMessage,
 )
-from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus, make_plan
+from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, make_plan
 from manyhands.ps.rows import ROLE, RowServerState
 from manyhands.ps.server_state import ServerState
-from manyhands.ps.tensor_messages import TensorMessages, pack
+from manyhands.ps.tensor_messages import MALFORMED, TensorMessages, max_state_bytes, pack
 from manyhands.ps.updates import catch_up
 from manyhands.transport import Link
 from manyhands.transport.fields import kind_of
@@ -67,7 +69,9 @@ class ViewChange:
         self._view = view
         self._servers = list(servers)
         self._statuses: dict[str, ServerStatus] = {}
-        self._tensor_messages = TensorMessages()
+        # Rows of tables can be any number.
+        most = None if server_state.rows else max_state_bytes(server_state.layout)
+        self._tensor_messages = TensorMessages(max_bytes=most)
         self._expected: set[tuple[str, int]] = set()
         self._moved: set[str] = set()
         self._placement: Placement | None = None
@@ -113,8 +117,7 @@ class ViewChange:
                 if len(self._statuses) == len(self._servers):
                     self._make_plan()
             case RecoveryPlan():
-                if list(message.placement.servers) != self._servers:
-                    raise ProtocolError(f"a plan for {', '.join(message.placement.servers)[:200]}")
+                self._check_plan(message)
                 self._take_plan(message)
             case TensorMessage():
                 key = self._tensor_messages.add(message, happened.payload)
@@ -157,8 +160,20 @@ class ViewChange:
             raise ProtocolError(f"a status of {status.server[:80]!r}, sent by {who}")
         if max(status.view, status.prepared) >= self._view:
             raise ProtocolError("a status that knows a later view")
+        if status.view and status.placement is None:
+            raise ProtocolError("a status without the placement of its view")
+        self._server_state.check_ticks(status.ledger.ticks)
         if (record := status.placement) is not None:
             Placement.from_record(record, layout=self._server_state.layout)
+
+    def _check_plan(self, plan: RecoveryPlan) -> None:
+        if list(plan.placement.servers) != self._servers:
+            raise ProtocolError(f"a plan for {', '.join(plan.placement.servers)[:200]}")
+        moves: list[BlockMove | RowMove] = [*plan.moves, *plan.row_moves]
+        for move in moves:
+            if not {move.source, move.target} <= set(self._servers):
+                raise ProtocolError(f"a plan that moves shard {move.shard} to or from a stranger")
+        self._server_state.check_ticks(plan.ledger.ticks)
 
     def _on_peer(self, who: str, hello: PeerHello, link: Link | None) -> None:
         if link is not None:  # it has dialed, and knows nothing of this side yet
@@ -190,6 +205,23 @@ class ViewChange:
         if plan is None or self._proceeding or len(met) < len(self._servers) - 1:
             return
         self._proceeding = True
+        with self._lead_to_blame():
+            self._carry_out(plan)
+        self._when_complete()
+
+    @contextmanager
+    def _lead_to_blame(self) -> Iterator[None]:
+        """Refuse the lead if its plan can't be carried out, whichever message has set it off."""
+        try:
+            yield
+        except MALFORMED as error:
+            if self.leads:
+                raise
+            lead = self.peers[self._servers[0]]
+            why = ProtocolError(f"a plan that can't be carried out: {error!r}")
+            self._acceptor.turn_away(lead.link, lead.name, why)
+
+    def _carry_out(self, plan: RecoveryPlan) -> None:
         server_state, layout = self._server_state, self._server_state.layout
         catch_up(server_state, plan)
         if self.leads and server_state.rows is not None and server_state.held.placement is not None:
@@ -210,7 +242,6 @@ class ViewChange:
                     block_state = server_state.block_state(block.number)
                     for message, payload in pack(block.number, block_state, role=move.role):
                         self._tell(move.target, message, payload)
-        self._when_complete()
 
     def _move_rows(self, plan: RecoveryPlan, rows: RowServerState) -> None:
         for move in plan.row_moves:
@@ -232,11 +263,14 @@ class ViewChange:
             or self._prepared
         ):
             return
-        self._prepared = True
         complete = self._tensor_messages.complete
-        self._server_state.prepare(
-            self._view, placement, complete, fresh=not plan.standing, homes=plan.homes
-        )
+        with self._lead_to_blame():
+            self._server_state.prepare(
+                self._view, placement, complete, fresh=not plan.standing, homes=plan.homes
+            )
+            self._prepared = True
+        if not self._prepared:
+            return
         if self.leads:
             self._moved.add(self._server_state.name)
         else:

@@ -29,6 +29,7 @@ from manyhands.transport.fields import read, write
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 REQUEST = "request.json"
+MAX_REQUEST_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -198,11 +199,12 @@ class RunFolder:
     def take_request(self) -> ScaleRequest | None:
         """The request since the last call, if any. One that can't be read asks for 0 workers."""
         path = self.path / REQUEST
-        if not path.exists():
+        if not path.is_file():
             return None
         try:
-            request = read(ScaleRequest, json.loads(path.read_text()))
-        except (OSError, ValueError, ProtocolError):
+            with open(path) as file:
+                request = read(ScaleRequest, json.loads(file.read(MAX_REQUEST_CHARS)))
+        except (OSError, ValueError, RecursionError, ProtocolError):
             request = ScaleRequest(0)
         path.unlink(missing_ok=True)
         return request
