@@ -63,6 +63,7 @@ from manyhands.ps.protocol import (
     RowsAnswer,
     StateEnd,
     StateRequest,
+    Statistics,
     TableStateRequest,
     ViewBegun,
     Wake,
@@ -447,8 +448,8 @@ class ServerConnection:
 
         def on_message(received: Received) -> None:
             message, payload = received
-            if payload is None and isinstance(message, ParameterSpan):
-                raise ProtocolError("a span without its payload")
+            if payload is None and isinstance(message, ParameterSpan | RowsAnswer | Statistics):
+                raise ProtocolError(f"a {type(message).__name__} without its payload")
             if isinstance(message, ViewBegun):
                 # It dials, which takes time; later messages on this link must wait for it.
                 reader.pause()
@@ -511,7 +512,8 @@ class Client:
         self.node = node
         self.params, self.slots = params, slots
         self.waiter = waiter
-        self.placement: Placement | None = None
+        self.placement: Placement
+        """Which server holds which block, as the servers have reported it."""
         self.last_parts: set[tuple[int, int]] = set()
         """(step, part) of the last update before this view."""
         self.ticks = 0

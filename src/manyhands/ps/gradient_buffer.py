@@ -99,18 +99,15 @@ class WorkerMemory:
         self._copy: FlatTensors | None = None
         self._on_device: FlatTensors | None = None
         """Where a backward on a GPU writes, before it is copied to a slot."""
-        if copies_params or device != "cpu":
+        self.has_copy = copies_params or device != "cpu"
+        """If true, the model computes with a copy of the parameters."""
+        if self.has_copy:
             self._copy = FlatTensors.private(params.layout, device=device)
         if device != "cpu":
             self._on_device = FlatTensors.private(params.layout, device=device)
         self.refresh()
         for name, parameter in parameters.items():
             parameter.data = (self._copy or params).piece(name).view_as(parameter)
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether the model computes with a copy of the parameters."""
-        return self._copy is not None
 
     def refresh(self) -> None:
         """Bring a copy of the parameters up to date."""

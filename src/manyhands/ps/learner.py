@@ -268,9 +268,7 @@ class PsLearner(Learner):
         return self._node.settled()
 
     def placement(self) -> str:
-        if self._client is None or self._client.placement is None:
-            return ""
-        return f"{self._client.placement.describe()}; {self._config.placement}"
+        return f"{self._joined().placement.describe()}; {self._config.placement}"
 
     def transport(self) -> str:
         if self._node.shared:

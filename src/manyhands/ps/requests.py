@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from manyhands.embeddings.row_placement import RowPlacement
-from manyhands.errors import ProtocolError
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.protocol import (
     RowsAnswer,
@@ -97,20 +96,14 @@ class ServerRequests:
                 connection = self._connections[server]
                 if connection.awaits(StateRequest) or connection.awaits(TableStateRequest):
                     self._states.add(message, payload)
-            case Statistics(tag):
-                self._statistics[tag] = _needed(payload)
+            case Statistics(tag) if payload is not None:
+                self._statistics[tag] = payload
                 if len(self._statistics) > MAX_STATISTICS:
                     del self._statistics[next(iter(self._statistics))]
-            case RowsAnswer(tag):
-                self._rows[server, tag] = _needed(payload)
+            case RowsAnswer(tag) if payload is not None:
+                self._rows[server, tag] = payload
 
     def _wait(self, what: str, key: object, servers: Sequence[str]) -> None:
         self._waiter.wait(
             what, lambda: [name for name in servers if self._connections[name].awaits(key)]
         )
-
-
-def _needed(payload: memoryview | None) -> memoryview:
-    if payload is None:
-        raise ProtocolError("an answer without a payload")
-    return payload
