@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from manyhands.embeddings.compiled import inlined, loose
 from manyhands.word2vec import simd
 
 OUT_EVERY = 6
@@ -24,9 +24,6 @@ OUT_EVERY = 6
 IN_EVERY = 2
 """One in this many words merges its input row. A quarter as often, for both, was no faster, and the
 vectors were worse: 0.62 on WordSim-353 instead of 0.70 (eight threads on two cores, 12 million words)."""
-
-_fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
-_inline = njit(cache=True, nogil=True, fastmath=True, error_model="numpy", inline="always")
 
 
 def allocate(words: int, dim: int) -> NDArray[np.float32]:
@@ -38,7 +35,7 @@ def allocate(words: int, dim: int) -> NDArray[np.float32]:
     return memory[start : start + 4 * words * width].reshape(2, 2, words, width)
 
 
-@_inline
+@inlined
 def where(matrix: NDArray[np.float32], own: NDArray[np.float32], side: int) -> Any:
     """Describe one of the two matrices: address and stride of its rows; the same of the copies, and their
     number; and the distance from a copy to the row as it was."""
@@ -47,7 +44,7 @@ def where(matrix: NDArray[np.float32], own: NDArray[np.float32], side: int) -> A
     return base, stride, copy, own.strides[2], own.shape[2], own.strides[1]
 
 
-@_inline
+@inlined
 def address(word: Any, rows: NDArray[np.int64], where: Any) -> Any:
     """Return the address of a word's row: of its copy, if it has one."""
     base, stride, own, own_stride, count, _ = where
@@ -56,7 +53,7 @@ def address(word: Any, rows: NDArray[np.int64], where: Any) -> Any:
     return copy if word < count else shared
 
 
-@_inline
+@inlined
 def origin(row: int, rows: NDArray[np.int64], where: Any) -> Any:
     """Return the shared row of a copy; 0 if this is not a copy."""
     base, stride, own, own_stride, count, _ = where
@@ -66,7 +63,7 @@ def origin(row: int, rows: NDArray[np.int64], where: Any) -> Any:
     return base + rows[offset // own_stride] * stride
 
 
-@_inline
+@inlined
 def _merge(row: int, before: int, shared: int, at: int, lanes: Any) -> None:
     moved = simd.subtract(simd.load(row + at, lanes), simd.load(before + at, lanes))
     now = simd.add(simd.load(shared + at, lanes), moved)
@@ -75,7 +72,7 @@ def _merge(row: int, before: int, shared: int, at: int, lanes: Any) -> None:
     simd.store(before + at, now, lanes)
 
 
-@_fast
+@loose
 def merge(row: int, rows: NDArray[np.int64], where: Any, whole: int, rest: int) -> None:
     """If a row is a copy, add its changes to the shared row, and take over the changes of others."""
     shared = origin(row, rows, where)
@@ -87,7 +84,7 @@ def merge(row: int, rows: NDArray[np.int64], where: Any, whole: int, rest: int) 
             _merge(row, before, shared, whole, rest)
 
 
-@_inline
+@inlined
 def prefetch(row: int, rows: NDArray[np.int64], where: Any, lines: int) -> None:
     """If a row is a copy that is merged next, prefetch its shared row."""
     shared = origin(row, rows, where)
@@ -96,23 +93,26 @@ def prefetch(row: int, rows: NDArray[np.int64], where: Any, lines: int) -> None:
             simd.prefetch(shared + line * 64)
 
 
-@_fast
+@inlined
+def _load(row: int, before: int, shared: int, at: int, lanes: Any) -> None:
+    now = simd.load(shared + at, lanes)
+    simd.store(row + at, now, lanes)
+    simd.store(before + at, now, lanes)
+
+
+@loose
 def load_all(rows: NDArray[np.int64], where: Any, whole: int, rest: int) -> None:
     """Make all copies."""
     base, stride, own, own_stride, count, back = where
     for word in range(count):
         shared, row = base + rows[word] * stride, own + word * own_stride
         for at in range(0, whole, simd.BYTES):
-            now = simd.load(shared + at, None)
-            simd.store(row + at, now, None)
-            simd.store(row + back + at, now, None)
+            _load(row, row + back, shared, at, None)
         if rest:
-            now = simd.load(shared + whole, rest)
-            simd.store(row + whole, now, rest)
-            simd.store(row + back + whole, now, rest)
+            _load(row, row + back, shared, whole, rest)
 
 
-@_fast
+@loose
 def merge_all(rows: NDArray[np.int64], where: Any, whole: int, rest: int) -> None:
     """Merge all copies."""
     for word in range(where[4]):

@@ -11,6 +11,7 @@ Pairs (WordSim-353, MEN, SimLex-999, RG-65): Spearman's rank correlation between
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,12 +69,9 @@ class Score:
 def analogies(vectors: Vectors, file: str | os.PathLike[str], restrict: int = 30_000) -> Score:
     """Return the accuracy on a file of analogies (like questions-words.txt), among the `restrict` most
     frequent words."""
-    words = [word.lower() for word in vectors.words[:restrict]]
-    # Of words that differ only in capitalization, the most frequent counts.
-    ids: dict[str, int] = {}
-    for number, word in enumerate(words):
-        ids.setdefault(word, number)
-    folded = np.array([ids[word] for word in words])
+    words = vectors.words[:restrict]
+    ids = _folded_ids(words)
+    folded = np.array([ids[word.lower()] for word in words])
     unit = vectors.unit[: len(words)]
     sections: dict[str, AnalogyCounts] = {}
     left_out = 0
@@ -82,9 +80,8 @@ def analogies(vectors: Vectors, file: str | os.PathLike[str], restrict: int = 30
             [ids[w] for w in question] for question in questions if all(w in ids for w in question)
         ]
         left_out += len(questions) - len(known)
-        right = 0
-        for start in range(0, len(known), BATCH):
-            right += _answered(unit, folded, np.array(known[start : start + BATCH]))
+        parts = [known[start : start + BATCH] for start in range(0, len(known), BATCH)]
+        right = sum(_answered(unit, folded, np.array(part)) for part in parts)
         sections[name] = sections.get(name, AnalogyCounts()) + AnalogyCounts(right, len(known))
     return Score(sections, left_out)
 
@@ -125,9 +122,7 @@ def _questions(path: Path) -> dict[str, list[list[str]]]:
 def pairs(vectors: Vectors, file: str | os.PathLike[str]) -> tuple[float, int, int]:
     """Return (Spearman's correlation with human ratings, pairs with both words known, all pairs)."""
     path = Path(file)
-    ids: dict[str, int] = {}
-    for number, word in enumerate(vectors.words):
-        ids.setdefault(word.lower(), number)
+    ids = _folded_ids(vectors.words)
     asked, ratings, cosines = 0, [], []
     for number, line in enumerate(_lines(path), 1):
         fields = _fields(line)
@@ -153,6 +148,11 @@ def pairs(vectors: Vectors, file: str | os.PathLike[str]) -> tuple[float, int, i
     if not asked:
         raise DataError(f"{path} has no pairs. Give lines of two words and a number.")
     return spearman(np.array(ratings), np.array(cosines)), len(ratings), asked
+
+
+def _folded_ids(words: Sequence[str]) -> dict[str, int]:
+    """Return ids by word in lower case. Of words that differ only in case, the most frequent counts."""
+    return {words[number].lower(): number for number in reversed(range(len(words)))}
 
 
 def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:

@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from manyhands.embeddings.compiled import inlined, loose
 from manyhands.word2vec import copies, sampling, simd, windows
 from manyhands.word2vec.windows import MEAN_TILE, TILE
 
@@ -31,161 +31,97 @@ which is about a twentieth faster. Groups of two to five were no better: 34.3 to
 LOSS_EVERY = 16
 """One in this many windows is used for the loss: logarithms are expensive."""
 
-_fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
+
+def _kernel(bag: bool) -> Any:
+    """Compile a kernel: CBOW if `bag` is true, otherwise skip-gram."""
+
+    @loose
+    def train(
+        tokens: NDArray[np.int32],
+        inputs: NDArray[np.float32],
+        outputs: NDArray[np.float32],
+        in_rows: NDArray[np.int64],
+        out_rows: NDArray[np.int64],
+        keep: NDArray[np.float32],
+        noise: NDArray[np.uint64],
+        window: int,
+        negative: int,
+        lr: float,
+        seed: int,
+        own: NDArray[np.float32],
+    ) -> tuple[float, int, int]:
+        state = np.full(1, np.uint64(seed), np.uint64)
+        kept = np.empty(len(tokens), np.int32)
+        count, words = sampling.subsample(tokens, keep, state, kept)
+        tile = MEAN_TILE if bag else TILE
+        targets = np.empty((negative + tile) // tile * tile, np.int64)
+        # `_train` takes addresses in these two, so they have to outlive the call.
+        lanes = np.zeros((2 + SHARE) * len(targets) // tile * simd.LANES, np.float32)
+        blank = np.zeros(3 * (inputs.shape[1] + simd.LANES) + simd.LANES, np.float32)
+        matrices = inputs, outputs, in_rows, out_rows, own
+        drawing = noise, negative, state
+        loss, pairs = _train(
+            bag, kept[:count], matrices, drawing, window, np.float32(lr), targets, lanes, blank
+        )
+        return loss, pairs, words
+
+    return train
 
 
-@_fast
-def skip_gram(
-    tokens: NDArray[np.int32],
-    inputs: NDArray[np.float32],
-    outputs: NDArray[np.float32],
-    in_rows: NDArray[np.int64],
-    out_rows: NDArray[np.int64],
-    keep: NDArray[np.float32],
-    noise: NDArray[np.uint64],
-    window: int,
-    negative: int,
-    lr: float,
-    seed: int,
-    own: NDArray[np.float32],
-) -> tuple[float, int, int]:
-    """Train on a piece of text. Returns (estimated sum of the losses of pairs, pairs, words before sampling).
+skip_gram = _kernel(bag=False)
+"""Train on a piece of text. Returns (estimated sum of the losses of pairs, pairs, words before sampling).
 
-    `tokens` are word ids, -1 at the end of a sentence. `in_rows` and `out_rows` map words to rows. `keep` is
-    the probability that a word stays. `noise` is an alias table to draw words from (or simply word ids as
-    uint64, with equal probability). All randomness comes from the seed. The loss is estimated from every 16th
-    window.
+`tokens` are word ids, -1 at the end of a sentence. `in_rows` and `out_rows` map words to rows. `keep` is the
+probability that a word stays. `noise` is an alias table to draw words from (or simply word ids as uint64,
+with equal probability). All randomness comes from the seed. The loss is estimated from every 16th window.
 
-    `own` is memory for copies of the rows of the first, most frequent words: see copies.py. If nobody else
-    changes the matrices it is empty, copies.allocate(0, dim).
-    """
-    state = np.full(1, np.uint64(seed), np.uint64)
-    kept = np.empty(len(tokens), np.int32)
-    count, words = sampling.subsample(tokens, keep, state, kept)
-    tiles = (negative + TILE) // TILE
-    size, lanes = tiles * TILE, tiles * simd.LANES
-    loss, pairs = _train(
-        False,
-        kept[:count],
-        inputs,
-        outputs,
-        in_rows,
-        out_rows,
-        noise,
-        window,
-        negative,
-        np.float32(lr),
-        state,
-        np.empty(2 * window + 2, np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-        np.zeros(lanes, np.float32),
-        np.zeros(lanes, np.float32),
-        np.zeros(SHARE * lanes, np.float32),
-        np.zeros(3 * (inputs.shape[1] + simd.LANES), np.float32),
-        own,
-    )
-    return loss, pairs, words
+`own` is memory for copies of the rows of the first, most frequent words: see copies.py. If no other thread or
+process changes the matrices, it is empty: copies.allocate(0, dim).
+"""
+cbow = _kernel(bag=True)
+"""Like `skip_gram`, with one vector per window, the mean of its contexts: a window is one pair."""
 
 
-@_fast
-def cbow(
-    tokens: NDArray[np.int32],
-    inputs: NDArray[np.float32],
-    outputs: NDArray[np.float32],
-    in_rows: NDArray[np.int64],
-    out_rows: NDArray[np.int64],
-    keep: NDArray[np.float32],
-    noise: NDArray[np.uint64],
-    window: int,
-    negative: int,
-    lr: float,
-    seed: int,
-    own: NDArray[np.float32],
-) -> tuple[float, int, int]:
-    """Like `skip_gram`, with the mean of the contexts of a window in place of each: a window is one pair."""
-    state = np.full(1, np.uint64(seed), np.uint64)
-    kept = np.empty(len(tokens), np.int32)
-    count, words = sampling.subsample(tokens, keep, state, kept)
-    size = (negative + MEAN_TILE) // MEAN_TILE * MEAN_TILE
-    lanes = size + simd.LANES
-    loss, pairs = _train(
-        True,
-        kept[:count],
-        inputs,
-        outputs,
-        in_rows,
-        out_rows,
-        noise,
-        window,
-        negative,
-        np.float32(lr),
-        state,
-        np.empty(2 * window + 2, np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-        np.zeros(lanes, np.float32),
-        np.zeros(lanes, np.float32),
-        np.zeros(lanes, np.float32),
-        np.zeros(3 * (inputs.shape[1] + simd.LANES), np.float32),
-        own,
-    )
-    return loss, pairs, words
+@inlined
+def _lane(bag: bool, c: int, k: int, hop: int) -> Any:
+    """Return the index at which windows.py has the numbers of context c and target k."""
+    return k if bag else (c >> 1) * hop + k // TILE * simd.LANES + (c & 1) * TILE + k % TILE
 
 
-@_fast
-def _train(
-    bag: bool,
-    kept: NDArray[np.int32],
-    inputs: NDArray[np.float32],
-    outputs: NDArray[np.float32],
-    in_rows: NDArray[np.int64],
-    out_rows: NDArray[np.int64],
-    noise: NDArray[np.uint64],
-    window: int,
-    negative: int,
-    lr: Any,
-    state: NDArray[np.uint64],
-    contexts: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    ahead: NDArray[np.int64],
-    labels: NDArray[np.float32],
-    rates: NDArray[np.float32],
-    errors: NDArray[np.float32],
-    spare: NDArray[np.float32],
-    own: NDArray[np.float32],
-) -> tuple[float, int]:
-    """Train on all windows. The caller keeps every array alive whose address is taken here."""
+@loose
+def _train(bag, kept, matrices, drawing, window, lr, targets, lanes, blank):  # type: ignore[no-untyped-def]
+    """Train on all windows."""
+    inputs, outputs, in_rows, out_rows, own = matrices
+    noise, negative, state = drawing
     if inputs.shape[1] != outputs.shape[1] or inputs.strides[1] != 4 or outputs.strides[1] != 4:
         raise ValueError("inputs and outputs need the same number of contiguous float32 columns")
-    copied = own.shape[2]
     ins, outs = copies.where(inputs, own, 0), copies.where(outputs, own, 1)
     whole = inputs.shape[1] // simd.LANES * simd.BYTES
     rest = inputs.shape[1] % simd.LANES
     lines = (inputs.shape[1] * 4 + 126) // 64
-    label, rate, error = simd.address_of(labels), simd.address_of(rates), simd.address_of(errors)
-    void = simd.address_of(spare)
-    hidden = void + whole + simd.BYTES
-    back = hidden + whole + simd.BYTES
-    hop = len(labels)
-    tiles = len(targets) // TILE
+    hop = len(lanes) // (2 + SHARE)
+    labels, rates, errors = lanes[:hop], lanes[hop : 2 * hop], lanes[2 * hop :]
     labels[0] = 1.0
     if not bag:
         labels[TILE] = 1.0
+    void = -(-simd.address_of(blank) // simd.BYTES) * simd.BYTES  # in cache lines of its own
+    hidden = void + whole + simd.BYTES
+    back = hidden + whole + simd.BYTES
+    label, rate, error = simd.address_of(labels), simd.address_of(rates), simd.address_of(errors)
+    buffers = label, rate, error, hidden, back
     targets[:] = void
-    ahead[:] = void
-    count = len(kept)
+    ahead = targets.copy()
+    contexts = np.empty(2 * window + 2, np.int64)
     copies.load_all(in_rows, ins, whole, rest)
     copies.load_all(out_rows, outs, whole, rest)
-    pairs = seen = looked = 0
-    loss = 0.0
+    count, pairs, seen, looked, loss = len(kept), 0, 0, 0, 0.0
     i = sampling.next_word(kept, count, 0)
     if i < count:
         sampling.draw(kept[i], negative, noise, out_rows, outs, lines, void, state, ahead)
     while i < count:
         targets[: negative + 1] = ahead[: negative + 1]
         later = sampling.next_word(kept, count, i + 1)
-        if copied:
+        if own.shape[2]:
             for k in range(seen % copies.OUT_EVERY, negative + 1, copies.OUT_EVERY):
                 copies.merge(targets[k], out_rows, outs, whole, rest)
             if seen % copies.IN_EVERY == 0:
@@ -193,7 +129,7 @@ def _train(
         if later < count:
             word = kept[later]
             sampling.draw(word, negative, noise, out_rows, outs, lines, void, state, ahead)
-            if copied:
+            if own.shape[2]:
                 for k in range((seen + 1) % copies.OUT_EVERY, negative + 1, copies.OUT_EVERY):
                     copies.prefetch(ahead[k], out_rows, outs, lines)
                 if (seen + 1) % copies.IN_EVERY == 0:
@@ -207,41 +143,25 @@ def _train(
         contexts[size] = void
         for start in range(0, size, max(size, 1) if bag else SHARE):
             if start > 0:
-                word = kept[i]
-                sampling.draw(
-                    word,
-                    negative,
-                    noise,
-                    out_rows,
-                    outs,
-                    lines,
-                    void,
-                    state,
-                    targets,
-                )
+                sampling.draw(kept[i], negative, noise, out_rows, outs, lines, void, state, targets)
             for k in range(negative + 1):
+                lane = _lane(bag, 0, k, hop)
                 strength = lr if targets[k] != void else np.float32(0.0)
-                lane = k if bag else k // TILE * simd.LANES + k % TILE
                 rates[lane] = strength
                 if not bag:
                     rates[lane + TILE] = strength
             if bag:
                 vectors = 1
-                windows.window_of_mean(
-                    contexts, size, targets, label, rate, error, hidden, back, whole, rest
-                )
+                windows.window_of_mean(contexts, size, targets, buffers, whole, rest)
             else:
                 vectors = min(SHARE, size - start)
-                windows.window_of_pairs(
-                    contexts[start:], vectors, targets, tiles, label, rate, error, whole, rest
-                )
+                windows.window_of_pairs(contexts[start:], vectors, targets, buffers, whole, rest)
             pairs += vectors
             if seen % LOSS_EVERY == 0 and lr > 0:
                 looked += vectors
                 for c in range(vectors):
                     for k in range(negative + 1):
-                        lane = (c >> 1) * hop + k // TILE * simd.LANES + (c & 1) * TILE + k % TILE
-                        loss += windows.cost(errors[k if bag else lane], lr)
+                        loss += windows.cost(errors[_lane(bag, c, k, hop)], lr)
         seen += 1
         i = later
     copies.merge_all(in_rows, ins, whole, rest)

@@ -25,7 +25,7 @@ MAX_COPIES = 1_000
 """Words whose rows a worker copies if others write them too: the copies stay in the cache of its core, and
 are four tenths of what a text uses."""
 MIN_WRITERS = 3
-"""Number of workers from which copies pay on all_ids machine; with two it depends."""
+"""Number of workers from which copies pay on every machine; with two it depends."""
 WORDS_PER_COPY = 16
 """Minimum words of a batch per copied word, to keep the cost of copying small."""
 
@@ -111,11 +111,9 @@ class WordModel(RowModel):
         """Return memory for copies of the rows of the most frequent words; none if few workers write them."""
         from manyhands.word2vec import copies
 
-        count = (
-            min(len(self._keep), MAX_COPIES, words // WORDS_PER_COPY)
-            if writers >= MIN_WRITERS
-            else 0
-        )
+        count = 0
+        if writers >= MIN_WRITERS:
+            count = min(len(self._keep), MAX_COPIES, words // WORDS_PER_COPY)
         if self._own is None or self._own.shape[2] != count:
             self._own = copies.allocate(count, self.tables["inputs"].dim)
         return self._own

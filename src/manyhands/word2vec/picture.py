@@ -44,20 +44,12 @@ class Box:
     bottom: float
 
     def meets(self, other: Box) -> bool:
-        return (
-            self.left < other.right
-            and other.left < self.right
-            and self.top < other.bottom
-            and other.top < self.bottom
-        )
+        across = max(self.left, other.left) < min(self.right, other.right)
+        return across and max(self.top, other.top) < min(self.bottom, other.bottom)
 
     def within_page(self) -> bool:
-        return (
-            self.left >= 2
-            and self.top >= 2
-            and self.right <= WIDTH - 2
-            and (self.bottom <= HEIGHT - FOOT)
-        )
+        right, bottom = WIDTH - 2, HEIGHT - FOOT
+        return min(self.left, self.top) >= 2 and self.right <= right and self.bottom <= bottom
 
 
 @dataclass(frozen=True)
@@ -174,19 +166,16 @@ def _labels(dots: Sequence[Dot]) -> list[Box]:
         Box(dot.x - 1.5 * DOT, dot.y - 1.5 * DOT, dot.x + 1.5 * DOT, dot.y + 1.5 * DOT)
         for dot in dots
     ]
-    labels = []
     for dot in dots:
         size = BIG if dot.asked else SMALL
+        width = _length(_label(dot.word)) * size * (1.16 if dot.asked else 1.03)
         box = next(
             box
-            for box in _candidates(
-                dot, _length(_label(dot.word)) * size * (1.16 if dot.asked else 1.03), size
-            )
+            for box in _candidates(dot, width, size)
             if box.within_page() and not any(box.meets(other) for other in taken)
         )
         taken.append(box)
-        labels.append(box)
-    return labels
+    return taken[len(dots) :]
 
 
 def _candidates(dot: Dot, width: float, size: int) -> Iterator[Box]:

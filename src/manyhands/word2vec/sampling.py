@@ -5,34 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from manyhands.embeddings.compiled import inlined, loose
+from manyhands.embeddings.kernels import mix
+from manyhands.embeddings.shards import STEP
 from manyhands.word2vec import copies, simd
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
-_LOW = np.uint64(0xFFFFFFFF)
-_S40 = np.uint64(40)
+_STEP, _LOW = np.uint64(STEP), np.uint64(0xFFFFFFFF)
+_32, _40 = np.uint64(32), np.uint64(40)
 _UNIT = np.float32(2.0**-24)
 
-_fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
-_inline = njit(cache=True, nogil=True, fastmath=True, error_model="numpy", inline="always")
 
-
-@_inline
+@inlined
 def random_bits(state: NDArray[np.uint64]) -> Any:
     """Return 64 random bits: a mixed counter (SplitMix64, Steele et al., 2014)."""
     state[0] += _STEP
-    bits = state[0]
-    bits = (bits ^ (bits >> _S30)) * _MIX_1
-    bits = (bits ^ (bits >> _S27)) * _MIX_2
-    return bits ^ (bits >> _S31)
+    return mix(state[0])
 
 
-@_fast
+@loose
 def subsample(
     tokens: NDArray[np.int32],
     keep: NDArray[np.float32],
@@ -45,7 +37,7 @@ def subsample(
     for token in tokens:
         if token >= 0:
             words += 1
-            chance = np.float32(random_bits(state) >> _S40) * _UNIT
+            chance = np.float32(random_bits(state) >> _40) * _UNIT
             if chance >= keep[token]:
                 continue
         kept[count] = token
@@ -53,7 +45,7 @@ def subsample(
     return count, words
 
 
-@_fast
+@loose
 def draw(
     centre: int,
     negative: int,
@@ -71,10 +63,10 @@ def draw(
     size = np.uint64(len(noise))
     for k in range(1, negative + 1):
         bits = random_bits(state)
-        place = ((bits >> _S32) * size) >> _S32
+        place = ((bits >> _32) * size) >> _32
         entry = noise[place]
         # The index itself, or its alias: see `alias_table` in manyhands.data.text_scan.
-        drawn = place if (bits & _LOW) < (entry >> _S32) else entry & _LOW
+        drawn = place if (bits & _LOW) < (entry >> _32) else entry & _LOW
         word = np.int64(drawn)
         targets[k] = blank if word == centre else copies.address(word, out_rows, where)
     for k in range(negative + 1):
@@ -83,10 +75,10 @@ def draw(
             simd.prefetch(row + line * 64)
 
 
-@_inline
+@inlined
 def window_of(kept: NDArray[np.int32], count: int, i: int, window: int, state: Any) -> Any:
     """Return the window of word i, [first, last]: of random width, within its sentence."""
-    size = 1 + np.int64(((random_bits(state) >> _S32) * np.uint64(window)) >> _S32)
+    size = 1 + np.int64(((random_bits(state) >> _32) * np.uint64(window)) >> _32)
     first = last = i
     while first > 0 and i - first < size and kept[first - 1] >= 0:
         first -= 1
@@ -95,7 +87,7 @@ def window_of(kept: NDArray[np.int32], count: int, i: int, window: int, state: A
     return first, last
 
 
-@_inline
+@inlined
 def next_word(kept: NDArray[np.int32], count: int, i: int) -> Any:
     """Return the index of the next word from i on, or `count`."""
     while i < count and kept[i] < 0:

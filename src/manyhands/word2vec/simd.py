@@ -82,14 +82,6 @@ def address_of(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
-def zeros(typing: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_VECTOR, [0.0] * LANES)
-
-    return vector(), generate
-
-
-@intrinsic
 def splat(typing: Any, value: Any) -> Any:
     """Return a vector with this number in all lanes."""
 
@@ -172,36 +164,23 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return vector(vector, vector, vector), generate
 
 
-@intrinsic
-def add(typing: Any, a: Any, b: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(*args)
+def _by_lane(instruction: str) -> Any:
+    """Make an intrinsic of two vectors from an instruction of LLVM."""
 
-    return vector(vector, vector), generate
+    @intrinsic
+    def combine(typing: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return getattr(builder, instruction)(*args)
 
+        return vector(vector, vector), generate
 
-@intrinsic
-def subtract(typing: Any, a: Any, b: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(*args)
-
-    return vector(vector, vector), generate
+    return combine
 
 
-@intrinsic
-def multiply(typing: Any, a: Any, b: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(*args)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def divide(typing: Any, a: Any, b: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fdiv(*args)
-
-    return vector(vector, vector), generate
+add = _by_lane("fadd")
+subtract = _by_lane("fsub")
+multiply = _by_lane("fmul")
+divide = _by_lane("fdiv")
 
 
 @intrinsic

@@ -25,6 +25,8 @@ HEADER_BYTES = 64
 """Maximum length of the first line: two numbers."""
 LONGEST_WORD = 1 << 16
 
+WordsAndRows = tuple[list[str], NDArray[np.float32]]
+
 
 class Vectors:
     """Row i of `matrix` is the vector of word i. Words are ordered by frequency."""
@@ -188,9 +190,7 @@ def _looks_binary(sample: bytes, width: int) -> bool:
     return False
 
 
-def _read_text(
-    file: IO[bytes], count: int, width: int, path: Path
-) -> tuple[list[str], NDArray[np.float32]]:
+def _read_text(file: IO[bytes], count: int, width: int, path: Path) -> WordsAndRows:
     words, matrix = [], np.empty((count, width), dtype=np.float32)
     for number in range(count):
         fields = file.readline().rstrip(b"\r\n ").split(b" ")
@@ -207,9 +207,7 @@ def _read_text(
     return words, matrix
 
 
-def _read_binary(
-    file: IO[bytes], count: int, width: int, path: Path
-) -> tuple[list[str], NDArray[np.float32]]:
+def _read_binary(file: IO[bytes], count: int, width: int, path: Path) -> WordsAndRows:
     words, matrix = [], np.empty((count, width), dtype=np.float32)
     content, at = file.read(), 0
     for number in range(count):

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from manyhands.embeddings.compiled import inlined, loose
 from manyhands.word2vec import simd
 
 TILE = 6
@@ -25,11 +25,11 @@ TILE = 6
 MEAN_TILE = 8
 """The same for CBOW, with one vector instead of two."""
 
-_fast = njit(cache=True, nogil=True, fastmath=True, error_model="numpy")
-_inline = njit(cache=True, nogil=True, fastmath=True, error_model="numpy", inline="always")
+Addresses = NDArray[np.int64]
+"""Of rows."""
 
 
-@_inline
+@inlined
 def _sigmoid(x: Any) -> Any:
     """1 / (1 + exp(-x)) by Lambert's fraction for tanh(x / 2), to 2e-4; beyond 9.6 as at 9.6."""
     z = simd.multiply(simd.clip(x, np.float32(9.6)), simd.splat(np.float32(0.5)))
@@ -44,7 +44,7 @@ def _sigmoid(x: Any) -> Any:
     return simd.fma(simd.divide(simd.multiply(above, z), below), half, half)
 
 
-@_inline
+@inlined
 def _errors(dots: Any, labels: int, rates: int) -> Any:
     """(label - sigmoid(dot)) * rate in all lanes."""
     minus = simd.splat(np.float32(-1.0))
@@ -53,12 +53,12 @@ def _errors(dots: Any, labels: int, rates: int) -> Any:
     )
 
 
-@_inline
+@inlined
 def _six(rows: NDArray[np.int64], k: int) -> Any:
     return rows[k], rows[k + 1], rows[k + 2], rows[k + 3], rows[k + 4], rows[k + 5]
 
 
-@_inline
+@inlined
 def _pair_step(x: int, y: int, at: int, lanes: Any, six: Any, totals: Any) -> Any:
     """Multiply 16 columns (or the last few) of two contexts with six targets, and add them to 12 totals."""
     a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = totals
@@ -78,10 +78,10 @@ def _pair_step(x: int, y: int, at: int, lanes: Any, six: Any, totals: Any) -> An
     return a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5
 
 
-@_inline
+@inlined
 def _pair_dots(x: int, y: int, six: Any, whole: int, rest: int) -> Any:
     """Return the dot products of two contexts with six targets: lanes 0 to 5 and 6 to 11."""
-    z = simd.zeros()
+    z = simd.splat(np.float32(0.0))
     totals = (z, z, z, z, z, z, z, z, z, z, z, z)
     for at in range(0, whole, simd.BYTES):
         totals = _pair_step(x, y, at, None, six, totals)
@@ -90,7 +90,7 @@ def _pair_dots(x: int, y: int, six: Any, whole: int, rest: int) -> Any:
     return simd.sums(totals)
 
 
-@_inline
+@inlined
 def _learn_step(
     contexts: Any, count: int, six: Any, errors: int, hop: int, at: int, lanes: Any
 ) -> None:
@@ -125,60 +125,59 @@ def _learn_step(
     simd.store(six[5] + at, n5, lanes)
 
 
-@_fast
+@loose
 def window_of_pairs(
-    contexts: NDArray[np.int64],
-    count: int,
-    targets: NDArray[np.int64],
-    tiles: int,
-    labels: int,
-    rates: int,
-    errors: int,
-    whole: int,
-    rest: int,
+    contexts: Addresses, count: int, targets: Addresses, buffers: Any, whole: int, rest: int
 ) -> None:
-    """Train on one window of skip-gram. An odd number of contexts is padded with a blank row."""
+    """Train on one window of skip-gram. An odd number of contexts is padded with a blank row.
+
+    `buffers`: the addresses of labels, rates and errors, with 16 floats for each six targets: those of one
+    context, then those of the next.
+    """
+    labels, rates, errors = buffers[:3]
+    tiles = len(targets) // TILE
     hop = tiles * simd.BYTES
-    pairs = (count + 1) >> 1
     for tile in range(tiles):
-        k, shift = tile * TILE, tile * simd.BYTES
-        six = _six(targets, k)
-        for pair in range(pairs):
-            x, y = contexts[2 * pair], contexts[2 * pair + 1]
-            dots = _pair_dots(x, y, six, whole, rest)
+        shift, six = tile * simd.BYTES, _six(targets, tile * TILE)
+        for pair in range((count + 1) >> 1):
+            dots = _pair_dots(contexts[2 * pair], contexts[2 * pair + 1], six, whole, rest)
             found = _errors(dots, labels + shift, rates + shift)
             simd.store(errors + pair * hop + shift, found, None)
     for tile in range(tiles):
-        k, shift = tile * TILE, tile * simd.BYTES
-        six = _six(targets, k)
+        shift, six = tile * simd.BYTES, _six(targets, tile * TILE)
         for at in range(0, whole, simd.BYTES):
             _learn_step(contexts, count, six, errors + shift, hop, at, None)
         if rest:
             _learn_step(contexts, count, six, errors + shift, hop, whole, rest)
 
 
-@_inline
+@inlined
 def cost(error: float, rate: float) -> float:
     """Return the loss of an error times rate: -log(1 - error)."""
     return -np.log(max(1.0 - abs(error) / rate, 1e-5))
 
 
-@_fast
-def _mean(contexts: NDArray[np.int64], size: int, hidden: int, whole: int, rest: int) -> None:
+@inlined
+def _mean_step(
+    contexts: Addresses, size: int, share: Any, hidden: int, at: int, lanes: Any
+) -> None:
+    """Store 16 columns of the mean of the contexts."""
+    total = simd.load(contexts[0] + at, lanes)
+    for c in range(1, size):
+        total = simd.add(total, simd.load(contexts[c] + at, lanes))
+    simd.store(hidden + at, simd.multiply(total, share), None)
+
+
+@loose
+def _mean(contexts: Addresses, size: int, hidden: int, whole: int, rest: int) -> None:
     share = simd.splat(np.float32(1.0 / size))
     for at in range(0, whole, simd.BYTES):
-        total = simd.load(contexts[0] + at, None)
-        for c in range(1, size):
-            total = simd.add(total, simd.load(contexts[c] + at, None))
-        simd.store(hidden + at, simd.multiply(total, share), None)
+        _mean_step(contexts, size, share, hidden, at, None)
     if rest:
-        total = simd.load(contexts[0] + whole, rest)
-        for c in range(1, size):
-            total = simd.add(total, simd.load(contexts[c] + whole, rest))
-        simd.store(hidden + whole, simd.multiply(total, share), None)
+        _mean_step(contexts, size, share, hidden, whole, rest)
 
 
-@_inline
+@inlined
 def _row_step(x: int, at: int, lanes: Any, rows: NDArray[np.int64], k: int, totals: Any) -> Any:
     """Multiply 16 columns (or the last few) of one vector with eight targets."""
     a0, a1, a2, a3, a4, a5, a6, a7 = totals
@@ -194,13 +193,13 @@ def _row_step(x: int, at: int, lanes: Any, rows: NDArray[np.int64], k: int, tota
     return a0, a1, a2, a3, a4, a5, a6, a7
 
 
-@_inline
+@inlined
 def _row_learn(
     hidden: int, back: int, at: int, lanes: Any, rows: Any, count: int, errors: int
 ) -> None:
     """Update 16 columns of the targets; the update of the contexts goes to `back`."""
     x = simd.load(hidden + at, lanes)
-    even = odd = simd.zeros()
+    even = odd = simd.splat(np.float32(0.0))
     for k in range(0, count, 2):
         e = simd.splat_at(errors + 4 * k)
         t = simd.load(rows[k] + at, lanes)
@@ -213,22 +212,23 @@ def _row_learn(
     simd.store(back + at, simd.add(even, odd), None)
 
 
-@_fast
+@inlined
+def _add_step(row: int, moved: int, at: int, lanes: Any) -> None:
+    now = simd.add(simd.load(row + at, lanes), simd.load(moved + at, lanes))
+    simd.store(row + at, now, lanes)
+
+
+@loose
 def window_of_mean(
-    contexts: NDArray[np.int64],
-    size: int,
-    targets: NDArray[np.int64],
-    labels: int,
-    rates: int,
-    errors: int,
-    hidden: int,
-    back: int,
-    whole: int,
-    rest: int,
+    contexts: Addresses, size: int, targets: Addresses, buffers: Any, whole: int, rest: int
 ) -> None:
-    """Train on one window of CBOW."""
+    """Train on one window of CBOW.
+
+    `buffers`: the addresses of labels, rates and errors, one float per target, and of two rows.
+    """
+    labels, rates, errors, hidden, back = buffers
     _mean(contexts, size, hidden, whole, rest)
-    z = simd.zeros()
+    z = simd.splat(np.float32(0.0))
     for k in range(0, len(targets), MEAN_TILE):
         totals = (z, z, z, z, z, z, z, z)
         for at in range(0, whole, simd.BYTES):
@@ -243,10 +243,7 @@ def window_of_mean(
     if rest:
         _row_learn(hidden, back, whole, rest, targets, len(targets), errors)
     for c in range(size):
-        row = contexts[c]
         for at in range(0, whole, simd.BYTES):
-            moved = simd.add(simd.load(row + at, None), simd.load(back + at, None))
-            simd.store(row + at, moved, None)
+            _add_step(contexts[c], back, at, None)
         if rest:
-            moved = simd.add(simd.load(row + whole, rest), simd.load(back + whole, rest))
-            simd.store(row + whole, moved, rest)
+            _add_step(contexts[c], back, whole, rest)

@@ -70,7 +70,7 @@ def by_hand(model: str, tokens: list[int], inputs: Any, outputs: Any, lr: float)
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dim", [1, 7, 16, 33, 100])
-def test_a_text_is_trained_on_as_by_hand(model: str, dim: int) -> None:
+def test_kernels_match_a_plain_implementation(model: str, dim: int) -> None:
     tokens = [3, 1, 4, 2, 0, -1, 2, 3, -1, 4, 3, 0, 1]
     inputs, outputs = matrices(5, dim)
     expected_in, expected_out = inputs.astype(np.float64), outputs.astype(np.float64)
@@ -125,8 +125,8 @@ def run_window(x: Any, t: Any, rate: float) -> None:
             rates[k // windows.TILE, lane] = rate
             labels[k // windows.TILE, lane] = k == 0
     windows.window_of_pairs(
-        *(contexts, len(x), targets, tiles),
-        *(labels.ctypes.data, rates.ctypes.data, errors.ctypes.data),
+        *(contexts, len(x), targets),
+        (labels.ctypes.data, rates.ctypes.data, errors.ctypes.data),
         *(x.shape[1] // 16 * 64, x.shape[1] % 16),
     )
     assert not void.any()
@@ -158,14 +158,15 @@ def run_mean(x: Any, t: Any, rate: float) -> None:
     labels[0] = 1
     rates[: len(t)] = rate
     windows.window_of_mean(
-        *(contexts, len(x), targets, labels.ctypes.data, rates.ctypes.data, errors.ctypes.data),
-        *(hidden.ctypes.data, back.ctypes.data, x.shape[1] // 16 * 64, x.shape[1] % 16),
+        *(contexts, len(x), targets),
+        tuple(array.ctypes.data for array in (labels, rates, errors, hidden, back)),
+        *(x.shape[1] // 16 * 64, x.shape[1] % 16),
     )
     assert not void.any()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_only_the_rows_of_the_words_at_hand_change(model: str) -> None:
+def test_only_rows_of_words_in_the_text_change(model: str) -> None:
     """Rows anywhere in a wider matrix: neither the other rows nor the columns beside them move."""
     wide_in, wide_out = matrices(40, 30)
     before_in, before_out = wide_in.copy(), wide_out.copy()
@@ -186,7 +187,7 @@ def test_only_the_rows_of_the_words_at_hand_change(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_seed_alone_decides(model: str) -> None:
+def test_the_same_seed_gives_the_same_result(model: str) -> None:
     tokens = np.random.default_rng(1).integers(0, 50, 400).tolist()
     noise = np.arange(50, dtype=np.uint64)
 
@@ -210,8 +211,8 @@ def test_the_seed_alone_decides(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("copied", [1, 13, 50])
 @pytest.mark.parametrize("dim", [16, 37])
-def test_who_is_alone_gets_the_same_with_copies(model: str, copied: int, dim: int) -> None:
-    """All that was made of the copies is in the rows at the end, and nowhere else."""
+def test_copies_change_nothing_for_a_single_writer(model: str, copied: int, dim: int) -> None:
+    """At the end all changes of the copies are in the rows."""
     tokens = np.random.default_rng(1).integers(0, 50, 3_000).tolist()
     rows = np.random.default_rng(2).permutation(60)[:50]
 
@@ -233,7 +234,7 @@ def test_who_is_alone_gets_the_same_with_copies(model: str, copied: int, dim: in
         assert with_copies == pytest.approx(without, abs=1e-4)
 
 
-def test_a_copy_gives_what_it_has_and_takes_what_others_have_made() -> None:
+def test_merging_a_copy_exchanges_changes() -> None:
     from numba import njit
 
     shared, _ = matrices(6, 20)
@@ -262,7 +263,7 @@ def test_a_copy_gives_what_it_has_and_takes_what_others_have_made() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_texts_without_anything_to_learn_change_nothing(model: str) -> None:
+def test_texts_without_pairs_change_nothing(model: str) -> None:
     for tokens in ([], [-1, -1], [2], [-1, 2, -1, 3, -1]):
         inputs, outputs = matrices(5, 16)
         before = inputs.copy(), outputs.copy()
@@ -272,7 +273,7 @@ def test_texts_without_anything_to_learn_change_nothing(model: str) -> None:
         assert np.array_equal(outputs, before[1])
 
 
-def test_words_stay_as_often_as_asked() -> None:
+def test_subsampling_keeps_the_given_fraction() -> None:
     tokens = np.tile(np.array([0, 1, 2, -1], np.int32), 20_000)
     kept = np.empty_like(tokens)
     keep = np.array([1.0, 0.3, 0.0], np.float32)
@@ -284,7 +285,7 @@ def test_words_stay_as_often_as_asked() -> None:
     assert found[3] == 0
 
 
-def test_sixteen_sums_lie_in_their_lanes() -> None:
+def test_sums_of_sixteen_vectors() -> None:
     from numba import njit
 
     rows = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
@@ -304,8 +305,8 @@ def test_sixteen_sums_lie_in_their_lanes() -> None:
 
 @pytest.mark.parametrize("copied", [0, 40])
 @pytest.mark.parametrize("model", MODELS)
-def test_words_that_share_their_company_come_near(model: str, copied: int) -> None:
-    """Sixty words in two circles that never meet; two threads learn on the same matrices."""
+def test_words_of_the_same_contexts_become_similar(model: str, copied: int) -> None:
+    """Sixty words in two groups that never meet; two threads train the same matrices."""
     random = np.random.default_rng(0)
     circles = random.integers(0, 2, 6_000)
     text = np.concatenate([[*random.integers(0, 30, 8) + 30 * circle, -1] for circle in circles])

@@ -22,7 +22,7 @@ def crowd(size: int, width: int = 8) -> Vectors:
     return Vectors(words, random.normal(size=(size, width)).astype(np.float32))
 
 
-def test_all_words_are_named_in_their_colours(royals: Vectors) -> None:
+def test_all_words_are_labelled_in_their_colours(royals: Vectors) -> None:
     root = ElementTree.fromstring(neighbourhood(royals, ["king", "apple"], count=2))
     labels = {text.text: text.get("class") for text in root.iter(f"{SVG}text")}
     assert labels["king"] == "g0"
@@ -34,7 +34,7 @@ def test_all_words_are_named_in_their_colours(royals: Vectors) -> None:
     assert "prefers-color-scheme: dark" in (style.text or "")
 
 
-def test_words_are_written_as_they_are() -> None:
+def test_words_are_escaped() -> None:
     words = ["<b>&", '"x"', "日本"]
     svg = neighbourhood(Vectors(words, np.eye(3, dtype=np.float32)), ["<b>&"])
     found = {text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")}
@@ -72,7 +72,7 @@ def test_the_same_vectors_give_the_same_picture(royals: Vectors) -> None:
     assert neighbourhood(royals, "king") == neighbourhood(royals, ["king", "king"])
 
 
-def test_what_can_not_be_drawn(royals: Vectors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_pictures_are_refused(royals: Vectors, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="0 words with 8 neighbours"):
         neighbourhood(royals, [])
     with pytest.raises(UsageError, match="'kingg' is not among"):
@@ -83,7 +83,7 @@ def test_what_can_not_be_drawn(royals: Vectors, monkeypatch: pytest.MonkeyPatch)
         neighbourhood(crowd(400), crowd(400).words[:10], count=8)
 
 
-def test_a_long_word_is_cut_and_many_are_counted() -> None:
+def test_long_words_are_cut_and_many_are_counted() -> None:
     vectors = Vectors(["w" * 500, *"abcdefghi"], np.eye(10, dtype=np.float32))
     root = ElementTree.fromstring(neighbourhood(vectors, vectors.words, count=2))
     labels = [text.text or "" for text in root.iter(f"{SVG}text")]

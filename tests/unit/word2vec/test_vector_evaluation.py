@@ -1,4 +1,4 @@
-"""The judges count as gensim and scipy do."""
+"""Evaluations give the figures of gensim and scipy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_analogies_by_section_and_kind(tmp_path: Path, royals: Vectors) -> None:
     assert score.accuracy == pytest.approx(2 / 3)
 
 
-def test_only_the_commonest_words_are_looked_at(tmp_path: Path, royals: Vectors) -> None:
+def test_only_the_most_frequent_words_count(tmp_path: Path, royals: Vectors) -> None:
     (tmp_path / "q.txt").write_text(QUESTIONS)
     score = analogies(royals, tmp_path / "q.txt", restrict=3)
     assert score.total == AnalogyCounts(0, 0)
@@ -40,7 +40,7 @@ def test_only_the_commonest_words_are_looked_at(tmp_path: Path, royals: Vectors)
     assert score.accuracy == 0
 
 
-def test_the_given_words_are_no_answers(tmp_path: Path) -> None:
+def test_the_given_words_are_excluded_from_answers(tmp_path: Path) -> None:
     """Nearest to b - a + c is c itself; the next one counts."""
     vectors = Vectors(
         ["a", "b", "c", "D"], np.array([[1, 0], [1, 0], [0, 1], [0.1, 1]], np.float32)
@@ -65,7 +65,7 @@ def test_pairs_in_all_their_formats(tmp_path: Path, royals: Vectors, text: str) 
     assert correlation == pytest.approx(1)
 
 
-def test_files_that_are_none(tmp_path: Path, royals: Vectors) -> None:
+def test_malformed_files_are_refused(tmp_path: Path, royals: Vectors) -> None:
     (tmp_path / "x").write_text("one two three four\n")
     with pytest.raises(DataError, match="line 1: expected ': section' or four words"):
         analogies(royals, tmp_path / "x")
@@ -82,7 +82,7 @@ def test_files_that_are_none(tmp_path: Path, royals: Vectors) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=30))
-def test_spearman_with_ties_is_scipys(values: list[tuple[int, int]]) -> None:
+def test_spearman_with_ties_matches_scipy(values: list[tuple[int, int]]) -> None:
     stats = pytest.importorskip("scipy.stats")
     x, y = np.array(values, float).T
     assert ranks(x).tolist() == stats.rankdata(x).tolist()

@@ -1,4 +1,4 @@
-"""Vectors: nearest words, and files that come back and that gensim reads."""
+"""Vectors: nearest words, and files that gensim reads too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_similarity_is_the_cosine(royals: Vectors) -> None:
     assert nothing.similarity("a", "b") == 0
 
 
-def test_an_unknown_word_gets_those_that_exist(royals: Vectors) -> None:
+def test_an_unknown_word_suggests_similar_ones(royals: Vectors) -> None:
     with pytest.raises(UsageError, match=r"'Quen' is not among the 6 words; the closest .*'queen'"):
         royals.similarity("king", "Quen")
     with pytest.raises(UsageError, match="nothing is similar to it"):
@@ -51,7 +51,7 @@ def test_an_unknown_word_gets_those_that_exist(royals: Vectors) -> None:
 @pytest.mark.parametrize("binary", [True, False])
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(words, min_size=1, max_size=6, unique=True), st.integers(1, 5), st.integers(0, 9))
-def test_a_file_comes_back_bit_for_bit(
+def test_a_saved_file_loads_bit_for_bit(
     tmp_path: Path, binary: bool, words: list[str], width: int, seed: int
 ) -> None:
     matrix = np.random.default_rng(seed).normal(size=(len(words), width)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_a_file_comes_back_bit_for_bit(
         assert again.matrix.tobytes() == matrix.tobytes()
 
 
-def test_the_name_says_which_format_is_written(tmp_path: Path, royals: Vectors) -> None:
+def test_the_suffix_chooses_the_format(tmp_path: Path, royals: Vectors) -> None:
     royals.save(tmp_path / "v.bin")
     royals.save(tmp_path / "v.txt")
     assert (tmp_path / "v.txt").read_text().splitlines()[:2] == ["6 3", "man 1.0 0.0 0.0"]
@@ -80,13 +80,13 @@ def test_the_name_says_which_format_is_written(tmp_path: Path, royals: Vectors) 
         (b"3 2\nabc \1\2\3\4\5\6\7\x08", "ends in number 2"),
     ],
 )
-def test_a_file_that_is_not_what_it_says(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(DataError, match=says):
         Vectors.load(tmp_path / "file")
 
 
-def test_what_can_not_be_vectors(tmp_path: Path, royals: Vectors) -> None:
+def test_invalid_vectors_are_refused(tmp_path: Path, royals: Vectors) -> None:
     with pytest.raises(UsageError, match="one row per word"):
         Vectors(["a"], np.zeros((2, 3), np.float32))
     with pytest.raises(UsageError, match="occur twice"):
