@@ -40,7 +40,7 @@ SYNCHRONOUS = [
 
 @lru_cache
 def alone(folder: Path, optimizer: str) -> harness.Finished:
-    """What one worker makes of it."""
+    """Train with one worker, for comparison."""
     run = folder / f"single-{optimizer}"
     return Case("single", workers=1).train("Sparse", run, table_optim=optimizer)
 
@@ -97,7 +97,7 @@ def test_same_seed_same_bits(case: Case, tmp_path: Path) -> None:
         pytest.param("allreduce(tables=shared)", marks=pytest.mark.long),
     ],
 )
-def test_others_learn_too(strategy: str, folder: Path, tmp_path: Path) -> None:
+def test_asynchronous_strategies_learn(strategy: str, folder: Path, tmp_path: Path) -> None:
     done = Case(strategy, workers=2).train("Sparse", tmp_path / "run", epochs=6)
     assert_once_an_epoch(done, epochs=6)
     first, last = done.losses[:7], done.losses[-7:]
@@ -113,7 +113,7 @@ def test_others_learn_too(strategy: str, folder: Path, tmp_path: Path) -> None:
         pytest.param("ps:sync(transport=tcp)", "single", marks=pytest.mark.long),
     ],
 )
-def test_a_run_goes_on_as_another_strategy(
+def test_a_run_resumes_with_another_strategy(
     first: str, then: str, folder: Path, tmp_path: Path
 ) -> None:
     case, run = Case(first, workers=2), tmp_path / "run"
@@ -140,7 +140,7 @@ def test_a_run_goes_on_as_another_strategy(
     ],
 )
 def test_a_killed_worker_changes_no_row(strategy: str, folder: Path, tmp_path: Path) -> None:
-    """Killed several times over, at any moment of a step: each update is in the rows once."""
+    """Killed several times, at any moment of a step: each update is in the rows once."""
     case, run = Case(strategy, workers=3), tmp_path / "run"
     arguments = case.arguments("Sparse", run, "--max-restarts", "0", pause_s=0.02)
     with harness.command(*arguments, run=run) as running:
@@ -170,7 +170,7 @@ def test_a_killed_server_of_an_asynchronous_run_loses_no_row(
 
 
 def assert_same_ids(done: harness.Finished, reference: harness.Finished) -> None:
-    """No row is lost, and none is made up."""
+    """Check that no row is lost, and none is invented."""
     for name, table in reference.state()["tables"].items():
         assert torch.equal(done.state()["tables"][name]["ids"], table["ids"])
 
@@ -194,7 +194,7 @@ def assert_close(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         pytest.param("ps:async(transport=tcp)", marks=pytest.mark.long),
     ],
 )
-def test_rows_that_nobody_uses_any_more_go(strategy: str, folder: Path, tmp_path: Path) -> None:
+def test_unused_rows_are_evicted(strategy: str, folder: Path, tmp_path: Path) -> None:
     """Each id comes once: of 1,600 only those of the last steps are there at the end. The gradient is
     clipped once in every step, also where servers wait for each other to evict."""
     reference = passing_alone(folder)
@@ -222,9 +222,7 @@ def passing_alone(folder: Path) -> harness.Finished:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ps:sync", "ps:sync(transport=tcp)"])
-def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_incremental_checkpoints_have_all_rows(strategy: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     # Steps take a while, so that a checkpoint is written before the next one is due.
     flags = ("--checkpoint-every", "50")
@@ -246,10 +244,10 @@ def test_checkpoints_hold_all_rows_though_they_write_only_what_was_touched(
     # With a longer pause the other has come, and got all rows from this one, before the end.
     [("0", 0.02), ("1", 0.05)],
 )
-def test_one_worker_is_left_and_goes_on_with_the_tables(
+def test_the_last_worker_continues_with_the_tables(
     restarts: str, pause_s: float, tmp_path: Path
 ) -> None:
-    """Rows that it meets only then are made and learn, as with one worker from the start."""
+    """Rows that it first uses then are made and learn, as with one worker from the start."""
     # Equal shares: nobody is left out for being slow, on a machine that has other work too.
     case = Case("allreduce", workers=2, flags=("--max-restarts", restarts, "--equal-shares"))
     run = tmp_path / "run"
@@ -292,7 +290,7 @@ def losses_from(run: Path, *, epochs: int) -> list[float]:
         pytest.param("ps:async(transport=tcp)", marks=pytest.mark.long),
     ],
 )
-def test_a_run_begins_with_the_weights_of_another(
+def test_a_run_starts_from_the_weights_of_another(
     strategy: str, folder: Path, tmp_path: Path
 ) -> None:
     first, run = alone(folder, "adam"), tmp_path / "run"
@@ -327,13 +325,13 @@ def test_a_run_begins_with_the_weights_of_another(
             [
                 "don't fit the model of Regression",
                 "missing parameters, which the model has: 0.bias, 0.weight, 2.bias, 2.weight",
-                "unexpected parameters, which it has not: body.0.bias",
-                "unexpected tables, which it has not: bags, rows",
+                "unexpected parameters, which the model does not have: body.0.bias",
+                "unexpected tables, which the model does not have: bags, rows",
             ],
         ),
     ],
 )
-def test_weights_that_can_not_begin_a_run_are_named(
+def test_weights_that_do_not_fit_are_refused_by_name(
     job: str, given: str, words: list[str], folder: Path, tmp_path: Path
 ) -> None:
     flag, run = f"{alone(folder, 'adam').run}{given}", tmp_path / "run"

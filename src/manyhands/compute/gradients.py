@@ -137,7 +137,7 @@ def rehearse(train_state: TrainState, share: Share) -> None:
 
 def row_seed(train_state: TrainState, share: Share, index: int) -> int:
     """Return the seed of a RowModel for one micro-batch; known ahead of time."""
-    return derive(train_state.tables.seed, "rows", share.step, share.part, index)
+    return derive(train_state.tables.stores.seed, "rows", share.step, share.part, index)
 
 
 def _touch(

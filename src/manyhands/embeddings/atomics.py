@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+intrinsic: Any = extending.intrinsic
+"""Typed as the code generator sees it, not as a kernel calls it."""
 
 
 def _element(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
@@ -20,7 +22,8 @@ def _element(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return cgutils.get_item_pointer(context, builder, kind, made, [index], wraparound=False)
 
 
-def _cas(typing: Any, array: Any, index: Any, old: Any, new: Any) -> tuple[Any, Callable[..., Any]]:
+@intrinsic
+def swap(typing: Any, array: Any, index: Any, old: Any, new: Any) -> tuple[Any, Callable[..., Any]]:
     """swap(array, index, old, new) -> what was there; it was swapped if that is `old`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -32,7 +35,8 @@ def _cas(typing: Any, array: Any, index: Any, old: Any, new: Any) -> tuple[Any, 
     return array.dtype(array, types.intp, array.dtype, array.dtype), code
 
 
-def _add(typing: Any, array: Any, index: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
+@intrinsic
+def add(typing: Any, array: Any, index: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
     """add(array, index, value) -> what was there before."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -42,7 +46,8 @@ def _add(typing: Any, array: Any, index: Any, value: Any) -> tuple[Any, Callable
     return array.dtype(array, types.intp, array.dtype), code
 
 
-def _prefetch(typing: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+@intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
     """prefetch(array, index): fetch the cache line of that element into the cache."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -57,7 +62,8 @@ def _prefetch(typing: Any, array: Any, index: Any) -> tuple[Any, Callable[..., A
     return types.void(array, types.intp), code
 
 
-def _match(typing: Any, array: Any, index: Any, half: Any) -> tuple[Any, Callable[..., Any]]:
+@intrinsic
+def match(typing: Any, array: Any, index: Any, half: Any) -> tuple[Any, Callable[..., Any]]:
     """match(array, index, half) -> bit j: the upper half of array[index + j], j below 8, is `half`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -75,17 +81,11 @@ def _match(typing: Any, array: Any, index: Any, half: Any) -> tuple[Any, Callabl
     return types.int64(array, types.intp, types.uint64), code
 
 
-def _lowest(typing: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
+@intrinsic
+def lowest(typing: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
     """lowest(bits) -> the index of the lowest set bit."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.int64), code
-
-
-match: Any = intrinsic(_match)
-lowest: Any = intrinsic(_lowest)
-swap: Any = intrinsic(_cas)
-add: Any = intrinsic(_add)
-prefetch: Any = intrinsic(_prefetch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ class RowWeights:
     salt: int
     """What the initial row of an id is made from, besides the id. 64 bits."""
 
+    @classmethod
+    def none(cls, dim: int, salt: int) -> RowWeights:
+        no_rows = np.empty((0, dim), np.float32)
+        return cls(np.empty(0, np.int64), no_rows, no_rows, salt)
+
 
 @dataclass(frozen=True)
 class RowChunk:
@@ -48,10 +53,6 @@ class RowChunk:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(getattr(self, one.name).nbytes for one in fields(self))
 
     def without_optimizer(self, salt: int) -> RowWeights:
         dim = self.rows.shape[1]

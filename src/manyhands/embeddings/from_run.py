@@ -51,7 +51,9 @@ def load(
         torch.default_generator.manual_seed(made.seed)
         model = made.model()
     if not isinstance(model, nn.Module):
-        raise JobError(f"{type(made).__name__}.model() returned no model, but {model!r}.")
+        raise JobError(
+            f"{type(made).__name__}.model() must return a model, and returned {model!r}."
+        )
     tables = OwnTables.of(model, seed=made.seed)
     put_weights(
         state, model, tables, source=str(checkpoint.path), model_of=type(made).__name__, anew=False
@@ -67,15 +69,15 @@ def _load_job(folder: RunFolder, given: str | os.PathLike[str] | None) -> Job:
         found = job_of_run(config, folder.path)
     except RunFolderError as error:
         raise RunFolderError(
-            f'{error} Or say where it is now:  mh.load({str(folder.path)!r}, job="path.py:Name")'
+            f'{error} Or give its new path:  mh.load({str(folder.path)!r}, job="path.py:Name")'
         ) from error
     if (warning := folder.owner_warning()) is not None:
         warnings.warn(f"{warning}: {found.path}", stacklevel=3)
     saved = config["job"].get("sha256")
     if saved and file_digest(found.path) != saved:
         warnings.warn(
-            f"{found.path} has changed since {folder.path} was started: the model is built as the file says "
-            "now.",
+            f"{found.path} has changed since {folder.path} was started: the model is built from the file as "
+            "it is now.",
             stacklevel=3,
         )
     return load_job(found.anywhere, config["settings"])
@@ -138,7 +140,7 @@ def _differences(what: str, here: Mapping[str, str], saved: Mapping[str, str]) -
     if missing := here.keys() - saved.keys():
         yield f"missing {what}s, which the model has: {_listed(missing)}"
     if unexpected := saved.keys() - here.keys():
-        yield f"unexpected {what}s, which it has not: {_listed(unexpected)}"
+        yield f"unexpected {what}s, which the model does not have: {_listed(unexpected)}"
     both = [name for name in here if name in saved and here[name] != saved[name]]
     if both:
         differing = [f"{name} ({saved[name]} saved, {here[name]} in the model)" for name in both]

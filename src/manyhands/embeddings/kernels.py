@@ -17,9 +17,10 @@ import numpy as np
 from manyhands.embeddings.atomics import prefetch
 from manyhands.embeddings.compiled import exact, fast
 from manyhands.embeddings.shards import FIRST, SECOND, STEP
-from manyhands.embeddings.spec import Table
+from manyhands.embeddings.spec import INITS, Table
 
-ZEROS, UNIFORM, NORMAL = range(3)
+UNIFORM, NORMAL, ZEROS = range(3)
+"""In the order of INITS."""
 AHEAD = 16
 """Prefetch distance in rows."""
 LINE = 16
@@ -39,16 +40,13 @@ class RowInit(NamedTuple):
     """ZEROS, UNIFORM or NORMAL."""
     scale: float
     state: np.float32
-    """Initial value of the optimizer's state."""
-    scalar: np.float32
+    """Initial value of all state numbers of the optimizer."""
 
 
 def row_init(spec: Table, salt: np.uint64) -> RowInit:
     kind, scale = spec.initial_scale()
-    kinds = {"zeros": ZEROS, "uniform": UNIFORM, "normal": NORMAL}
-    optimizer = spec.row_optimizer
-    first = np.float32(optimizer.first)
-    return RowInit(spec.dim, salt, kinds[kind], scale, state=first, scalar=first)
+    first = np.float32(spec.row_optimizer.first)
+    return RowInit(spec.dim, salt, INITS.index(kind), scale, first)
 
 
 @exact
@@ -93,13 +91,7 @@ def make_record(records, scalars, slot, number, init):  # type: ignore[no-untype
     make_row(record, number, init)
     record[init.dim :] = init.state
     if scalars.size:
-        scalars[slot] = init.scalar
-
-
-@exact
-def make_rows(out, ids, init):  # type: ignore[no-untyped-def]
-    for i in range(ids.size):
-        make_row(out[i], ids[i], init)
+        scalars[slot] = init.state
 
 
 @fast

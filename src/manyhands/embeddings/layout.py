@@ -15,8 +15,11 @@ Cost of a search: one cache line per level; the levels of frequent ids are small
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 from manyhands.embeddings.spec import MAX_ROWS, META_BYTES, Table
 
@@ -72,10 +75,22 @@ def levels_for(rows: int, *, filled: float) -> int:
     return levels
 
 
+class Regions(NamedTuple):
+    """Offsets in bytes, multiples of a page."""
+
+    header: int
+    metas: int
+    scalars: int
+    first_index: int
+    second_index: int
+    waiting_ids: int
+    waiting_counts: int
+    records: int
+    end: int
+
+
 @dataclass(frozen=True)
 class TableLayout:
-    """All offsets are bytes and multiples of a page."""
-
     spec: Table
     capacity: int
     """Number of slots. A hashed table has one more than rows: slot 0 is the row that new ids share when
@@ -95,14 +110,13 @@ class TableLayout:
             waiting = 1
             while WAITING_BYTES * entries_in(waiting + 1) <= limit // WAITING_SHARE:
                 waiting += 1
-        low, high = 0, MAX_ROWS if spec.rows is None else spec.rows + 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if cls(spec, middle, waiting, spread).most_bytes <= limit:
-                low = middle
-            else:
-                high = middle - 1
-        return cls(spec, low, waiting, spread)
+
+        def most_bytes(slots: int) -> int:
+            return cls(spec, slots, waiting, spread).most_bytes
+
+        most = MAX_ROWS if spec.rows is None else spec.rows + 1
+        slots = bisect_right(range(1, most + 1), limit, key=most_bytes)
+        return cls(spec, slots, waiting, spread)
 
     @property
     def hashed(self) -> bool:
@@ -123,15 +137,9 @@ class TableLayout:
         """Bytes of a full table."""
         index = 8 * entries_in(levels_for(self.capacity, filled=SPILLED_AT)) if self.hashed else 0
         waiting = WAITING_BYTES * entries_in(self.waiting_levels)
-        ragged = (
-            10 * mmap.PAGESIZE
-        )  # partial pages of the regions, and the first entries of the next level
+        # Partial pages of the regions, and the first entries of the next level.
+        ragged = 10 * mmap.PAGESIZE
         return HEADER_BYTES + self.capacity * self.slot_bytes + index + waiting + ragged
-
-    def bytes_ready(self, slots: int) -> int:
-        """Return the bytes in use when `slots` slots have memory, without the waiting ids."""
-        index = 8 * entries_in(levels_for(slots, filled=EXTENDED_AT)) if self.hashed else 0
-        return HEADER_BYTES + slots * self.slot_bytes + index
 
     def ready_after(self, slots: int) -> int:
         """Return how many slots have memory after growing."""
@@ -142,11 +150,11 @@ class TableLayout:
         """Return the (offset, bytes) ranges of slots [begin, end)."""
         wide = 4 * self.spec.width
         ranges = [
-            (self.metas + META_BYTES * begin, META_BYTES * (end - begin)),
-            (self.records + wide * begin, wide * (end - begin)),
+            (self.at.metas + META_BYTES * begin, META_BYTES * (end - begin)),
+            (self.at.records + wide * begin, wide * (end - begin)),
         ]
         if self.spec.row_optimizer.scalar:
-            ranges.append((self.scalars + 4 * begin, 4 * (end - begin)))
+            ranges.append((self.at.scalars + 4 * begin, 4 * (end - begin)))
         return ranges
 
     def level_ranges(self, generation: int, begin: int, end: int) -> list[tuple[int, int]]:
@@ -157,52 +165,29 @@ class TableLayout:
     def waiting_ranges(self, level: int) -> list[tuple[int, int]]:
         """Return the (offset, bytes) ranges of a level of waiting ids."""
         begin, size = entries_in(level), BASE << level
-        return [
-            (self.waiting_ids + 8 * begin, 8 * size),
-            (self.waiting_counts + 4 * begin, 4 * size),
-        ]
-
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        index = 8 * entries_in(self.levels)
-        waiting = entries_in(self.waiting_levels)
-        sizes = (
-            *(HEADER_BYTES, META_BYTES * self.capacity),
-            *(4 * self.capacity * self.spec.row_optimizer.scalar, index, index),
-            *(8 * waiting, 4 * waiting, 4 * self.spec.width * self.capacity),
-        )
-        ends = [0]
-        for size in sizes:
-            ends.append(ends[-1] + _whole_pages(size))
-        return tuple(ends)
-
-    @property
-    def metas(self) -> int:
-        return self._ends[1]
-
-    @property
-    def scalars(self) -> int:
-        return self._ends[2]
+        ids, counts = self.at.waiting_ids, self.at.waiting_counts
+        return [(ids + 8 * begin, 8 * size), (counts + 4 * begin, 4 * size)]
 
     def index(self, generation: int) -> int:
-        return self._ends[3 + generation]
+        """Return where one of the two indexes begins."""
+        return (self.at.first_index, self.at.second_index)[generation]
 
-    @property
-    def waiting_ids(self) -> int:
-        return self._ends[5]
-
-    @property
-    def waiting_counts(self) -> int:
-        return self._ends[6]
-
-    @property
-    def records(self) -> int:
-        return self._ends[7]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the address range."""
-        return self._ends[8]
+    @cached_property
+    def at(self) -> Regions:
+        """Return where each region begins."""
+        index = 8 * entries_in(self.levels)
+        waiting = entries_in(self.waiting_levels)
+        sizes = [
+            HEADER_BYTES,
+            META_BYTES * self.capacity,
+            4 * self.capacity * self.spec.row_optimizer.scalar,
+            index,
+            index,
+            8 * waiting,
+            4 * waiting,
+            4 * self.spec.width * self.capacity,
+        ]
+        return Regions(*accumulate(map(_whole_pages, sizes), initial=0))
 
 
 def _whole_pages(size: int) -> int:

@@ -7,9 +7,8 @@ the gradients of all lookups since the last step, each id once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.embeddings.chunk import RowWeights, untrained
 from manyhands.embeddings.modules import RowModel, TableHolder, bind, tables_of
-from manyhands.embeddings.sparse_grads import SparseGrads
+from manyhands.embeddings.sparse_grads import SparseGrads, merged
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.table_stores import TableStores
 
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
 
     from manyhands.embeddings.modules import Rows
     from manyhands.embeddings.store import TableStore
-
-
-@dataclass
-class _Lookup:
-    name: str
-    ids: Tensor
-    rows: Tensor
 
 
 class LocalTables:
@@ -50,7 +42,8 @@ class LocalTables:
         """If true, a RowModel changes rows in place, and nothing tells which ones."""
         self.makes_on_pull = True
         """If true, a lookup makes missing rows and counts ids; otherwise an update does."""
-        self._lookups: list[_Lookup] = []
+        self._lookups: list[tuple[str, Tensor, Tensor]] = []
+        """Table, ids and rows of each lookup since the last step."""
         self._touched: dict[str, TouchedRows] = {}
 
     @classmethod
@@ -71,23 +64,20 @@ class LocalTables:
                 continue
             for own, table in module.own_tables().items():
                 bound, name = module.bound(own), names[id(table)]
-                if bound is None or name in done or not isinstance(bound.access, LocalTables):
-                    continue
-                if bound.access.stores.changed:
+                if bound is not None and name not in done and bound.access.stores.changed:
                     done.add(name)
-                    whole = bound.access.stores.whole(bound.name, now=bound.access.now)
+                    whole = bound.access.stores.whole(bound.name)
                     self.stores.put_whole(name, *whole)
-
-    @property
-    def seed(self) -> int:
-        return self.stores.seed
 
     # Lookups ------------------------------------------------------------------------------------
 
     def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
+        """Return the rows of distinct ids, of which some may be new. `source`: the ids as the model gave
+        them."""
         return self._read(name, ids, create=self.makes_on_pull)
 
     def look(self, name: str, ids: Tensor) -> Tensor:
+        """Like `pull`, but make no rows and count nothing."""
         return self._read(name, ids, create=False)
 
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
@@ -113,7 +103,8 @@ class LocalTables:
     # Gradients ----------------------------------------------------------------------------------
 
     def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
-        self._lookups.append(_Lookup(name, ids, rows))
+        """Record rows that are part of a graph, to collect their gradient."""
+        self._lookups.append((name, ids, rows))
 
     def forget(self) -> None:
         """Drop the lookups of a step that failed."""
@@ -123,20 +114,11 @@ class LocalTables:
         """Return the gradients of all lookups since the last call, each id once."""
         lookups, self._lookups = self._lookups, []
         found: dict[str, list[SparseGrads]] = {}
-        for each in lookups:
-            if each.rows.grad is not None:
-                grads = each.rows.grad.detach().to("cpu", torch.float32).contiguous().numpy()
-                found.setdefault(each.name, []).append(SparseGrads(each.ids.numpy(), grads))
-        return {name: self._merged(parts) for name, parts in found.items()}
-
-    def _merged(self, parts: Sequence[SparseGrads]) -> SparseGrads:
-        if len(parts) == 1:
-            return parts[0]  # distinct already
-        from manyhands.embeddings.store import merge
-
-        ids = np.concatenate([part.ids for part in parts])
-        grads = np.concatenate([part.grads for part in parts])
-        return SparseGrads(*merge(ids, grads))
+        for name, ids, rows in lookups:
+            if rows.grad is not None:
+                grads = rows.grad.detach().to("cpu", torch.float32).contiguous().numpy()
+                found.setdefault(name, []).append(SparseGrads(ids.numpy(), grads))
+        return {name: merged(parts) for name, parts in found.items()}
 
     def step(self, lr: float, base_lr: float, now: int) -> None:
         """Update the rows by the gradients of this worker alone."""
@@ -159,6 +141,7 @@ class LocalTables:
         self.stores.load_state_dict(state)
 
     def weights(self, name: str) -> RowWeights:
+        """Copy all rows of a table."""
         return self.stores.weights(name)
 
     def put_weights(self, name: str, weights: RowWeights) -> None:
@@ -168,15 +151,15 @@ class LocalTables:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: copies the rows, wherever they are."""
-        stores = TableStores(self.specs, seed=self.seed)
+        stores = TableStores(self.specs, seed=self.stores.seed)
         for name in self.specs:
-            stores.put_whole(name, *self.stores.whole(name, now=self.now))
+            stores.put_whole(name, *self.stores.whole(name))
         stores.changed = self.stores.changed
         return {**vars(self), "stores": stores, "_lookups": [], "_touched": {}, "batch": None}
 
 
 class OwnTables(LocalTables):
-    """The tables of a model in a loop of the user's own: nobody steps them, so rows learn in the backward."""
+    """The tables of a model in the user's own loop. It has no step for them, so rows learn in backward."""
 
     def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
         rows.register_post_accumulate_grad_hook(lambda leaf: self._learn(name, ids, leaf))
@@ -188,9 +171,9 @@ class OwnTables(LocalTables):
             return
         if lr is None:
             warnings.warn(
-                f"A table ({self.specs[name].describe()}) does not learn: a loop of your own has no learning "
-                "rate that it could follow. Give it one, as  mh.SparseEmbedding(None, 64, lr=0.05),  or let "
-                "mh.join()  or  manyhands train  train the model.",
+                f"A table ({self.specs[name].describe()}) does not learn: in your own loop it can't know the "
+                "learning rate. Give it one, as  mh.SparseEmbedding(None, 64, lr=0.05),  or train the model "
+                "with  mh.join()  or  manyhands train.",
                 stacklevel=2,
             )
             return
@@ -204,16 +187,9 @@ class TouchedRows:
 
     def __init__(self, store: TableStore, tables: LocalTables) -> None:
         self.store = store
+        self.ids = None
+        self.matrix = store.rows
         self._tables = tables
-
-    @property
-    def ids(self) -> None:
-        """None: all ids are available."""
-        return None
-
-    @property
-    def matrix(self) -> NDArray[np.float32]:
-        return self.store.rows
 
     @property
     def writers(self) -> int:

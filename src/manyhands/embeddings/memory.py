@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from manyhands.errors import JobError
 from manyhands.hosts.cgroup import memory_limit
 from manyhands.transport.shm import Segment
 
+RESERVED_BYTES = 4 << 30
+"""Address space of a ReservedMemory."""
 SPARE_PART = 50
 """1/50 of the host's memory is left to other programs."""
 
@@ -45,6 +47,27 @@ def available_bytes() -> int:
     return max(0, free - total_bytes() // SPARE_PART)
 
 
+class ReservedMemory:
+    """Shared memory that is larger than ever needed: only written pages take memory."""
+
+    label: ClassVar[str]
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    @classmethod
+    def create(cls, *args: Any) -> Self:
+        return cls(Segment.create(RESERVED_BYTES, label=cls.label), *args)
+
+    @classmethod
+    def attach(cls, address: str, *args: Any) -> Self:
+        return cls(Segment.attach(address), *args)
+
+    @property
+    def address(self) -> str:
+        return self._segment.address
+
+
 class Memory:
     """A segment whose pages are allocated on demand."""
 
@@ -53,10 +76,6 @@ class Memory:
         # The address names a descriptor of the segment; this one stays open as long as we need it.
         number = segment.address.split(":")[2]
         self._descriptor: int | None = os.open(f"/proc/self/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-
-    @property
-    def address(self) -> str:
-        return self.segment.address
 
     def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
         """Return a flat array in this memory. It keeps the memory alive, also after close()."""

@@ -39,30 +39,12 @@ from manyhands.runs.dense import rows_wanted
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from manyhands.embeddings.local_tables import LocalTables
+
 ALONE = "table"
 """Name of a table whose module is not bound to a training."""
 ANCHOR = "manyhands_anchor"
 """Name of the only parameter of a model that consists of tables."""
-
-
-class Access(Protocol):
-    """The source of a module's rows."""
-
-    def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
-        """Return the rows of distinct ids, of which some may be new. `source`: the ids before
-        deduplication."""
-
-    def look(self, name: str, ids: Tensor) -> Tensor:
-        """Like pull, but make no rows and count nothing."""
-
-    def note(self, name: str, ids: Tensor, rows: Tensor) -> None:
-        """Record rows that are part of a graph, to collect their gradient."""
-
-    def weights(self, name: str) -> RowWeights:
-        """Copy all rows."""
-
-    def put_weights(self, name: str, weights: RowWeights) -> None:
-        """Replace all rows."""
 
 
 class Rows(Protocol):
@@ -88,7 +70,7 @@ class Rows(Protocol):
 class Bound:
     """The source of one of a module's tables."""
 
-    access: Access
+    access: LocalTables
     name: str
     """Name of the table in `access`."""
 
@@ -104,7 +86,7 @@ class TableHolder(nn.Module):
         """Return the tables by their name in this module; the empty string if there is only one."""
         raise NotImplementedError
 
-    def bind(self, names: Mapping[int, str], access: Access) -> None:
+    def bind(self, names: Mapping[int, str], access: LocalTables) -> None:
         """Bind all tables to a source. `names`: by `id(table)`."""
         self._bound = {
             own: Bound(access, names[id(table)]) for own, table in self.own_tables().items()
@@ -125,9 +107,9 @@ class TableHolder(nn.Module):
         bound = self.bound(own)
         if bound is None:
             raise JobError(
-                f"{type(self).__name__} has no rows: it was never trained, loaded or part of a run, so all "
-                'it could give are initial numbers. Load a trained model by  mh.load("runs/NAME"),  or '
-                "give  model.load_state_dict(...)  a state dict that has the rows."
+                f"{type(self).__name__} has no rows: it was never trained, loaded or part of a run, and has "
+                'only initial numbers. Load a trained model with  mh.load("runs/NAME"),  or give '
+                "model.load_state_dict(...)  a state dict that has the rows."
             )
         return bound
 
@@ -146,33 +128,16 @@ class TableHolder(nn.Module):
     ) -> dict[str, Tensor]:
         bound = self.bound(own)
         if bound is None:
-            none = np.empty((0, table.dim), np.float32)
             salt = salt_of(ALONE, torch.initial_seed())
-            return _to_tensors(RowWeights(np.empty(0, np.int64), none, none, salt))
+            return _to_tensors(RowWeights.none(table.dim, salt))
         before = _Written.of(bound.access, destination).paths.setdefault(bound.name, at)
         if before + "ids" in destination:
             return {key: destination[before + key] for key in KEYS if before + key in destination}
         return _to_tensors(bound.access.weights(bound.name))
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        _, strict, missing_keys, unexpected_keys, error_msgs = rest
         if not rows_wanted():
             return
         for own, table in self.own_tables().items():
@@ -205,27 +170,26 @@ class _Written:
             self._destination = weakref.ref(destination)
 
     @classmethod
-    def of(cls, access: Access, destination: dict[str, Any]) -> _Written:
+    def of(cls, access: LocalTables, destination: dict[str, Any]) -> _Written:
         written = _written.get(access)
         if written is None or written._destination() is not destination:
             written = _written[access] = cls(destination)
         return written
 
 
-_written: weakref.WeakKeyDictionary[Access, _Written] = weakref.WeakKeyDictionary()
-_trained_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_written: weakref.WeakKeyDictionary[LocalTables, _Written] = weakref.WeakKeyDictionary()
+_trained_alone: weakref.WeakValueDictionary[int, LocalTables] = weakref.WeakValueDictionary()
 """By `id(table)`; the entry keeps the table alive."""
 
 
-def _alone(table: Table) -> Access:
+def _alone(table: Table) -> LocalTables:
     from manyhands.embeddings.local_tables import OwnTables
 
     access = _trained_alone.get(id(table))
     if access is None:
         access = OwnTables({ALONE: table}, seed=torch.initial_seed())
         _trained_alone[id(table)] = access
-    found: Access = access
-    return found
+    return access
 
 
 def _below(prefix: str, own: str) -> str:
@@ -318,20 +282,13 @@ class TableModule(TableHolder):
         distinct, inverse = torch.unique(
             ids.reshape(-1).to("cpu", torch.int64), return_inverse=True
         )
-        padding = None
-        if self.padding_idx is not None:
-            place = int(torch.searchsorted(distinct, self.padding_idx))
-            here = place < len(distinct) and int(distinct[place]) == self.padding_idx
-            padding = place if here else None
         if training:
             rows = access.pull(name, distinct, source).to(ids.device).requires_grad_()
             access.note(name, distinct, rows)
         else:
             rows = access.look(name, distinct).to(ids.device)
-        if padding is not None:
-            kept = torch.ones(len(distinct), 1, device=ids.device)
-            kept[padding] = 0.0
-            return rows * kept, inverse.to(ids.device)
+        if self.padding_idx is not None and (padding := distinct == self.padding_idx).any():
+            rows = rows * (~padding).to(ids.device, rows.dtype).unsqueeze(1)
         return rows, inverse.to(ids.device)
 
 
@@ -460,7 +417,7 @@ def tables_of(model: nn.Module) -> dict[str, Table]:
     return found
 
 
-def bind(model: nn.Module, access: Access) -> None:
+def bind(model: nn.Module, access: LocalTables) -> None:
     """Set the source of rows of all modules of a model."""
     names = {id(table): name for name, table in tables_of(model).items()}
     for module in model.modules():

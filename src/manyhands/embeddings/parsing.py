@@ -1,4 +1,4 @@
-"""Parses options of tables: `name(option=value,...)` and "2GiB". Errors say what to type. Pure."""
+"""Parses options of tables: `name(option=value,...)` and "2GiB". Errors show what to type. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def options_of(what: str, inside: str, allowed: Sequence[str], example: str) -> 
         key, equals, value = (part.strip() for part in option.partition("="))
         if not equals or not value:
             raise JobError(
-                f"The {what} of a table: {option.strip()!r} is no key=value. Write  {example}."
+                f"The {what} of a table: {option.strip()!r} is not key=value. Write  {example}."
             )
         if key not in allowed:
             raise JobError(

@@ -8,12 +8,12 @@ looked up were requested in vain. Ids that the model computes are not predicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Prefetcher:
 
     def ids_in(self, batch: Any) -> dict[str, Tensor]:
         """Return by table the ids that will be looked up in this batch, distinct and ascending."""
-        tensors = list(tensors_of(batch))
+        tensors = tensors_of(batch)
         found: dict[str, Tensor] = {}
         for name, slices in self._slices.items():
             parts = [p.of(tensors[p.tensor]) for p in slices if p.tensor < len(tensors)]
@@ -84,12 +84,6 @@ def _is_slice(ids: Tensor, tensor: Tensor) -> bool:
     )
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for value in batch:
-            yield from tensors_of(value)
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists and tuples."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

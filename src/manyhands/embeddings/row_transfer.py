@@ -1,7 +1,7 @@
 """Copies rows out of a table and into one, and deletes them: export, load, drop, evict.
 
 Drop and evict build a new index beside the old one and switch to it by writing one word. A process killed in
-between leaves either the old index or the new one. Slots that no index refers to are free afterwards, also
+between leaves either the old index or the new one. Afterwards all slots without an entry are free, including
 those that a killed process leaked.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from manyhands.embeddings import index as finding
 from manyhands.embeddings.chunk import Floats, Ids, RowChunk, RowWeights
@@ -55,9 +55,9 @@ def live(store: TableStore) -> Ids:
             return slots[:found]
 
 
-def ids_of(store: TableStore, slots: Ids, *, ascending: bool = False) -> Ids:
+def ids_of(store: TableStore, slots: Ids) -> Ids:
     ids: Ids = store.arrays.metas[2 * slots] if store.layout.hashed else slots
-    return np.sort(ids) if ascending else ids
+    return ids
 
 
 def export(
@@ -69,22 +69,18 @@ def export(
 ) -> RowChunk:
     """Copy all rows, those of some shards (see `shard_of`), or only those touched after step `since`."""
     t, dim = store.arrays, store.spec.dim
-    chosen = None if shards is None else np.zeros(of, dtype=np.bool_)
-    if chosen is not None:
-        chosen[list(shards or ())] = True
-    slots = live(store)
-    ids = ids_of(store, slots)
-    selected = np.ones(ids.size, dtype=np.bool_) if chosen is None else chosen[shard_of(ids, of)]
+
+    def in_shards(ids: Ids) -> NDArray[np.bool_]:
+        return np.ones(ids.size, bool) if shards is None else np.isin(shard_of(ids, of), shards)
+
+    slots, ids = _by_id(store)
+    selected = in_shards(ids)
     if since is not None:
         selected &= t.marks[4 * slots + 3] > since
     slots, ids = slots[selected], ids[selected]
-    order = np.argsort(ids)
-    slots, ids = slots[order], ids[order]
     waiting, counts = _waiting(store)
-    selected = (
-        np.ones(waiting.size, dtype=np.bool_) if chosen is None else chosen[shard_of(waiting, of)]
-    )
-    shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
+    selected = in_shards(waiting)
+    shared = _shared(store)
     return RowChunk(
         ids=ids,
         rows=t.records[slots, :dim],
@@ -99,17 +95,27 @@ def export(
 
 def weights(store: TableStore) -> RowWeights:
     """Copy all rows, without the state of the optimizer."""
-    t, dim = store.arrays, store.spec.dim
+    slots, ids = _by_id(store)
+    return RowWeights(
+        ids=ids,
+        rows=store.rows[slots],
+        shared=store.rows[_shared(store)],
+        salt=int(store.init.salt),
+    )
+
+
+def _by_id(store: TableStore) -> tuple[Ids, Ids]:
+    """Return the slots of all rows and their ids, by ascending id."""
     slots = live(store)
     ids = ids_of(store, slots)
     order = np.argsort(ids)
-    shared = np.array([0] if store.layout.hashed and t.marks[2] else [], dtype=np.int64)
-    return RowWeights(
-        ids=ids[order],
-        rows=t.records[slots[order], :dim],
-        shared=t.records[shared, :dim],
-        salt=int(store.init.salt),
-    )
+    return slots[order], ids[order]
+
+
+def _shared(store: TableStore) -> Ids:
+    """Return the slot of the row that new ids share, if it is in use."""
+    used = store.layout.hashed and store.arrays.marks[2]
+    return np.zeros(1 if used else 0, np.int64)
 
 
 def load(store: TableStore, chunk: RowChunk) -> None:
@@ -142,7 +148,7 @@ def load(store: TableStore, chunk: RowChunk) -> None:
 
 
 def drop(store: TableStore, ids: ArrayLike) -> int:
-    """Delete rows while nobody else uses the table. Returns how many there were."""
+    """Delete rows, while no other process uses the table. Returns how many there were."""
     ids = np.asarray(ids, dtype=np.int64)
     gone = store.look_up(np.unique(ids), finding.LOOK)
     gone = gone[gone > 0] if store.layout.hashed else gone[gone >= 0]
@@ -158,7 +164,7 @@ def drop(store: TableStore, ids: ArrayLike) -> int:
 def evict(store: TableStore, now: int) -> int:
     """Delete rows as the spec says, and the counts of ids without a row. Returns how many rows went.
 
-    Nobody else may use the table meanwhile. While the index is rebuilt, there are two.
+    No other process may use the table meanwhile. While the index is rebuilt, there are two.
     """
     t, spec = store.arrays, store.spec
     slots = live(store)
@@ -243,13 +249,13 @@ def _put_waiting(store: TableStore, ids: Ids, counts: Ids) -> None:
 
 
 def _clear_waiting(store: TableStore) -> None:
-    t, layout = store.arrays, store.layout
-    if not layout.hashed:
+    t, at = store.arrays, store.layout.at
+    if not store.layout.hashed:
         ids = np.flatnonzero(t.metas[::2] == 0)
         t.metas[2 * ids + 1] = 0
         return
     t.head[WAITING_LEVELS] = 0
-    store.memory.free_pages(layout.waiting_ids, layout.records - layout.waiting_ids)
+    store.memory.free_pages(at.waiting_ids, at.records - at.waiting_ids)
 
 
 def _state(store: TableStore, slots: Ids) -> Floats:

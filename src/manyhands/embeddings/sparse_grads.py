@@ -7,18 +7,16 @@ than any batch needs, of which only written pages take memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.embeddings.memory import ReservedMemory
 from manyhands.embeddings.spec import Table
 from manyhands.errors import JobError
 from manyhands.transport.shm import Segment
-
-RESERVED_BYTES = 4 << 30
-"""Address space for the sparse gradients of one part of a batch."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,9 @@ class SparseGrads:
     def none(cls, dim: int) -> SparseGrads:
         return cls(np.empty(0, np.int64), np.empty((0, dim), np.float32))
 
+    def times(self, factor: float) -> SparseGrads:
+        return self if factor == 1.0 else SparseGrads(self.ids, self.grads * np.float32(factor))
+
     def part(self, chosen: NDArray[np.bool_]) -> SparseGrads:
         if chosen.all():
             return self
@@ -40,10 +41,6 @@ class SparseGrads:
 
 TableGrads = Mapping[str, SparseGrads]
 """By table. A table without gradients may be missing."""
-Merge = Callable[
-    [NDArray[np.int64], NDArray[np.float32]], tuple[NDArray[np.int64], NDArray[np.float32]]
-]
-"""From ids and gradients to each id once, with its gradients added in the order given."""
 
 
 def wire_specs(tables: Mapping[str, Table], *, adds: bool) -> dict[str, Table]:
@@ -65,12 +62,8 @@ def from_bfloat16(numbers: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 def to_wire(rows: NDArray[np.float32], bits: int) -> memoryview:
     """Encode rows as bytes."""
-    return (
-        (to_bfloat16(rows) if bits == 16 else np.ascontiguousarray(rows))
-        .reshape(-1)
-        .view(np.uint8)
-        .data
-    )
+    numbers = to_bfloat16(rows) if bits == 16 else np.ascontiguousarray(rows)
+    return numbers.reshape(-1).view(np.uint8).data
 
 
 def from_wire(payload: memoryview | NDArray[np.uint8], dim: int, bits: int) -> NDArray[np.float32]:
@@ -129,24 +122,14 @@ def _padded(count: int, dim: int, bits: int) -> int:
     return -(-count * (8 + bits // 8 * dim) // 8) * 8
 
 
-class SharedGrads:
+class SharedGrads(ReservedMemory):
     """Shared memory for the gradients of one part of a batch."""
 
+    label = "manyhands-sparse"
+
     def __init__(self, segment: Segment, tables: Mapping[str, Table]) -> None:
-        self._segment = segment
+        super().__init__(segment)
         self._tables = tables
-
-    @classmethod
-    def create(cls, tables: Mapping[str, Table]) -> SharedGrads:
-        return cls(Segment.create(RESERVED_BYTES, label="manyhands-sparse"), tables)
-
-    @classmethod
-    def attach(cls, address: str, tables: Mapping[str, Table]) -> SharedGrads:
-        return cls(Segment.attach(address), tables)
-
-    @property
-    def address(self) -> str:
-        return self._segment.address
 
     def put(self, grads: TableGrads) -> None:
         needed = num_bytes(grads, self._tables)
@@ -161,25 +144,23 @@ class SharedGrads:
         return unpack(self._segment.memory, self._tables)
 
 
+def merged(parts: Sequence[SparseGrads]) -> SparseGrads:
+    """Add gradients in their order, so that each id occurs once."""
+    if len(parts) == 1:
+        return parts[0]
+    from manyhands.embeddings.store import merge  # loads numba
+
+    ids = np.concatenate([part.ids for part in parts])
+    return SparseGrads(*merge(ids, np.concatenate([part.grads for part in parts])))
+
+
 def weighted_sum(
-    parts: Sequence[TableGrads], coefficients: Sequence[float], names: Iterable[str], merge: Merge
+    parts: Sequence[TableGrads], coefficients: Sequence[float], names: Iterable[str]
 ) -> dict[str, SparseGrads]:
     """Add gradients, each times its coefficient, in their order: the same bits on every process."""
-    summed = {}
-    for name in names:
-        terms = [
-            (part[name], np.float32(coefficient))
-            for part, coefficient in zip(parts, coefficients, strict=True)
-            if name in part and len(part[name].ids)
-        ]
-        if not terms:
-            continue
-        if len(terms) == 1:
-            (only, coefficient) = terms[0]
-            grads = only.grads if coefficient == 1.0 else only.grads * coefficient
-            summed[name] = SparseGrads(only.ids, grads)
-            continue
-        ids = np.concatenate([sparse.ids for sparse, _ in terms])
-        grads = np.concatenate([sparse.grads * factor for sparse, factor in terms])
-        summed[name] = SparseGrads(*merge(ids, grads))
-    return summed
+    terms: dict[str, list[SparseGrads]] = {name: [] for name in names}
+    for part, coefficient in zip(parts, coefficients, strict=True):
+        for name, sparse in part.items():
+            if len(sparse.ids):
+                terms[name].append(sparse.times(coefficient))
+    return {name: merged(found) for name, found in terms.items() if found}

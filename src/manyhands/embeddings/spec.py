@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from manyhands.embeddings.parsing import number_in, options_of, parse_bytes, show_bytes, split_call
@@ -55,8 +55,7 @@ class RowOptimizer:
     initial: float = 0.0
     """adagrad, rowwise_adagrad: initial sum of squares."""
     weight_decay: float = 0.0
-    """Decoupled: each update first shrinks the row by lr * weight_decay. Rows without updates don't shrink.
-    Decoupled: each update first shrinks the row by lr * weight_decay. Rows without updates don't shrink."""
+    """Decoupled: an update first shrinks the row by lr * weight_decay. Rows without updates don't shrink."""
 
     def __post_init__(self) -> None:
         if self.name not in _OPTIONS:
@@ -91,13 +90,6 @@ class RowOptimizer:
                 ) from None
             given[key] = numbers if key == "betas" else numbers[0]
         return cls(name, **given)
-
-    def __str__(self) -> str:
-        parts = []
-        for key in _OPTIONS[self.name]:
-            value = getattr(self, key)
-            parts.append(f"{key}={':'.join(map(repr, value)) if key == 'betas' else repr(value)}")
-        return f"{self.name}({','.join(parts)})"
 
     @property
     def slots(self) -> int:
@@ -147,8 +139,8 @@ class Table:
             object.__setattr__(self, "optimizer", RowOptimizer.of(self.optimizer))
         if not isinstance(self.optimizer, RowOptimizer):
             raise JobError(
-                f"Table(optimizer={self.optimizer!r}) can't be: a table takes a word such as "
-                f"{OPTIMIZERS[0]!r} or a RowOptimizer; the job's own optimizer is for the model."
+                f"Table(optimizer={self.optimizer!r}) is not allowed: give a name such as "
+                f"{OPTIMIZERS[0]!r}, or a RowOptimizer. The job's own optimizer is for the model."
             )
         if self.max_bytes is not None:
             object.__setattr__(
@@ -163,13 +155,13 @@ class Table:
             number_in("lr of a table", self.lr, 0.0, 1e30)
         if self.when_full not in WHEN_FULL:
             raise JobError(
-                f"Table(when_full={self.when_full!r}) can't be{closest(self.when_full, WHEN_FULL)} "
+                f"Table(when_full={self.when_full!r}) is not allowed{closest(self.when_full, WHEN_FULL)} "
                 f"Allowed: {', '.join(WHEN_FULL)}."
             )
         self.initial_scale()  # raises if init does not parse
         if self.rows is not None and self.limit is not None and self._all_bytes() > self.limit:
             raise JobError(
-                f"Table(rows={self.rows}, max_bytes={self.max_bytes}) can't be: {self.rows:,} rows of "
+                f"Table(rows={self.rows}, max_bytes={self.max_bytes}) does not fit: {self.rows:,} rows of "
                 f"{self.bytes_per_row()} bytes are {show_bytes(self._all_bytes())}. Give more bytes, "
                 "or leave rows out: then only the rows in use take memory."
             )
@@ -214,7 +206,7 @@ class Table:
         except ValueError:
             raise JobError(f"Table(init={self.init!r}) does not parse. Write  {example}.") from None
         if name == "zeros":
-            raise JobError(f"Table(init={self.init!r}) can't be: zeros take no number.")
+            raise JobError(f"Table(init={self.init!r}) is not allowed: zeros take no number.")
         return name, number_in(f"the number of init {name}", scale, 0.0, 1e30)
 
     def bytes_per_row(self) -> int:
@@ -239,21 +231,10 @@ class Table:
             parts.append(f"at most {show_bytes(self.limit)}, then {self.when_full}")
         return ", ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        record = {one.name: getattr(self, one.name) for one in fields(self)}
-        record["optimizer"] = asdict(self.row_optimizer)
-        record["optimizer"]["betas"] = list(self.row_optimizer.betas)
-        return record
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Table:
-        return cls(**{**record, "optimizer": RowOptimizer(**record["optimizer"])})
-
     @property
     def digest(self) -> int:
         """63 bits that are equal only for tables with the same layout and options."""
-        text = json.dumps(self.to_dict(), sort_keys=True)
+        text = json.dumps(asdict(self), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _all_bytes(self) -> int:
@@ -261,7 +242,7 @@ class Table:
 
 
 def salt_of(name: str, seed: int) -> int:
-    """Return 64 bits that make the initial rows of a table and seed differ from all others."""
+    """Return 64 bits from which the initial rows of a table follow, besides the id."""
     text = f"{seed}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -270,8 +251,8 @@ def check_name(name: str) -> str:
     """Check the name of a table, which is part of paths, labels and messages."""
     if not re.fullmatch(r"\w[\w.-]{0,199}", name):
         raise JobError(
-            f"{name!r} can't be the name of a table, which is the path of its module: letters, digits, '_', "
-            "'-' and '.', 200 at most. Name the module like  users  or  item_tags."
+            f"{name!r} can't be the name of a table, which is the path of its module: use letters, digits, "
+            "'_', '-' and '.', 200 at most, such as  users  or  item_tags."
         )
     return name
 
@@ -282,5 +263,5 @@ def _whole(what: str, value: Any, most: int, *, none: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         extra = f", or None ({none})" if none else ""
         raise JobError(
-            f"Table({what}={value!r}) can't be: {what} is a whole number from 1 to {most:,}{extra}."
+            f"Table({what}={value!r}) is not allowed: {what} is a whole number from 1 to {most:,}{extra}."
         )

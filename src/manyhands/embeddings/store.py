@@ -1,8 +1,10 @@
 """A table in memory: rows by id, used by many processes and threads of a host at once, without locks.
 
-    store = TableStore.create("users", Table(64), seed=7)   # elsewhere: TableStore.attach("users", spec,
-    address) slots = store.find(ids, create=True, now=step)          # makes missing rows
-    store.gather(slots, out, ids) ids, grads = merge(ids, grads)                          # each id once
+    store = TableStore.create("users", Table(64), seed=7)
+    store = TableStore.attach("users", Table(64), address)    # in another process
+    slots = store.find(ids, create=True, now=step)            # makes missing rows
+    store.gather(slots, out, ids)
+    ids, grads = merge(ids, grads)                            # each id once
     store.update(store.find(ids, create=False), grads, lr=0.1, now=step)
 
 A row never moves, so a slot stays valid until `evict` or `drop` (row_transfer.py). Rows are read and written
@@ -70,8 +72,8 @@ class TableStore:
         self.memory = memory
         self.shared = True
         self._head = memory.array(np.int64, 0, HEADER_BYTES // 8)
-        metas = memory.array(np.int64, layout.metas, META_BYTES // 8 * layout.capacity)
-        width, slots = spec.width, layout.capacity
+        at, width, slots = layout.at, spec.width, layout.capacity
+        metas = memory.array(np.int64, at.metas, META_BYTES // 8 * slots)
         scalars = slots if spec.row_optimizer.scalar else 0
         entries, waiting = entries_in(layout.levels), entries_in(layout.waiting_levels)
         self._generations = tuple(
@@ -81,10 +83,10 @@ class TableStore:
                 levels=layout.levels,
                 metas=metas,
                 marks=metas.view(np.uint32),
-                records=memory.array(np.float32, layout.records, width * slots).reshape(-1, width),
-                scalars=memory.array(np.float32, layout.scalars, scalars),
-                waiting=memory.array(np.uint64, layout.waiting_ids, waiting),
-                counts=memory.array(np.uint32, layout.waiting_counts, waiting),
+                records=memory.array(np.float32, at.records, width * slots).reshape(-1, width),
+                scalars=memory.array(np.float32, at.scalars, scalars),
+                waiting=memory.array(np.uint64, at.waiting_ids, waiting),
+                counts=memory.array(np.uint32, at.waiting_counts, waiting),
             )
             for generation in (0, 1)
         )
@@ -100,9 +102,11 @@ class TableStore:
         shared: bool = True,
         spread: bool = False,
     ) -> TableStore:
-        """Create a table without rows. Raises a JobError if the host has no memory for it. `salt`: what
-        initial rows are made from, if not from the seed and the name. `spread`: other hosts have other rows,
-        so a large table takes memory only for those that are here."""
+        """Create a table without rows. Raises a JobError if the host has no memory for it.
+
+        `salt`: what initial rows are made from; by default it follows from the seed and the name. `spread`:
+        if true, other hosts hold the other rows, so a large table takes memory only for its own.
+        """
         check_name(name)
         spread = spread and spec.rows is not None and spec.rows * spec.bytes_per_row() > SPREAD_FROM
         limit = total_bytes() if spec.limit is None else spec.limit
@@ -120,7 +124,7 @@ class TableStore:
                 "Spread it over more servers, choose a smaller dim or rowwise_adagrad, or leave rows "
                 "out: then only the rows in use take memory."
             )
-        memory = Memory(Segment.create(layout.nbytes, label=f"manyhands-table-{name[:50]}"))
+        memory = Memory(Segment.create(layout.at.end, label=f"manyhands-table-{name[:50]}"))
         store = cls(name, spec, layout, memory)
         store.shared = shared
         try:
@@ -141,8 +145,8 @@ class TableStore:
         if head[DIGEST] != _digest(name, spec):
             memory.close()
             raise UsageError(
-                f"The table at {address} is not {name!r} as this process knows it "
-                f"({spec.describe()}): all processes of a run must be given the same job."
+                f"The table at {address} differs from {name!r} in this process "
+                f"({spec.describe()}): all processes of a run must have the same job."
             )
         layout = TableLayout(spec, int(head[CAPACITY]), int(head[WAITING_MOST]))
         return cls(name, spec, layout, memory)
@@ -154,11 +158,11 @@ class TableStore:
             raise UsageError(
                 f"The table {self.name!r} is private to its process; create it with shared=True."
             )
-        return self.memory.address
+        return self.memory.segment.address
 
     def close(self) -> None:
-        """Close the table in this process: it can't grow here, and nobody can attach to this address any
-        more."""
+        """Close the table in this process. It can't grow here any more, and no process can attach to this
+        address."""
         self.memory.close()
 
     def find(self, ids: ArrayLike, *, create: bool, now: int = 0) -> Ids:
@@ -172,10 +176,9 @@ class TableStore:
     def look_up(self, ids: ArrayLike, mode: int, now: int = 0) -> Ids:
         """Like `find`, in one of the modes of index.py."""
         numbers = _ids(ids)
+        self.check(numbers)
         slots = np.empty(numbers.size, dtype=np.int64)
         admit_after = self.spec.admit_after
-        if self.spec.rows is not None:
-            self._check_range(numbers, self.spec.rows)
         if not self.layout.hashed:
             finding.find_fixed(self.arrays, numbers, slots, mode, now, admit_after, self.init)
             return slots
@@ -217,12 +220,8 @@ class TableStore:
         assert grads.shape == (slots.size, self.spec.dim), "one gradient for each slot"
         kind = self.spec.row_optimizer
         rate, keep = np.float32(lr), np.float32(1.0 - lr * kind.weight_decay)
-        arrays = self.arrays
-        slots = np.ascontiguousarray(slots)
-        grads = np.ascontiguousarray(grads, dtype=np.float32)
-        rows = (arrays.records, self._flat, self.spec.dim, arrays.marks)
-        arguments = (*rows, slots, grads, rate, keep, now)
-        eps = np.float32(kind.eps)
+        arguments = (*self._rows(slots, grads), rate, keep, now)
+        eps, scalars = np.float32(kind.eps), self.arrays.scalars
         if kind.name == "sgd":
             kernels.update_sgd(*arguments)
         elif kind.name == "momentum":
@@ -230,25 +229,32 @@ class TableStore:
         elif kind.name == "adagrad":
             kernels.update_adagrad(*arguments, eps)
         elif kind.name == "rowwise_adagrad":
-            kernels.update_rowwise(*arguments, eps, arrays.scalars)
+            kernels.update_rowwise(*arguments, eps, scalars)
         else:
-            kernels.update_adam(*arguments, eps, arrays.scalars, kind.betas, self._corrections)
+            kernels.update_adam(*arguments, eps, scalars, kind.betas, self._corrections)
 
     def add_differences(
         self, slots: Ids, differences: Floats, versions: Floats, *, modulo: int, now: int
     ) -> None:
         """Add differences to rows, whatever the optimizer; -1 is skipped. The last column of `differences`
         is the version of the row when it was read; others may have changed it since."""
-        arrays = self.arrays
-        differences = np.ascontiguousarray(differences, dtype=np.float32)
-        rows = (arrays.records, self._flat, self.spec.dim, arrays.marks)
-        slots = np.ascontiguousarray(slots)
-        kernels.add_differences(*rows, slots, differences, versions, np.float32(modulo), now)
+        rows = self._rows(slots, differences)
+        kernels.add_differences(*rows, versions, np.float32(modulo), now)
+
+    def _rows(self, slots: Ids, changes: Floats) -> tuple[Any, ...]:
+        """Return the first arguments of every kernel that changes rows."""
+        slots, changes = np.ascontiguousarray(slots), np.ascontiguousarray(changes, np.float32)
+        return self.records, self._flat, self.spec.dim, self.arrays.marks, slots, changes
 
     def check(self, ids: ArrayLike) -> None:
         """Raise a JobError for ids that are out of range."""
-        if self.spec.rows is not None:
-            self._check_range(_ids(ids), self.spec.rows)
+        numbers, rows = _ids(ids), self.spec.rows
+        if rows is not None and numbers.size and (numbers.min() < 0 or numbers.max() >= rows):
+            wrong = int(numbers[(numbers < 0) | (numbers >= rows)][0])
+            raise JobError(
+                f"The table {self.name!r} has no id {wrong}: Table(rows={rows}) has 0 to {rows - 1}. "
+                "Give it more rows, or leave rows out for any 64-bit id."
+            )
 
     def __len__(self) -> int:
         """Count the ids with a row of their own. Scans the index."""
@@ -256,7 +262,7 @@ class TableStore:
 
     def ids(self) -> Ids:
         """Return the ids with a row of their own, ascending."""
-        return row_transfer.ids_of(self, row_transfer.live(self), ascending=True)
+        return np.sort(row_transfer.ids_of(self, row_transfer.live(self)))
 
     @property
     def nbytes(self) -> int:
@@ -331,14 +337,6 @@ class TableStore:
             self.memory.allocate(self.name, whole, advice="Spread it over more servers.")
             head[READY] = head[NEXT] = layout.capacity
         head[MAGIC_WORD] = MAGIC
-
-    def _check_range(self, ids: Ids, rows: int) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= rows):
-            wrong = int(ids[(ids < 0) | (ids >= rows)][0])
-            raise JobError(
-                f"The table {self.name!r} has no id {wrong}: Table(rows={rows}) has 0 to {rows - 1}. "
-                "Give it more rows, or leave rows out for any 64-bit id."
-            )
 
     @cached_property
     def _flat(self) -> Floats:

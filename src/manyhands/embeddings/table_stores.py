@@ -1,7 +1,7 @@
 """The rows of a model's tables in the memory of this host: made, shared, loaded, saved and updated.
 
-A table is made when it is first used or shared. Until then rows that were loaded wait in their source: in a
-run of several workers only one of them needs to read them.
+A table is made when it is first used or shared. Until then loaded rows stay in their source, because only one
+of the workers of a host has to read them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVICT_EVERY = 100
 
 @dataclass(frozen=True)
 class Pending:
-    """Rows of a table that is not made yet: where it will be is unknown, and another process may make it."""
+    """Rows of a table that is not made yet. It may become private or shared, here or in another process."""
 
     source: RowChunk | SavedTable | Mapping[str, Tensor]
     spec: Table | None = None
@@ -141,8 +141,6 @@ class TableStores:
         and the version that they will have. `make`: count the ids as seen and make their rows, because
         looking them up did not.
         """
-        from manyhands.embeddings.store import merge
-
         self.changed = True
         stores = {name: self.store(name) for name in self.specs}
         if part is not None and part[1] > 1:
@@ -151,7 +149,7 @@ class TableStores:
                 {name: s.part(shard_of(s.ids, count) == index) for name, s in each.items()}
                 for each in grads
             ]
-        summed = weighted_sum(grads, coefficients, self.specs, merge)
+        summed = weighted_sum(grads, coefficients, self.specs)
         slots = {name: np.empty(0, np.int64) for name in self.specs}
         for name, sparse in summed.items():
             slots[name] = stores[name].find(sparse.ids, create=make, now=now)
@@ -192,7 +190,7 @@ class TableStores:
     # Checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
-        """Copy all rows as tensors, or those touched after a step. Nobody may change rows meanwhile."""
+        """Copy all rows as tensors, or those touched after a step. No process may change rows meanwhile."""
         chunks = {name: _transfer().export(self.store(name), since=since) for name in self.specs}
         return {
             name: {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
@@ -221,19 +219,12 @@ class TableStores:
         """Copy all rows of a table, without the state of its optimizer."""
         if name in self._stores:
             return _transfer().weights(self._stores[name])
-        if name in self._saved:
-            return self._read_saved(name).without_optimizer(self.salt(name))
-        none = np.empty((0, self.specs[name].dim), np.float32)
-        return RowWeights(np.empty(0, np.int64), none, none, self.salt(name))
+        return self._read_saved(name).without_optimizer(self.salt(name))
 
-    def whole(self, name: str, *, now: int) -> tuple[RowChunk, int]:
+    def whole(self, name: str) -> tuple[RowChunk, int]:
         """Copy all rows of a table with their state and counts; and its salt."""
-        if name in self._stores:
-            chunk = _transfer().export(self._stores[name])
-        elif name in self._saved:
-            chunk = self._read_saved(name)
-        else:
-            chunk = untrained(self.weights(name), self.specs[name], now=now)
+        store = self._stores.get(name)
+        chunk = self._read_saved(name) if store is None else _transfer().export(store)
         return chunk, self.salt(name)
 
     def put_whole(self, name: str, chunk: RowChunk, salt: int) -> None:
@@ -241,6 +232,9 @@ class TableStores:
         self._put(name, Pending(chunk), salt)
 
     def _read_saved(self, name: str) -> RowChunk:
+        """Read the rows of a table that is not made yet; none, if none were loaded."""
+        if name not in self._saved:
+            return untrained(RowWeights.none(self.specs[name].dim, 0), self.specs[name], now=0)
         chunk = self._saved[name].chunk()
         self._saved[name] = Pending(chunk)  # it will be needed again
         return chunk

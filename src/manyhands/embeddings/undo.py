@@ -12,40 +12,29 @@ one log. It holds the last update, in memory that outlives its writer:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.embeddings.memory import ReservedMemory
 from manyhands.errors import JobError
 from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
     from manyhands.embeddings.store import TableStore
 
-RESERVED_BYTES = 4 << 30
-"""Size of the address range; only written pages take memory."""
 _HEADER = 64
 
 
-class UndoLog:
+class UndoLog(ReservedMemory):
+    label = "manyhands-undo"
+
     def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+        super().__init__(segment)
         self._raw = np.frombuffer(segment.memory, np.uint8)
         self._numbers = self._raw[:_HEADER].view(np.int64)
-
-    @classmethod
-    def create(cls) -> UndoLog:
-        return cls(Segment.create(RESERVED_BYTES, label="manyhands-undo"))
-
-    @classmethod
-    def attach(cls, address: str) -> UndoLog:
-        return cls(Segment.attach(address))
-
-    @property
-    def address(self) -> str:
-        return self._segment.address
 
     @property
     def begun(self) -> int:
@@ -66,20 +55,12 @@ class UndoLog:
         at = _HEADER
         for name, slots in sorted(rows.items()):
             arrays = stores[name].arrays
-            where = _Place.at(at, len(slots), arrays)
-            if where.end > len(self._raw):
-                raise JobError(
-                    f"One step changes {len(slots):,} rows of {name}, more than the undo log can "
-                    "hold. Use a smaller batch."
-                )
-            self._raw[at : at + 8].view(np.int64)[0] = len(slots)
-            self._raw[where.slots].view(np.int64)[:] = slots
-            width = arrays.records.shape[1]
-            kept = self._raw[where.records].view(np.float32).reshape(-1, width)
-            np.take(arrays.records, slots, axis=0, out=kept)
+            self._count_at(at)[0] = len(slots)
+            kept, records, scalars, at = self._rows_at(at, name, arrays)
+            kept[:] = slots
+            np.take(arrays.records, slots, axis=0, out=records)
             if len(arrays.scalars):
-                np.take(arrays.scalars, slots, out=self._raw[where.scalars].view(np.float32))
-            at = where.end
+                np.take(arrays.scalars, slots, out=scalars)
         self._numbers[2] = at
         self._numbers[0] = version
 
@@ -93,33 +74,30 @@ class UndoLog:
             if at >= stop:
                 break
             arrays = stores[name].arrays
-            count = int(self._raw[at : at + 8].view(np.int64)[0])
-            where = _Place.at(at, count, arrays)
-            slots = self._raw[where.slots].view(np.int64)
-            width = arrays.records.shape[1]
-            arrays.records[slots] = self._raw[where.records].view(np.float32).reshape(-1, width)
+            slots, records, scalars, at = self._rows_at(at, name, arrays)
+            arrays.records[slots] = records
             if len(arrays.scalars):
-                arrays.scalars[slots] = self._raw[where.scalars].view(np.float32)
-            at = where.end
+                arrays.scalars[slots] = scalars
         before = self.begun - 1
         self._numbers[:3] = before, before, 0
 
+    def _count_at(self, at: int) -> NDArray[np.int64]:
+        """Return the number of rows of the table whose part of the log begins here."""
+        return self._raw[at : at + 8].view(np.int64)
 
-@dataclass(frozen=True)
-class _Place:
-    """Byte ranges of the rows of one table."""
-
-    slots: slice
-    records: slice
-    scalars: slice
-    end: int
-
-    @classmethod
-    def at(cls, start: int, count: int, arrays: Any) -> _Place:
-        slots = start + 8
-        records = slots + 8 * count
-        scalars = records + 4 * count * arrays.records.shape[1]
-        stop = scalars + (4 * count if len(arrays.scalars) else 0)
-        return cls(
-            slice(slots, records), slice(records, scalars), slice(scalars, stop), -(-stop // 8) * 8
+    def _rows_at(self, at: int, name: str, arrays: Any) -> tuple[Any, Any, Any, int]:
+        """Return the memory of their slots, records and scalars, and where the next table begins."""
+        count, width = int(self._count_at(at)[0]), arrays.records.shape[1]
+        sizes = (8 * count, 4 * count * width, 4 * count if len(arrays.scalars) else 0)
+        slots, records, scalars, end = accumulate(sizes, initial=at + 8)
+        if end + 16 > len(self._raw):  # with space for the next count
+            raise JobError(
+                f"One step changes {count:,} rows of {name}, more than the undo log can hold. Use a smaller "
+                "batch."
+            )
+        return (
+            self._raw[slots:records].view(np.int64),
+            self._raw[records:scalars].view(np.float32).reshape(-1, width),
+            self._raw[scalars:end].view(np.float32),
+            -(-end // 8) * 8,
         )

@@ -24,7 +24,6 @@ from torch import Tensor
 from manyhands.compute.gradients import StepReport, gradients, row_seed
 from manyhands.contract import Learner
 from manyhands.embeddings.modules import RowModel
-from manyhands.embeddings.remote import RemoteTables
 from manyhands.errors import JobError
 from manyhands.ps.block_store import bytes_of, clip_factor
 from manyhands.ps.client import Client, PushOutcome, ServerWaiter
@@ -34,6 +33,7 @@ from manyhands.ps.model_layout import piece_state
 from manyhands.ps.node import PsNode
 from manyhands.ps.policies import Contribution
 from manyhands.ps.protocol import EnterView
+from manyhands.ps.remote_tables import RemoteTables
 from manyhands.ps.rounds import RoundWorker
 from manyhands.ps.row_pushes import OwnRows, RowPushes, row_pushes
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from manyhands.embeddings.modules import RowModel, bind
-from manyhands.embeddings.remote import RemoteTables
 from manyhands.embeddings.sparse_grads import SharedGrads
 from manyhands.errors import SpecError
+from manyhands.ps.remote_tables import RemoteTables
 
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from manyhands.embeddings.chunk import RowChunk
-from manyhands.embeddings.remote import ROLE
 from manyhands.embeddings.row_placement import SHARDS, RowPlacement
 from manyhands.embeddings.shards import shard_of
 from manyhands.embeddings.sparse_grads import SharedGrads, TableGrads, to_wire, unpack, wire_specs
@@ -40,6 +39,8 @@ from manyhands.ps.protocol import (
 )
 from manyhands.ps.tensor_messages import pack
 
+ROLE = "rows "
+"""Role of messages with rows: this, followed by the name of the table."""
 TURNS = 128
 """Changes of a row are counted modulo this: more than can happen between reading it and pushing, and no
 more than 16 bits can hold."""

@@ -1,4 +1,4 @@
-"""Reads rows of a table, as tests need them."""
+"""Reads rows of a table for tests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from manyhands.embeddings.store import TableStore
 
 
 def read(store: TableStore, ids: ArrayLike) -> Floats:
-    """The row of each id; its initial row if it has none."""
+    """Return the row of each id; its initial row if it has none."""
     numbers = np.asarray(ids, dtype=np.int64)
     out = np.empty((numbers.size, store.spec.dim), dtype=np.float32)
     return store.gather(store.find(numbers, create=False), out, numbers)
 
 
 def initial(store: TableStore, ids: ArrayLike) -> Floats:
-    """The row that each id begins with."""
+    """Return the initial row of each id."""
     numbers = np.asarray(ids, dtype=np.int64)
     out = np.empty((numbers.size, store.spec.dim), dtype=np.float32)
-    kernels.make_rows(out, numbers, store.init)
+    for row, number in zip(out, numbers, strict=True):
+        kernels.make_row(row, number, store.init)
     return out

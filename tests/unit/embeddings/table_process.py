@@ -15,7 +15,7 @@ import numpy as np
 from row_reads import read
 
 from manyhands.embeddings.row_transfer import evict
-from manyhands.embeddings.spec import Table
+from manyhands.embeddings.spec import RowOptimizer, Table
 from manyhands.embeddings.store import TableStore
 
 NAME = "t"
@@ -92,7 +92,8 @@ def digest(store: TableStore, number: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     what, spec, address, number, rounds = sys.argv[1:]
-    table = Table.from_dict(json.loads(spec))
+    record = json.loads(spec)
+    table = Table(**{**record, "optimizer": RowOptimizer(**record["optimizer"])})
     new = address == "new"
     opened = (
         TableStore.create(NAME, table, seed=11) if new else TableStore.attach(NAME, table, address)

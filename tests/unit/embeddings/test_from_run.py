@@ -1,4 +1,4 @@
-"""mh.load(): a trained model out of a run folder, and what is said where that can't be."""
+"""mh.load(): the trained model of a run folder, and its errors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_model_predicts_as_it_did_in_training(once: Trained, step: str, number
     )
 
 
-def test_the_best_is_what_is_loaded_and_trains_on_by_itself(once: Trained) -> None:
+def test_the_best_checkpoint_is_loaded_and_can_be_trained_further(once: Trained) -> None:
     model = mh.load(str(once.run.path))
     assert torch.equal(once.predict(model), once.outputs[2])
     before = model.state_dict()["rows.rows"].clone()
@@ -124,14 +124,14 @@ def test_the_best_is_what_is_loaded_and_trains_on_by_itself(once: Trained) -> No
     assert not torch.equal(model.state_dict()["rows.rows"][: len(before)], before)
 
 
-def test_a_model_that_is_all_tables_comes_as_it_was_written(tmp_path: Path) -> None:
+def test_a_model_of_tables_only_is_loaded_unchanged(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "job.py:Rows")
     model = mh.load(trained.run.path, step="last")
     assert not list(model.parameters())
     assert torch.equal(trained.predict(model), trained.outputs[4])
 
 
-def test_a_changed_job_is_named_and_a_missing_one_too(trained: Trained) -> None:
+def test_a_changed_or_missing_job_file_is_reported(trained: Trained) -> None:
     text = trained.job_file.read_text()
     trained.job_file.write_text(text + "# more\n")
     with pytest.warns(UserWarning, match=rf"{trained.job_file} has changed since"):
@@ -148,7 +148,7 @@ def test_a_changed_job_is_named_and_a_missing_one_too(trained: Trained) -> None:
         assert torch.equal(trained.predict(model), trained.outputs[4])
 
 
-def test_a_model_that_does_not_fit_is_told_by_its_names(trained: Trained) -> None:
+def test_a_model_that_does_not_fit_lists_the_differing_names(trained: Trained) -> None:
     config = trained.run.config
     trained.run.write_config({**config, "settings": {"width": "9"}})
     with pytest.raises(CheckpointError, match=r"body\.0\.weight \(8x17 saved, 9x17 in the model\)"):
@@ -162,8 +162,8 @@ def test_a_model_that_does_not_fit_is_told_by_its_names(trained: Trained) -> Non
         mh.load(trained.run.path, job=Other())
     told = str(refused.value)
     assert "missing parameters, which the model has: new.bias, new.weight" in told
-    assert "unexpected parameters, which it has not: body.0.bias" in told
-    assert "unexpected tables, which it has not: bags" in told
+    assert "unexpected parameters, which the model does not have: body.0.bias" in told
+    assert "unexpected tables, which the model does not have: bags" in told
     assert "tables of another shape: rows (rows of 4 saved, rows of 5 in the model)" in told
 
 
@@ -172,12 +172,14 @@ def test_another_optimizer_of_a_table_does_not_matter(trained: Trained) -> None:
     assert torch.equal(trained.predict(model), trained.outputs[4])
 
 
-def test_a_job_that_is_not_there(once: Trained) -> None:
+def test_a_missing_job_is_an_error(once: Trained) -> None:
     with pytest.raises(JobError, match="no file"):
         mh.load(once.run.path, job="gone.py")
 
 
-def test_what_is_not_there_is_told_with_what_is(trained: Trained, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_error_lists_the_existing_ones(
+    trained: Trained, tmp_path: Path
+) -> None:
     path = trained.run.path
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 1.* steps 2, 3, 4"):
         mh.load(path, step=1)

@@ -1,4 +1,4 @@
-"""Rows as a part of a model: state dicts, models that were never trained, loops of the user's own."""
+"""Rows as part of a model: state dicts, untrained models, plain torch loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(**options: Any) -> nn.Sequential:
 
 
 def train(trained: nn.Module, ids: Tensor = IDS, steps: int = 3) -> None:
-    """As anybody would, without a word on tables."""
+    """Train as with any module, without special calls for tables."""
     parameters = list(trained.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
     for _ in range(steps):
@@ -57,7 +57,7 @@ def through_a_file(state: Mapping[str, Any]) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def test_in_a_loop_of_ones_own_rows_learn_and_a_state_dict_brings_them_back() -> None:
+def test_rows_learn_in_a_plain_loop_and_state_dict_restores_them() -> None:
     torch.manual_seed(1)
     ours = model(lr=0.1)
     before = ours[0](IDS).detach().clone()
@@ -75,7 +75,7 @@ def test_in_a_loop_of_ones_own_rows_learn_and_a_state_dict_brings_them_back() ->
     assert not torch.equal(look(other, IDS), look(ours, IDS))
 
 
-def test_rows_learn_by_the_optimizer_of_the_table() -> None:
+def test_rows_are_updated_by_the_optimizer_of_the_table() -> None:
     ours = SparseEmbedding(10, 4, optimizer="sgd", lr=0.5, init="normal(1)")
     every = torch.arange(10)
     theirs = nn.Embedding(10, 4, _weight=ours(every).detach().clone())
@@ -88,14 +88,14 @@ def test_rows_learn_by_the_optimizer_of_the_table() -> None:
     torch.testing.assert_close(look(ours, every), theirs.weight.detach())
 
 
-def test_without_a_learning_rate_they_do_not_and_that_is_said() -> None:
+def test_rows_without_a_learning_rate_do_not_learn_and_warn() -> None:
     ours = model()
     with pytest.warns(UserWarning, match=r"does not learn.*lr=0\.05"):
         train(ours, steps=1)
     assert look(ours, IDS).shape == (2, 1)
 
 
-def test_a_state_dict_without_rows_lacks_keys() -> None:
+def test_a_state_dict_without_rows_has_missing_keys() -> None:
     ours = model(lr=0.1)
     train(ours)
     state = ours.state_dict()
@@ -113,7 +113,7 @@ def test_a_state_dict_without_rows_lacks_keys() -> None:
         other.load_state_dict({**state, "0.more": state["0.ids"]})
 
 
-def test_the_dense_state_leaves_rows_alone() -> None:
+def test_the_dense_state_has_no_rows() -> None:
     ours, other = model(lr=0.1), model(lr=0.1)
     train(ours)
     train(other, IDS + 1)
@@ -124,7 +124,7 @@ def test_the_dense_state_leaves_rows_alone() -> None:
 
 
 @pytest.mark.parametrize("make", [SparseEmbedding, SparseEmbeddingBag])
-def test_who_was_never_trained_or_loaded_gives_no_rows(make: Any) -> None:
+def test_an_untrained_module_refuses_to_return_rows(make: Any) -> None:
     with pytest.raises(JobError, match=r'never trained, loaded.*mh\.load\("runs/NAME"\)'):
         look(make(None, 4), IDS)
     with pytest.raises(JobError, match=r"mh\.load"):
@@ -157,7 +157,7 @@ def test_modules_that_share_a_table_have_the_same_rows_in_the_same_tensors() -> 
     assert look(other["a"], one).tolist() == [[[-4.0, -4.0]]]  # the copy's rows are its own
 
 
-def test_the_row_that_ids_share_when_a_table_is_full_is_kept() -> None:
+def test_the_shared_row_of_a_full_table_is_saved() -> None:
     ours = SparseEmbedding(None, 4, lr=0.1, init="normal(1)", max_bytes="1MiB")
     train(ours, torch.arange(20_000), steps=2)
     state = ours.state_dict()
@@ -179,7 +179,7 @@ def test_the_row_that_ids_share_when_a_table_is_full_is_kept() -> None:
         ({"shared": torch.zeros(2, 4)}, r"\[1, 4\]"),
     ],
 )
-def test_rows_that_do_not_fit_are_named(change: dict[str, Tensor], words: str) -> None:
+def test_rows_that_do_not_fit_are_refused_by_name(change: dict[str, Tensor], words: str) -> None:
     state = {"ids": torch.tensor([1, 2]), "rows": torch.zeros(2, 4), **change}
     with pytest.raises(RuntimeError, match=words):
         SparseEmbedding(10, 4).load_state_dict(state)
@@ -214,7 +214,7 @@ def test_a_model_that_changes_rows_itself_has_them_in_its_state() -> None:
     assert again.look("words.seen", torch.tensor([5, 6])).tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
-def test_a_training_begins_with_what_was_loaded_or_trained_before() -> None:
+def test_training_starts_from_loaded_or_trained_rows() -> None:
     ours = model(lr=0.1)
     train(ours)
     expected = look(ours, IDS), look(ours[0], UNSEEN)
@@ -237,8 +237,8 @@ def test_equal_rows_have_equal_fingerprints() -> None:
     assert first.stores.fingerprint() == second.stores.fingerprint()
 
 
-def test_a_checkpoint_has_rows_once() -> None:
-    """In the files of the tables; nobody makes another copy for the model's own state."""
+def test_a_checkpoint_stores_rows_once() -> None:
+    """In the files of the tables; the state of the model has no second copy."""
     ours = model(lr=0.1)
     tables = LocalTables.of(ours, seed=3)
     train(ours)
@@ -249,7 +249,7 @@ def test_a_checkpoint_has_rows_once() -> None:
     put_state({**state, "tables": {}}, train_state, SingleLearner(), tables=False)
 
 
-def test_who_shares_a_table_of_another_reads_no_row_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_process_that_attaches_a_table_does_not_read_its_checkpoint(tmp_path: Path) -> None:
     first, second = (LocalTables.of(model(lr=0.1), seed=3) for _ in range(2))
     second.load_state_dict({"0": SavedTable((tmp_path / "gone.npz",))})
     second.stores.attach(first.stores.share())

@@ -1,4 +1,4 @@
-"""SparseEmbedding and SparseEmbeddingBag beside torch's own."""
+"""SparseEmbedding and SparseEmbeddingBag, compared with those of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def twin(module: TableModule, rows: int = 10) -> tuple[LocalTables, torch.Tensor
     return tables, tables.pull("table", every, every).clone()
 
 
-def test_a_forward_looks_rows_up_and_a_step_changes_them_as_torch_does() -> None:
+def test_forward_and_step_match_torch() -> None:
     ours = SparseEmbedding(10, 4, optimizer="sgd", init="normal(1)")
     tables, rows = twin(ours)
     theirs = nn.Embedding(10, 4, _weight=rows.clone())
@@ -51,7 +51,7 @@ def test_bags(mode: str, flat: bool) -> None:
     torch.testing.assert_close(ours(*arguments), theirs(*arguments))
 
 
-def test_weights_of_ids_in_a_bag() -> None:
+def test_per_sample_weights_of_a_bag() -> None:
     ours = SparseEmbeddingBag(10, 4, mode="sum", init="normal(1)")
     _, rows = twin(ours)
     theirs = nn.EmbeddingBag(10, 4, mode="sum", _weight=rows)
@@ -84,7 +84,7 @@ def test_without_a_gradient_no_row_is_made() -> None:
     assert sorted(tables.stores.store("table").ids().tolist()) == [0, 1, 3, 7]
 
 
-def test_modules_that_share_a_table_add_up_their_gradients() -> None:
+def test_modules_that_share_a_table_sum_their_gradients() -> None:
     table = Table(dim=2, optimizer="sgd", init="zeros")
     model = nn.ModuleDict({"a": SparseEmbedding(table=table), "b": SparseEmbedding(table=table)})
     assert list(tables_of(model)) == ["a"]
@@ -95,7 +95,7 @@ def test_modules_that_share_a_table_add_up_their_gradients() -> None:
     assert tables.look("a", one).tolist() == [[-3.0, -3.0]]
 
 
-def test_a_module_on_its_own_works_as_any_module() -> None:
+def test_an_unbound_module_works_like_any_module() -> None:
     torch.manual_seed(3)
     assert SparseEmbedding(None, 4)(IDS).shape == (2, 3, 4)
 
@@ -111,7 +111,7 @@ def test_a_module_on_its_own_works_as_any_module() -> None:
         (lambda: SparseEmbeddingBag(10, 4)(torch.tensor([1, 2])), "flat with offsets"),
     ],
 )
-def test_mistakes_are_named(make: object, words: str) -> None:
+def test_invalid_calls_are_refused(make: object, words: str) -> None:
     with pytest.raises(JobError, match=words):
         make()  # type: ignore[operator]
 

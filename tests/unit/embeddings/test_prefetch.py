@@ -1,4 +1,4 @@
-"""Rows that are asked for before their turn comes: which, and that they are the right ones."""
+"""Prefetching: which rows are requested ahead, and that they are the right ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag, bind, tables_of
 from manyhands.embeddings.prefetch import Prefetcher
-from manyhands.embeddings.remote import Arrived, RemoteTables
 from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.embeddings.table_stores import TableStores
 from manyhands.ps.protocol import RowsAnswer, RowsRequest
+from manyhands.ps.remote_tables import RemoteTables
 from manyhands.ps.rows import RowServerState
 
 
@@ -37,7 +37,7 @@ def batch(seed: int, samples: int = 8) -> dict[str, Any]:
         lambda b: b["parts"][1],
     ],
 )
-def test_a_piece_of_the_batch_is_foreseen_in_the_next(look_up: Any) -> None:
+def test_a_slice_of_the_batch_is_predicted_for_the_next(look_up: Any) -> None:
     foresight = Prefetcher()
     foresight.learn("t", look_up(batch(1)), batch(1))  # another object: nothing to learn from
     assert foresight.ids_in(batch(2)) == {}
@@ -58,13 +58,13 @@ def test_a_piece_of_the_batch_is_foreseen_in_the_next(look_up: Any) -> None:
         lambda b: torch.tensor(3),
     ],
 )
-def test_what_is_no_piece_of_all_samples_is_not_foreseen(look_up: Any) -> None:
+def test_other_ids_are_not_predicted(look_up: Any) -> None:
     foresight, first = Prefetcher(), batch(1)
     foresight.learn("t", look_up(first), first)
     assert foresight.ids_in(batch(2)) == {}
 
 
-def test_a_batch_that_is_built_otherwise_is_not_foreseen() -> None:
+def test_a_batch_of_another_structure_is_not_predicted() -> None:
     foresight, first = Prefetcher(), batch(1)
     foresight.learn("t", first["parts"][0], first)
     assert foresight.ids_in({"x": torch.zeros(2)}) == {}
@@ -83,7 +83,7 @@ class Looking(nn.Module):
 
 
 class Servers:
-    """Two of them, each with its rows, reached without a network; what they were asked for is noted."""
+    """Two servers in this process, each with its rows. Records what is requested."""
 
     def __init__(self, model: nn.Module) -> None:
         self.row_placement: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
@@ -108,11 +108,11 @@ class Servers:
     def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]:
         return [self._answers.pop((name, tag)) for name in servers]
 
-    def table_states(self, since: int | None = None) -> Arrived:
+    def table_states(self, since: int | None = None) -> None:
         raise AssertionError("no checkpoint here")
 
     def taken(self) -> dict[str, set[int]]:
-        """What they were asked for since the last time, by table."""
+        """Return the ids requested since the last call, by table."""
         asked, self.asked = self.asked, []
         names = {name for name, _ in asked}
         return {name: set().union(*(ids for n, ids in asked if n == name)) for name in names}
@@ -125,7 +125,7 @@ def step(model: nn.Module, tables: RemoteTables, ids: Tensor, number: int) -> fl
 
 
 @pytest.mark.parametrize("age", [0, 2])
-def test_the_next_batch_asks_for_nothing_that_was_foreseen(age: int) -> None:
+def test_predicted_rows_are_not_requested_again(age: int) -> None:
     model = Looking()
     tables = RemoteTables(LocalTables(tables_of(model), seed=1), adds=False, age=age)
     servers = Servers(model)
@@ -151,7 +151,7 @@ def test_the_next_batch_asks_for_nothing_that_was_foreseen(age: int) -> None:
     assert bool(servers.taken()) == (age == 0)
 
 
-def test_what_was_asked_for_in_another_view_is_forgotten() -> None:
+def test_requests_of_another_view_are_dropped() -> None:
     model = Looking()
     tables = RemoteTables(LocalTables(tables_of(model), seed=1), adds=False, age=0)
     tables.connect(Servers(model), None)
@@ -165,7 +165,7 @@ def test_what_was_asked_for_in_another_view_is_forgotten() -> None:
     assert after.taken()["one"] == {0, 4}
 
 
-def test_rows_of_the_last_step_are_never_asked_for_early() -> None:
+def test_synchronous_modes_do_not_prefetch() -> None:
     model = Looking()
     tables = RemoteTables(LocalTables(tables_of(model), seed=1), adds=False, age=None)
     assert not tables.foresees

@@ -1,4 +1,4 @@
-"""Where rows are, whoever comes and goes."""
+"""The placement of rows when servers join and die."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = [f"s{i}" for i in range(6)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_a_fresh_start_spreads_shards_evenly_each_with_two_holders(count: int) -> None:
+def test_a_fresh_placement_is_even_with_two_holders_per_shard(count: int) -> None:
     servers = NAMES[:count]
     homes = RowPlacement.fresh(servers, replicas=1)
     assert len(homes.holders) == SHARDS
@@ -51,20 +51,20 @@ def test_no_row_is_lost_while_one_dies_at_a_time(happens: list[str], random: obj
         homes = after
 
 
-def test_a_death_moves_only_what_has_lost_a_holder() -> None:
+def test_a_death_moves_only_shards_that_lost_a_holder() -> None:
     before = RowPlacement.fresh(NAMES[:4], replicas=1)
     after = before.after(NAMES[1:4], NAMES[1:4], replicas=1)
     moved = {move.shard for move in after.moves_from(before, NAMES[1:4])}
     assert moved <= {shard for shard, held in enumerate(before.holders) if "s0" in held}
 
 
-def test_rows_without_a_holder_are_lost_and_it_says_on_whom() -> None:
+def test_rows_without_a_holder_are_lost_and_the_error_names_the_servers() -> None:
     homes = RowPlacement.fresh(NAMES[:3], replicas=0)
     with pytest.raises(ManyhandsError, match="was on s1, and is lost"):
         homes.after(["s0", "s2"], ["s0", "s2"], replicas=0)
 
 
-def test_ids_are_asked_of_the_first_and_held_by_both() -> None:
+def test_ids_are_pulled_from_the_primary_and_held_by_both() -> None:
     homes = RowPlacement.fresh(NAMES[:3], replicas=1)
     ids = np.arange(-500, 500, dtype=np.int64) * 1_000_003
     asked = homes.server_of(ids)

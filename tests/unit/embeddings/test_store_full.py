@@ -1,4 +1,4 @@
-"""Tables that are full, and ids that wait to be let in."""
+"""Full tables, and ids that wait for admission."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table(spec: Table) -> Iterator[TableStore]:
 
 @pytest.mark.parametrize("max_bytes", [300_000, 2_000_000, 20_000_000])
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad"])
-def test_a_table_keeps_its_bounds_and_uses_most_of_them(optimizer: str, max_bytes: int) -> None:
+def test_a_table_stays_within_max_bytes_and_uses_most_of_it(optimizer: str, max_bytes: int) -> None:
     chance = np.random.default_rng(0)
     for admit_after in (1, 2):
         spec = Table(8, optimizer=optimizer, max_bytes=max_bytes, admit_after=admit_after)
@@ -93,7 +93,7 @@ def test_a_full_table_that_evicts_drops_the_least_recently_used() -> None:
         assert evict(store, 7) == 0
 
 
-def test_a_full_table_that_should_say_so_says_what_to_do() -> None:
+def test_a_full_table_with_when_full_error_raises() -> None:
     with table(small("error")) as store:
         ids = filled(store)
         with pytest.raises(JobError, match=r"is full: it has [\d,]+ rows.*more max_bytes"):
@@ -101,14 +101,14 @@ def test_a_full_table_that_should_say_so_says_what_to_do() -> None:
         assert (store.find(ids, create=True, now=1) > 0).all()
 
 
-def test_more_rows_than_fit_are_not_loaded_in_silence() -> None:
+def test_loading_more_rows_than_fit_raises() -> None:
     with table(Table(16, optimizer="sgd")) as large, table(small("share")) as store:
         large.find(range(5_000), create=True, now=1)
         with pytest.raises(JobError, match=r"of those to load don't fit"):
             load(store, export(large))
 
 
-def test_ids_that_wait_take_little_memory_and_no_row() -> None:
+def test_waiting_ids_take_little_memory_and_no_row() -> None:
     with table(Table(256, admit_after=2)) as store:
         before = store.nbytes
         store.find(np.arange(50_000), create=True, now=1)
@@ -121,7 +121,7 @@ def test_ids_that_wait_take_little_memory_and_no_row() -> None:
         assert store.find([9], create=True, now=3).tolist() == [-1]
 
 
-def test_a_waiting_room_has_bounds() -> None:
+def test_the_memory_of_waiting_ids_is_bounded() -> None:
     with table(small("share", admit_after=3)) as store:
         for begin in range(0, 100_000, 10_000):
             store.find(np.arange(begin, begin + 10_000), create=True, now=1)
@@ -132,7 +132,7 @@ def test_a_waiting_room_has_bounds() -> None:
         assert store.ids().tolist() == [-5]
 
 
-def test_growth_is_steady_and_ends_at_the_capacity() -> None:
+def test_growth_is_steady_and_stops_at_the_capacity() -> None:
     with table(small("share")) as store:
         ready = [0]
         while ready[-1] < store.layout.capacity:

@@ -1,4 +1,4 @@
-"""A store against a plain dict: whatever is done to both, both know the same rows."""
+"""A TableStore compared with a plain dict, under the same operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(spec: Table, *, seed: int = 1) -> Iterator[TableStore]:
 
 @dataclass
 class Model:
-    """What a table with the optimizer sgd is, said plainly."""
+    """A plain implementation of a table with the optimizer sgd."""
 
     spec: Table
     rows: dict[int, np.ndarray] = field(default_factory=dict)
@@ -168,7 +168,7 @@ def test_a_table_is_a_dict_of_rows(spec: Table, actions: list[tuple[str, list[in
         store.close()
 
 
-def test_many_rows_over_many_levels_each_id_has_its_own() -> None:
+def test_each_id_has_its_own_row_over_many_levels() -> None:
     chance = np.random.default_rng(3)
     ids = chance.integers(-(1 << 63), (1 << 63) - 1, 150_000)
     with table(Table(2, init="zeros", optimizer="sgd")) as store:
@@ -203,7 +203,7 @@ def ids_of_hashes(hashes: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("admit_after", [1, 2])
-def test_ids_whose_hashes_are_as_alike_as_can_be_have_rows_of_their_own(admit_after: int) -> None:
+def test_ids_with_colliding_hashes_have_rows_of_their_own(admit_after: int) -> None:
     """The same half in the entry and the same windows in the first levels: only the id tells."""
     many = (np.arange(1 << 21, dtype=np.uint64) << np.uint64(32)) | np.uint64(0x12345678)
     spread, alike = many.copy(), np.ones(many.size, dtype=np.bool_)
@@ -225,7 +225,7 @@ def test_ids_whose_hashes_are_as_alike_as_can_be_have_rows_of_their_own(admit_af
         assert (export(store).counts == admit_after + 1).all()
 
 
-def test_a_slot_is_the_same_as_long_as_the_row_lives() -> None:
+def test_a_slot_stays_the_same_until_eviction() -> None:
     with table(Table(DIM)) as store:
         ids = np.arange(5_000)
         slots = store.find(ids, create=True, now=1)
@@ -246,7 +246,7 @@ def test_index_and_counters_take_under_40_bytes_a_row(rows: int) -> None:
         assert store.nbytes <= rows * spec.bytes_per_row() * 1.08 + 65_536
 
 
-def test_chunks_of_any_number_of_shards_make_one_whole() -> None:
+def test_chunks_of_any_number_of_shards_make_the_whole_table() -> None:
     with table(Table(DIM, optimizer="adam")) as store, table(Table(DIM, optimizer="adam")) as other:
         ids = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, 500)
         for step in range(3):
@@ -268,7 +268,7 @@ def test_chunks_of_any_number_of_shards_make_one_whole() -> None:
         assert (read(store, ids) == read(other, ids)).all()
 
 
-def test_an_increment_has_only_what_was_touched_since() -> None:
+def test_an_incremental_export_has_only_touched_rows() -> None:
     with table(Table(DIM, optimizer="adagrad")) as store, table(Table(DIM)) as other:
         store.find(range(100), create=True, now=1)
         load(other, export(store))
@@ -284,7 +284,7 @@ def test_an_increment_has_only_what_was_touched_since() -> None:
         assert (export(other).last_used == export(store).last_used).all()
 
 
-def test_ids_outside_a_table_of_fixed_size_are_named() -> None:
+def test_ids_out_of_range_are_refused() -> None:
     with table(Table(DIM, rows=10)) as store:
         for wrong in (10, -1, 1 << 50):
             with pytest.raises(
@@ -305,7 +305,7 @@ def test_an_empty_batch_changes_nothing() -> None:
 
 
 @given(st.lists(st.integers(-3, 3), max_size=40))
-def test_merging_keeps_the_order_of_first_sight(ids: list[int]) -> None:
+def test_merge_keeps_the_order_of_first_occurrence(ids: list[int]) -> None:
     grads = np.random.default_rng(0).normal(size=(len(ids), DIM)).astype(np.float32)
     fresh, sums = merge(ids, grads)
     assert fresh.tolist() == list(dict.fromkeys(ids))

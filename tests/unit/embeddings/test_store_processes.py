@@ -1,4 +1,4 @@
-"""One table and many processes: each id has one row, whoever is killed in the middle of whatever."""
+"""One table in many processes: each id has one row, even if processes are killed at any moment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ DEADLINE_S = 120
 
 
 def start(what: str, spec: Table, address: str, number: int, rounds: int) -> subprocess.Popen[str]:
-    said = [what, json.dumps(spec.to_dict()), address, str(number), str(rounds)]
+    said = [what, json.dumps(asdict(spec)), address, str(number), str(rounds)]
     return subprocess.Popen(
         [sys.executable, str(PROCESS), *said],
         stdin=subprocess.PIPE,
@@ -61,7 +62,7 @@ def at_once(*processes: subprocess.Popen[str]) -> None:
 
 
 def one_row_each(store: TableStore) -> np.ndarray:
-    """No id twice, no slot twice, and everybody is found where the index says."""
+    """Check that no id and no slot occurs twice, and that the index finds every id."""
     ids = store.ids()
     assert len(np.unique(ids)) == len(ids)
     slots = store.find(ids, create=False)
@@ -79,7 +80,7 @@ def one_row_each(store: TableStore) -> np.ndarray:
         ("alone", Table(4, optimizer="sgd", init="zeros", admit_after=2)),
     ],
 )
-def test_many_processes_bring_the_same_ids(what: str, spec: Table) -> None:
+def test_many_processes_insert_the_same_ids(what: str, spec: Table) -> None:
     rounds, membership = 60, 2
     with table(spec) as store:
         at_once(*[start(what, spec, store.address, number, rounds) for number in range(membership)])
@@ -162,7 +163,7 @@ def test_processes_killed_in_the_middle_of_inserts() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_process_killed_while_it_evicts_leaves_all_rows_where_they_were() -> None:
+def test_a_process_killed_during_eviction_loses_no_row() -> None:
     spec = Table(8, optimizer="sgd")
     chance = np.random.default_rng(6)
     with table(spec) as store:
@@ -183,7 +184,7 @@ def test_a_process_killed_while_it_evicts_leaves_all_rows_where_they_were() -> N
         one_row_each(store)
 
 
-def test_a_new_process_makes_the_same_rows_in_a_table_of_its_own() -> None:
+def test_another_process_makes_the_same_initial_rows() -> None:
     spec = Table(32, init="normal(0.1)")
     with table(spec) as store:
         store.find(np.arange(0, 500, 2), create=True, now=1)

@@ -1,4 +1,4 @@
-"""What processes do to one place of memory at once is done one after the other."""
+"""Atomic operations on shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def swaps(numbers: np.ndarray, times: int) -> None:
                 break
 
 
-def test_threads_that_add_and_swap_at_one_place_lose_nothing() -> None:
+def test_concurrent_add_and_swap_lose_nothing() -> None:
     for work, each in ((adds, 2), (swaps, 1)):
         for kind in (np.int64, np.uint32):
             numbers = np.zeros(8, dtype=kind)
@@ -51,14 +51,14 @@ def matched(entries: np.ndarray, index: int, half: int) -> tuple[int, int]:
     return found, lowest(found) if found else -1
 
 
-def test_a_swap_says_what_was_there_and_needs_the_right_one() -> None:
+def test_swap_returns_the_old_value_and_compares_it() -> None:
     numbers = np.array([5, 6, 7], dtype=np.int64)
     assert swapped(numbers, 1, 6, -9) == 6
     assert swapped(numbers, 1, 6, 1) == -9
     assert numbers.tolist() == [5, -9, 7]
 
 
-def test_a_match_finds_the_upper_halves_that_are_equal() -> None:
+def test_match_finds_equal_upper_halves() -> None:
     halves = np.array([9, 1, 2, 0xFFFF_FFFF, 2, 5, 2, 0, 8, 2], dtype=np.uint64)
     entries = (halves << np.uint64(32)) | np.arange(10, dtype=np.uint64)
     assert matched(entries, 1, 2) == (0b101010, 1)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.embeddings.remote import RowCache
 from manyhands.embeddings.sparse_grads import (
     SharedGrads,
     SparseGrads,
@@ -18,9 +17,9 @@ from manyhands.embeddings.sparse_grads import (
     weighted_sum,
 )
 from manyhands.embeddings.spec import Table
-from manyhands.embeddings.store import merge
 from manyhands.embeddings.table_stores import TableStores
 from manyhands.embeddings.undo import UndoLog
+from manyhands.ps.remote_tables import RowCache
 
 SPECS = {
     "small": Table(dim=3, optimizer="adam", init="normal(1)"),
@@ -38,7 +37,7 @@ def basket(seed: int) -> dict[str, SparseGrads]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_basket_travels(seed: int) -> None:
+def test_gradients_are_packed_and_unpacked(seed: int) -> None:
     given = basket(seed)
     memory = memoryview(bytearray(num_bytes(given, SPECS)))
     assert pack_into(memory, given, SPECS) == memory.nbytes
@@ -51,7 +50,7 @@ def test_a_basket_travels(seed: int) -> None:
             assert np.array_equal(got[name].grads, sparse.grads)
 
 
-def test_sixteen_bits_are_the_nearest_that_there_are() -> None:
+def test_bfloat16_rounds_to_the_nearest() -> None:
     numbers = np.concatenate(
         [np.float32([0, -0.0, 1, -1, 1e-38, 3e38]), basket(3)["large"].grads.ravel()]
     )
@@ -66,7 +65,7 @@ def test_sixteen_bits_are_the_nearest_that_there_are() -> None:
         np.testing.assert_allclose(sparse.grads, given[name].grads, rtol=4e-3)
 
 
-def test_rows_are_kept_for_so_many_steps() -> None:
+def test_rows_are_cached_for_a_number_of_steps() -> None:
     kept = RowCache(1, 2)
     ids = np.array([3, 5, 9])
     rows, missing = kept.get(ids, 0)
@@ -81,7 +80,7 @@ def test_rows_are_kept_for_so_many_steps() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 100])
-def test_what_is_no_basket_is_refused(cut: int) -> None:
+def test_malformed_gradients_are_refused(cut: int) -> None:
     given = {
         name: SparseGrads(np.arange(9), np.ones((9, t.dim), np.float32))
         for name, t in SPECS.items()
@@ -92,9 +91,9 @@ def test_what_is_no_basket_is_refused(cut: int) -> None:
         unpack(memoryview(memory)[:cut], SPECS)
 
 
-def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
+def test_gradients_are_summed_in_order_each_id_once() -> None:
     first, second = basket(1), basket(2)
-    summed = weighted_sum([first, second], [1.0, 0.5], SPECS, merge)
+    summed = weighted_sum([first, second], [1.0, 0.5], SPECS)
     for name, sparse in summed.items():
         assert len(set(sparse.ids.tolist())) == len(sparse.ids)
         expected: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
@@ -106,7 +105,7 @@ def test_baskets_are_added_up_in_their_order_each_id_once() -> None:
         assert set(sparse.ids.tolist()) == set(expected)
 
 
-def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
+def test_any_process_can_undo_an_update() -> None:
     tables = TableStores(SPECS, seed=0)
     tables.share()
     ids = np.arange(-20, 20, dtype=np.int64)
@@ -129,7 +128,7 @@ def test_an_update_is_undone_by_whoever_reads_the_log() -> None:
             assert np.array_equal(table[key], before[name][key]), (name, key)
 
 
-def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
+def test_the_log_shows_an_interrupted_update() -> None:
     tables = TableStores(SPECS, seed=0)
     log = UndoLog.create()
     log.reset(1)
@@ -144,7 +143,7 @@ def test_what_dies_in_the_middle_is_known_by_its_log() -> None:
         assert np.array_equal(tables.state_dict()["small"][key], before["small"][key])
 
 
-def test_only_the_ids_that_fall_to_one_are_changed_by_it() -> None:
+def test_a_server_changes_only_its_own_ids() -> None:
     ids = np.arange(100, dtype=np.int64)
     given = {"small": SparseGrads(ids, np.ones((100, 3), np.float32))}
     whole, parts = TableStores(SPECS, seed=0), TableStores(SPECS, seed=0)

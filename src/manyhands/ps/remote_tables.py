@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,56 +19,26 @@ from torch import Tensor
 from manyhands.embeddings.chunk import RowChunk, RowWeights
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.prefetch import Prefetcher
-from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.embeddings.sparse_grads import (
     SparseGrads,
     TableGrads,
     from_wire,
+    merged,
     num_bytes,
     pack_into,
     wire_specs,
 )
 from manyhands.errors import JobError
+from manyhands.ps.rows import ROLE
 from manyhands.runs.table_files import KEYED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from manyhands.embeddings.modules import RowModel, Rows
-
-
-ROLE = "rows "
-"""Role of messages with rows: this, followed by the name of the table."""
-
-
-class Servers(Protocol):
-    """What this module needs of a client."""
-
-    row_placement: RowPlacement | None
-
-    def rows(self, table: str, tag: int, ids: Mapping[str, memoryview]) -> None: ...
-    def table_states(self, since: int | None = None) -> Arrived: ...
-    def wait_for_rows(self, tag: int, servers: Sequence[str]) -> list[memoryview]: ...
-
-
-class Carried(Protocol):
-    state: dict[str, Any]
-
-
-class Arrived(Protocol):
-    """Rows by (role, shard)."""
-
-    @property
-    def complete(self) -> Mapping[tuple[str, int], Carried]: ...
-
-
-class LocalRows(Protocol):
-    """A server in this process, called without messages."""
-
-    name: str
-
-    def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]: ...
-    def put(self, worker: str, slot: int, grads: TableGrads) -> None: ...
+    from manyhands.embeddings.row_placement import RowPlacement
+    from manyhands.ps.requests import ServerRequests
+    from manyhands.ps.rows import ColocatedRows
 
 
 @dataclass(frozen=True)
@@ -92,7 +62,7 @@ class RemoteTables(LocalTables):
     ) -> None:
         """`adds`: for a RowModel, which pushes differences. `bits`: of each number on the wire. `age`: steps
         for which a row may be cached; None: rows are always requested."""
-        super().__init__(tables.specs, seed=tables.seed)
+        super().__init__(tables.specs, seed=tables.stores.seed)
         self.stores.salts = tables.stores.salts
         self.in_place = adds
         self._bits = bits
@@ -101,15 +71,15 @@ class RemoteTables(LocalTables):
         if age is not None and not adds:
             self._caches = {name: RowCache(table.dim, age) for name, table in self._wire.items()}
         self._prefetcher = Prefetcher()
-        self.servers: Servers | None = None
-        self._local: LocalRows | None = None
+        self.servers: ServerRequests
+        self._local: ColocatedRows | None = None
         self._last_tag = 0
         self._requested_batches: dict[int, dict[str, RowRequest]] = {}
         self._requested: list[tuple[str, int, RowRequest]] = []
         """Requested rows that will be looked up, with their table and step."""
         self._changed: list[TableGrads] = []
 
-    def connect(self, servers: Servers, local: LocalRows | None) -> None:
+    def connect(self, servers: ServerRequests, local: ColocatedRows | None) -> None:
         self.servers, self._local = servers, local
         self._requested_batches.clear()
         self._requested.clear()
@@ -117,6 +87,11 @@ class RemoteTables(LocalTables):
         for cache in self._caches.values():
             cache.clear()
         self.forget()
+
+    @property
+    def _placement(self) -> RowPlacement:
+        assert self.servers.row_placement is not None, "the view has begun"
+        return self.servers.row_placement
 
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
         return torch.from_numpy(self._wait(name, self._request(name, ids.numpy())))
@@ -134,12 +109,10 @@ class RemoteTables(LocalTables):
 
     def expect(self, batch: Any, step: int) -> None:
         """Request the rows that the next batch is predicted to look up."""
-        assert self.servers is not None
-        assert self.servers.row_placement is not None
         for name, predicted in self._prefetcher.ids_in(batch).items():
             ids = self._caches[name].missing(predicted.numpy(), step)
             if self._local is not None:  # local rows are read when they are needed
-                ids = ids[~self.servers.row_placement.held_by(self._local.name, ids)]
+                ids = ids[~self._placement.held_by(self._local.name, ids)]
             if len(ids):
                 self._requested.append((name, step, self._request(name, ids)))
 
@@ -157,15 +130,12 @@ class RemoteTables(LocalTables):
         return rows
 
     def _request(self, name: str, ids: NDArray[np.int64]) -> RowRequest:
-        servers = self.servers
-        assert servers is not None
-        assert servers.row_placement is not None
         self._last_tag += 1
-        local = self._local
-        server_of = servers.row_placement.server_of(ids, local.name if local is not None else None)
+        local, placement = self._local, self._placement
+        server_of = placement.server_of(ids, local.name if local is not None else None)
         places = {
             server: np.flatnonzero(server_of == i)
-            for i, server in enumerate(servers.row_placement.servers)
+            for i, server in enumerate(placement.servers)
             if (server_of == i).any()
         }
         here = None
@@ -175,11 +145,10 @@ class RemoteTables(LocalTables):
             server: np.ascontiguousarray(ids[indices]).view(np.uint8).data
             for server, indices in places.items()
         }
-        servers.rows(name, self._last_tag, request)
+        self.servers.rows(name, self._last_tag, request)
         return RowRequest(self._last_tag, ids, places, here)
 
     def _wait(self, name: str, request: RowRequest) -> NDArray[np.float32]:
-        assert self.servers is not None
         if request.here is not None and not request.places:
             return request.here[1]
         rows = np.empty((len(request.ids), self._wire[name].dim), np.float32)
@@ -191,7 +160,6 @@ class RemoteTables(LocalTables):
         return rows
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
-        assert self.servers is not None
         states = self.servers.table_states(since)
         return {
             name: _concatenate(
@@ -238,24 +206,13 @@ class RemoteTables(LocalTables):
         for name in self.specs:
             parts = [grads[name] for grads in changed if name in grads]
             if parts:
-                found[name] = self._merged(parts)
+                found[name] = merged(parts)
         return found
-
-    def _merged(self, parts: Sequence[SparseGrads]) -> SparseGrads:
-        if len(parts) == 1:
-            return parts[0]
-        ids = np.concatenate([part.ids for part in parts])
-        grads = np.concatenate([part.grads for part in parts])
-        order = np.argsort(ids, kind="stable")
-        starts = np.flatnonzero(np.diff(ids[order], prepend=ids[order][:1] - 1))
-        return SparseGrads(ids[order][starts], np.add.reduceat(grads[order], starts, axis=0))
 
     def give(self, worker: str, slot: int, grads: TableGrads) -> dict[str, memoryview]:
         """Split gradients by server. Those of the local server are put there at once; for the others,
         returns the bytes to send with the push."""
-        assert self.servers is not None
-        assert self.servers.row_placement is not None
-        placement, payloads = self.servers.row_placement, {}
+        placement, payloads = self._placement, {}
         for server in placement.servers:
             selected = {name: s.part(placement.held_by(server, s.ids)) for name, s in grads.items()}
             if self._local is not None and server == self._local.name:
@@ -309,13 +266,13 @@ class RowCache:
         self._since = np.concatenate([self._since[stays], np.full(len(ids), now)])[order]
 
 
+@dataclass(frozen=True)
 class CopiedRows:
     """Copies of rows. Those that change will be pushed."""
 
-    def __init__(self, ids: NDArray[np.int64], matrix: NDArray[np.float32]) -> None:
-        self.ids = ids
-        self.matrix = matrix
-        self.writers = 1
+    ids: NDArray[np.int64]
+    matrix: NDArray[np.float32]
+    writers: int = 1
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self.ids, ids)
