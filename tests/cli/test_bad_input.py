@@ -53,7 +53,10 @@ def fails(
         ),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "0"], "at least 1 worker"),
         (["train", str(EXAMPLES / "digits.py"), "--workers", "-3"], "at least 1 worker"),
-        (["train", str(EXAMPLES / "digits.py"), "--workers", "two"], "--workers two: it must be a number"),
+        (
+            ["train", str(EXAMPLES / "digits.py"), "--workers", "two"],
+            "--workers two: it must be a number",
+        ),
         (
             ["train", str(EXAMPLES / "digits.py"), "--strategy", "alreduce"],
             "did you mean 'allreduce'?",

@@ -164,7 +164,7 @@ def test_frames_that_are_no_state(tmp_path: Path) -> None:
 def test_a_worker_that_sends_its_state_reads_nothing(tmp_path: Path) -> None:
     old, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
-    sender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), newcomers=2)
+    sender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), num_new=2)
     try:
         with watching():
             for name, data in strange_frames():

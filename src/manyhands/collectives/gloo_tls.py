@@ -1,8 +1,8 @@
 """gloo over TLS, in a torch that was built with it (`allreduce(tls=true)`).
 
-gloo takes its transport, and where key and certificates are, from variables of its own when a group is
-formed. It asks for the other side's certificate and trusts the authority that it is given: here the run's
-own, as on every link of ours. The store in which a group meets stays as it is, and NCCL has nothing like it.
+When a group is formed, gloo reads from environment variables which transport to use, and the paths of key,
+certificate and authority. Both sides must present a certificate of the run's own authority, as on all other
+links of the run. The store that a group meets at is not encrypted, and NCCL has no TLS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TLS = "TCP_TLS"
 FILES = {"key": "PKEY", "certificate": "CERT", "authority": "CA_FILE"}
 INSTEAD = (
     "Use ps:sync, whose links between hosts are TLS and whose mathematics is the same; or a network that "
-    "encrypts by itself, such as WireGuard or a VPN, and leave tls away."
+    "encrypts by itself, such as WireGuard or a VPN, without tls."
 )
 
 
@@ -32,7 +32,7 @@ def use_tls(credentials: Credentials | None) -> None:
     if credentials is None:
         raise SpecError(
             "allreduce(tls=true) needs the certificates that  manyhands train  gives its workers: not with "
-            "--trust-network, and not in mh.join(). Leave one of them away."
+            "--trust-network, and not in mh.join(). Remove one of them."
         )
     os.environ[TRANSPORT] = TLS
     for name, variable in FILES.items():
@@ -42,8 +42,8 @@ def use_tls(credentials: Credentials | None) -> None:
     except RuntimeError as error:
         del os.environ[TRANSPORT]
         raise SpecError(
-            f"allreduce(tls=true): this torch ({torch.__version__}) can't do TLS in gloo: it was built "
-            f"without ({str(error).splitlines()[0]}). {INSTEAD}"
+            f"allreduce(tls=true): the gloo of this torch ({torch.__version__}) was built without TLS "
+            f"({str(error).splitlines()[0]}). {INSTEAD}"
         ) from None
 
 
@@ -52,7 +52,7 @@ def in_use() -> bool:
 
 
 def _nameless_file(text: str) -> str:
-    """Return a path that gloo can read while this process lives, without a file on any disk."""
+    """Return a path that gloo can read as long as this process lives. The text is in memory, not on disk."""
     number = os.memfd_create("manyhands", os.MFD_CLOEXEC)
     os.write(number, text.encode())
     return f"/proc/self/fd/{number}"

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from manyhands.collectives import gloo_tls
-from manyhands.collectives.reachability import tell_all, try_ways
+from manyhands.collectives.reachability import check_connections, exchange
 from manyhands.errors import SpecError
 from manyhands.transport.keepalive import ask_now_and_then, look_after
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import View
 
 CONNECT_S = 5.0
-"""Time to connect. All workers of a view connect at the same moment, so it takes less; else they retry."""
+"""Timeout of connecting. All workers of a view connect at the same moment, so it usually takes much less;
+after a timeout they try again."""
 
 _LOST = (
     "connection closed by peer",
@@ -107,11 +108,11 @@ def join_group(me: Me, view: View) -> Group:
     first = timedelta(seconds=CONNECT_S) if me.board is not None and backend == "gloo" else limit
     store = _store(me, view)
     if me.board is not None:
-        doubts = _gather_at(store, me, view)
-        if doubts and not view.one_host:
-            try_ways(store, me, view)
+        in_doubt = _gather_at(store, me, view)
+        if in_doubt and not view.one_host:
+            check_connections(store, me, view)
         me.in_doubt = False
-    # Failed joins are counted, and the count is a part of the keys: all workers must start from the same.
+    # torch counts groups, failed ones too, and uses the count in keys: all workers must have the same.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend, store=store, rank=me.rank, world_size=view.world, timeout=first
@@ -123,9 +124,9 @@ def join_group(me: Me, view: View) -> Group:
 
 
 def _gather_at(store: dist.Store, me: Me, view: View) -> bool:
-    """Wait until all workers of the view are at the store, or there is a newer view. Return true if any of
-    them doubts that all can reach each other."""
-    told = tell_all(store, me, view, "here", f"{me.address} {int(me.in_doubt)}")
+    """Wait until all workers of the view have joined the store. Returns true if any of them has lost a
+    connection without a death, so that not all may be able to reach each other."""
+    told = exchange(store, me, view, "here", f"{me.address} {int(me.in_doubt)}")
     me.addresses = {}
     for seat, text in zip(view.workers, told, strict=True):
         if seat.name != me.name:
@@ -176,15 +177,19 @@ def peer_lost(error: BaseException) -> bool:
 
 def _store(me: Me, view: View) -> dist.Store:
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=me.timeouts.view_s)
     if me.rendezvous is not None:
-        return _given_store(me, view, limit)
+        # Every worker was given this address; torch decides who opens the store, which outlives a view.
+        address = f"tcp://{me.rendezvous}?rank={me.rank}&world_size={view.world}"
+        store, _, _ = next(iter(rendezvous(address, timeout=limit)))
+        return dist.PrefixStore(f"view-{view.number}", store)
     if view.one_host:
         file = dist.FileStore(str(me.view_folder(view) / "store"), view.world)
         file.set_timeout(timedelta(seconds=CONNECT_S))
         return file
-    assert me.board is not None, "members on several hosts meet by way of a coordinator"
+    assert me.board is not None, "between hosts the address is on the coordinator's board"
     key = f"store/{view.number}"
     if me.rank == 0:
         store = dist.TCPStore(
@@ -198,13 +203,3 @@ def _store(me: Me, view: View) -> dist.Store:
     found = dist.TCPStore(host, int(port), view.world, is_master=False, timeout=first)
     found.set_timeout(limit)
     return found
-
-
-def _given_store(me: Me, view: View, limit: timedelta) -> dist.Store:
-    """Open or connect to the store at the address that every worker was given; torch knows which."""
-    from torch.distributed import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    address = f"tcp://{me.rendezvous}?rank={me.rank}&world_size={view.world}"
-    store, _, _ = next(iter(rendezvous(address, timeout=limit)))
-    return PrefixStore(f"view-{view.number}", store)  # it outlives a view

@@ -1,8 +1,8 @@
-"""What the workers of a view exchange through their store before torch connects them.
+"""Checks between the workers of a view, through their store, before torch connects them.
 
-Each tells all others something and hears what they tell (`tell_all`). If peers were lost lately though
-nobody had died, they first try whether each reaches each (`try_ways`): gloo would wait for half a minute,
-deaf, and then not say who it was that was not there.
+Each worker posts a text and waits for those of all others (`exchange`). If connections were lost recently
+though no worker died, all first check that they can connect to each other (`check_connections`): gloo would
+wait half a minute, could not be interrupted, and would not name the worker that it can't reach.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ AT_ONCE = 16
 
 
 class Unreachable(RuntimeError):
-    """Another worker of the view is alive and can't be reached."""
+    """Another worker of the view is alive but can't be reached."""
 
 
-def tell_all(store: dist.Store, me: Me, view: View, what: str, text: str) -> list[str]:
-    """Return what all workers announced, in rank order, once all have; or raise ViewChanging."""
+def exchange(store: dist.Store, me: Me, view: View, what: str, text: str) -> list[str]:
+    """Post a text, and return the texts of all workers in rank order. Raises ViewChanging if a newer view
+    comes first."""
     store.set(f"{what}/{me.rank}", text)
     everybody = [f"{what}/{rank}" for rank in range(view.world)]
     deadline = time.monotonic() + me.timeouts.view_s
@@ -39,31 +40,33 @@ def tell_all(store: dist.Store, me: Me, view: View, what: str, text: str) -> lis
         if me.view_changing:
             raise ViewChanging(f"view {me.newest_view} is coming")
         if time.monotonic() > deadline:
-            raise me.lost_a_peer(TimeoutError(f"not all came within {me.timeouts.view_s:.0f} s"))
+            raise me.lost_a_peer(
+                TimeoutError(f"not all workers joined within {me.timeouts.view_s:.0f} s")
+            )
         time.sleep(0.003)
     return [store.get(key).decode() for key in everybody]
 
 
-def try_ways(store: dist.Store, me: Me, view: View) -> None:
-    """Returns if each reaches each. One who does not reach another gets Unreachable; the rest wait for the
-    view that will come of it."""
-    with socket.create_server((me.address, 0), backlog=view.world) as door:
-        port = door.getsockname()[1]
-        doors = tell_all(store, me, view, "door", f"{me.address} {port}")
+def check_connections(store: dist.Store, me: Me, view: View) -> None:
+    """Check that every worker can connect to every other. A worker that can't reach another raises
+    Unreachable; the others wait for the view that follows, and raise ViewChanging."""
+    with socket.create_server((me.address, 0), backlog=view.world) as listener:
+        port = listener.getsockname()[1]
+        endpoints = exchange(store, me, view, "endpoint", f"{me.address} {port}")
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            reached = list(pool.map(_reached, doors))
+            reached = list(pool.map(_reached, endpoints))
         closed = [rank for rank, fine in enumerate(reached) if not fine]
-        told = tell_all(store, me, view, "closed", json.dumps(closed))
+        told = exchange(store, me, view, "closed", json.dumps(closed))
     if closed:
-        raise Unreachable(f"connection timed out: {doors[closed[0]]}")
+        raise Unreachable(f"connection timed out: {endpoints[closed[0]]}")
     if any(json.loads(text) for text in told):
-        error = Unreachable("two others do not reach each other")
+        error = Unreachable("two other workers can't reach each other")
         me.wait_for_a_view(error, torn_s=me.timeouts.view_s)
         raise ViewChanging(str(error))
 
 
-def _reached(door: str) -> bool:
-    address, port = door.split()
+def _reached(endpoint: str) -> bool:
+    address, port = endpoint.split()
     try:
         socket.create_connection((address, int(port)), timeout=WAY_S).close()
     except OSError:

@@ -1,16 +1,16 @@
-"""Adds up the gradients of all workers, bucket by bucket, while backward runs.
+"""Sums the gradients of all workers, bucket by bucket, while backward runs.
 
     reducer.begin()
     with reducer.alone(): ...       backward of all micro-batches but the last
-    ...                             the last one: buckets are sent as they are complete
-    reducer.note(weight, loss)      what is added up beside the gradients; before the last backward
+    reducer.note(weight, loss)      summed with the gradients
+    ...                             backward of the last one: a bucket is sent as soon as it is complete
     reducer.finish()                every gradient is the sum over all workers
 
 Gradients are in flat buckets, in the order in which backward computes them: the last parameters first. A
-bucket is sent when all of its gradients are there and the one before it was sent. So all workers send the
-same buckets in the same order, and sums are taken in the same order in every step and every run. A
-parameter without a gradient counts as zero; one that has none on any worker has none afterwards, as with
-one worker.
+bucket is sent when it has all of its gradients and the previous bucket was sent. So all workers send the same
+buckets in the same order, and sums are computed in the same order in every step and every run. A missing
+gradient counts as zero; a parameter that has no gradient on any worker has none afterwards, as with one
+worker.
 
 Requires only that all workers have the same parameters. Cost: one copy of each gradient, and a few
 microseconds of Python per parameter.
@@ -18,11 +18,10 @@ microseconds of Python per parameter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ NOTES = 2
 class Bucket:
     flat: Tensor
     members: list[int] = field(default_factory=list)
-    """Indices of the parameters whose gradients are in it."""
+    """Indices of its parameters."""
     missing: set[int] = field(default_factory=set)
     work: Any = None
 
@@ -48,7 +47,7 @@ class Reducer:
         self._bucket_of: dict[int, Bucket] = {}
         self.buckets = self._lay_out(bucket_bytes)
         self._used = self.buckets[-1].flat[-len(self._parameters) - NOTES : -NOTES]
-        """How many workers have a gradient of each parameter; behind the gradients of the last bucket."""
+        """Number of workers with a gradient, by parameter; after the gradients of the last bucket."""
         self.notes = self.buckets[-1].flat[-NOTES:]
         """Weight and loss of the step, at the end of the last bucket."""
         self._sent = 0
@@ -62,7 +61,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    @functools.cached_property
+    @cached_property
     def bytes_sent(self) -> int:
         """Bytes that this worker sends in a step."""
         num_bytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from manyhands.compute.train_state import TrainState
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.encoding import empty_tensors, flatten, unflatten
 from manyhands.runs.saver import Stateful, gather_state, put_state
-
-if TYPE_CHECKING:
-    from manyhands.embeddings.local_tables import LocalTables
 
 BATCH_BYTES = 64 << 20
 """Bytes of a state that are sent at once."""
@@ -52,10 +49,7 @@ def agree(
     If `tables` is true, they are a part of it, not in memory that all workers share. If `may_wait` is true
     and only new workers lack the state, nothing is sent: that can be done while the others train.
     """
-    mine = torch.tensor([int(agreed), version], device=train_state.device)
-    told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, mine)
-    ranks = [tuple(each.tolist()) for each in told]
+    ranks = gather_numbers([int(agreed), version], train_state.device)
     best = max(ranks)
     source = ranks.index(best)
     if not best[0]:
@@ -64,10 +58,10 @@ def agree(
         if dist.get_rank() != source:
             load_dense_state(train_state.model, state)
         if tables and train_state.tables.specs:
-            _agree_on_rows(train_state, train_state.tables, source)
+            _agree_on_rows(train_state, source)
     elif may_wait and all(each == best for each in ranks if each[0]):
         new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
-        return SyncResult(int(best[1]), new, source)
+        return SyncResult(best[1], new, source)
     elif any(each != best for each in ranks):
         state = {}
         if dist.get_rank() == source:
@@ -77,15 +71,22 @@ def agree(
         state = _send(state, train_state, source)
         if dist.get_rank() != source:
             put_state(state, train_state, learner, tables=tables)
-    return SyncResult(int(best[1]))
+    return SyncResult(best[1])
 
 
-def _agree_on_rows(train_state: TrainState, tables: LocalTables, source: int) -> None:
+def gather_numbers(numbers: Sequence[int], device: str) -> list[tuple[int, ...]]:
+    """Return the numbers of all workers, in rank order."""
+    mine = torch.tensor(numbers, device=device)
+    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return [tuple(each.tolist()) for each in gathered]
+
+
+def _agree_on_rows(train_state: TrainState, source: int) -> None:
     """Make rows equal. In a run all workers load the same; a user's own loop may load them in one worker."""
-    mine = torch.tensor([tables.stores.fingerprint()], device=train_state.device)
-    told = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, mine)
-    if len({int(each) for each in told}) == 1:
+    tables = train_state.tables
+    prints = gather_numbers([tables.stores.fingerprint()], train_state.device)
+    if len(set(prints)) == 1:
         return
     state = {}
     if dist.get_rank() == source:
@@ -98,31 +99,23 @@ def _agree_on_rows(train_state: TrainState, tables: LocalTables, source: int) ->
 
 def _send(state: Any, train_state: TrainState, source: int) -> Any:
     """Return the source's state, on all workers."""
+    text, tensors = flatten(state)
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    (size,) = gather_numbers([len(encoded)], train_state.device)[source]
     if dist.get_rank() == source:
-        text, tensors = flatten(state)
-        _send_bytes(
-            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), train_state, source
-        )
+        _send_all([encoded], train_state, source)
         _send_all(tensors, train_state, source)
         return state
-    text = bytes(_send_bytes(None, train_state, source).numpy()).decode()
+    encoded = torch.empty(size, dtype=torch.uint8)
+    _send_all([encoded], train_state, source)
+    text = bytes(encoded.numpy()).decode()
     tensors = empty_tensors(text)
     _send_all(tensors, train_state, source)
     return unflatten(text, tensors)
 
 
-def _send_bytes(given: Tensor | None, train_state: TrainState, source: int) -> Tensor:
-    size = torch.tensor([0 if given is None else len(given)], device=train_state.device)
-    dist.broadcast(size, src=source)
-    if given is None:
-        given = torch.empty(int(size), dtype=torch.uint8)
-    there = given.to(train_state.device)
-    dist.broadcast(there, src=source)
-    return there.cpu()
-
-
 def _send_all(tensors: Sequence[Tensor], train_state: TrainState, source: int) -> None:
-    """The numbers of all tensors, into them on all but the source."""
+    """Copy the source's tensors into those of all other workers."""
     for batch in batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
         there = flat.to(train_state.device)

@@ -1,10 +1,10 @@
 """Copies the state to a new worker while the others keep training.
 
-The new worker takes part in every step from the first one, without samples: it receives the sum of the
-gradients like everybody else and keeps it. Meanwhile `StateSender`, on a worker that has the state, sends a
-copy of it to `StateReceiver` on the new worker. When the copy has arrived, the new worker applies the
-updates that it kept, in order. It then has the weights of the others bit for bit, because they came from
-the same state by the same sums, and it gets samples from then on.
+The new worker takes part in every step from the start, without samples: it receives the summed gradients
+like all others, and keeps them. Meanwhile `StateSender`, on a worker that has the state, sends a copy of it
+to `StateReceiver` on the new worker. When the copy has arrived, the new worker applies the kept updates, in
+order. It then has the weights of the others bit for bit, because they come from the same state and the same
+sums, and gets samples from then on.
 
 Cost: one copy of the state in the sender's memory, as for a checkpoint; on the new worker, the gradients of
 all steps made during the transfer.
@@ -37,15 +37,15 @@ from manyhands.transport.fields import MessageSet, check
 logger = logging.getLogger("manyhands.strategies")
 
 STALLED_S = 30.0
-"""Without a byte of the state for so long, it is asked for anew, in another view."""
+"""If no byte of the state arrives for this long, it is requested again, in another view."""
 RETRY_S = 0.5
-"""How long one attempt to find the lender may take."""
+"""Timeout of one attempt to connect to the sender."""
 LIMITS = Limits(head_bytes=64 << 20, payload_bytes=1 << 40)
-"""Of what is sent. Each side takes only what it expects."""
+"""Each side accepts only the messages that it expects."""
 NOTHING = Limits(head_bytes=0, payload_bytes=0)
 MOST_COPIES = 256
 SPARE_BYTES = 64 << 20
-"""A state that is larger than so many times the parameters, and some more, is none: L-BFGS remembers 200."""
+"""A state may have this many times the bytes of the parameters, plus SPARE_BYTES: L-BFGS keeps 200 copies."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ STATE = MessageSet(StateText, StateNumbers)
 
 
 class StateSender:
-    """Sends a state to newcomers, in threads beside the training."""
+    """Sends a state to new workers, in threads beside the training."""
 
-    def __init__(self, me: Me, view: View, state: dict[str, Any], *, newcomers: int) -> None:
+    def __init__(self, me: Me, view: View, state: dict[str, Any], *, num_new: int) -> None:
         assert me.board is not None
         self._text, self._tensors = flatten(state)
-        self._newcomers = newcomers
+        self._num_new = num_new
         self._served: set[str] = set()
         self._listener = me.listen(f"state-{me.name}", view, limits=LIMITS, on_host=view.one_host)
         self._links: list[Link] = []
         self._closed = False
         me.board.post(_key(view), self._listener.address)
-        self._listener.hand_over(self._send, name="lends", on_error=self._on_error)
+        self._listener.hand_over(self._send, name="state-sender", on_error=self._on_error)
 
     def close(self) -> None:
         self._closed = True
@@ -86,8 +86,8 @@ class StateSender:
         self._tensors = []
 
     def _on_error(self, error: BaseException) -> None:
-        """The newcomer hears of it: its link is closed, or nobody answers."""
-        logger.error("the state could not be sent to a newcomer", exc_info=error)
+        """Log it. The new worker notices by itself: its link is closed, or it can't connect."""
+        logger.error("the state could not be sent to a new worker", exc_info=error)
 
     def _send(self, link: Link) -> None:
         self._links.append(link)
@@ -95,21 +95,21 @@ class StateSender:
         if self._closed:
             link.close()
             return
-        with suppress(LinkError):  # whoever it was for is gone, or the view is over
+        with suppress(LinkError):  # the receiver is gone, or the view is over
             link.send(StateText(self._text))
             for batch in batches(self._tensors):
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch])
                 link.send(StateNumbers(), flat.numpy().data)
             with suppress(LinkError):
-                link.recv()  # it closes, and so has read everything
+                link.recv()  # it closes the link when it has read everything
             self._served.add(link.peer)
-            if len(self._served) >= self._newcomers:
+            if len(self._served) >= self._num_new:
                 self.close()
 
 
 @dataclass(frozen=True)
 class KeptUpdate:
-    """One that was kept: the summed gradients, and what the order of its step said of the learning rate."""
+    """The summed gradients of a step, and the learning rate that the order of the step gave."""
 
     gradients: list[Tensor | None]
     lr_factor: float
@@ -117,7 +117,7 @@ class KeptUpdate:
 
 
 class StateReceiver:
-    """On its way to the state of the others."""
+    """Fetches the state of the others in a thread, and keeps the updates that they make meanwhile."""
 
     def __init__(self, me: Me, view: View, train_state: TrainState, learner: Stateful) -> None:
         self._me, self._view = me, view
@@ -130,15 +130,15 @@ class StateReceiver:
         start_thread(self._fetch, name="catching-up", on_error=self._fail)
 
     def keep(self, parameters: Sequence[Tensor]) -> None:
-        """Parameters have the gradients of a step, summed up over all."""
+        """Keep the gradients of a step, which are summed over all workers."""
         gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
         self._kept.append(
             KeptUpdate(gradients, self._train_state.lr_factor, self._train_state.ticks)
         )
 
     def caught_up(self, parameters: Sequence[Tensor], *, wait_s: float = 0.0) -> bool:
-        """Make the updates that were kept, if the state that they begin from is here. Raises what went wrong
-        with it."""
+        """Apply the kept updates if the state has arrived, and return whether it has. Raises the error of
+        the transfer."""
         if not self._over.wait(wait_s):
             return False
         if self._error is not None:
@@ -155,10 +155,13 @@ class StateReceiver:
         self._closed = True
         if self._link is not None:
             self._link.close()
-        self._over.wait()  # else it might still change the weights
+        self._over.wait()  # otherwise the thread might still change the weights
 
     def _fetch(self) -> None:
-        self._load(self._receive())
+        state = self._receive()
+        if not self._closed:
+            # No other thread uses the weights of a worker that is catching up.
+            put_state(state, self._train_state, self._learner, tables=False)
         self._over.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -171,7 +174,9 @@ class StateReceiver:
             if not isinstance(first, StateText):
                 raise ProtocolError(f"{link.peer} did not begin with a text")
             text = str(first.text)
-            tensors = empty_tensors(text, max_bytes=self._most_bytes)
+            parameters = self._train_state.model.state_dict().values()
+            whole = sum(t.numel() * t.element_size() for t in parameters if isinstance(t, Tensor))
+            tensors = empty_tensors(text, max_bytes=MOST_COPIES * whole + SPARE_BYTES)
             for batch in batches(tensors):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
                 flat = torch.empty(size, dtype=torch.uint8)
@@ -180,14 +185,8 @@ class StateReceiver:
                 pour(flat, batch)
         return unflatten(text, tensors)
 
-    @property
-    def _most_bytes(self) -> int:
-        parameters = self._train_state.model.state_dict().values()
-        whole = sum(t.numel() * t.element_size() for t in parameters if isinstance(t, Tensor))
-        return MOST_COPIES * whole + SPARE_BYTES
-
     def _find(self) -> Link:
-        """A link to whoever lends the state; tried until it answers, or nobody wants it any more."""
+        """Connect to the sender. Tries again until it answers or the view is over."""
         me = self._me
         assert me.board is not None
         deadline = time.monotonic() + me.timeouts.view_s
@@ -203,15 +202,10 @@ class StateReceiver:
             if self._closed or me.view_changing:
                 raise LinkError("The view is over.")
 
-    def _load(self, state: Any) -> None:
-        # Nobody else looks at the weights of a worker that is on its way.
-        if not self._closed:
-            put_state(state, self._train_state, self._learner, tables=False)
-
 
 def _moving(link: Link, room: memoryview | None = None) -> Received:
-    """The next message, however long it takes; but LinkTimeout when no byte comes for a while: steps go on,
-    and their gradients would be kept for ever."""
+    """Return the next message, however long it takes. Raises LinkTimeout if no byte arrives for a while:
+    training continues, and the kept gradients would pile up."""
 
     def place(_message: object, nbytes: int) -> memoryview:
         if room is None or nbytes != room.nbytes:

@@ -1,11 +1,11 @@
 """Sparse tables beside an all-reduce of the dense gradients.
 
-Replicated: every worker has all rows. Gradients of the rows that a batch touched go to all workers, are
-added up in rank order, and each worker makes the same update: as `single` would, up to the order of sums.
+Replicated: every worker has all rows. The gradients of the rows that a batch touched go to all workers, are
+summed in rank order, and each worker makes the same update: that of `single`, up to the order of sums.
 Each worker sends (n-1) times the bytes of the largest worker's ids and gradients in a step.
 
-Shared: the rows are once in the memory of the host. Each worker applies its own gradients as soon as it has
-them; nothing is sent and no worker waits, while the dense part stays synchronous (the hybrid form).
+Shared: the workers of a host share one copy of the rows. Each worker applies its own gradients as soon as it
+has them: nothing is sent and no worker waits, while the dense part stays synchronous (the hybrid form).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.collectives.state_sync import gather_numbers
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
@@ -54,7 +55,10 @@ class TableSync:
         if self._shared:
             self._tables.stores.apply([basket], [1.0], lr=lr, base_lr=base_lr, now=now)
             if self._tables.stores.evicting and now % EVICT_EVERY == 0:
-                self._evict(now)
+                dist.barrier()  # all others wait while the first worker evicts
+                if dist.get_rank() == 0:
+                    self._tables.stores.evict(now)
+                dist.barrier()
             return 0
         mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
         pack_into(mine.numpy().data, basket, self._tables.specs)
@@ -64,13 +68,6 @@ class TableSync:
         self._tables.stores.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
         self._tables.stores.evict_periodically(now)
         return sent
-
-    def _evict(self, now: int) -> None:
-        """Evict on the first worker, while all others wait."""
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._tables.stores.evict(now)
-        dist.barrier()
 
     def _meet(self) -> None:
         """Share the first worker's tables with the others."""
@@ -85,9 +82,7 @@ class TableSync:
     def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
         """Gather the bytes of all workers, in rank order; return the bytes sent, too."""
         device, world = self._train_state.device, self._world
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
-        counts = [int(size) for size in sizes]
+        counts = [count for (count,) in gather_numbers([len(mine)], device)]
         largest = max(1, *counts)
         padded = torch.zeros(largest, dtype=torch.uint8)
         padded[: len(mine)] = mine

@@ -1,14 +1,14 @@
-"""Synchronous all-reduce: every worker has the whole model and adds up its gradients with all others.
+"""Synchronous all-reduce: every worker has the whole model, and gradients are summed over all workers.
 
-Each worker computes the gradients of its share of the batch. They are added up while backward still runs
+Each worker computes the gradients of its share of the batch. They are summed while backward still runs
 (collectives/reducer.py), over NCCL or gloo, and every worker makes the same update. The result is that of one
 worker with the whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
 
 When a worker dies, the others keep their process and their weights. In the next view they compare their last
 steps: a worker that missed an update, or is new, gets the state from one that has it
-(collectives/state_sync.py). The step in flight is done again.
+(collectives/state_sync.py). The interrupted step is done again.
 
-Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, in 2 (n-1) messages a bucket.
+Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, in 2 (n-1) messages per bucket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from manyhands.hosts.me import TORN_S
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator
 
     from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import View
 
 LATEST = 2_000
-"""Steps to remember with their losses: more than are made between two reports."""
+"""Number of past steps whose losses are kept: more than there are between two reports."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class AllReduce(Strategy):
     """Size of a gradient bucket in MiB; between hosts, at most an eighth of the model, so that sending
     begins early."""
     tables: Literal["replicated", "shared"] = "replicated"
-    """Where rows of sparse tables are. `replicated`: every worker has a copy and makes the same updates.
-    `shared`: once in the memory of the host, where each worker changes them without waiting."""
+    """Where the rows of sparse tables are. `replicated`: every worker has a copy and makes the same updates.
+    `shared`: the workers of a host share one copy, which each changes without waiting."""
 
     tls: bool = False
     """If true, gradients between workers are encrypted; torch's gloo must be built with TLS."""
@@ -87,10 +87,10 @@ class AllReduceLearner(Learner):
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
-        """If true, the weights are those of a view, not this worker's own initial ones."""
+        """If true, the weights are those of a view, not the initial ones of this worker."""
         self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
-        """Steps in the weights, with weight and loss summed over all workers: reports of dead workers are
-        lost."""
+        """Steps in the weights, with weight and loss summed over all workers, because the reports of dead
+        workers are lost."""
         self._flying: StepReport | None = None
         self._rescued: StepReport | None = None
 
@@ -112,7 +112,7 @@ class AllReduceLearner(Learner):
 
     def _meet(self, view: View) -> None:
         shared = self._config.tables == "shared"
-        # Each worker sees other ids. Rows are created when all know of them, so that replicas stay equal.
+        # Each worker looks up other ids. A row is made when all workers have its id, so replicas stay equal.
         self.train_state.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
             self._rejoin(self._version)
@@ -151,7 +151,7 @@ class AllReduceLearner(Learner):
 
         if self.me.rank == source:
             self._lender = StateSender(
-                self.me, view, gather_state(self.train_state, self), newcomers=len(new)
+                self.me, view, gather_state(self.train_state, self), num_new=len(new)
             )
         elif self.me.rank in new:
             self._catching = StateReceiver(self.me, view, self.train_state, self)
@@ -167,9 +167,9 @@ class AllReduceLearner(Learner):
             done = self._catching.caught_up(self._parameters, wait_s=wait_s)
         except (ManyhandsError, OSError) as error:
             self.me.wait_for_a_view(error, torn_s=TORN_S)
-            raise ViewChanging(f"the state did not come: {error}") from error
+            raise ViewChanging(f"the state did not arrive: {error}") from error
         except Exception as error:
-            # Not a link failure: it would happen again in the next view. A replacement may do better.
+            # Not a link failure: it would happen again in the next view, but maybe not to a replacement.
             raise PeerLost(
                 f"{self.me.name} could not take over the state of its peers: {describe(error)}"
             ) from error
@@ -180,10 +180,10 @@ class AllReduceLearner(Learner):
         while self._catching is not None:
             self._catch_up(wait_s=0.1)
             if self._catching is not None and self.me.view_changing:
-                raise ViewChanging("the state did not come in time")
+                raise ViewChanging("the state did not arrive in time")
 
     def _rejoin(self, version: int) -> None:
-        """Set the step that the weights are of. It may be one that this worker had not finished."""
+        """Set the last step that is in the weights, which may be one that this worker had not finished."""
         flying, self._flying = self._flying, None
         self._rescued = None
         if version > self._version:
@@ -199,10 +199,14 @@ class AllReduceLearner(Learner):
         return rescued
 
     def settled(self) -> dict[str, Any]:
-        known = [(step, sums) for step, sums in self._applied if sums is not None]
-        rows = read_rows([sums for _, sums in known])
+        import torch
+
         applied: list[list[Any]] = [[step, 0] for step, _ in self._applied]
-        applied += [[step, WHOLE, *row] for (step, _), row in zip(known, rows, strict=True)]
+        steps = [step for step, sums in self._applied if sums is not None]
+        if steps:
+            # One read from the device.
+            rows = torch.stack([sums for _, sums in self._applied if sums is not None]).tolist()
+            applied += [[step, WHOLE, *row] for step, row in zip(steps, rows, strict=True)]
         return {"version": self._version, "applied": applied}
 
     def interrupt(self) -> None:
@@ -211,20 +215,14 @@ class AllReduceLearner(Learner):
             group.cut()
 
     def close(self) -> None:
-        self._rows = None
-        if self._lender is not None:
-            self._lender.close()
-            self._lender = None
-        if self._catching is not None:
-            self._catching.close()
-            self._catching = None
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
+        for part in (self._lender, self._catching, self._reducer):
+            if part is not None:
+                part.close()
+        self._rows = self._lender = self._catching = self._reducer = None
         group, self._group = self._group, None
         if group is not None:
             if self.me.view_changing or self._flying is not None:
-                group.cut()  # otherwise it would wait for data that nobody sends any more
+                group.cut()  # otherwise it would wait for data that no worker sends any more
             group.leave()
 
     # Steps --------------------------------------------------------------------------------------
@@ -266,7 +264,7 @@ class AllReduceLearner(Learner):
         return report
 
     def _share_gradients(self, share: Share, report: StepReport, reducer: Reducer) -> float:
-        """Add every gradient up over all workers; return when this worker had computed its own."""
+        """Sum every gradient over all workers. Returns the time at which this worker had computed its own."""
         from manyhands.compute.gradients import gradients
 
         reducer.begin()
@@ -274,14 +272,14 @@ class AllReduceLearner(Learner):
             report.weight, report.loss = gradients(
                 self.train_state, share, total=self.add_up, local=reducer.alone, ahead=reducer.note
             )
-        elif self.train_state.weight is not None:  # it only listens; others add their weights up
+        elif self.train_state.weight is not None:  # the others sum the weights of their samples
             self.add_up(0.0)
         computed = _now(report)
         reducer.finish()
         return computed
 
     def eval_model(self) -> nn.Module:
-        """The model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
+        """Return the model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
         if self._reducer is not None:
             with self._heeding_views():
                 self._buffers.broadcast()
@@ -304,9 +302,9 @@ class AllReduceLearner(Learner):
 
     @contextmanager
     def _heeding_views(self) -> Iterator[None]:
-        """Turn a broken collective into ViewChanging: another worker died, and the next view is on its way.
-        If none comes, only the connection was lost, and the coordinator is told. Without a coordinator the
-        error is final."""
+        """Turn the error of a collective into ViewChanging: another worker died, and the next view follows.
+        If none follows, only a connection was lost, which is reported to the coordinator. Without a
+        coordinator the error is final."""
         from manyhands.collectives.group import peer_lost
 
         try:
@@ -339,14 +337,6 @@ class Buffers:
             if dist.get_rank() != self.source:
                 for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
                     buffer.copy_(part.view(buffer.shape))
-
-
-def read_rows(rows: Sequence[Tensor]) -> list[list[float]]:
-    """Read small tensors of one size from their device at once."""
-    import torch
-
-    read: list[list[float]] = torch.stack(list(rows)).tolist() if rows else []
-    return read
 
 
 def _now(report: StepReport) -> float:

@@ -18,6 +18,7 @@ all-reduce.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from manyhands.errors import SpecError
@@ -92,12 +93,10 @@ class PsSsp(PsAsync):
         self.mode(None).make_policy(())
 
     def mode(self, clip_norm: float | None) -> PsMode:
-        from manyhands.ps.policies import Policy, SspPolicy
+        from manyhands.ps.policies import SspPolicy
 
-        def make(workers: object) -> Policy:
-            return SspPolicy(workers, staleness=self.staleness)  # type: ignore[arg-type]
-
-        return replace(super().mode(clip_norm), make_policy=make)
+        make_policy = partial(SspPolicy, staleness=self.staleness)
+        return replace(super().mode(clip_norm), make_policy=make_policy)
 
 
 @dataclass(frozen=True)
@@ -127,14 +126,7 @@ class PsBackup(ParameterServer):
 
     def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
-        from manyhands.ps.policies import BackupPolicy, Policy
+        from manyhands.ps.policies import BackupPolicy
 
-        def make(workers: object) -> Policy:
-            return BackupPolicy(
-                workers,  # type: ignore[arg-type]
-                spares=self.spares,
-                late=self.late,
-                decay=self.decay,
-            )
-
-        return PsMode(make_policy=make, rounds=True, slots=2, clip_norm=clip_norm)
+        make_policy = partial(BackupPolicy, spares=self.spares, late=self.late, decay=self.decay)
+        return PsMode(make_policy=make_policy, rounds=True, slots=2, clip_norm=clip_norm)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import types
 import typing
+from types import NoneType
 from typing import Any
 
 from manyhands.contract import Strategy
@@ -41,15 +41,9 @@ OTHER_NAMES = {
 """Names that other frameworks use."""
 
 REMOVED_OPTIONS = {
-    (
-        "allreduce",
-        "drop",
-    ): "Use  --strategy ps:backup, which makes a step without its slowest workers."
+    "allreduce(drop)": "Use  --strategy ps:backup, which makes a step without its slowest workers."
 }
-"""(Strategy, option) that existed once, and what to use instead."""
-
-_UNIONS = (types.UnionType, typing.Union)
-"""`int | None` is the one, `int | Literal["auto"]` the other."""
+"""Options that existed once, and what to use instead."""
 
 
 def make_strategy(text: str) -> Strategy:
@@ -104,7 +98,7 @@ def _options(cls: type[Strategy], part: SpecPart) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key, value in part.options.items():
-        if instead := REMOVED_OPTIONS.get((cls.name, key)):
+        if instead := REMOVED_OPTIONS.get(f"{cls.name}({key})"):
             raise SpecError(f"{part}: the option {key!r} was removed. {instead}")
         if key not in fields:
             has = f"Its options: {', '.join(sorted(fields))}." if fields else "It has none."
@@ -115,26 +109,19 @@ def _options(cls: type[Strategy], part: SpecPart) -> dict[str, Any]:
 
 
 def _fits(value: Value, kind: Any) -> bool:
-    if typing.get_origin(kind) in _UNIONS:
-        return any(_fits(value, option) for option in typing.get_args(kind))
+    options = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
-        return value in typing.get_args(kind)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+        return value in options
+    if options:
+        return any(_fits(value, option) for option in options)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def _kind(kind: Any) -> str:
-    if typing.get_origin(kind) in _UNIONS:
-        return " or ".join(_kind(option) for option in typing.get_args(kind))
-    if typing.get_origin(kind) is typing.Literal:
-        return " or ".join(str(option) for option in typing.get_args(kind))
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        types.NoneType: "none",
-    }
+    if options := typing.get_args(kind):
+        of_literal = typing.get_origin(kind) is typing.Literal
+        return " or ".join(map(str if of_literal else _kind, options))
+    names = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "none"}
     return names.get(kind, "a word")

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from manyhands.errors import SpecError
 
 Value = int | float | bool | str | None
 
-_NAME = re.compile(r"[A-Za-z][\w-]*(?::[A-Za-z][\w-]*)*")
-_KEY = re.compile(r"[A-Za-z_]\w*")
-_VALUE = re.compile(r"[^\s,()=+]+(?:\+\d+)?")  # 1e+3 has a plus of its own
-_SPACE = re.compile(r"\s*")
+_NAME = r"[A-Za-z][\w-]*(?::[A-Za-z][\w-]*)*"
+_KEY = r"[A-Za-z_]\w*"
+_VALUE = r"[^\s,()=+]+(?:\+\d+)?"  # 1e+3 has a plus of its own
 _WORDS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 
@@ -57,8 +57,7 @@ def parse_spec(text: str) -> Spec:
 class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
-        self._skip()
+        self._at = len(text) - len(text.lstrip())
 
     @property
     def at_end(self) -> bool:
@@ -84,11 +83,7 @@ class _Reader:
         return SpecPart(name, options)
 
     def accept(self, symbol: str) -> bool:
-        if not self._text.startswith(symbol, self._at):
-            return False
-        self._at += len(symbol)
-        self._skip()
-        return True
+        return self._take(re.escape(symbol)) is not None
 
     def error(self, what: str) -> SpecError:
         return SpecError(
@@ -97,28 +92,27 @@ class _Reader:
             "Write it like  allreduce  or  allreduce(bucket_mb=10)."
         )
 
-    def _match(self, pattern: re.Pattern[str], wanted: str) -> str:
-        found = pattern.match(self._text, self._at)
+    def _match(self, pattern: str, wanted: str) -> str:
+        found = self._take(pattern)
         if found is None:
             raise self.error(f"expected {wanted}")
-        self._at = found.end()
-        self._skip()
-        return found.group()
+        return found
 
-    def _skip(self) -> None:
-        found = _SPACE.match(self._text, self._at)
-        assert found is not None
+    def _take(self, pattern: str) -> str | None:
+        """Read what matches and the space behind it, or nothing."""
+        found = re.compile(rf"({pattern})\s*").match(self._text, self._at)
+        if found is None:
+            return None
         self._at = found.end()
+        return found.group(1)
 
 
 def _value(text: str) -> Value:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 

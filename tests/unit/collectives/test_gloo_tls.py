@@ -1,4 +1,4 @@
-"""gloo over TLS is refused with a reason where torch was built without; and with what it can't be."""
+"""gloo over TLS: refused with a reason if torch was built without it, or if there are no certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _own_variables() -> Iterator[None]:
         del os.environ[name]
 
 
-def test_a_torch_without_it_says_so_and_what_to_use_instead() -> None:
+def test_a_torch_without_gloo_tls_is_refused_with_an_alternative() -> None:
     credentials = Authority.create("test").issue("worker-0")
     try:
         gloo_tls.use_tls(credentials)
@@ -33,7 +33,7 @@ def test_a_torch_without_it_says_so_and_what_to_use_instead() -> None:
     assert not gloo_tls.in_use(), "a group that is formed all the same is an ordinary one"
 
 
-def test_gloo_finds_what_it_is_given() -> None:
+def test_gloo_can_read_key_and_certificates() -> None:
     credentials = Authority.create("test").issue("worker-0")
     try:
         gloo_tls.use_tls(credentials)
@@ -44,6 +44,6 @@ def test_gloo_finds_what_it_is_given() -> None:
             assert file.read() == getattr(credentials, name)
 
 
-def test_it_needs_certificates() -> None:
+def test_tls_needs_certificates() -> None:
     with pytest.raises(SpecError, match=r"not with --trust-network, and not in mh\.join"):
         gloo_tls.use_tls(None)

@@ -1,4 +1,4 @@
-"""Gradients added up over real processes, and groups that are cut while others wait in them."""
+"""Gradients summed over real processes, and groups that are cut while workers wait in them."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def run(code: str, folder: Path, *arguments: str, world: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_every_worker_has_the_sum_of_all(world: int, tmp_path: Path) -> None:
+def test_every_worker_gets_the_sum_of_all_gradients(world: int, tmp_path: Path) -> None:
     assert run(SUMS, tmp_path, world=world) == ["same"] * world
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
-def test_who_waits_in_a_group_that_is_cut_hears_of_it(how: str, tmp_path: Path) -> None:
+def test_cutting_a_group_ends_every_wait_in_it(how: str, tmp_path: Path) -> None:
     began = time.monotonic()
     said = run(CUT, tmp_path, how, world=3)
     assert [said[0], said[2]] == ["heard", "heard"]

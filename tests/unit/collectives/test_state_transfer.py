@@ -1,4 +1,4 @@
-"""A new worker gets a state that is behind, makes the updates since then, and has what the others have."""
+"""A new worker receives an older state, applies the updates since then, and equals the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from manyhands.collectives import state_transfer as catching_up
-from manyhands.collectives.state_transfer import StateReceiver, StateSender
+from manyhands.collectives.state_transfer import (
+    StateNumbers,
+    StateReceiver,
+    StateSender,
+    StateText,
+)
 from manyhands.compute.train_state import TrainState
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.me import Me
@@ -54,7 +59,7 @@ def step(train_state: TrainState, number: int) -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("early", [0, 3])
-def test_the_factors_of_what_was_kept_are_those_of_its_steps(tmp_path: Path, early: int) -> None:
+def test_kept_updates_use_the_learning_rate_of_their_steps(tmp_path: Path, early: int) -> None:
     """Also of steps after which a warm-up has gone on; `early`: the state is here before so many."""
     old = TrainState.of(Regression(), device="cpu", num_steps=20)
     new = TrainState.of(Regression(seed=1), device="cpu", num_steps=20)
@@ -63,7 +68,7 @@ def test_the_factors_of_what_was_kept_are_those_of_its_steps(tmp_path: Path, ear
     for number in range(1, 4):
         step(old, number)
         old.update()
-    lender = StateSender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
+    lender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
     catching = StateReceiver(seats[1], VIEW, new, learner)
     try:
         for number in range(4, 9):
@@ -79,9 +84,7 @@ def test_the_factors_of_what_was_kept_are_those_of_its_steps(tmp_path: Path, ear
     assert_same_bits(gather_state(new, learner), gather_state(old, learner))
 
 
-def test_a_lender_that_falls_silent_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_sender_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catching_up, "STALLED_S", 0.2)
     new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
@@ -104,37 +107,34 @@ def unusual(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "first",
+    "text",
     [
-        {"k": "state"},
-        {"k": "state", "text": 7},
-        {"k": "state", "text": "["},
-        {"k": "state", "text": STATE.replace("float32", "nosuch")},
-        {"k": "state", "text": STATE.replace("float32", "nn")},
-        {"k": "state", "text": STATE.replace("[2]", '["x"]')},
-        {"k": "state", "text": STATE.replace("[2]", "[-1]")},
-        {"k": "state", "text": STATE.replace("[2]", "[1099511627776, 8]")},
-        {"k": "state", "text": STATE.replace('"~tensor": 0', '"~tensor": 5')},
-        {"k": "state", "text": STATE},
-        {"k": "state", "text": "{}"},
-        {"k": "state", "text": "null"},
-        {"k": "state", "text": '{"model": {}, "optimizer": {}}'},
-        {"k": "state", "text": "[" * 100_000},
+        7,
+        "[",
+        STATE.replace("float32", "nosuch"),
+        STATE.replace("float32", "nn"),
+        STATE.replace("[2]", '["x"]'),
+        STATE.replace("[2]", "[-1]"),
+        STATE.replace("[2]", "[1099511627776, 8]"),
+        STATE.replace('"~tensor": 0', '"~tensor": 5'),
+        STATE,
+        "{}",
+        "null",
+        '{"model": {}, "optimizer": {}}',
+        "[" * 100_000,
     ],
-    ids=lambda first: str(first.get("text", "none"))[:60],
+    ids=lambda text: str(text)[:60],
 )
-def test_a_state_that_makes_no_sense_reaches_whoever_would_train_with_it(
-    tmp_path: Path, first: dict[str, Any]
-) -> None:
+def test_an_invalid_state_raises_in_the_receiver(tmp_path: Path, text: Any) -> None:
     new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/bad") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
         catching = StateReceiver(me, VIEW, new, AllReduce().build())
         with listener.accept() as link:
-            link.send(first)
-            if first.get("text") == STATE:
-                link.send({"k": "numbers"}, bytes(8))
+            link.send(StateText(text))
+            if text == STATE:
+                link.send(StateNumbers(), bytes(8))
             with pytest.raises(Exception):  # noqa: B017 - any: what matters is that it is not taken
                 catching.caught_up(list(new.model.parameters()), wait_s=30.0)
         catching.close()
@@ -143,7 +143,7 @@ def test_a_state_that_makes_no_sense_reaches_whoever_would_train_with_it(
 @pytest.mark.parametrize(
     "error", [MemoryError(), TypeError("t"), SystemExit(3), AttributeError("a"), OSError("o")]
 )
-def test_any_error_while_the_state_is_taken_over_reaches_whoever_would_train_with_it(
+def test_any_error_of_loading_the_state_raises_in_the_receiver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     unusual(monkeypatch, error)
@@ -151,7 +151,7 @@ def test_any_error_while_the_state_is_taken_over_reaches_whoever_would_train_wit
     new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     learner = AllReduce().build()
     seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
-    lender = StateSender(seats[0], VIEW, gather_state(old, learner), newcomers=1)
+    lender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
     catching = StateReceiver(seats[1], VIEW, new, learner)
     try:
         with pytest.raises(type(error)):
@@ -161,7 +161,7 @@ def test_any_error_while_the_state_is_taken_over_reaches_whoever_would_train_wit
         lender.close()
 
 
-def test_no_more_is_allocated_for_a_state_than_one_can_have(
+def test_the_allocation_for_a_state_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
@@ -174,7 +174,7 @@ def test_no_more_is_allocated_for_a_state_than_one_can_have(
         catching = StateReceiver(me, VIEW, new, AllReduce().build())
         with listener.accept() as link:
             monkeypatch.setattr(torch, "empty", never)
-            link.send({"k": "state", "text": STATE.replace("[2]", "[100000000]")})
+            link.send(StateText(STATE.replace("[2]", "[100000000]")))
             with pytest.raises(ProtocolError, match="a state of 400000000 bytes, and at most"):
                 catching.caught_up(list(new.model.parameters()), wait_s=30.0)
         catching.close()
@@ -185,14 +185,14 @@ def last_of(link: Link) -> None:
         link.recv(timeout_s=30.0)
 
 
-def test_a_lender_takes_nothing(tmp_path: Path) -> None:
+def test_a_sender_accepts_no_messages(tmp_path: Path) -> None:
     old, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
-    lender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), newcomers=1)
+    lender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), num_new=1)
     try:
         with connect(board[f"state/{VIEW.number}"], timeout_s=30.0) as link:
             with suppress(LinkError):  # the other end may be quicker
-                link.send({"k": "more"}, bytes(1 << 20))
+                link.send(StateNumbers(), bytes(1 << 20))
             with pytest.raises(LinkClosed):
                 last_of(link)
     finally:

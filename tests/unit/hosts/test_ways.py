@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from manyhands.collectives.reachability import Unreachable, tell_all, try_ways
+from manyhands.collectives.reachability import Unreachable, check_connections, exchange
 from manyhands.errors import PeerLost, ViewChanging
 from manyhands.hosts.me import Me
 from manyhands.hosts.timeouts import Timeouts
@@ -58,9 +58,9 @@ def closed_port() -> int:
 
 
 @pytest.fixture
-def open_door() -> Iterator[str]:
-    with socket.create_server((HERE, 0)) as door:
-        yield f"{HERE} {door.getsockname()[1]}"
+def open_endpoint() -> Iterator[str]:
+    with socket.create_server((HERE, 0)) as listener:
+        yield f"{HERE} {listener.getsockname()[1]}"
 
 
 def in_threads(store: dist.Store, members: list[Me]) -> list[BaseException | None]:
@@ -68,7 +68,7 @@ def in_threads(store: dist.Store, members: list[Me]) -> list[BaseException | Non
 
     def run(number: int) -> None:
         try:
-            try_ways(store, members[number], VIEW)
+            check_connections(store, members[number], VIEW)
         except (Unreachable, ViewChanging) as error:
             ends[number] = error
 
@@ -85,7 +85,7 @@ def test_all_reach_each_other(store: dist.Store) -> None:
 
 
 def test_one_is_not_reached(store: dist.Store, closed_port: int) -> None:
-    store.set("door/2", f"{HERE} {closed_port}")
+    store.set("endpoint/2", f"{HERE} {closed_port}")
     store.set("closed/2", "[]")
     ends = in_threads(store, [member(0), member(1)])
     assert all(isinstance(end, Unreachable) for end in ends)
@@ -93,10 +93,12 @@ def test_one_is_not_reached(store: dist.Store, closed_port: int) -> None:
     assert str(closed_port) in str(ends[0])
 
 
-def test_two_others_do_not_reach_each_other(store: dist.Store, open_door: str) -> None:
-    """Who reaches everybody complains of nobody, and waits for the view that comes of it."""
+def test_others_wait_for_a_view_if_two_workers_cannot_connect(
+    store: dist.Store, open_endpoint: str
+) -> None:
+    """A worker that reaches all others reports nothing, and waits for the next view."""
     for rank in (1, 2):
-        store.set(f"door/{rank}", open_door)
+        store.set(f"endpoint/{rank}", open_endpoint)
         store.set(f"closed/{rank}", json.dumps([3 - rank]))
     me = member(0)
     threading.Timer(0.2, lambda: setattr(me, "newest_view", VIEW.number + 1)).start()
@@ -106,7 +108,7 @@ def test_two_others_do_not_reach_each_other(store: dist.Store, open_door: str) -
     assert not me.board.sent
 
 
-def test_who_is_complained_of_is_whoever_has_the_address_in_the_error() -> None:
+def test_the_address_in_the_error_tells_which_worker_is_reported() -> None:
     me = member(0)
     me.addresses = {"10.0.0.2": ["worker-1"], "10.0.0.21": ["worker-2"]}
     threading.Timer(0.3, lambda: setattr(me, "newest_view", VIEW.number + 1)).start()
@@ -116,14 +118,14 @@ def test_who_is_complained_of_is_whoever_has_the_address_in_the_error() -> None:
     assert me.in_doubt
 
 
-def test_one_who_does_not_come_is_not_waited_for_for_ever(store: dist.Store) -> None:
+def test_waiting_for_a_missing_worker_ends(store: dist.Store) -> None:
     store.set("here/1", "")
-    with pytest.raises(PeerLost, match="not all came within 0 s"):
-        tell_all(store, member(0, view_s=0.05), VIEW, "here", "")
+    with pytest.raises(PeerLost, match="not all workers joined within 0 s"):
+        exchange(store, member(0, view_s=0.05), VIEW, "here", "")
 
 
-def test_a_newer_view_ends_the_meeting(store: dist.Store) -> None:
+def test_a_newer_view_ends_the_exchange(store: dist.Store) -> None:
     me = member(0)
     me.newest_view = VIEW.number + 1
     with pytest.raises(ViewChanging, match="view 4 is coming"):
-        tell_all(store, me, VIEW, "here", "")
+        exchange(store, me, VIEW, "here", "")

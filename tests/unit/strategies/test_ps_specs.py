@@ -1,4 +1,4 @@
-"""The four parameter-server specs: what they make of themselves, and what they refuse."""
+"""The four parameter-server specs: their modes, and what they refuse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(text: str) -> ParameterServer:
          {"spares": 2, "late": "decay", "decay": 0.25}),
     ],
 )  # fmt: skip
-def test_terms(
+def test_modes(
     text: str, kind: type[Policy], rounds: bool, slots: int, says: dict[str, Any]
 ) -> None:
     made = config(text)
@@ -52,13 +52,13 @@ def test_terms(
     assert config(spec_of(made)) == made
 
 
-def test_servers_clip_what_they_add_up_and_workers_what_is_an_update_of_its_own() -> None:
+def test_servers_clip_sums_and_workers_clip_single_updates() -> None:
     assert {name: config(name).mode(0.5).clip_norm for name in NAMES} == {
         "ps:sync": 0.5, "ps:backup": 0.5, "ps:async": None, "ps:ssp": None,
     }  # fmt: skip
 
 
-def test_what_acts_on_staleness_reaches_the_servers() -> None:
+def test_staleness_options_reach_the_servers() -> None:
     for name in ("ps:async", "ps:ssp"):
         for rule in RULES:
             mode = config(f"{name}(lr_rule={rule}, compensate=0.04)").mode(None)
@@ -66,7 +66,7 @@ def test_what_acts_on_staleness_reaches_the_servers() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_servers_live(name: str) -> None:
+def test_servers_are_colocated_or_dedicated(name: str) -> None:
     assert config(name).servers_for(3) == 0, "workers serve"
     assert config(f"{name}(servers=2)").servers_for(3) == 0
     assert config(f"{name}(placement=dedicated)").servers_for(3) == DEDICATED
@@ -97,7 +97,9 @@ def test_where_servers_live(name: str) -> None:
         ("ps:backup(spares=4)", 4, r"spares=4 of 4 workers.*Use spares=3 or fewer"),
     ],
 )
-def test_what_can_not_work_is_refused_with_what_would(text: str, workers: int, says: str) -> None:
+def test_impossible_options_are_refused_with_an_alternative(
+    text: str, workers: int, says: str
+) -> None:
     with pytest.raises(SpecError, match=says):
         make_strategy(text).check(workers)
 
@@ -118,7 +120,7 @@ def test_what_can_not_work_is_refused_with_what_would(text: str, workers: int, s
         ("ps:ssp+int8", "can't be combined with int8. Write  --strategy ps:ssp"),
     ],
 )
-def test_a_mistake_says_what_would_be_right(text: str, says: str) -> None:
+def test_a_mistake_is_answered_with_a_correction(text: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         make_strategy(text)
 
@@ -137,7 +139,7 @@ OPTIONS = [(name, field.name) for name in NAMES for field in dataclasses.fields(
     ),
     st.integers(1, 4),
 )
-def test_any_value_of_any_option_is_taken_or_refused(
+def test_any_value_of_any_option_is_accepted_or_refused(
     option: tuple[str, str], value: str, workers: int
 ) -> None:
     name, key = option
@@ -151,6 +153,6 @@ def test_any_value_of_any_option_is_taken_or_refused(
     assert len(policy.workers) == workers
 
 
-def test_a_step_is_cut_into_as_many_parts_as_are_waited_for() -> None:
+def test_a_step_has_as_many_parts_as_it_waits_for() -> None:
     assert [config("ps:backup(spares=2)").parts(n) for n in (1, 3, 8)] == [1, 1, 6]
     assert [config("ps:async").parts(n) for n in (1, 3)] == [1, 3]

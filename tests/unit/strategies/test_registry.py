@@ -1,4 +1,4 @@
-"""From a spec to a config: every mistake is a SpecError that says what would work."""
+"""From a spec to a config: every mistake is a SpecError that shows what would work."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from manyhands.strategies.single import Single
         ("allreduce(", "does not parse"),
     ],
 )
-def test_a_mistake(text: str, says: str) -> None:
+def test_a_mistake_is_answered_with_a_correction(text: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         make_strategy(text)
 
 
 @given(st.sampled_from(sorted(STRATEGIES)), st.text(max_size=12), st.text(max_size=5))
-def test_no_option_at_all_raises_anything_else(name: str, key: str, value: str) -> None:
+def test_any_option_is_accepted_or_a_spec_error(name: str, key: str, value: str) -> None:
     try:
         config = make_strategy(f"{name}({key}={value})")
     except SpecError:
@@ -81,7 +81,7 @@ def test_every_config_has_a_spec(config: AllReduce | Single) -> None:
     assert make_strategy(spec_of(config)) == config
 
 
-def test_every_strategy_is_found_by_its_name_and_says_what_it_is() -> None:
+def test_every_strategy_has_a_name_and_a_summary() -> None:
     for name, cls in STRATEGIES.items():
         config = make_strategy(name)
         assert type(config) is cls
@@ -93,7 +93,7 @@ def test_every_strategy_is_found_by_its_name_and_says_what_it_is() -> None:
             config.name = "other"  # type: ignore[misc]
 
 
-def test_what_can_not_work_says_what_would() -> None:
+def test_impossible_worker_counts_are_refused_with_an_alternative() -> None:
     with pytest.raises(SpecError, match="--strategy allreduce --workers 3  or  --workers 1"):
         make_strategy("single").check(3)
     with pytest.raises(SpecError, match="bucket_mb must be at least 1, and is 0"):

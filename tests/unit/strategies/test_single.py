@@ -1,4 +1,4 @@
-"""One worker: what its step makes of the order's factor."""
+"""One worker: the effect of the learning-rate factor of an order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tenso
     )
 
 
-def test_the_factor_moves_parameters_and_rows_as_much_further() -> None:
+def test_the_learning_rate_factor_scales_parameters_and_rows() -> None:
     lr, rows, weights = moved(1.0)
     faster, further, heavier = moved(3.0)
     assert faster == pytest.approx(3 * lr)

@@ -1,4 +1,4 @@
-"""The language of specs: what it takes it gives back, and what it refuses it points at."""
+"""The language of specs: it survives a round trip, and errors point at their position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ specs = st.builds(Spec, parts, st.lists(parts, max_size=3).map(tuple))
 
 @settings(max_examples=300)
 @given(specs)
-def test_a_spec_written_down_reads_back(spec: Spec) -> None:
+def test_a_spec_survives_str_and_parse(spec: Spec) -> None:
     again = parse_spec(str(spec))
     assert again == spec
     for ours, theirs in zip(
@@ -90,7 +90,7 @@ def test_garbage_is_a_spec_error_or_a_spec(text: str) -> None:
         ("ps + int8 (x=1))", 15, "the end"),
     ],
 )
-def test_an_error_points_at_its_place(text: str, column: int, says: str) -> None:
+def test_an_error_points_at_its_position(text: str, column: int, says: str) -> None:
     with pytest.raises(SpecError, match=says) as caught:
         parse_spec(text)
     _, shown, pointer, advice = str(caught.value).splitlines()
@@ -121,7 +121,7 @@ def test_values(text: str, value: Value) -> None:
     assert type(spec.strategy.options["x"]) is type(value)
 
 
-def test_a_strategy_and_what_is_on_the_wire() -> None:
+def test_a_strategy_with_codecs() -> None:
     spec = parse_spec("ps:async(servers=2) + topk(ratio=0.01)+ int8")
     assert spec.strategy == SpecPart("ps:async", {"servers": 2})
     assert spec.codecs == (SpecPart("topk", {"ratio": 0.01}), SpecPart("int8"))
