@@ -74,6 +74,22 @@ def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Pa
     assert_once_an_epoch(done)
 
 
+def test_a_resumed_run_that_starts_again_keeps_its_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert harness.train("Regression", run, strategy="single", epochs=1).code == 0
+    more = ("--set", "epochs=4", "--set", "pause_s=0.05", "--schedule", "stretch")
+    with harness.command("resume", str(run), *more, run=run) as running:
+        running.wait_for(
+            lambda events: len([e for e in events if e["event"] == "CheckpointSaved"]) > 1
+        )
+        running.kill("worker-0")
+        done = running.wait()
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert done.of("Resumed")[-1]["step"] > done.of("Resumed")[0]["step"]
+    assert not list((run / "checkpoints").glob(".*"))
+    assert_once_an_epoch(done, epochs=4)
+
+
 def test_a_job_that_is_broken_by_then_ends_it_and_nothing_is_lost(tmp_path: Path) -> None:
     """Its mistake is a person's, as before the start, but something was trained: the folder stays."""
     job, run = tmp_path / "job.py", tmp_path / "run"

@@ -18,15 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from manyhands.contract import Strategy
-from manyhands.control.messages import (
-    CheckpointOrder,
-    EvaluateOrder,
-    Order,
-    Portion,
-    RestOrder,
-    StopOrder,
-    TrainOrder,
-)
+from manyhands.control import messages
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.plan import (
     Checkpoint,
@@ -48,7 +40,7 @@ from manyhands.ranges import Range
 PROBE_EVERY = 50
 """How often, in steps, a worker that is too slow for a share gets one sample: it may have become faster."""
 
-Send = Callable[[str, Order], None]
+Send = Callable[[str, messages.Order], None]
 """Sends an order to the member of that name."""
 
 
@@ -127,13 +119,13 @@ class Dispatcher(ABC):
 
     def finish(self, reason: str) -> None:
         self.finishing = reason
-        self.send_all(StopOrder())
+        self.send_all(messages.StopOrder())
 
-    def send_all(self, order: Order) -> None:
+    def send_all(self, order: messages.Order) -> None:
         for name in self.members:
             self._send(name, order)
 
-    def send_workers(self, order: Order) -> None:
+    def send_workers(self, order: messages.Order) -> None:
         for name in self.workers:
             self._send(name, order)
 
@@ -160,7 +152,7 @@ class Dispatcher(ABC):
                 self._checkpoint_tracker.expect(
                     order, writer=self.workers[0], workers=len(self.workers)
                 )
-                self.send_workers(CheckpointOrder(step))
+                self.send_workers(messages.CheckpointOrder(step))
             case Stop(reason):
                 self.finish(reason)
 
@@ -169,7 +161,7 @@ class Dispatcher(ABC):
         weights = self._weights()
         ends = list(itertools.accumulate(weights, initial=0.0))
         for name, (start, stop) in zip(self.workers, itertools.pairwise(ends), strict=True):
-            self._send(name, EvaluateOrder(step, epoch, (start, stop, ends[-1])))
+            self._send(name, messages.EvaluateOrder(step, epoch, (start, stop, ends[-1])))
 
     def _weights(self) -> list[float]:
         """How much each worker should get, in proportion."""
@@ -239,7 +231,7 @@ class LockstepDispatcher(Dispatcher):
         return redone
 
     def _dispatch(self, order: TrainSteps) -> None:
-        portions: list[list[Portion]] = [[] for _ in self.workers]
+        portions: list[list[messages.Portion]] = [[] for _ in self.workers]
         weights = self._weights()
         if self.catching_up:
             pairs = zip(self.workers, weights, strict=True)
@@ -251,7 +243,7 @@ class LockstepDispatcher(Dispatcher):
             for rank, ranges in shares.items():
                 portions[rank].append(_portion(plan, ranges, rank))
         for name, own_portions in zip(self.workers, portions, strict=True):
-            self._send(name, TrainOrder(own_portions))
+            self._send(name, messages.TrainOrder(own_portions))
         self.meter.busy(True)
 
     def _weights(self) -> list[float]:
@@ -347,14 +339,14 @@ class WorkQueueDispatcher(Dispatcher):
             self._lift()  # a stop was requested meanwhile
         while self._barrier is None and (lacking := self._queue.room() - len(self._queue)) > 0:
             self._fetch(lacking)
-        portions: dict[str, list[Portion]] = {}
+        portions: dict[str, list[messages.Portion]] = {}
         for name, part in self._queue.deal():
             plan = part.plan
             self.progress.assign(part.key, name)
             portions.setdefault(name, []).append(_portion(plan, part.ranges, part.number))
         for name, own_portions in portions.items():
             self._resting.discard(name)
-            self._send(name, TrainOrder(own_portions))
+            self._send(name, messages.TrainOrder(own_portions))
             self.meter.busy(True)
 
     def _fetch(self, lacking: int) -> None:
@@ -374,13 +366,13 @@ class WorkQueueDispatcher(Dispatcher):
         for name in self.workers:
             if name not in self._resting:
                 self._resting.add(name)
-                self._send(name, RestOrder())
+                self._send(name, messages.RestOrder())
 
     def _lift(self) -> None:
         self._barrier, self._dispatched = None, False
 
 
-def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> Portion:
-    return Portion(
+def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> messages.Portion:
+    return messages.Portion(
         plan.step, plan.epoch, plan.samples, tuple(ranges), part, plan.lr_factor, plan.ticks
     )

@@ -17,29 +17,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from manyhands.control.messages import (
-    Ready,
-    RehearseOrder,
-    Report,
-    Saved,
-    Saving,
-    StepsReport,
-)
-from manyhands.coordinator import inbox
+from manyhands.control import messages
+from manyhands.coordinator import inbox, job_checks
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
-from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.fault_injector import FaultInjector
-from manyhands.coordinator.job_checks import (
-    check_job,
-    check_same,
-    monitor_note,
-    plan_config_of,
-    ready_event,
-    why_not,
-)
 from manyhands.coordinator.membership import Membership
-from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import TrainingPlan
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.training import Training
@@ -53,11 +37,9 @@ from manyhands.errors import (
     UsageError,
 )
 from manyhands.events import events
-from manyhands.events.sinks import Stream
 from manyhands.events.units import plural
 from manyhands.hosts.messages import Beat, Failed
 from manyhands.runs.checkpoints import Manifest
-from manyhands.runs.folder import RunFolder
 from manyhands.threads import describe
 
 TICK_S = 0.1
@@ -68,10 +50,7 @@ COPY_S = 2.0
 class Driver:
     def __init__(
         self,
-        coordinator: Coordinator,
-        options: RunOptions,
-        run: RunFolder,
-        stream: Stream,
+        context: RunContext,
         *,
         checkpoint: Manifest | None = None,
         before: Driver | None = None,
@@ -79,21 +58,19 @@ class Driver:
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """`before`: the start in which the weights were lost. All members start again from the checkpoint."""
-        self.coordinator = coordinator
-        self.options = options
-        self.run = run
-        self.stream = stream
-        self.checkpoint_tracker = CheckpointTracker(run, stream, options, newest=checkpoint)
+        self.context = context
+        self.coordinator = coordinator = context.coordinator
+        self.options = options = context.options
+        self.stream = stream = context.stream
+        self.checkpoint_tracker = CheckpointTracker(context.run, stream, options, newest=checkpoint)
         self.run_stats: RunStats = RunStats(options, before=before.run_stats if before else None)
         self.membership: Membership = Membership(
-            coordinator,
-            options,
-            stream,
-            assignment=options.assignment(run.path, checkpoint.path if checkpoint else None),
+            context,
+            options.assignment(context.run.path, checkpoint.path if checkpoint else None),
             before=before.membership if before else None,
         )
         self.failures = FailureHandler(
-            coordinator, options, self.membership, self.checkpoint_tracker, self.run_stats, stream
+            context, self.membership, self.checkpoint_tracker, self.run_stats
         )
         self.injector: FaultInjector | None = before.injector if before else None
         if self.injector is not None:
@@ -124,12 +101,12 @@ class Driver:
         self.training = training = self._prepare()
         self._on_ready()
         facts = roster.facts
-        self.run.note_fields(facts.all_fields, self.options.settings, facts.job)
+        self.context.run.note_fields(facts.all_fields, self.options.settings, facts.job)
         views.form(roster.names)
         self._until(lambda: views.all_joined, "view_s", "joining peers")
         self._begin(training)
         if self.options.rehearse:
-            training.dispatcher.send_workers(RehearseOrder())
+            training.dispatcher.send_workers(messages.RehearseOrder())
             self._until(lambda: training.rehearsed, "step_s", "rehearsing")
             training.dispatcher.finish("checked")
         self._until(self._all_left, "step_s", "training", wake=self._advance)
@@ -146,23 +123,21 @@ class Driver:
         facts = self.membership.roster.worker_facts
         first = self.membership.roster.facts
         for other in facts.values():
-            check_same(first, other)
+            job_checks.check_same(first, other)
         saved = self._checkpoint.training_plan if self._checkpoint else None
-        config = plan_config_of(first, self.options, saved)
+        config = job_checks.plan_config_of(first, self.options, saved)
         for name, each in facts.items():
-            self.stream.emit(ready_event(name, each, config))
+            self.stream.emit(job_checks.ready_event(name, each, config))
         self.run_stats.unit = first.unit
-        for note in filter(None, [monitor_note(config.monitor, first), *first.notes]):
+        for note in filter(None, [job_checks.monitor_note(config.monitor, first), *first.notes]):
             self.stream.notice(note)
         return Training(
             TrainingPlan(config, saved),
-            self.options,
-            self.run,
+            self.context,
             self.membership,
             self.checkpoint_tracker,
             self.run_stats,
             self.failures,
-            self.stream,
         )
 
     def _begin(self, training: Training) -> None:
@@ -200,10 +175,10 @@ class Driver:
 
     def _take_request(self) -> None:
         """Another number of workers, if somebody asked for it (`manyhands scale`)."""
-        if (request := self.run.take_request()) is None:
+        if (request := self.context.run.take_request()) is None:
             return
         workers, membership = request.workers, self.membership
-        why = why_not(
+        why = job_checks.why_not(
             workers, membership.views.current.world, self.options, membership.roster.facts
         )
         message = f"asked for {plural(workers, 'worker')}" + (
@@ -286,10 +261,10 @@ class Driver:
 
     def _on_message(self, member: str, message: object) -> None:
         match message:
-            case Ready():
+            case messages.Ready():
                 self._last_progress = time.monotonic()
                 self._on_member_ready(member, message)
-            case Report():
+            case messages.Report():
                 self._last_progress = time.monotonic()
                 self._on_report(member, message)
             case Beat():
@@ -299,7 +274,7 @@ class Driver:
             case Failed():
                 self.failures.on_failed(member, message)
 
-    def _on_member_ready(self, member: str, ready: Ready) -> None:
+    def _on_member_ready(self, member: str, ready: messages.Ready) -> None:
         roster, seat, facts = self.membership.roster, ready.seat, ready.facts
         if (seat.name, seat.role) != (member, roster.role(member)):
             raise ProtocolError(f"it takes the seat of {seat.name[:80]!r}, a {seat.role[:80]!r}")
@@ -309,14 +284,14 @@ class Driver:
             if member in roster.new:
                 assert self.plan is not None
                 try:
-                    check_same(roster.facts, facts)
+                    job_checks.check_same(roster.facts, facts)
                 except UsageError as error:
                     self.membership.give_up(member, str(error))
                     return
-                self.stream.emit(ready_event(member, facts, self.plan.config))
+                self.stream.emit(job_checks.ready_event(member, facts, self.plan.config))
             else:
                 # At the first one: the others may take their time.
-                check_job(
+                job_checks.check_job(
                     facts,
                     workers=self.options.workers,
                     scaling=self.options.scaling,
@@ -324,7 +299,7 @@ class Driver:
                 )
         roster.ready[member] = ready
 
-    def _on_report(self, member: str, report: Report) -> None:
+    def _on_report(self, member: str, report: messages.Report) -> None:
         if self.coordinator.view is None or self.training is None:
             raise ProtocolError(f"it reports {type(report).__name__!r} before there is a view")
         self.training.on_report(member, report)
@@ -353,7 +328,9 @@ class Driver:
                 told = True
                 self.stream.notice(f"finishing the checkpoint of step {steps[-1]} first")
             match self.coordinator.next(TICK_S):
-                case inbox.MemberMessage(member, StepsReport() | Saving() | Saved() as report):
+                case inbox.MemberMessage(
+                    member, messages.StepsReport() | messages.Saving() | messages.Saved() as report
+                ):
                     with suppress(ProtocolError):  # the member ends anyway
                         self._on_report(member, report)
                 case inbox.Exited(member, code):

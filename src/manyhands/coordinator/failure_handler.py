@@ -9,40 +9,37 @@ from __future__ import annotations
 import time
 
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
-from manyhands.coordinator.coordinator import Coordinator, exit_status, signal_name
+from manyhands.coordinator.context import RunContext
+from manyhands.coordinator.coordinator import exit_status, signal_name
 from manyhands.coordinator.failures import FirstFailure, Grade, MemberFailure
 from manyhands.coordinator.membership import Membership
-from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.stop_signal import StopSignal
 from manyhands.coordinator.stuck import StuckWatch
 from manyhands.errors import Interrupted, ManyhandsError, MemberError, UsageError, WeightsLost
 from manyhands.events import events
-from manyhands.events.sinks import Stream
 from manyhands.hosts.messages import Beat, Failed, WriteStacks
 
 
 class FailureHandler:
     def __init__(
         self,
-        coordinator: Coordinator,
-        options: RunOptions,
+        context: RunContext,
         membership: Membership,
         checkpoint_tracker: CheckpointTracker,
         run_stats: RunStats,
-        stream: Stream,
     ) -> None:
         self.would_repeat = False
         """If true, the job's own code ended the run, and would do so again."""
-        self.stop_signal = StopSignal(coordinator.timeouts.stop_s)
-        self._coordinator = coordinator
-        self._options = options
+        self.stop_signal = StopSignal(context.coordinator.timeouts.stop_s)
+        self._coordinator = context.coordinator
+        self._options = context.options
         self._membership = membership
         self._checkpoint_tracker = checkpoint_tracker
         self._run_stats = run_stats
-        self._stream = stream
-        self._failures = FirstFailure(coordinator.timeouts.settle_s)
-        self._stuck = StuckWatch(options.stuck_after_s)
+        self._stream = context.stream
+        self._failures = FirstFailure(context.coordinator.timeouts.settle_s)
+        self._stuck = StuckWatch(context.options.stuck_after_s)
         self._ended: set[str] = set()
         """Members that were ended because they were stuck for too long."""
 

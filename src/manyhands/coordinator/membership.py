@@ -14,39 +14,31 @@ from __future__ import annotations
 import time
 
 from manyhands.control.messages import Assignment
-from manyhands.coordinator.coordinator import Coordinator
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.unreached import UnreachedPeers
 from manyhands.coordinator.views import Views
 from manyhands.coordinator.worker_pool import WorkerPool
 from manyhands.events import events
-from manyhands.events.sinks import Stream
 
 
 class Membership:
     def __init__(
-        self,
-        coordinator: Coordinator,
-        options: RunOptions,
-        stream: Stream,
-        *,
-        assignment: Assignment,
-        before: Membership | None = None,
+        self, context: RunContext, assignment: Assignment, *, before: Membership | None = None
     ) -> None:
         """`before`: the members of the previous start, in which the weights were lost."""
-        self.roster = Roster(coordinator, options, stream, assignment=assignment)
-        self.views = Views(coordinator, self.roster, stream)
-        self.pool = WorkerPool(coordinator, options, self.roster, self.views, stream)
+        self.roster = Roster(context, assignment)
+        self.views = Views(context, self.roster)
+        self.pool = WorkerPool(context, self.roster, self.views)
         self.leaving = False
         """If true, all members were told to leave: the run is over."""
         self.num_lost: int = before.num_lost if before else 0
         self.num_replaced: int = before.num_replaced if before else 0
         self.num_restarts: int = before.num_restarts + 1 if before else 0
         """How often all members started again from a checkpoint."""
-        self._coordinator = coordinator
-        self._options = options
-        self._stream = stream
+        self._coordinator = context.coordinator
+        self._options = context.options
+        self._stream = context.stream
         self._first_death: float | None = before._first_death if before else None
         """Time of the first death since a view counted."""
         self._reasons: dict[str, str] = {}

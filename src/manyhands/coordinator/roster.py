@@ -5,30 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from manyhands.control.messages import Assignment, Order, Ready, WorkerFacts
-from manyhands.coordinator.coordinator import Coordinator
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.context import RunContext
 from manyhands.events import events
-from manyhands.events.sinks import Stream
 from manyhands.hosts.view import WORKER
 from manyhands.transport.fields import write
 
 
 class Roster:
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        options: RunOptions,
-        stream: Stream,
-        *,
-        assignment: Assignment,
-    ) -> None:
+    def __init__(self, context: RunContext, assignment: Assignment) -> None:
         self.ready: dict[str, Ready] = {}
         """What each member said when it was ready. Members that are gone stay in it."""
         self.new: set[str] = set()
         """Members started later than the first ones that have not joined a view yet."""
-        self._coordinator = coordinator
-        self._options = options
-        self._stream = stream
+        self._coordinator = context.coordinator
+        self._options = context.options
+        self._stream = context.stream
         self._assignment = assignment
         self._roles: dict[str, str] = {}
         self._places: dict[str, int] = {}

@@ -9,11 +9,12 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.coordinator import Coordinator, on_signals
 from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.options import LaunchPlan, RunOptions
@@ -54,52 +55,55 @@ def train(
 
     `on_ready` is called once nothing can go wrong any more: only then may the folder change.
     """
-    run.lock()
-    run.take_request()  # of an earlier start
-    options = replace(options, resumed=(run.path / EVENTS).exists())
+    with ExitStack() as stack:
+        run.lock()
+        stack.callback(run.unlock)
+        run.take_request()  # of an earlier start
+        options = replace(options, resumed=(run.path / EVENTS).exists())
+        sinks = [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
+        stream = Stream(sinks)
+        stack.callback(stream.close)
+        coordinator = stack.enter_context(_coordinator(options, run, launch_plan))
+        context = RunContext(coordinator, options, run, stream)
+        _announce(context, resumed_from=checkpoint)
+        folder_watch = FolderWatch(run)
+        starts: list[Driver] = []
 
-    def ready() -> None:
-        checkpoints.clear_partials(run.path)
-        for step in checkpoints.steps(run.path):
-            if checkpoint is not None and step > checkpoint.step:
-                # Not deleted: it may be all that the user has. Its steps are void from now on.
-                checkpoints.set_aside(checkpoints.final(run.path, step))
-                run.forget_summary()  # its steps are void; otherwise it counts until there is a new one
-        on_ready()
+        def ready(source: Manifest | None) -> None:
+            checkpoints.clear_partials(run.path)
+            for step in checkpoints.steps(run.path):
+                if source is not None and step > source.step:
+                    # Not deleted: it may be all that the user has. Its steps are void from now on.
+                    checkpoints.set_aside(checkpoints.final(run.path, step))
+                    run.forget_summary()  # its steps are void; otherwise it counts until there is a new one
+            on_ready()
 
-    try:
-        stream = Stream(
-            [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
-        )
-        try:
-            with _coordinator(options, run, launch_plan) as coordinator:
-                _announce(coordinator, options, run, stream, resumed_from=checkpoint)
-                folder_watch = FolderWatch(run)
-                starts: list[Driver] = []
+        def tick() -> None:
+            console.tick()
+            folder_watch.check(starts[-1].plan)
 
-                def tick() -> None:
-                    console.tick()
-                    folder_watch.check(starts[-1].plan)
+        def start(source: Manifest | None, before: Driver | None = None) -> None:
+            # A newer checkpoint has the schedule as it was asked for.
+            own = options if source == checkpoint else replace(options, schedule="")
+            starts.append(
+                Driver(
+                    replace(context, options=own),
+                    checkpoint=source,
+                    before=before,
+                    on_ready=lambda: ready(source),
+                    tick=tick,
+                )
+            )
 
-                def start(source: Manifest | None, before: Driver | None = None) -> Driver:
-                    return Driver(
-                        coordinator,
-                        # A newer checkpoint has the schedule as it was asked for.
-                        options if source == checkpoint else replace(options, schedule=""),
-                        run,
-                        stream,
-                        checkpoint=source,
-                        before=before,
-                        on_ready=ready,
-                        tick=tick,
-                    )
+        def drive() -> str:
+            while True:
+                try:
+                    return starts[-1].drive()
+                except WeightsLost:
+                    start(_end_start(starts[-1]), starts[-1])
 
-                starts.append(start(checkpoint))
-                return _run(starts, lambda before: start(_end_start(before), before))
-        finally:
-            stream.close()
-    finally:
-        run.unlock()
+        start(checkpoint)
+        return _run(starts, drive)
 
 
 @contextmanager
@@ -140,18 +144,12 @@ class FolderWatch:
             )
 
 
-def _announce(
-    coordinator: Coordinator,
-    options: RunOptions,
-    run: RunFolder,
-    stream: Stream,
-    *,
-    resumed_from: Manifest | None = None,
-) -> None:
+def _announce(context: RunContext, *, resumed_from: Manifest | None = None) -> None:
+    options, stream = context.options, context.stream
     new_weights = options.init_from is not None and resumed_from is None
     stream.emit(
         RunStarted(
-            run=str(run.path),
+            run=str(context.run.path),
             job=options.job,
             strategy=options.strategy,
             workers=options.workers,
@@ -159,7 +157,7 @@ def _announce(
             init_from=str(options.init_from) if new_weights else None,
         )
     )
-    if options.workers > cores() and coordinator.launcher.shares_cores:
+    if options.workers > cores() and context.coordinator.launcher.shares_cores:
         stream.notice(
             f"{options.workers} workers share {cores()} cores; "
             "more workers than cores are slower than as many"
@@ -168,7 +166,7 @@ def _announce(
 
 def _end_start(driver: Driver) -> Manifest | None:
     """The weights are lost: end the members that are left. Returns the checkpoint to start again from."""
-    run, membership, options = driver.run, driver.membership, driver.options
+    run, membership, options = driver.context.run, driver.membership, driver.options
     driver.coordinator.end_members()
     checkpoint, complaints = checkpoints.last_intact(run.path)
     source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
@@ -179,11 +177,11 @@ def _end_start(driver: Driver) -> Manifest | None:
     return checkpoint
 
 
-def _run(starts: list[Driver], start_again: Callable[[Driver], Driver]) -> int:
+def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> int:
     """Train and end the run: whatever happens, members are gone and the summary is written."""
     error: ManyhandsError | None = None
     try:
-        outcome = _drive(starts, start_again)
+        outcome = drive()
     except RecordError:
         raise  # there is nowhere to write the summary
     except ManyhandsError as caught:
@@ -197,7 +195,7 @@ def _run(starts: list[Driver], start_again: Callable[[Driver], Driver]) -> int:
     driver.coordinator.stop()
     if isinstance(error, UsageError) and not any(each.run_stats.samples for each in starts):
         raise error
-    run = driver.run
+    run = driver.context.run
     if driver.plan is not None:
         driver.plan.best.keep(checkpoints.steps(run.path))
     done = outcome in DONE
@@ -250,7 +248,7 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
 def _advice(starts: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
     """What to do after a run that was not finished, and the command that resumes it."""
     driver = starts[-1]
-    command = f"manyhands resume {shlex.quote(str(driver.run.path))}"
+    command = f"manyhands resume {shlex.quote(str(driver.context.run.path))}"
     if place := driver.coordinator.launcher.again:
         command += f" {place}"  # without it, all members would start on this machine
     saved, job = driver.checkpoint_tracker.newest, driver.options.job
@@ -274,14 +272,6 @@ def _advice(starts: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
     return "", command
 
 
-def _drive(starts: list[Driver], start_again: Callable[[Driver], Driver]) -> str:
-    while True:
-        try:
-            return starts[-1].drive()
-        except WeightsLost:
-            starts.append(start_again(starts[-1]))
-
-
 def rehearse(
     options: RunOptions, folder: Path, launch_plan: LaunchPlan, *, sinks: Sequence[Sink] = ()
 ) -> Driver:
@@ -289,7 +279,8 @@ def rehearse(
     run = RunFolder.create("check", path=folder)
     with _coordinator(options, run, launch_plan) as coordinator:
         stream = Stream(sinks)
-        _announce(coordinator, options, run, stream)
-        driver = Driver(coordinator, replace(options, rehearse=True), run, stream)
+        context = RunContext(coordinator, replace(options, rehearse=True), run, stream)
+        _announce(context)
+        driver = Driver(context)
         driver.drive()
     return driver

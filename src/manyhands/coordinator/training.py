@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from manyhands.control.messages import (
-    AppliedSteps,
-    CaughtUp,
-    EvaluationReport,
-    Joined,
-    LeaveOrder,
-    Left,
-    LinkBroken,
-    Notice,
-    PeerRefused,
-    Rehearsed,
-    Report,
-    Saved,
-    Saving,
-    StepsReport,
-    Stopped,
-)
+from manyhands.control import messages
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.membership import Membership
-from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import TrainingPlan
 from manyhands.coordinator.progress import combine
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
 from manyhands.errors import JobError
 from manyhands.events import events
-from manyhands.events.sinks import Stream
-from manyhands.runs.folder import RunFolder
 
 MAX_NOTE_CHARS = 500
 """Length of a member's message to people; the rest is cut off."""
@@ -41,34 +23,32 @@ class Training:
     def __init__(
         self,
         plan: TrainingPlan,
-        options: RunOptions,
-        run: RunFolder,
+        context: RunContext,
         membership: Membership,
         checkpoint_tracker: CheckpointTracker,
         run_stats: RunStats,
         failures: FailureHandler,
-        stream: Stream,
     ) -> None:
         self.plan = plan
         self.dispatcher: Dispatcher = make_dispatcher(
-            options.config,
+            context.options.config,
             plan,
             checkpoint_tracker,
             membership.roster.send,
-            equal=options.equal_shares,
+            equal=context.options.equal_shares,
         )
-        self._run = run
+        self._run = context.run
         self._membership = membership
         self._checkpoint_tracker = checkpoint_tracker
         self._run_stats = run_stats
         self._failures = failures
-        self._stream = stream
+        self._stream = context.stream
         self._straggler_trial: StragglerTrial | None = None
-        if options.may_leave_out:
+        if context.options.may_leave_out:
             self._straggler_trial = StragglerTrial(
                 membership.pool, self.dispatcher.meter, self._stream.notice
             )
-        self._evaluation: dict[str, EvaluationReport] = {}
+        self._evaluation: dict[str, messages.EvaluationReport] = {}
         self._rehearsed: set[str] = set()
         self._stopped: set[str] = set()
         self._view = 0
@@ -127,41 +107,41 @@ class Training:
         if change_view and dispatcher.quiet:
             pool.change_view()
 
-    def on_report(self, member: str, report: Report) -> None:
+    def on_report(self, member: str, report: messages.Report) -> None:
         # Of a view that is being joined, only the joining counts; of older ones, only what was done.
         membership, views = self._membership, self._membership.views
         current = report.view == self._view
         recovers = self._failures.recovers and not membership.leaving
         match report:
-            case Joined():
+            case messages.Joined():
                 views.join(member, report)
-            case CaughtUp() if current:
+            case messages.CaughtUp() if current:
                 views.catching_up.discard(member)
-            case Notice(message=message):
+            case messages.Notice(message=message):
                 self._stream.notice(f"{member}: {message[:MAX_NOTE_CHARS]}")
-            case Rehearsed():
+            case messages.Rehearsed():
                 self._rehearsed.add(member)
-            case StepsReport() if current:
+            case messages.StepsReport() if current:
                 for row in report.rows:
                     self.dispatcher.add(member, row)
                 self._commit_steps()
-            case EvaluationReport() if current and not views.joining:
+            case messages.EvaluationReport() if current and not views.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()
-            case Stopped() if current and not views.joining:
+            case messages.Stopped() if current and not views.joining:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.dispatcher.members):
                     membership.dismiss()
-                    self.dispatcher.send_all(LeaveOrder())
-            case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
+                    self.dispatcher.send_all(messages.LeaveOrder())
+            case messages.LinkBroken(peer=peer) if recovers and report.view == views.current.number:
                 membership.reconnect(member, peer)
-            case PeerRefused() if recovers and report.view == views.current.number:
+            case messages.PeerRefused() if recovers and report.view == views.current.number:
                 membership.expel(report.peer, accuser=member, reason=report.why)
-            case Left(settled=AppliedSteps(pushes=pushes)) if pushes:
+            case messages.Left(settled=messages.AppliedSteps(pushes=pushes)) if pushes:
                 self._run_stats.pushes = dict(pushes)
-            case Saving():
+            case messages.Saving():
                 self.dispatcher.saving(member, report.step)
-            case Saved():
+            case messages.Saved():
                 self._checkpoint_tracker.written(member, report.step, report)
                 self._checkpoint_tracker.commit_written(self.plan)
 

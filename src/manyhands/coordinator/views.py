@@ -9,26 +9,25 @@ import time
 from collections.abc import Iterable
 
 from manyhands.control.messages import Joined
-from manyhands.coordinator.coordinator import Coordinator
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.progress import PartKey, Sums
 from manyhands.coordinator.roster import Roster
 from manyhands.errors import ProtocolError
 from manyhands.events import events
-from manyhands.events.sinks import Stream
 from manyhands.hosts.view import View
 
 
 class Views:
-    def __init__(self, coordinator: Coordinator, roster: Roster, stream: Stream) -> None:
+    def __init__(self, context: RunContext, roster: Roster) -> None:
         self.joining = False
         """If true, the newest view does not count yet."""
         self.catching_up: set[str] = set()
         """Workers that have joined and do not have the weights yet: they get no samples."""
         self.formed_at = 0.0
         self._joined: dict[str, Joined] = {}
-        self._coordinator = coordinator
+        self._coordinator = context.coordinator
         self._roster = roster
-        self._stream = stream
+        self._stream = context.stream
 
     @property
     def current(self) -> View:

@@ -10,33 +10,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from manyhands.coordinator.coordinator import Coordinator
-from manyhands.coordinator.options import RunOptions
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.views import Views
 from manyhands.errors import ManyhandsError
-from manyhands.events.sinks import Stream
 from manyhands.hosts.view import SERVER, WORKER
 
 
 class WorkerPool:
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        options: RunOptions,
-        roster: Roster,
-        views: Views,
-        stream: Stream,
-    ) -> None:
-        self.target = options.workers
+    def __init__(self, context: RunContext, roster: Roster, views: Views) -> None:
+        self.target = context.options.workers
         """How many workers there should be."""
         self.num_changes = 0
         """Counts losses and resizes: whatever changes the workers besides leaving stragglers out."""
-        self._coordinator = coordinator
-        self._options = options
+        self._coordinator = context.coordinator
+        self._options = context.options
         self._roster = roster
         self._views = views
-        self._stream = stream
+        self._stream = context.stream
         self._num_restarts = 0
         self._waiting: list[tuple[str, int]] = []
         """Role and place of members to start as soon as a host has a free slot."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from traits import Lockstep, WorkQueue
 
+from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.options import RunOptions
@@ -112,7 +113,7 @@ def conduct(
     run = RunFolder.create("run", path=tmp_path / "run")
     run.write_config({})
     with Coordinator(LocalLauncher(), logs=run.logs, timeouts=timeouts) as coordinator:
-        driver = Driver(coordinator, options, run, Stream([watcher]))
+        driver = Driver(RunContext(coordinator, options, run, Stream([watcher])))
         watcher.coordinator = coordinator
         try:
             assert driver.drive() == outcome
@@ -139,7 +140,7 @@ def assert_whole(driver: Driver, watcher: Watcher) -> None:
     # In the last epoch of one that was stopped, only the first so many.
     order = ((epoch, i) for epoch in itertools.count() for i in range(SAMPLES))
     assert used == Counter(itertools.islice(order, used.total()))
-    newest, complaints = checkpoints.newest(driver.run.path)
+    newest, complaints = checkpoints.newest(driver.context.run.path)
     assert not complaints
     assert newest is not None
     assert newest.step == len(steps)
@@ -179,7 +180,7 @@ def test_the_others_go_on_without_the_dead(tmp_path: Path, config: Lockstep) -> 
     assert recovered.view == 2
     assert recovered.seconds < 5
     assert watcher.of(ev.ViewChanged)[-1].members == ("worker-1", "worker-2")
-    newest, _ = checkpoints.newest(driver.run.path)
+    newest, _ = checkpoints.newest(driver.context.run.path)
     assert newest is not None
     assert newest.workers == 2
 
