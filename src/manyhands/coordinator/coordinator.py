@@ -20,18 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.control.messages import FROM_MEMBER
+from manyhands.coordinator import inbox
 from manyhands.coordinator.fact_board import FactBoard
-from manyhands.coordinator.inbox import (
-    Exited,
-    Garbage,
-    Happening,
-    HostNotice,
-    InboxQuota,
-    LinkLost,
-    MemberMessage,
-    Signalled,
-    ThreadFailed,
-)
 from manyhands.coordinator.outgoing import Outgoing
 from manyhands.coordinator.run_credentials import RunCredentials
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageError
@@ -81,7 +71,7 @@ class MemberRecord:
     all_read: threading.Event = field(default_factory=threading.Event)
     """Set once all of its messages are in the inbox."""
     exit_code: int | None = None
-    quota: InboxQuota = field(default_factory=InboxQuota)
+    quota: inbox.InboxQuota = field(default_factory=inbox.InboxQuota)
     outgoing: Outgoing | None = None
 
     @property
@@ -111,7 +101,7 @@ class Coordinator:
         self.view: View | None = None
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
         self._scratch = Scratch()
-        self._inbox: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[inbox.Happening] = queue.SimpleQueue()
         # A member may say hello before its launcher has returned.
         self._starting = threading.Lock()
         address = {"unix": f"unix:{self._scratch.path}/control", "tcp": "tcp://127.0.0.1:0"}.get(
@@ -203,29 +193,29 @@ class Coordinator:
         start_thread(self._reap, member, name=f"reap-{name}", on_error=self.thread_failed)
         return member
 
-    def next(self, timeout_s: float) -> Happening | None:
+    def next(self, timeout_s: float) -> inbox.Happening | None:
         """Whatever happens next, or None if nothing did in time."""
         try:
             happening = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
-        if isinstance(happening, MemberMessage):
+        if isinstance(happening, inbox.MemberMessage):
             self.members[happening.member].quota.give_back(happening.num_bytes)
         match happening:
-            case MemberMessage(member) | LinkLost(member) | Garbage(member) if self.members[
-                member
-            ].ignored:
+            case inbox.MemberMessage(member) | inbox.LinkLost(member) | inbox.Garbage(member) if (
+                self.members[member].ignored
+            ):
                 return None
         self._note(happening)
         return happening
 
     def interrupt(self, number: int) -> None:
         """For signal handlers: put a signal into the inbox."""
-        self._inbox.put(Signalled(number))
+        self._inbox.put(inbox.Signalled(number))
 
     def thread_failed(self, error: BaseException) -> None:
         """An `on_error` for the threads behind the inbox."""
-        self._inbox.put(ThreadFailed(error))
+        self._inbox.put(inbox.ThreadFailed(error))
 
     def send(self, name: str, message: object) -> None:
         """Send a message to one member. A link that just broke arrives as LinkLost."""
@@ -264,7 +254,7 @@ class Coordinator:
 
     def end_members(self) -> None:
         """End all members: terminate them, and kill them a moment later. Others may be started afterwards."""
-        kept: list[Happening] = []
+        kept: list[inbox.Happening] = []
         for end in (lambda handle: handle.terminate(), lambda handle: handle.kill()):
             running = [member for member in self.members.values() if member.alive]
             for member in running:
@@ -273,7 +263,7 @@ class Coordinator:
             deadline = time.monotonic() + self.timeouts.kill_s
             while any(m.alive for m in running) and time.monotonic() < deadline:
                 happening = self.next(deadline - time.monotonic())
-                if isinstance(happening, Signalled | HostNotice | ThreadFailed):
+                if isinstance(happening, inbox.Signalled | inbox.HostNotice | inbox.ThreadFailed):
                     kept.append(happening)
         for happening in kept:
             self._inbox.put(happening)  # still to be handled
@@ -291,14 +281,14 @@ class Coordinator:
                 member.link.close()
         self._scratch.close()
 
-    def _note(self, happening: Happening) -> None:
+    def _note(self, happening: inbox.Happening) -> None:
         """Update the records before the caller sees the happening."""
-        if isinstance(happening, (Signalled, HostNotice, ThreadFailed)):
+        if isinstance(happening, (inbox.Signalled, inbox.HostNotice, inbox.ThreadFailed)):
             return
         member = self.members[happening.member]
-        if isinstance(happening, Exited):
+        if isinstance(happening, inbox.Exited):
             member.exit_code = happening.exit_code
-        elif isinstance(happening, MemberMessage):
+        elif isinstance(happening, inbox.MemberMessage):
             member.heard = time.monotonic()
             match happening.message:
                 case Beat(phase, since_s, ticks):
@@ -317,7 +307,7 @@ class Coordinator:
                         self.send(other, Posted(key, value))
 
     def _notify(self, message: str) -> None:
-        self._inbox.put(HostNotice(message))
+        self._inbox.put(inbox.HostNotice(message))
 
     def _read(self, link: Link) -> None:
         """Receive from one connection, from its hello to its end."""
@@ -352,10 +342,10 @@ class Coordinator:
         try:
             self._receive(member, link, hello)
         except ProtocolError as error:
-            self._inbox.put(Garbage(member.name, str(error)))
+            self._inbox.put(inbox.Garbage(member.name, str(error)))
         except Exception as error:  # of any kind: nothing more comes from this member
             known = isinstance(error, LinkError)
-            self._inbox.put(LinkLost(member.name, str(error) if known else describe(error)))
+            self._inbox.put(inbox.LinkLost(member.name, str(error) if known else describe(error)))
         finally:
             link.close()
             member.outgoing.close()
@@ -367,7 +357,7 @@ class Coordinator:
             num_bytes = link.bytes_received - before
             before += num_bytes
             member.quota.take(num_bytes)
-            self._inbox.put(MemberMessage(member.name, message, num_bytes))
+            self._inbox.put(inbox.MemberMessage(member.name, message, num_bytes))
             message = link.recv(FROM_MEMBER).message
 
     def _reap(self, member: MemberRecord) -> None:
@@ -376,7 +366,7 @@ class Coordinator:
         if member.link is not None:
             member.all_read.wait(self.timeouts.settle_s)
             member.link.close()  # on a host that counts as lost it may live, and must stop
-        self._inbox.put(Exited(member.name, code))
+        self._inbox.put(inbox.Exited(member.name, code))
 
 
 def on_signals(coordinator: Coordinator) -> None:

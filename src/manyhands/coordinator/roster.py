@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manyhands.control.messages import Assignment, Order, Ready, WorkerFacts
+from manyhands.control.messages import Assignment, Ready, WorkerFacts
 from manyhands.coordinator.context import RunContext
 from manyhands.events import events
 from manyhands.hosts.view import WORKER
@@ -69,9 +69,6 @@ class Roster:
         self.new.add(
             self._start(role, place, replace(self._assignment, checkpoint=None, init_from=None))
         )
-
-    def send(self, member: str, order: Order) -> None:
-        self._coordinator.send(member, order)
 
     def kill(self, member: str) -> None:
         self._coordinator.members[member].handle.kill()

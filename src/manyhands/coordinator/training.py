@@ -34,7 +34,7 @@ class Training:
             context.options.config,
             plan,
             checkpoint_tracker,
-            membership.roster.send,
+            context.coordinator.send,
             equal=context.options.equal_shares,
         )
         self._run = context.run

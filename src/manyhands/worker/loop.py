@@ -33,30 +33,7 @@ from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
 from manyhands.compute.train_state import TrainState
 from manyhands.contract import Learner
-from manyhands.control.messages import (
-    AppliedSteps,
-    Assignment,
-    CaughtUp,
-    CheckpointOrder,
-    EvaluateOrder,
-    EvaluationReport,
-    JobFields,
-    Joined,
-    LeaveOrder,
-    Left,
-    Order,
-    Portion,
-    Ready,
-    Rehearsed,
-    RehearseOrder,
-    RestOrder,
-    Saved,
-    Saving,
-    StopOrder,
-    Stopped,
-    TrainOrder,
-    WorkerFacts,
-)
+from manyhands.control import messages
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
 from manyhands.hosts.devices import describe_device, device_id, pick_device
@@ -73,7 +50,7 @@ from manyhands.worker.restore import restore
 POLL_S = 0.02
 """How often to check whether reports are resolved, while there is nothing else to do."""
 
-Agenda = deque[View | Order]
+Agenda = deque[View | messages.Order]
 """What the coordinator has sent and the worker has not done yet."""
 
 
@@ -81,7 +58,7 @@ class Worker:
     """One worker's training, driven by the coordinator's orders."""
 
     def __init__(self, member: Member, learner: Learner) -> None:
-        assignment = read(Assignment, member.assignment)
+        assignment = read(messages.Assignment, member.assignment)
         self.member = member
         self.learner = learner
         self.reporter = Reporter(member)
@@ -133,9 +110,9 @@ class Worker:
     def ready(self) -> None:
         model = self.train_state.model
         fields = jsonable(self.job.fields())
-        facts = WorkerFacts(
+        facts = messages.WorkerFacts(
             job=type(self.job).__name__,
-            fields=read(JobFields, fields),
+            fields=read(messages.JobFields, fields),
             all_fields=fields,
             metrics=self._try_metrics(),
             device=describe_device(self.me.device),
@@ -148,7 +125,7 @@ class Worker:
             notes=self.train_state.notes,
             tables={name: t.describe() for name, t in self.train_state.tables.specs.items()},
         )
-        self.member.send(Ready(self.me.view.seats[0], facts))
+        self.member.send(messages.Ready(self.me.view.seats[0], facts))
 
     def run(self) -> None:
         self.ready()
@@ -159,7 +136,7 @@ class Worker:
                 self._receive(agenda, timeout_s=POLL_S if self.reporter.waiting else None)
                 continue
             message = agenda.popleft()
-            if isinstance(message, LeaveOrder):
+            if isinstance(message, messages.LeaveOrder):
                 break
             if not isinstance(message, View) and self.me.view_changing:
                 continue  # of a view that is over: a checkpoint of it would claim steps that are void
@@ -168,43 +145,43 @@ class Worker:
                     self._do(message, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
-        self.reporter.send(Left, settled=self._applied_steps())  # nothing changes any more
+        self.reporter.send(messages.Left, settled=self._applied_steps())  # nothing changes any more
         self.learner.close()
         if self.loaders is not None:
             self.loaders.close()
 
-    def _do(self, message: View | Order, agenda: Agenda) -> None:
+    def _do(self, message: View | messages.Order, agenda: Agenda) -> None:
         match message:
             case View():
                 with self.member.phase("joining its peers"):
                     self._on_view(self._newest(message, agenda))
-            case TrainOrder(portions):
+            case messages.TrainOrder(portions):
                 if self._cleaned_view != self.me.view.number:
                     self._cleaned_view = self.me.view.number
                     self.me.forget_views()  # the first order of a view: all have joined it
                 with self.member.phase(f"training from step {portions[0].step}"):
                     self._train(portions, agenda)
-            case RestOrder():
+            case messages.RestOrder():
                 with self.member.phase("resting"):
                     self._drain()
                     self.learner.rest()
-            case EvaluateOrder(part=part):
+            case messages.EvaluateOrder(part=part):
                 with self.member.phase("evaluating"):
                     self._evaluate(part)
-            case CheckpointOrder(step):
+            case messages.CheckpointOrder(step):
                 with self.member.phase(f"saving the checkpoint of step {step}"):
                     self._checkpoint(step)
-            case RehearseOrder():
+            case messages.RehearseOrder():
                 with self.member.phase("rehearsing"):
                     self._rehearse()
-            case StopOrder():
+            case messages.StopOrder():
                 with self.member.phase("finishing the last checkpoint"):
                     self._stop()
 
     def _receive(self, agenda: Agenda, *, timeout_s: float | None = 0) -> None:
         """Put what has arrived on the agenda. The feed can start on what it will need."""
         while (message := self.member.next_message(timeout_s=timeout_s)) is not None:
-            if isinstance(message, TrainOrder):
+            if isinstance(message, messages.TrainOrder):
                 self.feed.expect(message.portions)
             agenda.append(message.view if isinstance(message, ViewFormed) else message)
             timeout_s = 0
@@ -227,9 +204,9 @@ class Worker:
         self.feed.forget()
         return view
 
-    def _applied_steps(self) -> AppliedSteps | None:
+    def _applied_steps(self) -> messages.AppliedSteps | None:
         settled = self.learner.settled()
-        return None if settled is None else read(AppliedSteps, settled)
+        return None if settled is None else read(messages.AppliedSteps, settled)
 
     def _share_cores(self, view: View) -> None:
         """Use fewer threads with more workers than at the start: their threads would wait for each other.
@@ -248,7 +225,7 @@ class Worker:
         self.reporter.join(view.number)
         self._catching_up = self.learner.catching_up
         self.reporter.send(
-            Joined,
+            messages.Joined,
             transport=self.learner.transport(),
             settled=self._applied_steps(),
             placement=self.learner.placement(),
@@ -256,7 +233,7 @@ class Worker:
             whole_steps=self.learner.whole_steps,
         )
 
-    def _train(self, portions: Sequence[Portion], agenda: Agenda) -> None:
+    def _train(self, portions: Sequence[messages.Portion], agenda: Agenda) -> None:
         began = time.perf_counter()
         coming: Share | None = None
         for portion, following in zip(portions, [*portions[1:], None], strict=True):
@@ -284,14 +261,14 @@ class Worker:
             if self.member.has_message():
                 self._receive(agenda)
 
-    def _load(self, portion: Portion) -> Share:
+    def _load(self, portion: messages.Portion) -> Share:
         with self.member.activity.during(LOADING):
             return self.feed.share(portion)
 
     def _report_caught_up(self) -> None:
         if self._catching_up and not self.learner.catching_up:
             self._catching_up = False
-            self.reporter.send(CaughtUp)
+            self.reporter.send(messages.CaughtUp)
 
     def _drain(self) -> None:
         """Wait until every step so far is resolved, and report it."""
@@ -314,7 +291,7 @@ class Worker:
                 progress=self._tick_and_check_view,
             )
         seconds = time.perf_counter() - started
-        self.reporter.send(EvaluationReport, seconds=seconds, **found)
+        self.reporter.send(messages.EvaluationReport, seconds=seconds, **found)
 
     def _tick(self) -> None:
         self.member.activity.ticks += 1
@@ -337,20 +314,20 @@ class Worker:
             with self.member.activity.during(SAVING):
                 self.saver.start(step, self.train_state, self.learner)
             # From here on the weights may change.
-            self.reporter.send(Saving, step=step)
+            self.reporter.send(messages.Saving, step=step)
 
     def _saved(self, outcome: dict[str, Any]) -> None:
         """Called in the thread that writes, so that it is reported even if this worker waits or fails."""
         with suppress(LinkError):  # the coordinator is gone
-            self.member.send(read(Saved, {"view": self.reporter.view, **outcome}))
+            self.member.send(read(messages.Saved, {"view": self.reporter.view, **outcome}))
 
     def _rehearse(self) -> None:
         """Do everything but train: one sample through the loss, backward and the metrics."""
-        portion = Portion(0, 0, 1, ((0, 1),))
+        portion = messages.Portion(0, 0, 1, ((0, 1),))
         self.feed.expect([portion])
         share = self.feed.share(portion)
         rehearse(self.train_state, share)
-        self.reporter.send(Rehearsed)
+        self.reporter.send(messages.Rehearsed)
 
     def _try_metrics(self) -> list[str]:
         """The names of the metrics, from a small evaluation: errors in it show before training."""
@@ -366,4 +343,4 @@ class Worker:
         with self.member.activity.during(SAVING):
             self.saver.finish()
         # Leave only when all are done: another worker may need what this one holds to save it.
-        self.reporter.send(Stopped)
+        self.reporter.send(messages.Stopped)
