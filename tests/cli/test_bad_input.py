@@ -82,7 +82,7 @@ def fails(
                 "--chaos",
                 "kill worker",
             ],
-            "single does not go on when a worker dies",
+            "single does not survive the death of a worker",
         ),
         (["resume", "no-such-run"], "There is no run no-such-run"),
     ],

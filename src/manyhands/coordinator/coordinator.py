@@ -65,7 +65,7 @@ class MemberRecord:
     ticked: float = 0.0
     """When `ticks` changed last."""
     left: bool = False
-    """If true, it said goodbye or was told to go."""
+    """If true, it sent its goodbye or was dismissed."""
     ignored: bool = False
     """If true, its messages do not count any more."""
     all_read: threading.Event = field(default_factory=threading.Event)
@@ -102,7 +102,7 @@ class Coordinator:
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
         self._scratch = Scratch()
         self._inbox: queue.SimpleQueue[inbox.Happening] = queue.SimpleQueue()
-        # A member may say hello before its launcher has returned.
+        # A member may connect before its launcher has returned.
         self._starting = threading.Lock()
         address = {"unix": f"unix:{self._scratch.path}/control", "tcp": "tcp://127.0.0.1:0"}.get(
             control, control
@@ -194,7 +194,7 @@ class Coordinator:
         return member
 
     def next(self, timeout_s: float) -> inbox.Happening | None:
-        """Whatever happens next, or None if nothing did in time."""
+        """Return the next happening, or None if there is none in time."""
         try:
             happening = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -246,7 +246,7 @@ class Coordinator:
                 continue
             if member.link is None:
                 if now - member.started > self.timeouts.hello_s:
-                    return member, f"did not say hello within {self.timeouts.hello_s:.0f} s"
+                    return member, f"did not connect within {self.timeouts.hello_s:.0f} s"
             elif now - member.heard > self.timeouts.silence_s:
                 silent = now - member.heard
                 return member, f"sent nothing for {silent:.0f} s (last phase: {member.phase})"
@@ -375,7 +375,7 @@ def on_signals(coordinator: Coordinator) -> None:
 
 
 def signal_name(exit_code: int) -> str:
-    """How a process ended, in words: "killed by SIGKILL", "ended with exit code 3"."""
+    """Describe how a process ended: "killed by SIGKILL", "ended with exit code 3"."""
     if exit_code < 0:
         try:
             return f"killed by {signal.Signals(-exit_code).name}"

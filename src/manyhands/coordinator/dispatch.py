@@ -3,8 +3,8 @@
 `LockstepDispatcher`: every worker gets a share of every step, in proportion to its speed, and orders are sent
 in the order of the plan.
 `WorkQueueDispatcher`: a step is cut into parts, and each part goes to the next free worker. If the learners
-want no parts, a step is one part. Whatever all workers do together (an evaluation, a checkpoint, the stop)
-is a barrier: it waits until nothing is open. When only a barrier is left, each worker is told to rest.
+want no parts, a step is one part. What all workers do together (an evaluation, a checkpoint, the stop) is a
+barrier: it waits until nothing is open. When only a barrier is left, each worker is ordered to rest.
 
 When the members change, `settle` takes in which of the open parts are in the weights; `restart` then
 dispatches the rest again among the members that are left.
@@ -72,7 +72,7 @@ class Dispatcher(ABC):
         self.whole_steps = False
         """If true, a step is one part, without lockstep."""
         self.finishing: str | None = None
-        """The outcome, once all members were told to stop."""
+        """The outcome, once all members were ordered to stop."""
         self.throughput = Throughput()
         self.meter = Meter()
         self._checkpoint_tracker = checkpoint_tracker
@@ -295,7 +295,7 @@ class WorkQueueDispatcher(Dispatcher):
         return not self._queue.num_assigned and not self._dispatched
 
     def add(self, member: str, row: StepRow) -> None:
-        # Only a part that this member has: one that was given to another counts when that one reports it.
+        # Only parts that this member holds count: a part that was assigned again counts for its new holder.
         if self._queue.done(member, (row.step, row.part), row.step_s, again=row.dropped):
             self._time(member, row)
             self.progress.add(member, row)

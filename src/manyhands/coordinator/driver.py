@@ -2,7 +2,7 @@
 
 start the members               wait until each is ready
 form the view                   wait until each has joined
-repeat:                         whatever happens next comes from the coordinator's inbox
+repeat:                         take the next happening from the coordinator's inbox
     reports   -> events, commits, checkpoints that count (training.py)
     orders    -> enough ahead that no worker waits, not so far that stopping takes long (dispatch.py)
     deaths    -> if the strategy is elastic, the next view, and what is not in the weights by then is
@@ -89,7 +89,7 @@ class Driver:
     def plan(self) -> TrainingPlan | None:
         return self.training.plan if self.training else None
 
-    # The story, top to bottom -----------------------------------------------------------------
+    # From start to end ------------------------------------------------------------------------
 
     def drive(self) -> str:
         """Train. Returns the outcome; raises what ended the run otherwise."""
@@ -119,7 +119,7 @@ class Driver:
         return outcome
 
     def _prepare(self) -> Training:
-        """All members are ready: what to train, and how to dispatch it."""
+        """Decide what to train and how to dispatch it, once all members are ready."""
         facts = self.membership.roster.worker_facts
         first = self.membership.roster.facts
         for other in facts.values():
@@ -141,7 +141,7 @@ class Driver:
         )
 
     def _begin(self, training: Training) -> None:
-        """All members have joined the first view."""
+        """Begin training, once all members have joined the first view."""
         if self.options.resumed or self._before:
             # Also without a checkpoint: what was committed before, and never saved, is void.
             self.stream.emit(
@@ -157,7 +157,7 @@ class Driver:
         self.run_stats.training()
 
     def _advance(self) -> None:
-        """After whatever happened: do what is due."""
+        """Do what is due, after each happening."""
         training, views = self.training, self.membership.views
         assert training is not None
         leaving = self.membership.leaving
@@ -174,7 +174,7 @@ class Driver:
         training.advance()
 
     def _take_request(self) -> None:
-        """Another number of workers, if somebody asked for it (`manyhands scale`)."""
+        """Handle a request for another number of workers (`manyhands scale`)."""
         if (request := self.context.run.take_request()) is None:
             return
         workers, membership = request.workers, self.membership
@@ -208,7 +208,7 @@ class Driver:
             (m.left or survives) and not m.alive for m in members
         )
 
-    # What happens -----------------------------------------------------------------------------
+    # Messages, exits, signals -----------------------------------------------------------------
 
     def _until(
         self,
@@ -219,7 +219,7 @@ class Driver:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Handle what happens until `done`. After the named timeout without progress, raise an error that
-        says who is late."""
+        names the members that are late."""
         self._last_progress = time.monotonic()
         limit_s = getattr(self.coordinator.timeouts, timeout)
         wake()
@@ -317,7 +317,7 @@ class Driver:
             self.stream.emit(events.Stopping(reason=name))
 
     def _finish_saving(self) -> None:
-        """The start ends: wait for checkpoints whose state is copied, or will be in a moment."""
+        """Wait for checkpoints whose state is copied, or will be in a moment, before this start ends."""
         began, told = time.monotonic(), False
         while (waited_s := time.monotonic() - began) < self.coordinator.timeouts.stop_s:
             alive = [name for name, member in self.coordinator.members.items() if member.alive]
@@ -340,12 +340,12 @@ class Driver:
             self._tick()
 
     def _late(self, limit_s: float, phase: str) -> str:
-        """Say who was waited for, in which phase, and for how long."""
+        """Describe which members are late, in which phase, and for how long."""
         members, late = self.coordinator.members, self.membership.views.missing
         if not late and self.training is not None:
             step = self.training.dispatcher.progress.first
             late = step.missing if step is not None else []
         awaited = [members[name] for name in late or members if members[name].alive]
         phases = (f"{each.name} ({each.phase} for {each.phase_since_s:.0f} s)" for each in awaited)
-        waited = f"; waited for {', '.join(phases)}" if awaited else ""
-        return f"Nothing has moved for {limit_s:.0f} s while {phase}{waited}."
+        waited = f"; waiting for {', '.join(phases)}" if awaited else ""
+        return f"No progress for {limit_s:.0f} s while {phase}{waited}."

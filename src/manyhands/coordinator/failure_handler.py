@@ -54,7 +54,7 @@ class FailureHandler:
             self._stream.notice(f"{member} {news}")
 
     def on_invalid_message(self, member: str, why: str) -> None:
-        """A member sent a message that makes no sense: stop listening to it and end it."""
+        """End a member that sent an invalid message, and ignore its other messages."""
         self._coordinator.hang_up(member)
         reason = f"sent an invalid message: {why}"
         if not self.recovers:
@@ -65,7 +65,7 @@ class FailureHandler:
             self._membership.end(member, reason)
 
     def on_failed(self, member: str, failed: Failed) -> None:
-        """A member reports why it ends."""
+        """Handle a member's report of why it ends."""
         if self.recovers and member in self._membership.roster.new:
             if not self._membership.leaving:
                 self._membership.give_up(member, failed.reason)
@@ -80,7 +80,7 @@ class FailureHandler:
                 failed.traceback,
                 grade=Grade.CONSEQUENCE if failed.consequence else Grade.CAUSE,
                 usage=failed.usage,
-                exit_code=failed.exit_code & 0xFF or 1,  # leaving early is no success
+                exit_code=failed.exit_code & 0xFF or 1,  # an early exit is never a success
                 by_chance=failed.weights_lost,
             )
         )
@@ -92,7 +92,7 @@ class FailureHandler:
             self._add(MemberFailure(member, reason, grade=Grade.SUSPICION))
 
     def on_exit(self, member: str, code: int) -> None:
-        """A process has ended."""
+        """Handle the end of a process."""
         self._stuck.forget(member)
         self._stream.emit(events.MemberExited(member=member, exit_code=code))
         if not self._coordinator.members[member].left:
@@ -142,7 +142,7 @@ class FailureHandler:
         return MemberError(text, exit_code=failure.exit_code)
 
     def _on_death(self, member: str, code: int) -> None:
-        """A process has ended without a goodbye."""
+        """Handle the end of a process that had not left."""
         membership = self._membership
         reason = membership.reason(member, signal_name(code))
         by_itself = code == 0 and not membership.is_suspected(member)

@@ -3,9 +3,9 @@
 chaos    = clause (";" clause)*
 clause   = fault [timing]  |  "seed" N
 fault    = "kill" target                            SIGKILL
-         | "pause" target duration                  SIGSTOP, and SIGCONT after so long
+         | "pause" target duration                  SIGSTOP, then SIGCONT
          | "cut link" ["of" target] [duration]      one TCP connection of a member is reset; with a
-                                                    duration, one after the other for so long
+                                                    duration, repeatedly for that time
 target   = "worker" | "server" | "member" | a name such as worker-1
 timing   = "every" duration | "at" duration | "after step" N | "once"
 duration = 500ms, 2s, 1m
@@ -34,11 +34,11 @@ WORKERS_LEFT = 2
 GRAMMAR = """\
 --chaos "CLAUSE; CLAUSE; ...", each of them a fault and when it happens, or  seed N:
   kill TARGET                    SIGKILL
-  pause TARGET DURATION          SIGSTOP, and SIGCONT after so long
-  cut link [of TARGET]           reset one TCP connection of a member (with a DURATION:
-                                 one after the other for so long)
-  TARGET    worker, server (one that only serves), member, or a name such as worker-1
-  when      every 10s (if nothing is said), at 30s, after step 100, or once (in the first minute)
+  pause TARGET DURATION          SIGSTOP, then SIGCONT after DURATION
+  cut link [of TARGET]           reset one TCP connection of a member; with a
+                                 DURATION, repeatedly for that time
+  TARGET    worker, server (a dedicated one), member, or a name such as worker-1
+  when      every 10s (default), at 30s, after step 100, or once (in the first minute)
   DURATION  500ms, 2s, 1m
 """
 
@@ -95,26 +95,22 @@ def check(chaos: FaultSpec, *, strategy: str, elastic: bool, workers: int, serve
     """Refuse faults that could never happen in such a run."""
     if not elastic:
         raise UsageError(
-            f'--chaos "{chaos}": {strategy} does not go on when a worker dies, but begins again from '
-            "its last checkpoint. Choose a strategy that does, such as  --strategy allreduce --workers 3."
+            f'--chaos "{chaos}": {strategy} does not survive the death of a worker: it restarts from its '
+            "last checkpoint. Choose a strategy that does, such as  --strategy allreduce --workers 3."
         )
     for clause in chaos.clauses:
         role = clause.target.partition("-")[0]
         if role == SERVER and not servers:
             raise UsageError(
-                f'--chaos "{clause}": no member of this run only serves. Say worker or member; servers '
-                "with a process of their own come with  --strategy 'ps:sync(placement=dedicated)'."
+                f'--chaos "{clause}": this run has no dedicated servers. Use worker or member, or '
+                "--strategy 'ps:sync(placement=dedicated)'."
             )
         anybody = FaultClause(clause.fault, role)
         if not possible_targets(anybody, ["worker"] * workers, ["server"] * servers):
             raise UsageError(
-                f'--chaos "{clause}": a kill leaves {WORKERS_LEFT} workers, and a server where there are '
-                f"any; here are {workers} workers and {servers} servers. "
-                + (
-                    "Give it two servers."
-                    if role == SERVER
-                    else f"Use  --workers {WORKERS_LEFT + 1}."
-                )
+                f'--chaos "{clause}": a kill leaves {WORKERS_LEFT} workers, and a server if there are any; '
+                f"this run has {workers} workers and {servers} servers. "
+                + ("Use two servers." if role == SERVER else f"Use  --workers {WORKERS_LEFT + 1}.")
             )
 
 
@@ -130,7 +126,7 @@ def parse_chaos(text: str) -> FaultSpec:
             clauses.append(_clause(words))
             continue
         if seed is not None:
-            raise words.error("there is a seed already.", "one of them")
+            raise words.error("the seed is given twice.", "one of them")
         seed = words.number("seed 7")
         words.end("seed 7")
     if not clauses:
@@ -194,11 +190,11 @@ class _Words:
         return self._left.pop(0)
 
     def _no(self, what: str) -> str:
-        return f"{self.next!r} is no {what}" if self.next else f"the {what} is missing"
+        return f"{self.next!r} is not a {what}" if self.next else f"the {what} is missing"
 
     def end(self, example: str) -> None:
         if self._left:
-            raise self.error(f"{' '.join(self._left)!r} is too much.", example)
+            raise self.error(f"{' '.join(self._left)!r} is not expected here.", example)
 
 
 def _clause(words: _Words) -> FaultClause:
@@ -212,7 +208,7 @@ def _clause(words: _Words) -> FaultClause:
     elif words.accept("cut"):
         example = "cut link of worker-1 every 10s"
         if not words.accept("link"):
-            raise words.error("what can be cut is a link.", example)
+            raise words.error("only a link can be cut.", example)
         fault, target = CUT, words.target(example) if words.accept("of") else MEMBER
         length_s = words.duration(example) if words.next[:1].isdigit() else 0.0
     else:
@@ -233,6 +229,6 @@ def _timing(words: _Words, example: str) -> FaultTiming:
         return FaultTiming(ONCE, 0.0)
     if words.accept("after"):
         if not words.accept("step"):
-            raise words.error("after what?", "after step 100")
+            raise words.error("a step is missing.", "after step 100")
         return FaultTiming(AFTER_STEP, words.number("after step 100"))
     raise words.unknown("moment", (EVERY, AT, AFTER_STEP, ONCE), example)

@@ -45,7 +45,7 @@ class Signalled:
 
 @dataclass(frozen=True)
 class HostNotice:
-    """A message about the hosts, for people."""
+    """A notice about the hosts, for the user."""
 
     message: str
 

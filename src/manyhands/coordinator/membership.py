@@ -1,4 +1,4 @@
-"""Losing members: who is about to end and why, and which view follows.
+"""Losing members: which members are ending and why, and which view follows.
 
     lose        a member has died: the next view is formed at once from those that are left, and a
                 replacement is started under a new name (worker_pool.py)
@@ -31,7 +31,7 @@ class Membership:
         self.views = Views(context, self.roster)
         self.pool = WorkerPool(context, self.roster, self.views)
         self.leaving = False
-        """If true, all members were told to leave: the run is over."""
+        """If true, all members were ordered to leave: the run is over."""
         self.num_lost: int = before.num_lost if before else 0
         self.num_replaced: int = before.num_replaced if before else 0
         self.num_restarts: int = before.num_restarts + 1 if before else 0

@@ -1,4 +1,4 @@
-"""The options of a run: what the coordinator is told besides the job, and where its members run."""
+"""The options of a run, and how its members are started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunOptions:
     job: str
     """path.py or path.py:Name"""
     strategy: str
-    """The spec, as it was given."""
+    """The spec, as given."""
     workers: int
     """Number of workers at the start."""
     config: Strategy
@@ -55,14 +55,14 @@ class RunOptions:
     min_workers: int = 1
     """With fewer workers and no replacements left, the run ends."""
     max_restarts: int = 3
-    """How many dead members are replaced, and how often all members start again if nobody has the weights."""
+    """How many dead members are replaced, and how often all restart if the weights are lost."""
     max_bad_steps: int = MAX_BAD_STEPS
     """Number of steps in a row without a finite loss after which the run ends as diverged; 0: never."""
     stuck_after_s: float = STUCK_AFTER_S
     """A worker that hangs in the job's code this long is reported, and ended after ten times as long;
     0: never."""
     equal_shares: bool = False
-    """If true, every worker gets the same share of a batch, whatever its speed."""
+    """If true, all workers get equal shares of a batch, regardless of their speed."""
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
     trust_network: bool = False
@@ -84,7 +84,7 @@ class RunOptions:
     """The checkpoint whose weights a new run starts with."""
 
     def assignment(self, run: Path, checkpoint: Path | None) -> Assignment:
-        """What each member is told."""
+        """The assignment of each member."""
         return Assignment(
             job=self.job,
             settings=dict(self.settings),

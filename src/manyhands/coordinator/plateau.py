@@ -57,7 +57,7 @@ class Plateau:
         return read_monitor(self.watch, option="watch={}")
 
     def describe_patience(self, number: int) -> str:
-        """A number of what patience counts, in words."""
+        """Describe a number of the values that patience counts: "3 evaluations"."""
         what = "epoch" if self.counts_losses else "evaluation"
         what = "mean" if self.every else what
         over = f" over {self.every} steps" if self.every else ""
@@ -152,15 +152,15 @@ def _wrong(option: str, complaint: str) -> JobError:
 
 
 class PlateauWatch:
-    """What has been seen so far, by a rule."""
+    """The values seen so far, and what the rule makes of them."""
 
     def __init__(self, rule: Plateau | None, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
         self.rule = rule
         self.factor: float = state.get("factor", 1.0)
-        """What all lowerings so far multiply the learning rate by. Stays when the rule is given up."""
+        """Product of all reductions so far. It stays if the rule is removed."""
         if rule is None or saved_watch({"rates": {"plateau": state}}) != rule.metric:
-            state = {}  # what was best is no measure for another number
+            state = {}  # the best of another metric does not compare
         self.best: float | None = state.get("best")
         self.waited: int = state.get("waited", 0)
         self.cooling: int = state.get("cooling", 0)

@@ -37,7 +37,7 @@ from manyhands.runs.folder import EVENTS, RunFolder
 from manyhands.threads import on_process_failure
 
 FOLDER_CHECK_S = 1.0
-"""How often to look whether the run folder is still there."""
+"""How often to check that the run folder still exists."""
 DONE = ("finished", "early-stopped")
 EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted": 75}
 
@@ -83,7 +83,7 @@ def train(
             folder_watch.check(starts[-1].plan)
 
         def start(source: Manifest | None, before: Driver | None = None) -> None:
-            # A newer checkpoint has the schedule as it was asked for.
+            # A newer checkpoint already has the requested schedule.
             own = options if source == checkpoint else replace(options, schedule="")
             starts.append(
                 Driver(
@@ -124,14 +124,14 @@ def _coordinator(
 
 
 class FolderWatch:
-    """Notices that the run folder is gone: without it nothing can be saved, and nobody would find the run."""
+    """Detects that the run folder was deleted or moved: nothing can be saved without it."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._checked = time.monotonic()
 
     def check(self, plan: TrainingPlan | None) -> None:
-        """Raise if it is gone. Looks once in a while."""
+        """Raise if it is gone. Checks once per FOLDER_CHECK_S."""
         now = time.monotonic()
         if now - self._checked < FOLDER_CHECK_S:
             return
@@ -160,12 +160,12 @@ def _announce(context: RunContext, *, resumed_from: Manifest | None = None) -> N
     if options.workers > cores() and context.coordinator.launcher.shares_cores:
         stream.notice(
             f"{options.workers} workers share {cores()} cores; "
-            "more workers than cores are slower than as many"
+            "training is slower with more workers than cores"
         )
 
 
 def _end_start(driver: Driver) -> Manifest | None:
-    """The weights are lost: end the members that are left. Returns the checkpoint to start again from."""
+    """End the remaining members after the weights were lost. Returns the checkpoint to restart from."""
     run, membership, options = driver.context.run, driver.membership, driver.options
     driver.coordinator.end_members()
     checkpoint, complaints = checkpoints.last_intact(run.path)
@@ -178,7 +178,7 @@ def _end_start(driver: Driver) -> Manifest | None:
 
 
 def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> int:
-    """Train and end the run: whatever happens, members are gone and the summary is written."""
+    """Train and end the run. In every case the members are ended and the summary is written."""
     error: ManyhandsError | None = None
     try:
         outcome = drive()

@@ -37,7 +37,7 @@ class StopSignal:
         if self.received or not can_save:
             code = 130 if by_user else 128 + number
             if not self.received and restarted and not by_user:
-                code = PREEMPTED  # whatever can be saved is saved already
+                code = PREEMPTED  # everything that can be saved is saved already
             raise Interrupted(f"Stopped at once by {name}.", exit_code=code)
         self.number, self._deadline = number, time.monotonic() + self._stop_s
         return "interrupted" if by_user else "preempted"

@@ -1,4 +1,4 @@
-"""The training itself, once all members are ready: takes in their reports and hands out the next orders."""
+"""Training, once all members are ready: handles their reports and dispatches the next orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.errors import JobError
 from manyhands.events import events
 
 MAX_NOTE_CHARS = 500
-"""Length of a member's message to people; the rest is cut off."""
+"""Maximum length of a member's notice; the rest is cut off."""
 
 
 class Training:
@@ -60,7 +60,7 @@ class Training:
 
     @property
     def ending(self) -> bool:
-        """If true, the run stops, or was asked to."""
+        """If true, the run is stopping, or was requested to."""
         return self.dispatcher.finishing is not None or self._failures.stop_signal.received
 
     def commit_view(self, *, steps_before: int | None = None) -> None:
@@ -84,7 +84,7 @@ class Training:
             )
 
     def advance(self) -> None:
-        """Hand out what is to be done next, or change the view if that is due and nothing is open."""
+        """Dispatch the next orders, or change the view if that is due and nothing is open."""
         dispatcher, pool = self.dispatcher, self._membership.pool
         if self._straggler_trial is not None:
             self._straggler_trial.tick(dispatcher.throughput)

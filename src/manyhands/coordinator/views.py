@@ -68,7 +68,7 @@ class Views:
         if report.view != self.current.number:
             return  # there is a newer view already
         if member not in self.current.names:
-            raise ProtocolError(f"it joins view {report.view}, of which it is no member")
+            raise ProtocolError(f"it joins view {report.view}, and is not a member of it")
         self._joined[member] = report
         (self.catching_up.add if report.catching_up else self.catching_up.discard)(member)
 

@@ -22,7 +22,7 @@ class WorkerPool:
         self.target = context.options.workers
         """How many workers there should be."""
         self.num_changes = 0
-        """Counts losses and resizes: whatever changes the workers besides leaving stragglers out."""
+        """Number of losses and resizes. Leaving out stragglers does not count."""
         self._coordinator = context.coordinator
         self._options = context.options
         self._roster = roster
@@ -40,7 +40,7 @@ class WorkerPool:
 
     @property
     def has_slots(self) -> bool:
-        """If true, the hosts have free slots for as many members as are needed to start."""
+        """If true, the hosts have enough free slots to start."""
         options, servers = self._options, self._options.servers
         fewer = options.config.elastic and not servers
         workers = options.min_workers if fewer else options.workers
@@ -92,7 +92,7 @@ class WorkerPool:
         self._add(WORKER, *itertools.islice(free, missing))
 
     def start_waiting(self) -> None:
-        """Start those that had to wait for a free slot."""
+        """Start members that wait for a free slot."""
         waiting, self._waiting = self._waiting, []
         for role, place in waiting:
             self._add(role, place, notify=False)
@@ -115,7 +115,7 @@ class WorkerPool:
         self._views.form([*stay, *self._ready])
 
     def dismiss_new(self) -> None:
-        """The run ends: nobody waits for members that have not joined yet."""
+        """End the members that have not joined yet: the run is over."""
         for name in self._roster.new:
             self._roster.kill(name)
 
@@ -164,7 +164,7 @@ class WorkerPool:
 
     @property
     def _enough_workers(self) -> bool:
-        """If true, as many workers as wanted are here or on their way."""
+        """If true, enough workers are present or being started."""
         roster = self._roster
         names = {*self._views.current.names, *roster.new}
         waiting = sum(role == WORKER for role, _ in self._waiting) + len(self._left_out)

@@ -206,7 +206,7 @@ class MemberFailed(Event):
 
     member: str
     reason: str
-    """"killed by SIGKILL", "ValueError: ...", "said nothing for 60 s in phase ..."."""
+    """"killed by SIGKILL", "ValueError: ...", "sent nothing for 60 s (last phase: ...)"."""
     traceback: str
     log: str
     """Path of the member's log."""
@@ -229,7 +229,7 @@ class MemberLost(Event):
 
     member: str
     reason: str
-    """"killed by SIGKILL", "said nothing for 60 s ..."."""
+    """"killed by SIGKILL", "sent nothing for 60 s ..."."""
     view: int
     """The view that it was in."""
     workers: int

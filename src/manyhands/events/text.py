@@ -163,7 +163,7 @@ def direction(monitor: str) -> str:
 
 
 def placement_rows(view: events.ViewChanged | None) -> Rows:
-    """Return where the weights are stored, if the view says so."""
+    """Return where the weights are stored, if the view has a placement."""
     return [("weights", clean(view.placement))] if view and view.placement else []
 
 

@@ -173,8 +173,7 @@ class RunFolder:
     def note_fields(
         self, fields: Mapping[str, Any], settings: Mapping[str, str], job: str = ""
     ) -> None:
-        """Save the job's hyperparameters, where each came from, and its class, once a worker has loaded it.
-        Save the job's hyperparameters, where each came from, and its class, once a worker has loaded it."""
+        """Save the job's class and hyperparameters, and where each came from, once a worker has loaded it."""
         if (self.path / CONFIG).is_file():
             noted = {
                 name: {"value": value, "from": "--set" if name in settings else "job file"}

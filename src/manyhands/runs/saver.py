@@ -113,7 +113,7 @@ class Saver:
         started = time.perf_counter()
         folder = partial(self._run, step, self._writer)
         try:
-            if not self._run.exists():  # on the disk of another host nobody would find it
+            if not self._run.exists():  # a folder on another host's disk would be useless
                 raise OSError(
                     f"{self._writer} runs on {socket.gethostname()}, where there is no folder {self._run}; "
                     "keep runs on a file system that all hosts share"

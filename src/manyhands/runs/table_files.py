@@ -94,7 +94,7 @@ class TableFilePart:
 
 
 def copy_rows(folder: Path, run: Path, tables: SavableTables, chain: Chain) -> TableFilePart:
-    """Copy the rows that a checkpoint adds, while nobody changes them."""
+    """Copy the rows that a checkpoint adds, while no step changes them."""
     links = folder.with_suffix(".tables")
     shutil.rmtree(links, ignore_errors=True)
     if tables.incremental and chain.files and not chain.grown:

@@ -95,20 +95,20 @@ def test_any_words_parse_or_are_a_mistake(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("kil worker", "'kil' is no fault; did you mean 'kill'?"),
-        ("kill wroker", "'wroker' is no target; did you mean 'worker'?"),
-        ("kill coordinator", "'coordinator' is no target"),
+        ("kil worker", "'kil' is not a fault; did you mean 'kill'?"),
+        ("kill wroker", "'wroker' is not a target; did you mean 'worker'?"),
+        ("kill coordinator", "'coordinator' is not a target"),
         ("kill", "the target is missing"),
-        ("kill worker evry 10s", "'evry' is no moment; did you mean 'every'?"),
-        ("kill worker every 10", "'10' is no duration, such as 500ms, 2s or 1m"),
-        ("kill worker every 0s", "'0s' is no duration"),
+        ("kill worker evry 10s", "'evry' is not a moment; did you mean 'every'?"),
+        ("kill worker every 10", "'10' is not a duration, such as 500ms, 2s or 1m"),
+        ("kill worker every 0s", "'0s' is not a duration"),
         ("kill worker 2s", "Write  kill worker every 10s"),
         ("kill worker after 10", "Write  after step 100"),
-        ("kill worker after step x", "'x' is no whole number"),
-        ("kill worker once more", "'more' is too much"),
+        ("kill worker after step x", "'x' is not a whole number"),
+        ("kill worker once more", "'more' is not expected here"),
         ("pause server", "the duration is missing"),
         ("cut worker", "Write  cut link of worker-1"),
-        ("kill worker; seed 1; seed 2", "there is a seed already"),
+        ("kill worker; seed 1; seed 2", "the seed is given twice"),
         ("seed 4", "names no fault"),
         (" ; ", "names no fault"),
     ],
@@ -126,10 +126,12 @@ def refusal(text: str, *, elastic: bool = True, workers: int = 3, servers: int =
 
 
 def test_what_could_never_happen_is_refused() -> None:
-    assert "mine does not go on when a worker dies" in refusal("pause worker 1s", elastic=False)
+    assert "mine does not survive the death of a worker" in refusal(
+        "pause worker 1s", elastic=False
+    )
     assert "--workers 3" in refusal("kill worker", workers=2)
     assert "--workers 3" in refusal("kill worker-1", workers=2)
-    assert "no member of this run only serves" in refusal("pause server-0 1s")
+    assert "this run has no dedicated servers" in refusal("pause server-0 1s")
     assert "two servers" in refusal("kill server", servers=1)
     fine = parse_chaos("pause worker 1s; cut link; kill server; kill member")
     check(fine, strategy="mine", elastic=True, workers=2, servers=2)
