@@ -1,4 +1,4 @@
-"""Drives a course as a conductor and its workers would, by chance; for the tests of courses."""
+"""Drives a training plan at random, as the driver and its workers would; for the tests of plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from manyhands.runs.files import jsonable
 
 @dataclass
 class Life:
-    """What came of driving a course until it stopped, or was cut off."""
+    """The result of driving a plan until it stopped or was cut off."""
 
     committed: list[StepPlan] = field(default_factory=list)
     evaluations: list[tuple[int, int]] = field(default_factory=list)
@@ -51,7 +51,7 @@ def drive(
     worlds: Mapping[int, int] | None = None,
     loss: Callable[[int], float] = lambda step: math.nan,
 ) -> Life:
-    """Play conductor and workers: orders ahead, commits behind, by chance; stop or cut by count.
+    """Play driver and workers: orders ahead, commits behind, at random; stop or cut by count.
 
     At the moments `back_after`, what is open is void, and so is a checkpoint that does not count yet. At
     those of `worlds` so, too, and from then on there are so many workers.
@@ -102,7 +102,7 @@ def drive(
         done = [c for c in written if c.step <= training_plan.committed_step]
         written = [c for c in written if c not in done]
         life.checkpoints += done
-    raise AssertionError("the course has no end")
+    raise AssertionError("the plan does not end")
 
 
 def through_json(state: Any) -> Any:

@@ -27,11 +27,11 @@ def test_a_finite_loss_ends_the_row() -> None:
     assert str(bad) == "no finite loss since step 4 (1 step)"
 
 
-def test_zero_is_never() -> None:
+def test_a_limit_of_zero_is_never_reached() -> None:
     assert not fed(0, *[nan] * 100).too_many
 
 
-def test_it_began_with_the_lowest_step_of_the_row() -> None:
+def test_a_row_starts_at_its_lowest_step() -> None:
     bad = BadSteps(2)
     for step, loss in ((8, 0.1), (10, nan), (9, nan)):
         bad.add(step, loss)
@@ -39,7 +39,7 @@ def test_it_began_with_the_lowest_step_of_the_row() -> None:
     assert bad.too_many
 
 
-def test_a_step_that_weighs_nothing_has_no_loss() -> None:
+def test_a_step_without_weight_has_no_loss() -> None:
     bad = fed(3, nan, nan)
     bad.add(3, nan, weight=0.0)
     assert (bad.count, bad.too_many) == (2, False)
@@ -47,7 +47,7 @@ def test_a_step_that_weighs_nothing_has_no_loss() -> None:
     assert bad.too_many
 
 
-def test_what_was_too_much_stays_so() -> None:
+def test_too_many_stays_true() -> None:
     bad = fed(2, nan, nan, 1.0, nan)
     assert bad.too_many
     assert str(bad) == "no finite loss since step 1 (2 steps)"

@@ -1,4 +1,4 @@
-"""The batch and the learning rate of so many workers."""
+"""Batch and learning rate by number of workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands.coordinator.batch_scaling import FIXED, Ramp, Scaling
         ("sqrt", 8, 2, 16, 0.5),
     ],
 )
-def test_of_so_many_workers(
+def test_batch_and_factor_by_number_of_workers(
     rule: str, reference: int, world: int, batch: int, factor: float
 ) -> None:
     scaling = Scaling(rule, reference)
@@ -68,7 +68,7 @@ def test_a_worker_that_is_replaced_before_the_next_step_changes_nothing() -> Non
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_without_a_warm_up_the_next_step_has_it_all(over: int) -> None:
+def test_without_warm_up_the_factor_applies_at_once(over: int) -> None:
     ramp = Ramp().turn(2.0, step=3, over=over)
     assert (ramp.at(3), ramp.at(4), ramp.left(3)) == (1.0, 2.0, 0)
 
@@ -78,7 +78,7 @@ def test_without_a_warm_up_the_next_step_has_it_all(over: int) -> None:
         st.tuples(st.floats(0.1, 10.0), st.integers(0, 12), st.integers(0, 6)), min_size=1
     )
 )
-def test_between_where_it_was_and_where_it_goes(turns: list[tuple[float, int, int]]) -> None:
+def test_a_ramp_stays_between_its_ends(turns: list[tuple[float, int, int]]) -> None:
     ramp, step = Ramp(), 0
     for end, over, steps in turns:
         before = ramp.at(step)

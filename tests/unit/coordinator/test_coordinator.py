@@ -1,4 +1,4 @@
-"""The coordinator and real members that know nothing of training: board, keys, views."""
+"""The coordinator with real members that do not train: board, keys, views."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def await_facts(coordinator: Coordinator, member: str) -> dict[str, Any]:
     return json.loads(await_message(coordinator, member, Notice).message)
 
 
-def test_who_comes_late_reads_what_was_posted_before(tmp_path: Path) -> None:
+def test_a_late_member_gets_earlier_posts(tmp_path: Path) -> None:
     with coordinating(tmp_path) as coordinator:
         start(coordinator, "worker-0", post={"ps/1/worker-0": "here", "ps/1/other": "there"})
         await_message(coordinator, "worker-0", BoardPost)
@@ -79,7 +79,7 @@ def test_who_comes_late_reads_what_was_posted_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [False, True])
-def test_keys_are_given_on_request_and_the_secret_always(tmp_path: Path, keys: bool) -> None:
+def test_certificates_on_request_and_a_secret_always(tmp_path: Path, keys: bool) -> None:
     with coordinating(tmp_path, keys=keys) as coordinator:
         told = []
         for name in ("worker-0", "server-0"):
@@ -100,7 +100,7 @@ def test_two_runs_have_two_secrets(tmp_path: Path) -> None:
     assert len(secrets) == 2
 
 
-def test_a_view_ends_the_wait_for_what_nobody_posts(tmp_path: Path) -> None:
+def test_a_view_change_ends_the_wait_for_a_post(tmp_path: Path) -> None:
     with coordinating(tmp_path) as coordinator:
         start(coordinator, "worker-0", wait_through_views=True)
         await_facts(coordinator, "worker-0")
@@ -201,7 +201,7 @@ def test_a_members_certificate_is_for_its_run_also_where_two_runs_have_one_key(
             connect(listener.address, credentials=agent, timeout_s=DEADLINE_S)
 
 
-def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
+def test_unread_messages_of_a_member_are_limited(tmp_path: Path) -> None:
     with (
         inviting(tmp_path) as (coordinator, invitation),
         dial(invitation.address, by=invitation) as link,
@@ -235,7 +235,7 @@ def test_what_a_member_says_is_not_read_without_end(tmp_path: Path) -> None:
         thread.join(DEADLINE_S)
 
 
-def test_the_first_word_of_a_connection_is_short(tmp_path: Path) -> None:
+def test_the_first_message_of_a_connection_is_limited(tmp_path: Path) -> None:
     with inviting(tmp_path) as (_, invitation), dial(invitation.address, by=invitation) as link:
         with contextlib.suppress(LinkError):  # the other end may be quicker
             link.send({"kind": "Hello", "member": "worker-0", "more": "x" * (1 << 19)})
@@ -243,7 +243,7 @@ def test_the_first_word_of_a_connection_is_short(tmp_path: Path) -> None:
             link.recv(timeout_s=DEADLINE_S)
 
 
-def test_hosts_that_are_refused_are_told_once_and_then_counted() -> None:
+def test_refused_hosts_are_reported_once_and_then_counted() -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     strangers = RefusedPeers(told.put, told.put)
     for number in range(1000):

@@ -1,4 +1,4 @@
-"""The hand-out: whoever dies or comes, every sample is in the weights once, and every checkpoint is whole."""
+"""Dispatch: deaths and arrivals leave every sample in the weights once, and every checkpoint whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IN_STEP = Lockstep()
 IN_PARTS = WorkQueue()
 IN_MANY_PARTS = ManyParts()
 
-syllabi = st.builds(
+plan_configs = st.builds(
     PlanConfig,
     num_samples=st.integers(1, 40),
     batch_size=st.integers(1, 15),
@@ -44,7 +44,7 @@ syllabi = st.builds(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    plan_config=syllabi,
+    plan_config=plan_configs,
     config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
     workers=st.integers(1, 4),
     deaths=st.integers(0, 3),
@@ -52,7 +52,7 @@ syllabi = st.builds(
     stop_at=st.one_of(st.none(), st.integers(0, 200)),
     seed=st.integers(0, 2**32),
 )
-def test_whoever_dies_or_comes_every_sample_counts_once(
+def test_deaths_and_arrivals_use_every_sample_once(
     plan_config: PlanConfig,
     config: Strategy,
     workers: int,
@@ -83,7 +83,7 @@ def test_whoever_dies_or_comes_every_sample_counts_once(
     arrivals=st.integers(0, 2),
     seed=st.integers(0, 2**32),
 )
-def test_also_where_the_batch_follows_the_workers_and_the_rate_the_losses(
+def test_the_same_with_a_scaled_batch_and_a_plateau_rule(
     plan_config: PlanConfig, config: Strategy, deaths: int, arrivals: int, seed: int
 ) -> None:
     play(plan_config, config, 3, random.Random(seed), deaths, arrivals, None)
@@ -175,7 +175,7 @@ class Stage:
             pass
 
 
-def test_in_lockstep_everybody_has_a_share_of_every_step(tmp_path: Path) -> None:
+def test_in_lockstep_every_worker_has_a_share_of_every_step(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
     assert stage.more() == [
         *(("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])),
@@ -183,7 +183,7 @@ def test_in_lockstep_everybody_has_a_share_of_every_step(tmp_path: Path) -> None
     ]
 
 
-def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_path: Path) -> None:
+def test_in_lockstep_a_death_redistributes_the_same_samples(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
     stage.more()
     stage.done("worker-0", 1, 0)
@@ -196,7 +196,7 @@ def test_in_lockstep_a_death_gives_the_same_samples_to_those_who_are_left(tmp_pa
     assert order.portions == [Portion(2, 0, 4, ((4, 8),), 0)]
 
 
-def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
+def test_parts_go_to_free_workers(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
     assert stage.more() == []
@@ -209,7 +209,7 @@ def test_parts_go_to_whoever_is_free(tmp_path: Path) -> None:
     assert stage.training_plan.committed_step == 0
 
 
-def test_a_step_is_one_part_where_the_members_want_no_others(tmp_path: Path) -> None:
+def test_whole_steps_are_one_part(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
     stage.dispatcher.whole_steps = True
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
@@ -220,7 +220,7 @@ def test_a_step_is_one_part_where_the_members_want_no_others(tmp_path: Path) -> 
     assert stage.training_plan.samples_used == 4
 
 
-def test_a_part_that_was_left_out_is_the_next(tmp_path: Path) -> None:
+def test_a_dropped_part_is_dispatched_next(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
     stage.more()
     stage.done("worker-1", 1, 1, dropped=True)
@@ -245,7 +245,7 @@ def test_an_evaluation_waits_for_all_and_all_rest_meanwhile(tmp_path: Path) -> N
     assert not stage.dispatcher.quiet
 
 
-def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path: Path) -> None:
+def test_no_work_between_a_checkpoint_order_and_its_copy(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=8, checkpoint_every=1)
     stage.more()
     stage.done("worker-0", 1, 0)
@@ -258,7 +258,7 @@ def test_after_a_checkpoint_nothing_is_given_before_its_state_is_copied(tmp_path
 
 
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
-def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
+def test_an_evaluation_interrupted_by_a_death_is_ordered_again(
     tmp_path: Path, config: Strategy
 ) -> None:
     stage = Stage(tmp_path, config, 2, num_samples=4)
@@ -274,7 +274,7 @@ def test_an_evaluation_that_a_death_has_cut_short_is_ordered_again(
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
-def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
+def test_a_checkpoint_whose_writer_died_is_ordered_again(
     tmp_path: Path, config: Strategy, started: bool, victim: str
 ) -> None:
     stage = Stage(tmp_path, config, 2, num_samples=8, checkpoint_every=1)
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_ordered_again_if_it_can_not_come_any_more(
 
 
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
-def test_the_last_checkpoint_is_owed_though_the_stop_was_ordered(
+def test_the_last_checkpoint_is_repeated_even_after_the_stop_order(
     tmp_path: Path, config: Strategy
 ) -> None:
     """Whoever was writing it died when all had been told to stop."""
@@ -322,7 +322,7 @@ def test_the_last_checkpoint_is_owed_though_the_stop_was_ordered(
     assert stage.dispatcher.finishing == "finished"
 
 
-def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
+def test_servers_get_no_work_but_a_stop_order(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=4, has_eval=False)
     stage.seat("worker-0", servers=2)
     told = stage.more()
@@ -330,7 +330,7 @@ def test_servers_get_no_work_but_are_told_to_stop(tmp_path: Path) -> None:
     assert [name for name, what in told if what == "stop"] == ["worker-0", "server-0", "server-1"]
 
 
-def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
+def test_settled_parts_are_not_dispatched_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
     assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
     stage.dispatcher.settle({(1, 1): None})
@@ -340,7 +340,7 @@ def test_what_is_settled_is_not_given_again(tmp_path: Path) -> None:
     assert stage.more() == [("worker-1", [(1, 2)])]
 
 
-def test_nothing_new_is_given_while_somebody_new_is_waited_for(tmp_path: Path) -> None:
+def test_no_new_work_while_a_view_change_is_due(tmp_path: Path) -> None:
     for config in (IN_STEP, IN_PARTS):
         stage = Stage(tmp_path / str(config.lockstep), config, 1, num_samples=40)
         stage.more()
@@ -355,7 +355,7 @@ def test_nothing_new_is_given_while_somebody_new_is_waited_for(tmp_path: Path) -
         assert given == {"worker-0", "worker-1"}
 
 
-def test_an_evaluation_that_nobody_wants_any_more_is_not_ordered(tmp_path: Path) -> None:
+def test_a_stop_cancels_an_evaluation(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
     stage.more()
     stage.done("worker-0", 1, 0)
@@ -366,7 +366,7 @@ def test_an_evaluation_that_nobody_wants_any_more_is_not_ordered(tmp_path: Path)
     assert [what for _, what in stage.more()] == ["checkpoint", "checkpoint"]
 
 
-def test_those_who_rest_are_told_so_in_every_view(tmp_path: Path) -> None:
+def test_rest_orders_are_sent_in_every_view(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
     stage.more()
     stage.done("worker-0", 1, 0)
@@ -375,7 +375,7 @@ def test_those_who_rest_are_told_so_in_every_view(tmp_path: Path) -> None:
     assert stage.more() == [("worker-0", [(1, 1)]), ("worker-0", "rest")]
 
 
-def test_in_lockstep_it_is_not_quiet_before_the_evaluation_and_the_copy(tmp_path: Path) -> None:
+def test_in_lockstep_evaluations_and_copies_are_unfinished_work(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=4)
     stage.more()
     stage.done("worker-0", 1, 0)
@@ -390,7 +390,7 @@ def test_in_lockstep_it_is_not_quiet_before_the_evaluation_and_the_copy(tmp_path
     assert stage.dispatcher.quiet
 
 
-def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path: Path) -> None:
+def test_a_portion_has_the_factor_of_the_learning_rate(tmp_path: Path) -> None:
     scaling = Scaling("linear", reference=1, warmup=0)
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
     stage.more()
@@ -405,9 +405,7 @@ def test_what_is_unusual_about_the_learning_rate_goes_with_the_portion(tmp_path:
 
 
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
-def test_where_losses_decide_nothing_is_given_before_they_are_known(
-    tmp_path: Path, config: Strategy
-) -> None:
+def test_no_work_before_the_losses_that_decide_are_known(tmp_path: Path, config: Strategy) -> None:
     rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=1)
     stage = Stage(tmp_path, config, 2, num_samples=40, plateau=rule)
     for step, factor in enumerate([1.0, 1.0, 0.5, 0.25], start=1):
@@ -424,7 +422,7 @@ def test_where_losses_decide_nothing_is_given_before_they_are_known(
         stage.done("worker-1", step, 1)
 
 
-def test_a_worker_that_only_listens_makes_no_batch_larger(tmp_path: Path) -> None:
+def test_a_worker_that_catches_up_does_not_count_for_the_batch(tmp_path: Path) -> None:
     scaling = Scaling("linear", reference=1, warmup=0)
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
     stage.seat("worker-0", "worker-1")

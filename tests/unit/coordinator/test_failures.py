@@ -1,4 +1,4 @@
-"""The first failure: what came of it never hides what caused it."""
+"""The first failure: a consequence never hides its cause."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_cause_in_time_is_never_hidden(
 
 
 @given(st.lists(times, min_size=1, max_size=5))
-def test_without_a_cause_the_first_consequence_is_named_in_the_end(victims: list[float]) -> None:
+def test_without_a_cause_the_first_consequence_is_reported(victims: list[float]) -> None:
     arrivals: list[tuple[float, MemberFailure]] = [
         (at, consequence(f"worker-{i}")) for i, at in enumerate(sorted(victims))
     ]
@@ -82,7 +82,7 @@ def test_a_cause_is_certain_at_once() -> None:
     assert first.verdict(5.0) == cause("a")
 
 
-def test_what_a_member_says_first_is_why_it_ended() -> None:
+def test_the_first_reason_of_a_member_counts() -> None:
     """A worker that lost a peer, and said so, exits with 1: that exit is no cause."""
     first = FirstFailure(SETTLE_S)
     first.add(consequence("a"), 0.0)

@@ -1,4 +1,4 @@
-"""When faults happen and when not: members that only note what is done to them, a clock of our own."""
+"""When faults are injected: with fake members and a fake clock."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Play:
 FOUR = ("worker-0", "worker-1", "worker-2", "worker-3")
 
 
-def test_nobody_is_killed_before_the_last_death_is_recovered_from() -> None:
+def test_no_kill_before_the_last_one_is_recovered_from() -> None:
     play = Play("kill worker every 10s; seed 1", *FOUR)
     play.tick()
     assert not play.faults
@@ -134,7 +134,7 @@ def test_two_workers_are_left() -> None:
     assert play.notices.count("waits: no member is left for it (a kill leaves two workers") == 1
 
 
-def test_a_paused_member_goes_on_when_its_time_is_over_or_the_runs() -> None:
+def test_a_paused_member_continues_after_its_pause_or_at_the_end() -> None:
     play = Play("pause worker-1 2s every 10s", *FOUR)
     play.tick()
     play.tick(10.0)
@@ -163,13 +163,13 @@ def test_the_same_seed_the_same_victims() -> None:
     assert len({tuple(victims(seed)) for seed in range(5)}) > 1
 
 
-def test_without_a_seed_one_is_drawn_and_told() -> None:
+def test_without_a_seed_one_is_drawn_and_reported() -> None:
     play = Play("kill worker", *FOUR)
     play.tick()
     assert play.notices == f"chaos: kill worker every 10s; seed {play.injector.chaos.seed}"
 
 
-def test_a_kernel_that_refuses_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object, **__: object) -> bool:
         raise PermissionError(1, "Operation not permitted")
 
@@ -193,7 +193,7 @@ def test_links_stay_cut_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play.faults == [("cut link", "worker-2")]
 
 
-def test_where_there_is_no_link_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_link_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(injector_module, "cut_a_link", lambda pid, rng, *, but_port: False)
     play = Play("cut link every 1s", *FOUR)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""The language of --chaos: what parses, what is refused and how, when faults are due and for whom."""
+"""The language of --chaos: what parses, what is refused, when faults are due and for which members."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ words = st.sampled_from(
 
 
 @given(st.lists(words, max_size=8).map(" ".join) | st.text(max_size=30))
-def test_any_words_parse_or_are_a_mistake(text: str) -> None:
+def test_any_text_parses_or_is_a_usage_error(text: str) -> None:
     try:
         chaos = parse_chaos(text)
     except UsageError as error:
@@ -113,7 +113,7 @@ def test_any_words_parse_or_are_a_mistake(text: str) -> None:
         (" ; ", "names no fault"),
     ],
 )
-def test_a_mistake_is_told_with_what_to_write(text: str, wanted: str) -> None:
+def test_an_error_shows_what_to_write(text: str, wanted: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_chaos(text)
     assert wanted in str(caught.value)
@@ -125,7 +125,7 @@ def refusal(text: str, *, elastic: bool = True, workers: int = 3, servers: int =
     return str(caught.value)
 
 
-def test_what_could_never_happen_is_refused() -> None:
+def test_impossible_faults_are_refused() -> None:
     assert "mine does not survive the death of a worker" in refusal(
         "pause worker 1s", elastic=False
     )

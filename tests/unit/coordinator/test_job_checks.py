@@ -1,4 +1,4 @@
-"""What only shows when the job is loaded: batches that don't fit, and a plateau rule of nothing."""
+"""Checks of a loaded job: batches that do not fit, and plateau rules without a metric."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_rule_is_checked_before_anything_is_trained() -> None:
         check_job(facts(plateau="watch=f1"), workers=1)
 
 
-def test_a_direction_that_no_name_says_has_to_be_stated() -> None:
+def test_an_ambiguous_metric_needs_a_direction() -> None:
     worst = ("loss", "worst")
     with pytest.raises(
         JobError, match=r'Write  monitor="min worst"  .* monitor="max worst"  if hi'

@@ -1,4 +1,4 @@
-"""Leases: whatever is taken, committed or given back, in the end every position is used once."""
+"""Leases: every position is used once, whatever is taken, committed or given back."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def test_ranges_are_a_set(changes: list[tuple[bool, int, int]]) -> None:
 
 
 @pytest.mark.parametrize("piece", [(0, 1), (4, 6), (9, 10), (0, 10), (2, 3)])
-def test_what_is_in_cannot_be_put_in_again(piece: Range) -> None:
+def test_a_range_cannot_be_added_twice(piece: Range) -> None:
     ranges = Ranges([(0, 3), (5, 10)])
     with pytest.raises(AssertionError, match="overlaps"):
         ranges.add(piece)
     assert ranges == Ranges([(0, 3), (5, 10)])
 
 
-def test_what_nobody_holds_can_be_neither_committed_nor_given_back() -> None:
+def test_only_leased_ranges_can_be_committed_or_given_back() -> None:
     leases = Leases(10)
     leases.take(4)
     with pytest.raises(AssertionError):
@@ -175,6 +175,6 @@ def test_split_is_a_partition_in_order(pieces: list[tuple[int, int]], weights: l
     assert [i for part in parts for i in positions(part)] == positions(ranges)
 
 
-def test_split_asked_for_too_many_refuses() -> None:
+def test_split_refuses_more_than_there_is() -> None:
     with pytest.raises(AssertionError, match="6 asked of 5"):
         split([(0, 5)], [3, 3])

@@ -1,4 +1,4 @@
-"""Which metrics are better when they are lower, and whose names don't say."""
+"""Which metrics are better when lower, and which names are ambiguous."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_higher_is_better(name: str) -> None:
         ),
     ],
 )
-def test_a_name_that_does_not_say(name: str) -> None:
+def test_ambiguous_names(name: str) -> None:
     assert lower_is_better(name) is None
     with pytest.raises(JobError) as caught:
         read_monitor(name, option=OPTION)
@@ -89,7 +89,7 @@ def test_a_name_that_does_not_say(name: str) -> None:
     assert not LOWER & HIGHER
 
 
-def test_what_is_stated_counts() -> None:
+def test_a_stated_direction_counts() -> None:
     assert str(read_monitor(" min  worst case ", option=OPTION)) == "min worst case"
     assert read_monitor("max loss", option=OPTION).lower is False
     assert (metric_name("max auc"), metric_name("auc"), metric_name("min")) == ("auc", "auc", "min")

@@ -1,4 +1,4 @@
-"""The course of a training: whatever interrupts it, every sample of every epoch is used once."""
+"""The training plan: every sample of every epoch is used once, however it is interrupted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def due(plan_config: PlanConfig) -> list[int]:
     ]
 
 
-syllabi = st.builds(
+plan_configs = st.builds(
     PlanConfig,
     num_samples=st.integers(1, 40),
     batch_size=st.integers(1, 15),
@@ -43,8 +43,8 @@ syllabi = st.builds(
 
 
 @settings(max_examples=150)
-@given(plan_config=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_a_whole_course(plan_config: PlanConfig, seed: int, max_lease: int) -> None:
+@given(plan_config=plan_configs, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_plan(plan_config: PlanConfig, seed: int, max_lease: int) -> None:
     training_plan = TrainingPlan(plan_config)
     life = drive(training_plan, chance=random.Random(seed), max_lease=max_lease)
     assert life.stop == "finished"
@@ -66,13 +66,13 @@ def test_a_whole_course(plan_config: PlanConfig, seed: int, max_lease: int) -> N
 
 @settings(max_examples=250)
 @given(
-    plan_config=syllabi,
+    plan_config=plan_configs,
     seed=st.integers(0, 2**32),
     moment=st.integers(0, 120),
     kill=st.booleans(),
     other_batch=st.integers(1, 15),
 )
-def test_an_interrupted_course_goes_on(
+def test_an_interrupted_plan_resumes(
     plan_config: PlanConfig, seed: int, moment: int, kill: bool, other_batch: int
 ) -> None:
     """Stopped or killed anywhere, then resumed from the newest checkpoint, with another batch size."""
@@ -103,7 +103,7 @@ def test_an_interrupted_course_goes_on(
         assert second.checkpoints[-1].step == plans[-1].step
 
 
-@given(plan_config=syllabi, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
+@given(plan_config=plan_configs, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
 def test_the_state_survives_json(plan_config: PlanConfig, seed: int, moment: int) -> None:
     training_plan = TrainingPlan(plan_config)
     drive(training_plan, chance=random.Random(seed), cut_after=moment)
@@ -141,7 +141,7 @@ def test_an_evaluation_that_is_done_is_not_done_again() -> None:
     assert [(plan.step, plan.epoch) for plan in order.plans] == [(2, 1)]
 
 
-def test_a_finished_course_trained_longer_goes_on_with_the_next_epoch() -> None:
+def test_a_finished_plan_with_more_epochs_continues() -> None:
     training_plan, life = finish([3.0, 2.0])
     state = through_json(life.checkpoints[-1].state)
     assert TrainingPlan(training_plan.config, state).next(5) == Stop("finished")
@@ -180,8 +180,10 @@ def test_a_step_is_committed_once() -> None:
 
 
 @settings(max_examples=100)
-@given(plan_config=syllabi, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_a_whole_course_in_any_order(plan_config: PlanConfig, seed: int, max_lease: int) -> None:
+@given(plan_config=plan_configs, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+def test_a_whole_plan_committed_in_any_order(
+    plan_config: PlanConfig, seed: int, max_lease: int
+) -> None:
     training_plan = TrainingPlan(plan_config)
     life = drive(training_plan, chance=random.Random(seed), max_lease=max_lease, in_order=False)
     assert life.stop == "finished"
@@ -193,13 +195,13 @@ def test_a_whole_course_in_any_order(plan_config: PlanConfig, seed: int, max_lea
 
 @settings(max_examples=250)
 @given(
-    plan_config=syllabi,
+    plan_config=plan_configs,
     seed=st.integers(0, 2**32),
     max_lease=st.integers(1, 6),
     moments=st.lists(st.integers(0, 120), max_size=6),
     stop=st.one_of(st.none(), st.integers(0, 120)),
 )
-def test_what_is_taken_back_is_ordered_again(
+def test_steps_that_are_taken_back_are_ordered_again(
     plan_config: PlanConfig, seed: int, max_lease: int, moments: list[int], stop: int | None
 ) -> None:
     """Whenever what is open is void, the same steps come again with the same samples, and so do the
@@ -231,7 +233,7 @@ def test_what_is_taken_back_is_ordered_again(
         assert TrainingPlan(plan_config, through_json(saved.state)).samples_used == used
 
 
-def test_a_checkpoint_that_is_owed_comes_first() -> None:
+def test_a_repeated_checkpoint_comes_first() -> None:
     training_plan = TrainingPlan(PlanConfig(num_samples=12, batch_size=4, epochs=1))
     training_plan.next(1)
     training_plan.next(1)

@@ -1,4 +1,4 @@
-"""The best evaluation, and the patience that ends a course: also over interruptions."""
+"""The best evaluation, and the patience that ends a run, across interruptions."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_without_patience_a_bad_metric_stops_nothing() -> None:
 
 @pytest.mark.parametrize("monitor", ["loss", "accuracy"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_never_best(monitor: str, value: float) -> None:
+def test_nan_is_never_best(monitor: str, value: float) -> None:
     training_plan, _ = finish([value, 0.5, value], monitor=monitor)
     assert training_plan.best.evaluation.metrics == {"other": 0.5, monitor: 0.5}
     only, _ = finish([value], monitor=monitor)
     assert only.best.evaluation.metrics is None
 
 
-def test_a_resumed_course_compares_with_what_it_knew() -> None:
+def test_a_resumed_plan_compares_with_its_saved_best() -> None:
     """Also where a metric was no number, which JSON can't say."""
     plan_config = PlanConfig(num_samples=4, batch_size=4, epochs=3)
     training_plan = TrainingPlan(plan_config)
@@ -112,7 +112,7 @@ def test_a_resumed_course_compares_with_what_it_knew() -> None:
     assert changed.evaluated({"loss": 0.6, "other": 1.0})
 
 
-def test_what_was_best_counts_only_in_its_own_direction() -> None:
+def test_the_saved_best_counts_only_in_its_direction() -> None:
     """Also in runs that were saved without it."""
     training_plan, life = finish([3.0, 2.0, 2.5], monitor="max mae")
     saved = through_json(life.checkpoints[-1].state)
@@ -137,7 +137,7 @@ def test_the_best_is_one_that_is_saved() -> None:
     assert training_plan.best.evaluation == BestEvaluation(waited=4)
 
 
-def test_a_course_that_stops_with_nothing_worth_saving_asks_for_no_checkpoint() -> None:
+def test_a_stop_without_saving_orders_no_checkpoint() -> None:
     training_plan = TrainingPlan(PlanConfig(6, 2, 5))
     steps = training_plan.next(2)
     training_plan.stop("diverged", save=False)

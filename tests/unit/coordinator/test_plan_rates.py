@@ -1,4 +1,4 @@
-"""Courses whose batch follows the workers, and whose learning rate follows the losses."""
+"""Plans whose batch follows the workers and whose learning rate follows the losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ scalings = st.builds(
     reference=st.integers(1, 4),
     warmup=st.integers(0, 6),
 )
-syllabi = st.builds(
+plan_configs = st.builds(
     PlanConfig,
     num_samples=st.integers(1, 60),
     batch_size=st.integers(1, 12),
@@ -58,8 +58,13 @@ def assert_scheduled(plans: list[StepPlan], plan_config: PlanConfig) -> None:
 
 
 @settings(max_examples=200)
-@given(plan_config=syllabi, worlds=moments, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
-def test_whatever_the_sequence_of_worlds(
+@given(
+    plan_config=plan_configs,
+    worlds=moments,
+    seed=st.integers(0, 2**32),
+    max_lease=st.integers(1, 6),
+)
+def test_any_sequence_of_numbers_of_workers(
     plan_config: PlanConfig, worlds: dict[int, int], seed: int, max_lease: int
 ) -> None:
     training_plan = TrainingPlan(plan_config)
@@ -76,7 +81,7 @@ def test_whatever_the_sequence_of_worlds(
 
 @settings(max_examples=200)
 @given(
-    plan_config=syllabi,
+    plan_config=plan_configs,
     worlds=moments,
     later=moments,
     seed=st.integers(0, 2**32),
@@ -106,11 +111,11 @@ def test_an_interruption_changes_nothing_of_it(
 
 @settings(max_examples=100)
 @given(
-    plan_config=syllabi,
+    plan_config=plan_configs,
     seed=st.integers(0, 2**32),
     back=st.lists(st.integers(0, 80), max_size=4),
 )
-def test_in_the_reference_world_nothing_is_another(
+def test_the_reference_number_of_workers_changes_nothing(
     plan_config: PlanConfig, seed: int, back: list[int]
 ) -> None:
     plain = replace(plan_config, scaling=Scaling())
@@ -235,7 +240,7 @@ def lowered_by_hand(
     moment=st.one_of(st.none(), st.integers(0, 120)),
     kill=st.booleans(),
 )
-def test_whatever_disturbs_it_the_rate_is_lowered_at_the_same_step(
+def test_interruptions_do_not_move_the_step_that_lowers_the_rate(
     plan_config: PlanConfig,
     seed: int,
     max_lease: int,
@@ -307,7 +312,7 @@ def test_an_evaluation_lowers_the_rate_of_the_next_epoch_and_both_factors_hold()
     assert (change.factor, change.over) == (0.5, 0), "said anew at each start"
 
 
-def test_a_course_without_rules_remembers_nothing_of_them() -> None:
+def test_a_plan_without_rules_saves_no_rates() -> None:
     training_plan = TrainingPlan(PlanConfig(num_samples=4, batch_size=2, epochs=1))
     training_plan.set_world(3)
     training_plan.next(1)

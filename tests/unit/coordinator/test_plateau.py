@@ -1,4 +1,4 @@
-"""The plateau rule: its words, and that it lowers when torch's own would."""
+"""The plateau rule: its syntax, and that it lowers when torch's does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_words(text: str, means: Plateau) -> None:
         ("watch=", "the metric is missing"),
     ],
 )
-def test_a_mistake_says_what_to_write(text: str, complaint: str) -> None:
+def test_an_error_shows_what_to_write(text: str, complaint: str) -> None:
     with pytest.raises(JobError, match=complaint) as caught:
         parse_plateau(text)
     assert 'plateau="factor=0.5; patience=3"' in str(caught.value)
@@ -80,7 +80,7 @@ def test_what_is_watched(text: str, metrics: list[str], watched: str) -> None:
         ("every=9; watch=loss", ["loss"], "every=9 is for watch=train_loss; .* eval_every"),
     ],
 )
-def test_what_can_not_be_watched(text: str, metrics: list[str], complaint: str) -> None:
+def test_unknown_metrics_are_refused(text: str, metrics: list[str], complaint: str) -> None:
     with pytest.raises(JobError, match=complaint):
         resolve(parse_plateau(text), monitor="accuracy", metrics=metrics)
 
@@ -128,7 +128,7 @@ def test_lowers_when_torch_would(values: list[float], rule: Plateau, cut: int) -
         assert bool(why) == (ours.factor < before)
 
 
-def test_says_why() -> None:
+def test_the_reason_is_described() -> None:
     watch = PlateauWatch(Plateau(watch="loss", factor=0.5, patience=2))
     said = [watch.judge(value) for value in (0.5, 0.6, 0.7)]
     assert said == ["", "", "loss has not been better than 0.5 for 2 evaluations"]
@@ -151,7 +151,7 @@ def state(**more: Any) -> dict[str, Any]:
     return {**watch.state(), **more}
 
 
-def test_what_was_lowered_stays_lowered_under_another_rule() -> None:
+def test_a_lowered_rate_stays_under_another_rule() -> None:
     assert PlateauWatch(None, state()).factor == 0.5
     same = PlateauWatch(Plateau(watch="loss"), state())
     other = PlateauWatch(Plateau(watch="accuracy"), state())

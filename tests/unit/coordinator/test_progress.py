@@ -1,4 +1,4 @@
-"""Reports: in whatever order they come, each step is committed once, with the right means."""
+"""Reports in any order: each step is committed once, with the right means."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_any_order_of_members_commits_in_the_order_of_steps(
         assert c.loss == pytest.approx(mean)
 
 
-def test_a_loss_does_not_depend_on_who_was_first() -> None:
+def test_a_loss_does_not_depend_on_the_order_of_reports() -> None:
     """Sums of floats do: 0.1 + 0.2 + 0.3 is another number than 0.3 + 0.2 + 0.1."""
     members = ["worker-0", "worker-1", "worker-2"]
     losses = set()
@@ -79,7 +79,7 @@ def test_a_loss_does_not_depend_on_who_was_first() -> None:
     assert len(losses) == 1
 
 
-def test_a_step_waits_for_everyone_and_says_for_whom() -> None:
+def test_a_step_waits_for_all_and_names_who_is_missing() -> None:
     progress = StepProgress()
     expect(progress, 2, ["a", "b"])
     progress.add("b", row(1, 1.0, 1.0, part=1))
@@ -191,7 +191,7 @@ def test_parts_in_any_order_commit_each_step_once(
     assert len(progress) == 0
 
 
-def test_shares_of_one_member_are_put_together() -> None:
+def test_shares_of_one_member_are_merged() -> None:
     progress = StepProgress()
     progress.width = 2
     parted(progress, 0, 3)
@@ -204,7 +204,7 @@ def test_shares_of_one_member_are_put_together() -> None:
     assert (step.staleness, step.event.staleness) == ((0, 1, 2), 1.0)
 
 
-def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
+def test_bytes_of_dropped_attempts_count() -> None:
     progress = StepProgress()
     parted(progress, 0, 1)
     for name, dropped in (("a", True), ("b", False)):
@@ -214,7 +214,7 @@ def test_bytes_of_what_was_left_out_were_sent_all_the_same() -> None:
     assert (step.bytes_sent, step.loss, step.shares) == (200, 2.0, {"b": ((0, 1),)})
 
 
-def test_what_is_settled_counts_without_its_row_and_only_once() -> None:
+def test_settled_parts_count_once_without_their_rows() -> None:
     progress = StepProgress()
     for step in range(3):
         parted(progress, step, 2)
@@ -244,7 +244,7 @@ def test_in_lockstep_a_step_is_settled_whole_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("known", [{(1, 1): (3.0, 9.0)}, {(1, 0): None, (1, WHOLE): (4.0, 11.0)}])
-def test_the_loss_of_what_nobody_reports_is_what_others_know_of_it(known: dict[Any, Any]) -> None:
+def test_the_loss_of_lost_rows_comes_from_the_members(known: dict[Any, Any]) -> None:
     progress = StepProgress()
     expect(progress, 1, ["a", "b"])
     progress.add("a", row(1, 1.0, 2.0))

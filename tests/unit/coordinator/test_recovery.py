@@ -1,4 +1,4 @@
-"""Trainings of real processes by a strategy that goes on in place, whose members are killed."""
+"""Training with real processes and an elastic strategy, whose members are killed."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def assert_whole(driver: Driver, watcher: Watcher) -> None:
     assert len(evaluated) >= used.total() // SAMPLES - 1
 
 
-def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) -> None:
+def test_without_lockstep_nothing_is_lost_and_staleness_is_reported(tmp_path: Path) -> None:
     watcher = Watcher()
     driver = conduct(tmp_path, PARTS, watcher, pause_s=0.005)
     assert_whole(driver, watcher)
@@ -168,7 +168,7 @@ def test_without_lockstep_nothing_is_lost_and_staleness_is_told(tmp_path: Path) 
 @pytest.mark.parametrize(
     "config", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
 )
-def test_the_others_go_on_without_the_dead(tmp_path: Path, config: Lockstep) -> None:
+def test_the_others_continue_after_a_death(tmp_path: Path, config: Lockstep) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("worker-0")))
     driver = conduct(tmp_path, config, watcher)
@@ -220,7 +220,7 @@ def test_the_dead_are_replaced_under_new_names(tmp_path: Path, config: Lockstep)
     assert len(watcher.of(ev.Recovered)) == 1, "a replacement is no recovery"
 
 
-def test_whoever_is_not_ready_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
+def test_the_end_does_not_wait_for_new_members(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(20), lambda: watcher.kill("worker-1")))
     driver = conduct(tmp_path, PARTS, watcher, workers=2, max_restarts=1, pause_s=0.005)
@@ -228,7 +228,7 @@ def test_whoever_is_not_ready_at_the_end_is_not_waited_for(tmp_path: Path) -> No
     assert (driver.membership.num_lost, driver.membership.num_replaced) == (1, 0)
 
 
-def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> None:
+def test_a_new_member_that_fails_to_start_is_replaced(tmp_path: Path) -> None:
     watcher = Watcher()
 
     def kill_and_spoil() -> None:
@@ -251,7 +251,7 @@ def test_one_that_fails_before_it_has_joined_is_no_failure(tmp_path: Path) -> No
     assert driver.membership.num_replaced == 0
 
 
-def test_a_frozen_member_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_frozen_member_is_ended_and_the_others_continue(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(5), lambda: watcher.kill("worker-1", signal.SIGSTOP)))
     timeouts = dataclasses.replace(Timeouts(), silence_s=2.5, beat_s=0.2)
@@ -275,7 +275,7 @@ def test_two_deaths_at_once(tmp_path: Path) -> None:
     assert watcher.of(ev.ViewChanged)[-1].members == ("worker-1",)
 
 
-def test_when_nobody_is_left_the_run_fails(tmp_path: Path) -> None:
+def test_without_members_the_run_fails(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(5), lambda: watcher.kill("worker-0")))
     with pytest.raises(MemberError, match="worker-0 killed by SIGKILL") as failed:
@@ -283,7 +283,7 @@ def test_when_nobody_is_left_the_run_fails(tmp_path: Path) -> None:
     assert failed.value.exit_code == 137
 
 
-def test_when_nobody_is_left_all_may_begin_again(tmp_path: Path) -> None:
+def test_without_members_all_may_restart(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(5), lambda: watcher.kill("worker-0")))
     with pytest.raises(WeightsLost, match="killed by SIGKILL") as lost:

@@ -1,4 +1,4 @@
-"""Who is left out, when, and when it comes back: the rule, on scripted speeds."""
+"""Which stragglers are left out, when, and when they come back, on scripted speeds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def gpu_and_cpus(together: float, without: float, **more: int) -> Script:
     return Script(devices, speeds, together, without, **more)
 
 
-def test_cpus_that_only_brake_stay_out() -> None:
+def test_cpus_that_slow_the_run_down_stay_out() -> None:
     run = gpu_and_cpus(700.0, 1000.0)
     assert run.run(30) == [
         TrialPhase.TOGETHER,
@@ -93,7 +93,7 @@ def test_cpus_that_only_brake_stay_out() -> None:
 
 
 @pytest.mark.parametrize("without", [500.0, 700.0, 720.0])
-def test_those_that_help_or_cost_nothing_come_back(without: float) -> None:
+def test_workers_that_help_or_cost_nothing_come_back(without: float) -> None:
     run = gpu_and_cpus(700.0, without)
     phases = [TrialPhase.TOGETHER, TrialPhase.LEAVING, TrialPhase.WITHOUT, TrialPhase.SETTLED]
     assert run.run(60) == phases
@@ -102,7 +102,7 @@ def test_those_that_help_or_cost_nothing_come_back(without: float) -> None:
     assert run.run(60) == [TrialPhase.SETTLED], "and it is not tried again and again"
 
 
-def test_what_is_plainly_slower_is_not_tried_for_long() -> None:
+def test_a_trial_that_is_clearly_slower_is_short() -> None:
     run = gpu_and_cpus(700.0, 400.0)
     while run.straggler_trial.phase != TrialPhase.WITHOUT:
         run.run(0.1)
@@ -110,7 +110,7 @@ def test_what_is_plainly_slower_is_not_tried_for_long() -> None:
     assert run.notes == ["400 samples/s without worker-1, worker-2 (cpu), 700 with: taken back"]
 
 
-def test_workers_that_are_alike_are_left_alone() -> None:
+def test_similar_workers_are_not_tried() -> None:
     devices = dict.fromkeys(["worker-0", "worker-1"], "cpu")
     run = Script(devices, {"worker-0": 300.0, "worker-1": 100.0}, 100.0, 1000.0)
     assert run.run(30) == [TrialPhase.TOGETHER, TrialPhase.SETTLED]
@@ -119,13 +119,13 @@ def test_workers_that_are_alike_are_left_alone() -> None:
     assert much.spared == ["worker-1"]
 
 
-def test_never_fewer_than_were_asked_for() -> None:
+def test_never_fewer_than_min_workers() -> None:
     run = gpu_and_cpus(700.0, 1000.0, least=3)
     assert run.run(30) == [TrialPhase.TOGETHER, TrialPhase.SETTLED]
     assert not run.notes
 
 
-def test_what_is_slower_by_now_ends_it() -> None:
+def test_a_run_that_became_slower_takes_them_back() -> None:
     run = gpu_and_cpus(700.0, 1000.0)
     run.run(30)
     run.without = 600.0
@@ -155,7 +155,7 @@ def test_nothing_is_measured_while_shares_change() -> None:
         assert run.run(2) == [TrialPhase.TOGETHER]
 
 
-def test_a_meter_counts_time_with_something_to_do() -> None:
+def test_a_meter_counts_only_time_with_work() -> None:
     clock = Clock()
     meter = Meter(clock)
     clock.now = 5.0

@@ -1,4 +1,4 @@
-"""Who hangs in the job's code, and who only waits."""
+"""Members that hang in the job's code, and members that only wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
             self.given_up += self.watch.hopeless(self.now, ending=ending).items()
 
 
-def test_who_hangs_is_named_once_and_who_waits_for_it_is_not() -> None:
+def test_a_stuck_member_is_reported_once_and_waiting_ones_are_not() -> None:
     clock = Clock()
     clock.beat(60, a=(35, LOADING, 70), b=(35, WAITING, 70))
     assert clock.named == []
@@ -43,7 +43,7 @@ def test_who_hangs_is_named_once_and_who_waits_for_it_is_not() -> None:
     assert clock.moved == []
 
 
-def test_one_that_goes_on_says_so_and_may_hang_again() -> None:
+def test_a_member_that_continues_is_reported_and_may_hang_again() -> None:
     clock = Clock()
     clock.beat(80, a=(35, COMPUTING, 70))
     clock.beat(1, a=(36, COMPUTING, 71))
@@ -69,7 +69,7 @@ def test_progress_inside_a_step_or_an_evaluation_is_enough() -> None:
     ]
 
 
-def test_where_steps_are_long_they_are_not_named_again_and_again() -> None:
+def test_long_steps_are_not_reported_repeatedly() -> None:
     clock = Clock()
     for step in range(1, 20):
         clock.beat(90, a=(step, COMPUTING, step))
@@ -85,7 +85,7 @@ def test_a_first_step_that_keeps_a_core_busy_may_compile() -> None:
     assert list(watch.newly_stuck(1000)) == ["b", "c"]
 
 
-def test_one_that_stops_beating_is_named_by_its_last_beat() -> None:
+def test_a_member_without_beats_is_reported_by_its_last_beat() -> None:
     clock = Clock()
     clock.beat(1, a=(35, COMPUTING, 70))
     clock.beat(61)
@@ -95,7 +95,7 @@ def test_one_that_stops_beating_is_named_by_its_last_beat() -> None:
     assert clock.given_up == []
 
 
-def test_when_the_run_is_to_end_patience_is_short() -> None:
+def test_the_limit_is_short_when_the_run_ends() -> None:
     clock = Clock()
     clock.beat(int(ENDING_S), a=(35, LOADING, 70), b=(0, SAVING, 70), ending=True)
     assert clock.given_up == []
@@ -103,7 +103,7 @@ def test_when_the_run_is_to_end_patience_is_short() -> None:
     assert clock.given_up == [("a", "has been in step 35 for 20 s (loading data)")]
 
 
-def test_zero_is_never_but_a_run_can_still_be_ended() -> None:
+def test_zero_never_reports_but_a_run_can_still_be_ended() -> None:
     clock = Clock(0.0)
     clock.beat(10_000, a=(35, LOADING, 70))
     assert clock.named == clock.given_up == []

@@ -1,4 +1,4 @@
-"""Parts of a batch follow the speed of workers: equal until it is worth it, then so that all end together."""
+"""Shares of a batch follow the speed of workers: equal until a change pays off, then all finish together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_equal_workers_have_equal_parts() -> None:
     assert throughput.news(NAMES[:3]) == []
 
 
-def test_one_of_half_the_speed_gets_half_as_much() -> None:
+def test_half_the_speed_gets_half_the_share() -> None:
     throughput = Throughput()
     assert train(throughput, [0.01, 0.02], batch=60) == pytest.approx(0.4)
     assert throughput.weights(["a", "b"]) == [1.0, 0.5]
@@ -44,7 +44,7 @@ def test_one_of_half_the_speed_gets_half_as_much() -> None:
 
 
 @given(st.lists(st.floats(0.002, 0.06), min_size=2, max_size=4))
-def test_no_step_takes_much_longer_than_it_could(speeds: list[float]) -> None:
+def test_no_step_takes_much_longer_than_necessary(speeds: list[float]) -> None:
     took = train(Throughput(), speeds, steps=1500, batch=4096)
     best = 4096 / sum(1 / seconds for seconds in speeds)
     assert took < WORTH * best * 1.05
@@ -67,14 +67,14 @@ def test_nothing_changes_before_all_are_known() -> None:
     assert throughput.weights(["a", "b", "new"]) == [1.0, 0.2, pytest.approx(0.6)]
 
 
-def test_even_the_slowest_has_something() -> None:
+def test_even_the_slowest_has_a_share() -> None:
     throughput = Throughput()
     throughput.note("a", 10_000, 2.0)
     throughput.note("b", 1, 2.0)
     assert throughput.weights(["a", "b"]) == [1.0, LEAST]
 
 
-def test_a_pause_that_no_share_makes_shorter() -> None:
+def test_a_fixed_cost_per_step_is_not_shared() -> None:
     """Whoever takes as long for few samples as for many keeps the least; the others have the rest."""
     throughput = Throughput()
     for _ in range(500):
@@ -84,7 +84,7 @@ def test_a_pause_that_no_share_makes_shorter() -> None:
     assert counts[1] <= 5
 
 
-def test_who_is_too_slow_for_a_share_gets_a_sample_now_and_then() -> None:
+def test_a_worker_too_slow_for_a_share_gets_a_sample_now_and_then() -> None:
     plan = StepPlan(1, 0, ((0, 10),))
     assert plan.share_out([1.0, 1e-4, 0.0]) == [[(0, 10)], [], []]
     assert plan.share_out([1.0, 1e-4, 0.0], least=1) == [[(0, 9)], [(9, 10)], []]

@@ -1,4 +1,4 @@
-"""Parts for whoever is free: the fast take more, nobody waits, nothing is given twice."""
+"""The queue of parts: fast workers take more, no worker waits, no part is assigned twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parts_of(steps: int, number: int) -> list[QueuedPart]:
 
 
 @given(samples=st.integers(1, 30), number=st.integers(1, 12))
-def test_a_step_is_cut_into_equal_parts_of_which_none_is_empty(samples: int, number: int) -> None:
+def test_a_step_is_cut_into_equal_parts_without_empty_ones(samples: int, number: int) -> None:
     parts = cut(StepPlan(3, 0, ((5, 5 + samples), (60, 63))), number)
     assert len(parts) == min(number, samples + 3)
     sizes = [sum(high - low for low, high in part.ranges) for part in parts]
@@ -62,7 +62,7 @@ def test_parts_follow_speed() -> None:
     ("seconds", "ahead"),
     [(0.5, 1), (AHEAD_S, 1), (0.39, 2), (0.1, 4), (0.001, MAX_LEASE), (0, MAX_LEASE)],
 )
-def test_how_much_is_ahead_follows_the_workers_own_seconds(seconds: float, ahead: int) -> None:
+def test_work_ahead_follows_the_speed_of_each_worker(seconds: float, ahead: int) -> None:
     queue = WorkQueue()
     queue.set_workers(["a"])
     assert queue.room() == 1, "one, before anything is known"
@@ -74,7 +74,7 @@ def test_how_much_is_ahead_follows_the_workers_own_seconds(seconds: float, ahead
     assert queue.room() == 0
 
 
-def test_a_part_that_was_left_out_is_the_next_for_anybody() -> None:
+def test_a_dropped_part_is_next_for_any_worker() -> None:
     queue = WorkQueue()
     queue.set_workers(["a", "b"])
     queue.extend(parts_of(3, 1))
@@ -87,7 +87,7 @@ def test_a_part_that_was_left_out_is_the_next_for_anybody() -> None:
     assert sorted(part.key for _, part in queue.deal()) == [(1, 0), (3, 0)]
 
 
-def test_what_is_in_hand_comes_back_in_front_and_in_order() -> None:
+def test_assigned_parts_come_back_to_the_front_in_order() -> None:
     queue = WorkQueue()
     queue.set_workers(["a", "b"])
     queue.extend(parts_of(2, 3))
@@ -102,7 +102,7 @@ def test_what_is_in_hand_comes_back_in_front_and_in_order() -> None:
 
 
 @given(seed=st.integers(0, 2**32), workers=st.integers(1, 5))
-def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> None:
+def test_each_part_is_always_in_one_place(seed: int, workers: int) -> None:
     chance = random.Random(seed)
     queue = WorkQueue()
     names = [f"w{i}" for i in range(workers)]
@@ -132,7 +132,7 @@ def test_whatever_happens_each_part_is_in_one_place(seed: int, workers: int) -> 
         assert sorted(places) == sorted(part.key for part in everything)
 
 
-def test_the_last_parts_go_to_whoever_is_free_first() -> None:
+def test_the_last_parts_go_to_the_first_free_worker() -> None:
     queue = WorkQueue()
     queue.set_workers(["slow", "fast"])
     queue.extend(parts_of(1, 2))

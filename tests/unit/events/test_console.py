@@ -45,7 +45,7 @@ def written(stream: TextIO) -> str:
     return stream.getvalue()
 
 
-def test_plain_tells_a_whole_run(
+def test_plain_shows_a_whole_run(
     plain: PlainConsole,
     start: list[ev.Event],
     step: Callable[..., ev.StepCommitted],
@@ -98,9 +98,7 @@ def test_plain_progress_comes_every_few_seconds(
     assert said == ["1", "6", "11", "16", "20"]
 
 
-def test_plain_speaks_during_a_slow_start(
-    plain: PlainConsole, clock: Clock, start: list[ev.Event]
-) -> None:
+def test_plain_shows_a_slow_start(plain: PlainConsole, clock: Clock, start: list[ev.Event]) -> None:
     plain.handle(start[0])
     plain.handle(start[1])
     plain.tick()
@@ -111,7 +109,7 @@ def test_plain_speaks_during_a_slow_start(
     assert written(plain.out).count("starting 2 workers ... 1 of 2 ready  6.0 s\n") == 1
 
 
-def test_a_start_that_waits_for_hosts_says_so(
+def test_waiting_for_hosts_is_shown(
     plain: PlainConsole, clock: Clock, start: list[ev.Event]
 ) -> None:
     plain.handle(start[0])
@@ -141,7 +139,7 @@ def test_a_failure_names_the_first_member_its_traceback_and_its_log(
     assert written(plain.out).endswith(f"continue with:  {RESUME}\n")
 
 
-def test_a_failure_without_a_member_says_the_error(plain: PlainConsole) -> None:
+def test_a_failure_without_a_member_shows_the_error(plain: PlainConsole) -> None:
     end = ev.RunFinished(
         outcome="failed", summary={"error": "no worker could start"}, resume_command=None
     )
@@ -157,12 +155,12 @@ def test_a_failure_without_a_member_says_the_error(plain: PlainConsole) -> None:
         ("no better accuracy in 3 evaluations", "stopping: no better accuracy in 3 evaluations\n"),
     ],
 )
-def test_stopping_says_why(plain: PlainConsole, reason: str, expected: str) -> None:
+def test_stopping_shows_the_reason(plain: PlainConsole, reason: str, expected: str) -> None:
     plain.handle(ev.Stopping(reason=reason))
     assert written(plain.out) == expected
 
 
-def test_quiet_says_only_the_failure_and_one_line(
+def test_quiet_shows_only_the_failure_and_one_line(
     start: list[ev.Event],
     step: Callable[..., ev.StepCommitted],
     finish: Callable[..., ev.RunFinished],
@@ -198,7 +196,7 @@ os._exit(0)
 """
 
 
-def test_a_reader_that_left_does_not_end_the_run() -> None:
+def test_a_closed_pipe_does_not_end_the_run() -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", TALK_TO_NO_ONE]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:

@@ -55,7 +55,7 @@ def test_round_trip(
     assert records[-2:] == [ev.to_record(event) for event in sent[-2:]]
 
 
-def test_appends_to_what_is_there(tmp_path: Path, step: Callable[..., ev.StepCommitted]) -> None:
+def test_appends_to_an_existing_file(tmp_path: Path, step: Callable[..., ev.StepCommitted]) -> None:
     path = tmp_path / "events.jsonl"
     write(path, step(1))
     write(path, step(2))
@@ -63,7 +63,7 @@ def test_appends_to_what_is_there(tmp_path: Path, step: Callable[..., ev.StepCom
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_word_for(
+def test_values_that_json_lacks(
     tmp_path: Path, loss: float, step: Callable[..., ev.StepCommitted], evaluated: ev.Evaluated
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -116,7 +116,7 @@ def test_a_file_that_is_only_a_torn_line_starts_anew(
     assert [record["step"] for record in read_events(path)] == [1]
 
 
-def test_a_spoilt_line_in_the_middle_is_named(
+def test_a_damaged_line_in_the_middle_is_named(
     tmp_path: Path, step: Callable[..., ev.StepCommitted]
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -128,7 +128,7 @@ def test_a_spoilt_line_in_the_middle_is_named(
         list(read_events(path))
 
 
-def test_a_closed_sink_says_so(tmp_path: Path, step: Callable[..., ev.StepCommitted]) -> None:
+def test_a_closed_sink_raises(tmp_path: Path, step: Callable[..., ev.StepCommitted]) -> None:
     sink = JsonlSink(tmp_path / "events.jsonl")
     sink.close()
     sink.close()
@@ -150,7 +150,7 @@ except OSError as error:
 """
 
 
-def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path) -> None:
+def test_a_partial_write_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", FILL_UP, str(path)], capture_output=True, text=True, timeout=60
@@ -222,7 +222,7 @@ def test_steps_after_the_resumed_one_are_void() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), max_size=8))
-def test_the_true_history_is_each_step_once_from_the_last_process_that_did_it(
+def test_each_step_counts_once_from_the_last_start(
     attempts: list[tuple[int, int]],
 ) -> None:
     """Attempts: resume at (at most) a step, then go on for some steps and die."""
@@ -241,7 +241,7 @@ def test_the_true_history_is_each_step_once_from_the_last_process_that_did_it(
     assert [record["by"] for record in history] == [last_doer[s] for s in range(1, reached + 1)]
 
 
-def test_steps_that_were_committed_in_any_order_are_read_in_theirs() -> None:
+def test_steps_are_sorted() -> None:
     def committed(*steps: int) -> list[dict[str, object]]:
         return [{"event": "StepCommitted", "step": step} for step in steps]
 

@@ -57,14 +57,14 @@ def test_a_failing_sink_is_reported_once_and_the_others_get_everything(
     assert "the lamp is broken" in report
 
 
-def test_the_truth_can_not_be_written_ends_the_run() -> None:
+def test_an_essential_sink_that_fails_ends_the_run() -> None:
     stream = Stream([JsonlSink("/dev/full")])
     with pytest.raises(RecordError, match="No space left"):
         stream.emit(Noticed(message="x"))
     stream.close()
 
 
-def test_close_closes_all_whatever_one_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_closes_all_even_if_one_raises(caplog: pytest.LogCaptureFixture) -> None:
     sinks = [Recorder(), Recorder(fail_closing=True), Recorder()]
     stream = Stream(sinks)
     stream.close()
@@ -139,7 +139,7 @@ def test_a_failure_behind_the_queue_reaches_the_stream_once(
     assert "Recorder" in report
 
 
-def test_a_failure_of_the_last_event_is_told_at_close() -> None:
+def test_a_failure_of_the_last_event_is_raised_at_close() -> None:
     queued = Queued(Recorder(fail_at=0))
     queued.handle(Noticed(message="x"))
     with pytest.raises(RuntimeError, match="the lamp is broken"):

@@ -97,7 +97,7 @@ def test_a_resumed_run_shows_no_step_twice(
     assert [point.step for point in board.Tensors("run")] == [0, 3]
 
 
-def test_going_back_within_one_process_forgets_too(
+def test_resuming_within_one_process_discards_later_steps(
     tmp_path: Path, step: Callable[..., ev.StepCommitted]
 ) -> None:
     sink = TensorBoardSink(tmp_path)
@@ -108,9 +108,7 @@ def test_going_back_within_one_process_forgets_too(
     assert points == [(3, 1.0), (4, 2.0)]
 
 
-def test_what_is_not_finite_and_a_step_of_no_time(
-    tmp_path: Path, step: Callable[..., ev.StepCommitted]
-) -> None:
+def test_nan_and_a_step_without_time(tmp_path: Path, step: Callable[..., ev.StepCommitted]) -> None:
     no_time = dataclasses.replace(step(1, loss=math.nan), step_s=0.0)
     sink = TensorBoardSink(tmp_path)
     sink.handle(no_time)
@@ -120,7 +118,7 @@ def test_what_is_not_finite_and_a_step_of_no_time(
     assert "train/samples_per_s" not in board.Tags()["scalars"]
 
 
-def test_points_are_on_disk_while_the_run_goes_on(
+def test_points_are_on_disk_during_the_run(
     tmp_path: Path, step: Callable[..., ev.StepCommitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("manyhands.events.tensorboard.FLUSH_EVERY_S", 0.05)
@@ -153,7 +151,7 @@ def test_without_tensorboard_one_notice_and_then_nothing(
     assert not (tmp_path / "tb").exists()
 
 
-def test_watching_needs_no_torch_and_imports_tensorboard_and_rich_late(tmp_path: Path) -> None:
+def test_sinks_need_no_torch_and_import_tensorboard_and_rich_late(tmp_path: Path) -> None:
     script = f"""
 import sys
 from manyhands.events import TensorBoardSink, make_console
@@ -173,7 +171,7 @@ assert "torch" not in sys.modules
     assert done.stdout == "note: x\n"
 
 
-def test_staleness_by_step_and_how_often(
+def test_staleness_by_step_and_its_histogram(
     tmp_path: Path, start: list[ev.Event], step: Callable[..., ev.StepCommitted]
 ) -> None:
     sink = TensorBoardSink(tmp_path / "tb")

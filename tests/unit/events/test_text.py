@@ -80,7 +80,7 @@ def test_progress_is_the_mean_of_the_recent_steps(
     )
 
 
-def test_a_single_worker_waits_for_no_one(
+def test_a_single_worker_shows_no_wait(
     start: list[ev.Event], step: Callable[..., ev.StepCommitted]
 ) -> None:
     alone = ev.ViewChanged(view=1, members=("worker-0",), transport="none")
@@ -89,7 +89,7 @@ def test_a_single_worker_waits_for_no_one(
     assert "step 1/20  5%  loss 0.2500" in line
 
 
-def test_going_back_forgets_what_is_void(
+def test_resuming_forgets_void_steps(
     start: list[ev.Event], step: Callable[..., ev.StepCommitted], evaluated: ev.Evaluated
 ) -> None:
     back = ev.Resumed(step=5, epoch=0, checkpoint="checkpoints/step-5", workers=2)
@@ -98,7 +98,7 @@ def test_going_back_forgets_what_is_void(
     assert len(status.recent) == 0
 
 
-def test_a_long_traceback_keeps_its_begin_and_its_end() -> None:
+def test_a_long_traceback_keeps_its_start_and_end() -> None:
     traceback = "\n".join(f"line {number}" for number in range(100))
     failed = ev.MemberFailed(member="w", reason="r", traceback=traceback, log="l")
     _, lines, log = text.failure(failed)
@@ -122,7 +122,7 @@ def test_the_checkpoint_can_be_typed_from_here(given_as: str) -> None:
     assert ("checkpoint", "runs/x/checkpoints/s") in text.summary_rows(end, "runs/x")
 
 
-def test_a_loss_and_the_going_on() -> None:
+def test_a_loss_and_a_recovery() -> None:
     lost = ev.MemberLost(member="worker-1", reason="killed by SIGKILL", view=1, workers=3)
     assert (
         text.lost_line(lost) == "worker-1 was lost (killed by SIGKILL); continuing with 3 workers"
@@ -141,7 +141,7 @@ def test_a_loss_and_the_going_on() -> None:
     assert text.recovered_line(again) == "recovered in 0.31 s, 2 steps to redo"
 
 
-def test_faults_on_purpose() -> None:
+def test_injected_faults() -> None:
     kill = ev.Injected(fault="kill", member="worker-1")
     assert text.injected_line(kill) == "chaos: kill worker-1"
     pause = ev.Injected(fault="pause", member="server-0", seconds=2.0)
@@ -157,7 +157,7 @@ def test_faults_on_purpose() -> None:
         assert text.summary_rows(end, None) == [("chaos", said)]
 
 
-def test_servers_are_no_workers() -> None:
+def test_servers_do_not_count_as_workers() -> None:
     members = ("worker-0", "worker-2", "server-0")
     view = ev.ViewChanged(view=3, members=members, transport="tcp", servers=1)
     said = "continuing with 2 workers and 1 server: worker-0, worker-2, server-0; tcp"
@@ -169,7 +169,7 @@ def test_steps_in_any_order_never_go_backward(step: Callable[..., ev.StepCommitt
     assert status.step == 5
 
 
-def test_the_end_tells_of_losses_and_staleness() -> None:
+def test_the_summary_shows_losses_and_staleness() -> None:
     staleness = {"mean": 1.2345, "p95": 3, "max": 7, "count": 9, "histogram": {}}
     summary = {"lost": 2, "replaced": 1, "staleness": staleness}
     event = ev.RunFinished(outcome="finished", summary=summary, resume_command=None)

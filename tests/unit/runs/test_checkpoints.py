@@ -31,7 +31,7 @@ def save(run: Path, step: int, text: str = "weights") -> Path:
     )
 
 
-def test_what_was_committed_is_what_is_verified(tmp_path: Path) -> None:
+def test_a_committed_checkpoint_verifies(tmp_path: Path) -> None:
     path = save(tmp_path, 12)
     assert path == final(tmp_path, 12) == tmp_path / "checkpoints" / "step-12"
     manifest = verify(path)
@@ -87,7 +87,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGES, ids=[says for _, says in DAMAGES])
-def test_a_damaged_one_is_never_loaded_and_the_one_before_is(
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     tmp_path: Path, damage: Any, says: str
 ) -> None:
     save(tmp_path, 5)
@@ -110,7 +110,7 @@ def test_the_newest_of_none(tmp_path: Path) -> None:
     assert len(complaints) == 1
 
 
-def test_steps_are_numbers_and_what_is_unfinished_has_none(tmp_path: Path) -> None:
+def test_steps_of_checkpoints_without_unfinished_ones(tmp_path: Path) -> None:
     for step in (100, 9, 20):
         save(tmp_path, step)
     partial(tmp_path, 300).mkdir()
@@ -130,7 +130,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-6", "step-7"]
 
 
-def test_set_aside_is_out_of_sight_and_still_there(tmp_path: Path) -> None:
+def test_a_checkpoint_set_aside_is_hidden_not_deleted(tmp_path: Path) -> None:
     path = save(tmp_path, 4)
     checkpoints.set_aside(path)
     assert steps(tmp_path) == []
@@ -151,7 +151,7 @@ def test_the_same_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert (aside / "a.distcp").read_text().startswith("old")
 
 
-def test_while_it_is_replaced_one_of_the_two_is_always_there(tmp_path: Path) -> None:
+def test_one_of_two_checkpoints_exists_during_replacement(tmp_path: Path) -> None:
     path = save(tmp_path, 4)
     done = threading.Event()
 
@@ -172,7 +172,7 @@ def test_while_it_is_replaced_one_of_the_two_is_always_there(tmp_path: Path) -> 
     assert verify(path).step == 4
 
 
-def test_what_a_killed_run_left_half_done_is_cleared(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
     save(tmp_path, 4)
     partial(tmp_path, 5).mkdir()
     (partial(tmp_path, 5) / "file").touch()
@@ -181,7 +181,7 @@ def test_what_a_killed_run_left_half_done_is_cleared(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
 
 
-def test_nothing_to_commit_is_an_error_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_commit_without_files_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 4)
     with pytest.raises(CheckpointError, match="checkpoint of step 4 can't be finished"):
         checkpoints.commit(tmp_path, 4, files={}, training_plan={}, strategy="single", workers=1)

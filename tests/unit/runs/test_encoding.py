@@ -35,7 +35,7 @@ def test_any_state_comes_back(state: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_come_back_beside_it(dtype: torch.dtype) -> None:
+def test_tensors_come_back(dtype: torch.dtype) -> None:
     state = {"a": torch.ones(2, 3).to(dtype), "b": [torch.zeros(()).to(dtype), (1, None)], 3: "x"}
     text, tensors = flatten(state)
     empty = empty_tensors(text)
@@ -59,6 +59,6 @@ def test_the_state_of_a_training_comes_back() -> None:
     assert isinstance(again["s"]["milestones"], Counter)
 
 
-def test_what_can_not_be_sent_is_named() -> None:
+def test_a_value_that_can_not_be_sent_is_named() -> None:
     with pytest.raises(JobError, match=r"state\.scheduler\[1\]\.rule is function"):
         flatten({"scheduler": [1, {"rule": lambda: None}]})

@@ -33,7 +33,7 @@ def test_anything_becomes_json_that_stays_as_it_is(value: Any) -> None:
     assert jsonable(once) == once
 
 
-def test_what_json_has_no_word_for() -> None:
+def test_values_that_json_lacks() -> None:
     value = {"a": (1, math.nan), 2: [math.inf, True, None], "p": Path("x")}
     assert jsonable(value) == {"a": [1, None], "2": [None, True, None], "p": "PosixPath('x')"}
 
@@ -68,7 +68,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"a": 1}
 
 
-def test_two_folders_change_places(tmp_path: Path) -> None:
+def test_two_folders_are_exchanged(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()

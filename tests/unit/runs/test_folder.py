@@ -26,13 +26,13 @@ def test_a_run_is_named_by_its_job_and_the_time(tmp_path: Path, job: str, name: 
     assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "logs", "tb"]
 
 
-def test_many_in_one_second_are_all_different(tmp_path: Path) -> None:
+def test_names_in_one_second_are_unique(tmp_path: Path) -> None:
     paths = [RunFolder.create("job", root=tmp_path).path for _ in range(6)]
     assert len(set(paths)) == 6
     assert any(path.name.endswith("-2") for path in paths)
 
 
-def test_a_folder_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_requested_folder(tmp_path: Path) -> None:
     wanted = tmp_path / "deep" / "down"
     assert RunFolder.create("job", path=wanted).path == wanted
     (tmp_path / "empty").mkdir()
@@ -41,7 +41,7 @@ def test_a_folder_that_was_asked_for(tmp_path: Path) -> None:
         RunFolder.create("job", path=wanted)
 
 
-def test_a_folder_that_can_not_be(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunFolderError, match=f"{path} can't be created: .*--run-dir"):
@@ -50,7 +50,7 @@ def test_a_folder_that_can_not_be(tmp_path: Path) -> None:
         RunFolder.create("job", root=tmp_path / "file" / "runs")
 
 
-def test_opening_what_is_no_run(tmp_path: Path) -> None:
+def test_opening_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"There is no run .*none.*manyhands list"):
         RunFolder.open(tmp_path / "none")
     with pytest.raises(RunFolderError, match=r"is not a run: it has no config\.json.*list"):
@@ -85,7 +85,7 @@ def test_a_config_that_is_not_ours(tmp_path: Path, text: str) -> None:
         _ = RunFolder.open(tmp_path).config
 
 
-def test_a_run_of_another_user_says_whose_code_will_run(
+def test_a_run_of_another_user_warns_whose_code_will_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder.create("job", path=tmp_path / "run")

@@ -119,7 +119,7 @@ def object_tensor(metadata: Any) -> Any:
         (lambda _: [1, 2], "expected a Metadata, got list"),
     ],
 )
-def test_metadata_that_makes_no_sense_says_why(
+def test_invalid_metadata_is_explained(
     tmp_path: Path, change: Callable[[Any], Any], says: str
 ) -> None:
     folder = tmp_path / "saved"
@@ -186,7 +186,7 @@ def numpy_value(code: str, data: Any) -> io.BytesIO:
 
 
 @pytest.mark.parametrize(("code", "data"), [("O", b"12345678"), ("V8", b"12345678"), ("f8", 3)])
-def test_memory_is_not_read_as_a_stranger_says(code: str, data: Any) -> None:
+def test_array_sizes_of_a_pickle_are_not_trusted(code: str, data: Any) -> None:
     assert safe_reader.load_value(numpy_value("f8", bytes(8)), "value") == 0
     with pytest.raises((CheckpointError, TypeError)):
         safe_reader.load_value(numpy_value(code, data), "value")

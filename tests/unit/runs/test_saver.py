@@ -120,7 +120,7 @@ CASES += [(name, "multistep") for name in OPTIMIZERS if name != "groups"]
 
 @pytest.mark.parametrize(("optimizer", "schedule"), CASES, ids=map("-".join, CASES))
 @pytest.mark.parametrize("before", [0, 4])
-def test_going_on_is_bit_equal(tmp_path: Path, optimizer: str, schedule: str, before: int) -> None:
+def test_resuming_is_bit_equal(tmp_path: Path, optimizer: str, schedule: str, before: int) -> None:
     """Saved after no step or some; loaded into what was built from another seed."""
     trained, learner = build(optimizer, schedule), Learner()
     learner.kept = {"residual": torch.arange(3.0), "round": 7}
@@ -141,7 +141,7 @@ def test_going_on_is_bit_equal(tmp_path: Path, optimizer: str, schedule: str, be
             assert ours["lr"] == theirs["lr"]
 
 
-def test_the_files_are_what_is_said_of_them(tmp_path: Path) -> None:
+def test_sizes_and_checksums_match_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     files = write_state(folder, gather_state(build(), Learner()))
     assert set(files) == {path.name for path in folder.iterdir()}
@@ -151,7 +151,7 @@ def test_the_files_are_what_is_said_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_changes", [1, 50])
-def test_training_goes_on_while_it_is_written(tmp_path: Path, num_changes: int) -> None:
+def test_training_continues_while_it_is_written(tmp_path: Path, num_changes: int) -> None:
     """The copy is a copy: of parameters, buffers, and what the optimizer and schedule hold."""
     trained = build("adamw", "sequential")
     trained.train(0, 3)
@@ -216,7 +216,7 @@ def test_one_checkpoint_at_a_time_is_reported_once(
     assert not [t for t in threading.enumerate() if t.name == "saver"]
 
 
-def test_what_can_not_be_written_is_told_and_cleared_away(
+def test_a_failed_write_is_reported_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -245,7 +245,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, bad: float)
     assert not partial(tmp_path, 8).exists()
 
 
-def test_infinities_on_purpose_are_no_harm(tmp_path: Path) -> None:
+def test_deliberate_infinities_are_saved(tmp_path: Path) -> None:
     """As masks are: buffers, parameters that are not trained, and those that had them from the start."""
     trained = build()
     trained.model.register_buffer("mask", torch.full((2,), -torch.inf))
@@ -260,7 +260,7 @@ def test_infinities_on_purpose_are_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_every_kind_of_number_is_looked_at(dtype: torch.dtype) -> None:
+def test_every_dtype_is_checked(dtype: torch.dtype) -> None:
     weights = {"empty": torch.zeros(0, dtype=dtype), "good": torch.ones(3, dtype=dtype)}
     assert saver.not_finite({**weights, "whole": torch.ones(3, dtype=torch.int64)}) == []
     weights["bad"] = weights["good"] / 0
@@ -286,7 +286,7 @@ def renamed(net: Trained) -> Trained:
         (lambda _: build("groups-momentum"), "different number of parameter groups"),
     ],
 )
-def test_what_does_not_fit_says_so(tmp_path: Path, change: Any, says: str) -> None:
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, change: Any, says: str) -> None:
     trained = build("momentum")
     trained.train(0, 2)
     write_state(tmp_path / "saved", gather_state(trained, Learner()))
@@ -306,9 +306,7 @@ def test_tables_that_the_job_does_not_have_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved", "now"), [("none", "multistep"), ("multistep", "none")])
-def test_a_schedule_that_is_new_or_gone_is_no_obstacle(
-    tmp_path: Path, saved: str, now: str
-) -> None:
+def test_a_schedule_may_be_added_or_removed(tmp_path: Path, saved: str, now: str) -> None:
     trained = build("momentum", saved)
     trained.train(0, 2)
     write_state(tmp_path / "saved", gather_state(trained, Learner()))
@@ -317,7 +315,7 @@ def test_a_schedule_that_is_new_or_gone_is_no_obstacle(
     other.train(2, 3)
 
 
-def test_what_is_no_checkpoint_does_not_read(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_does_not_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path} does not read"):
         read_state(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"garbage")
