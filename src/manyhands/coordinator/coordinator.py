@@ -54,6 +54,9 @@ class MemberRecord:
     name: str
     handle: Handle
     log: Path
+    role: str
+    place: int
+    """Its local rank."""
     started: float = field(default_factory=time.monotonic)
     link: Link | None = None
     seat: Seat | None = None
@@ -188,7 +191,7 @@ class Coordinator:
                 )
             except OSError as error:
                 raise ManyhandsError(f"{name} can't be started: {error}") from error
-            member = MemberRecord(name, handle, log)
+            member = MemberRecord(name, handle, log, role, local_rank)
             self.members[name] = member
         start_thread(self._reap, member, name=f"reap-{name}", on_error=self.thread_failed)
         return member

@@ -318,9 +318,7 @@ class WorkQueueDispatcher(Dispatcher):
         self.progress.settle(applied, whole=False)
 
     def restart(self, view: View) -> int:
-        back = self._queue.take_back()
-        done = [p.key for p in self._queue.waiting if not self.progress.is_open(p.key)]
-        self._queue.remove(done)
+        back = self._queue.take_back(self.progress.is_open)
         lost = self._checkpoint_tracker.void(view.names)
         again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
         if any(step != again for step in lost):
@@ -332,7 +330,7 @@ class WorkQueueDispatcher(Dispatcher):
         self._set_members(view)
         self._queue.set_workers(self.workers)
         self.progress.width = len(self.workers)
-        return len({part.plan.step for part in back if part.key not in set(done)})
+        return len({part.plan.step for part in back})
 
     def _deal(self) -> None:
         if isinstance(self._barrier, Evaluate) and not self._dispatched and not self.plan.awaiting:

@@ -158,12 +158,14 @@ class TrainingPlan:
         if self._checkpoint_lost:
             return self._checkpoint()
         if self._stop is not None:
-            return self._checkpoint() if self._due_at_the_end() else Stop(self._stop)
-        if self._mean_due:
+            due = self._saves_last and self._saved != self.step
+            return self._checkpoint() if due else Stop(self._stop)
+        epoch_over = self._leases.exhausted
+        if self._rates.mean_due(num_open=len(self._open), epoch_over=epoch_over):
             if self._open:
                 return Wait(self.step)
             self._rates.close_mean(step=self.step)
-        if not self._leases.exhausted:
+        if not epoch_over:
             if self._checkpoint_due:
                 return self._checkpoint()
             if every := self.config.checkpoint_every:
@@ -301,12 +303,6 @@ class TrainingPlan:
         every = self.config.checkpoint_every
         return bool(every and self.step and self.step % every == 0 and self._saved != self.step)
 
-    @property
-    def _mean_due(self) -> bool:
-        """If true, a mean of losses is judged before anything else."""
-        over = self._leases.exhausted
-        return self._rates.mean_due(num_open=len(self._open), epoch_over=over)
-
     def _steps(self, max_steps: int) -> TrainSteps:
         plans: list[StepPlan] = []
         room = self._rates.room(num_open=len(self._open))
@@ -346,9 +342,6 @@ class TrainingPlan:
         self._leases = Leases(self.config.num_samples)
         if self.epoch >= self.config.epochs:
             self._stop = self._stop or "finished"
-
-    def _due_at_the_end(self) -> bool:
-        return self._saves_last and self._saved != self.step
 
     def _checkpoint(self) -> Checkpoint | Wait:
         if self._open and self._rates.counts_losses:

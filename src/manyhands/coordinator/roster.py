@@ -13,29 +13,24 @@ from manyhands.transport.fields import write
 
 class Roster:
     def __init__(self, context: RunContext, assignment: Assignment) -> None:
+        self.names: list[str] = []
+        """All members of this start, in the order in which they were started."""
         self.ready: dict[str, Ready] = {}
-        """What each member said when it was ready. Members that are gone stay in it."""
+        """The `Ready` message of each member. Members that are gone stay in it."""
         self.new: set[str] = set()
         """Members started later than the first ones that have not joined a view yet."""
         self._coordinator = context.coordinator
         self._options = context.options
         self._stream = context.stream
         self._assignment = assignment
-        self._roles: dict[str, str] = {}
-        self._places: dict[str, int] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All members, in the order in which they were started."""
-        return tuple(self._roles)
 
     @property
     def all_ready(self) -> bool:
-        return len(self.ready) == len(self._roles)
+        return len(self.ready) == len(self.names)
 
     @property
     def facts(self) -> WorkerFacts:
-        """What a worker found in the job. All workers found the same."""
+        """The facts about the job, which are the same for all workers."""
         return next(iter(self.worker_facts.values()))
 
     @property
@@ -43,14 +38,14 @@ class Roster:
         return {name: ready.facts for name, ready in self.ready.items() if ready.facts is not None}
 
     def role(self, member: str) -> str:
-        return self._roles[member]
+        return self._coordinator.members[member].role
 
     def is_worker(self, member: str) -> bool:
-        return self._roles[member] == WORKER
+        return self.role(member) == WORKER
 
     def place(self, member: str) -> int:
         """Its local rank. A replacement takes the place of the member that it replaces, and its device."""
-        return self._places[member]
+        return self._coordinator.members[member].place
 
     def is_alive(self, member: str) -> bool:
         return self._coordinator.members[member].alive
@@ -74,10 +69,10 @@ class Roster:
         self._coordinator.members[member].handle.kill()
 
     def _start(self, role: str, place: int, assignment: Assignment) -> str:
-        # Names of earlier starts are not used again.
-        number = sum(name.startswith(f"{role}-") for name in self._coordinator.members)
-        name = f"{role}-{number}"
-        self._roles[name], self._places[name] = role, place
+        # No name is used twice, not even that of an earlier start or of a member that failed to start.
+        used = {*self._coordinator.members, *self.names}
+        name = f"{role}-{sum(each.startswith(f'{role}-') for each in used)}"
+        self.names.append(name)
         spans_hosts = self._coordinator.launcher.spans_hosts
         member = self._coordinator.start(
             name,

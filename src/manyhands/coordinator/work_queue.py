@@ -7,7 +7,7 @@ one. So a fast worker takes more of them and a slow one fewer, and no worker wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from manyhands.coordinator.plan import StepPlan
@@ -44,13 +44,13 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self.ahead_s = AHEAD_S
-        self._waiting: deque[QueuedPart] = deque()
+        self.waiting: deque[QueuedPart] = deque()
         self._assigned: dict[str, dict[PartKey, QueuedPart]] = {}
         self._part_s: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Number of parts that wait."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_assigned(self) -> int:
@@ -62,7 +62,7 @@ class WorkQueue:
         self._part_s = {name: s for name, s in self._part_s.items() if name in self._assigned}
 
     def extend(self, parts: Iterable[QueuedPart]) -> None:
-        self._waiting.extend(parts)
+        self.waiting.extend(parts)
 
     def room(self) -> int:
         """How many more parts the workers should have."""
@@ -73,14 +73,14 @@ class WorkQueue:
     def deal(self) -> list[tuple[str, QueuedPart]]:
         """Assign what waits, each part to the worker that will be free first, until no worker has room."""
         assigned = []
-        while self._waiting:
+        while self.waiting:
             free = [
                 name for name, parts in self._assigned.items() if len(parts) < self._target(name)
             ]
             if not free:
                 break
             name = min(free, key=self._busy_s)
-            part = self._waiting.popleft()
+            part = self.waiting.popleft()
             self._assigned[name][part.key] = part
             assigned.append((name, part))
         return assigned
@@ -96,26 +96,18 @@ class WorkQueue:
         before = self._part_s.get(worker)
         self._part_s[worker] = seconds if before is None else 0.8 * before + 0.2 * seconds
         if again:
-            self._waiting.appendleft(part)
+            self.waiting.appendleft(part)
         return True
 
-    def take_back(self) -> list[QueuedPart]:
-        """Put all assigned parts back to the front, in order. Returns them."""
+    def take_back(self, is_open: Callable[[PartKey], bool]) -> list[QueuedPart]:
+        """Put all assigned parts back to the front, in order, and drop parts that are not open. Returns the
+        open parts that came back."""
         parts = [part for each in self._assigned.values() for part in each.values()]
         parts.sort(key=lambda part: part.key)
-        self._waiting.extendleft(reversed(parts))
+        self.waiting = deque(part for part in [*parts, *self.waiting] if is_open(part.key))
         for each in self._assigned.values():
             each.clear()
-        return parts
-
-    def remove(self, keys: Iterable[PartKey]) -> None:
-        """Drop parts that are done."""
-        void = set(keys)
-        self._waiting = deque(part for part in self._waiting if part.key not in void)
-
-    @property
-    def waiting(self) -> Sequence[QueuedPart]:
-        return tuple(self._waiting)
+        return [part for part in parts if is_open(part.key)]
 
     def _target(self, worker: str) -> int:
         part_s = self._part_s.get(worker)

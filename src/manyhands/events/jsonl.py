@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,21 +119,18 @@ def _plain(value: Any) -> Any:
 def _without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return value
+    return _map(value, _without_nan)
 
 
 def _with_nan(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NO_JSON.get(value, value)
-    if isinstance(value, dict):
-        return {key: _with_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(item) for item in value]
-    return value
+    return _NO_JSON.get(value, value) if isinstance(value, str) else _map(value, _with_nan)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the items of a mapping or a list. Other values stay."""
+    if isinstance(value, Mapping):
+        return {key: change(item) for key, item in value.items()}
+    return [change(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _cut_torn_tail(file: int, chunk_bytes: int = 65_536) -> None:

@@ -289,14 +289,7 @@ def failure(event: events.MemberFailed) -> tuple[str, list[str], str]:
     return clean(head), lines, clean(log)
 
 
-_OUTCOMES = {
-    "finished": "finished in",
-    "early-stopped": "stopped early after",
-    "interrupted": "interrupted after",
-    "preempted": "preempted after",
-    "diverged": "diverged after",
-    "failed": "failed after",
-}
+_OUTCOMES = {"finished": "finished in", "early-stopped": "stopped early after"}
 
 
 def outcome(event: events.RunFinished) -> str:

@@ -251,7 +251,7 @@ class Worker:
                 report = self.learner.step(share)
             report.part, report.logged = portion.part, self.train_state.measures.take()
             self.reporter.add(report)
-            self._tick()
+            self.member.activity.ticks += 1
             # On a GPU a step returns before it is done. Reading the losses below waits for all of them, so
             # the times of many steps add up to the real time.
             ended = time.perf_counter()
@@ -293,11 +293,8 @@ class Worker:
         seconds = time.perf_counter() - started
         self.reporter.send(messages.EvaluationReport, seconds=seconds, **found)
 
-    def _tick(self) -> None:
-        self.member.activity.ticks += 1
-
     def _tick_and_check_view(self) -> None:
-        self._tick()
+        self.member.activity.ticks += 1
         self._check_view()
 
     def _check_view(self) -> None:

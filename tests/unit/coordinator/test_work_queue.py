@@ -93,10 +93,10 @@ def test_assigned_parts_come_back_to_the_front_in_order() -> None:
     queue.extend(parts_of(2, 3))
     queue.deal()
     assert queue.num_assigned == 2
-    assert [part.key for part in queue.take_back()] == [(1, 0), (1, 1)]
+    assert [part.key for part in queue.take_back(lambda _: True)] == [(1, 0), (1, 1)]
     assert queue.num_assigned == 0
     assert [p.key for p in queue.waiting] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
-    queue.remove([(1, 1), (2, 2)])
+    assert queue.take_back(lambda key: key not in [(1, 1), (2, 2)]) == []
     queue.set_workers(["b"])
     assert [part.key for _, part in queue.deal()] == [(1, 0)]
 
@@ -115,7 +115,7 @@ def test_each_part_is_always_in_one_place(seed: int, workers: int) -> None:
         for name, part in queue.deal():
             hands[name].append(part)
         if chance.random() < 0.1:
-            assert len(queue.take_back()) == sum(map(len, hands.values()))
+            assert len(queue.take_back(lambda _: True)) == sum(map(len, hands.values()))
             names = [f"w{chance.randrange(9)}"]
             queue.set_workers(names)
             hands = {name: [] for name in names}
