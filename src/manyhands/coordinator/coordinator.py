@@ -33,7 +33,6 @@ from manyhands.hosts.log_stream import CHUNK_BYTES
 from manyhands.hosts.messages import Beat, BoardPost, Bye, Hello, Posted, ViewFormed
 from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.scratch import Scratch
-from manyhands.hosts.stop_signals import on_stop_signals
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER, Seat, View
 from manyhands.threads import describe, start_thread
@@ -302,7 +301,7 @@ class Coordinator:
                     member.left = True
                 case Hello():
                     # It may be late, and need what was posted before.
-                    for key, value in self._board.items():
+                    for key, value in self._board.facts.items():
                         self.send(member.name, Posted(key, value))
                 case BoardPost(key, value):
                     self._board.post(key, value)
@@ -370,11 +369,6 @@ class Coordinator:
             member.all_read.wait(self.timeouts.settle_s)
             member.link.close()  # on a host that counts as lost it may live, and must stop
         self._inbox.put(inbox.Exited(member.name, code))
-
-
-def on_signals(coordinator: Coordinator) -> None:
-    """Put Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and the hang-up of a terminal into the inbox."""
-    on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
 
 
 def signal_name(exit_code: int) -> str:

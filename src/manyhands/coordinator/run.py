@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.coordinator.context import RunContext
-from manyhands.coordinator.coordinator import Coordinator, on_signals
+from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.coordinator.plan import TrainingPlan
@@ -31,6 +31,7 @@ from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoa
 from manyhands.events.events import RunFinished, RunStarted
 from manyhands.hosts.launchers import cores
 from manyhands.hosts.machine import versions
+from manyhands.hosts.stop_signals import on_stop_signals
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.folder import EVENTS, RunFolder
@@ -118,7 +119,8 @@ def _coordinator(
         keys=options.needs_keys,
         authority=launch_plan.authority,
     ) as coordinator:
-        on_signals(coordinator)
+        # Ctrl-C, a scheduler's SIGTERM or SIGUSR1, the hang-up of a terminal
+        on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
         on_process_failure(coordinator.thread_failed)
         yield coordinator
 
