@@ -38,7 +38,7 @@ from manyhands.errors import (
 )
 from manyhands.events import events
 from manyhands.events.units import plural
-from manyhands.hosts.messages import Beat, Failed
+from manyhands.hosts.messages import Beat, Bye, Failed
 from manyhands.runs.checkpoints import Manifest
 from manyhands.threads import describe
 
@@ -273,6 +273,9 @@ class Driver:
                 self._last_progress = max(self._last_progress, ticked)
             case Failed():
                 self.failures.on_failed(member, message)
+            case Bye() if not self.membership.leaving:
+                self.coordinator.members[member].left = False  # its death counts
+                raise ProtocolError("it leaves before the run has ended")
 
     def _on_member_ready(self, member: str, ready: messages.Ready) -> None:
         roster, seat, facts = self.membership.roster, ready.seat, ready.facts
