@@ -75,9 +75,8 @@ def _rows(run: Digest, *, bars: str) -> Iterator[tuple[str, str]]:
         plural(run.workers, "worker") if isinstance(run.workers, int) else f"{run.workers} workers"
     )
     yield "strategy", f"{run.strategy}, {workers}"
-    resumed = (
-        f", resumed {plural(history.num_starts - 1, 'time')}" if history.num_starts > 1 else ""
-    )
+    resumes = history.num_starts - 1
+    resumed = f", resumed {plural(resumes, 'time')}" if resumes > 0 else ""
     yield "started", run.started.replace("T", " ") + resumed
     yield "outcome", _outcome(run)
     if run.error and run.outcome not in DONE:

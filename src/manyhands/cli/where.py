@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
 from manyhands.contract import Strategy
 from manyhands.coordinator.options import LaunchPlan, RunOptions
-from manyhands.errors import ManyhandsError, UsageError, closest
+from manyhands.errors import ManyhandsError, UsageError, check_choice
 from manyhands.hosts.connect import check_only_lead
 from manyhands.hosts.discovery import detect, one_of_several
 from manyhands.hosts.key import no_key, read_key
@@ -152,10 +152,7 @@ def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
     place = resolved.get("on", "local" if file is None else "env")
     address = parse_place(place)
     kind = place if address is None else "ray"
-    if kind not in PLACES:
-        raise UsageError(
-            f"--on {place}: it is one of {', '.join(PLACES)}, ray=HOST:PORT{closest(place, PLACES)}"
-        )
+    check_choice("--on", kind, [*PLACES, "ray=HOST:PORT"])
     slots = resolved.get("slots", None, int)
     wait_s = resolved.get("wait", None, float)
     key_file = resolved.get("key_file", None, Path)

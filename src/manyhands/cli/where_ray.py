@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.coordinator.options import LaunchPlan, RunOptions
-from manyhands.errors import UsageError, closest
+from manyhands.errors import UsageError, check_choice
 from manyhands.hosts.key import fresh_key
 from manyhands.hosts.launchers.ray import RayLauncher
 from manyhands.hosts.ray.broker_client import BrokerClient, check_installed
@@ -111,10 +111,7 @@ class RayCluster:
 def find_ray(resolved: Resolved, address: str) -> RayCluster:
     check_installed()
     placement = resolved.get("ray_placement", "spread")
-    if placement not in PLACEMENTS:
-        raise UsageError(
-            f"--ray-placement {placement}: it is {' or '.join(PLACEMENTS)}{closest(placement, PLACEMENTS)}"
-        )
+    check_choice("--ray-placement", placement, PLACEMENTS)
     ship = resolved.get("ray_ship", None, Path)
     if ship is not None and not ship.is_dir():
         raise UsageError(f"--ray-ship {ship}: there is no such folder.")

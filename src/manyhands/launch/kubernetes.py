@@ -12,7 +12,7 @@ import shlex
 from dataclasses import MISSING, dataclass
 from functools import partial
 
-from manyhands.errors import UsageError, closest
+from manyhands.errors import UsageError, check_choice
 from manyhands.events.units import plural
 from manyhands.hosts.spec import DEFAULT_PORT
 from manyhands.launch.flags import check_fields, flag, matching, one_line
@@ -101,10 +101,7 @@ class KubernetesJob:
     )
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UsageError(
-                f"--kind {self.kind}: it is one of {', '.join(KINDS)}{closest(self.kind, KINDS)}"
-            )
+        check_choice("--kind", self.kind, KINDS)
         one_line("JOB", self.job)
         matching("--name", self.name, LABEL, f"digits-large: {LETTERS}")
         check_fields(self)
