@@ -5,23 +5,23 @@ command line checks it, the planner reads it, and the run folder keeps it. Its f
 
 The **learner** is what the config builds inside each worker. Its life:
 
-    prepare(train_state, me)        once: keep what is trained
+    prepare(train_state, me)        once: keep the model and its optimizer
     load_state_dict(state)          when resuming
     repeat:
-        on_view(view)               the membership has changed: find your peers
-        settled(), placement()      which steps are in the weights and where they are, as on_view found it
+        on_view(view)               the members have changed: connect to the peers
+        settled(), placement()      which steps are in the weights, and where the weights are, after on_view
         step(share) -> StepReport   many times; in lockstep every worker does the same steps,
                                     otherwise each does its own parts of them
-        drain()                     before what follows: wait until every step so far is resolved
-        eval_model()                the model to evaluate: what would be served
-        state_dict()                what a checkpoint must hold besides model and optimizer
-        rest()                      there is nothing to do until the others are done, too
+        drain()                     wait until every step so far is resolved; before the following calls
+        eval_model()                return the model to evaluate
+        state_dict()                return the learner's own state, for a checkpoint
+        rest()                      there is no more work until the others are done
         interrupt()                 from another thread: the next view is coming
-    close()                         leave the peers
+    close()                         disconnect from the peers
 
-While `me.view_changing`, a learner whose strategy is `elastic` raises ViewChanging out of whatever it waits
-for, including on_view: there is a newer view than the one that it is in or is joining. interrupt() wakes it
-up. Steps that are not resolved by the end of on_view are void.
+While `me.view_changing` is true, a learner of an `elastic` strategy raises ViewChanging from every wait,
+including on_view: there is a newer view than the one that it is in or is joining. interrupt() wakes it up.
+Steps that are not resolved by the end of on_view are void.
 
 A strategy never starts processes (hosts/) and never lays out bytes (transport/). A new one is one file,
 one line in `strategies/registry.py` and one in the conformance suite.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import View
 
 WHOLE = -1
-"""Stands for all parts of a step."""
+"""As a part: all parts of a step."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ class Strategy(ABC):
         return workers
 
     def servers_for(self, workers: int) -> int:
-        """Return how many dedicated servers are started beside the workers."""
+        """Return the number of dedicated servers."""
         return 0
 
     def needs_keys(self, workers: int) -> bool:
-        """If true, members talk to each other over the network and need credentials."""
+        """If true, members connect to each other over the network and need credentials."""
         return False
 
     def check(self, workers: int) -> None:
-        """Raise SpecError if it can't work with so many workers, and say what would."""
+        """Raise SpecError, with a remedy, if the strategy can't work with this number of workers."""
         if workers < 1:
             raise SpecError(f"--workers {workers}: at least 1 worker is needed.")
 
@@ -149,7 +149,7 @@ class Learner(ABC):
         return False
 
     def placement(self) -> str:
-        """Return one line that says which member holds which weights; empty if there is nothing to say."""
+        """Return one line about which member holds which weights; may be empty."""
         return ""
 
     def drain(self) -> None:
@@ -157,7 +157,7 @@ class Learner(ABC):
         return
 
     def rest(self) -> None:
-        """Rest: all parts given to this worker are done, and no more come for a while."""
+        """Called when all parts of this worker are done and no more come for a while."""
         return
 
     def interrupt(self) -> None:
@@ -178,7 +178,7 @@ class Learner(ABC):
         return
 
     def transport(self) -> str:
-        """Return what carries the gradients, as shown on the console."""
+        """Return the transport of the gradients, as shown on the console."""
         return "none"
 
     def state_dict(self) -> dict[str, Any]:

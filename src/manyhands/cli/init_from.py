@@ -35,7 +35,7 @@ def note(weights: Manifest) -> dict[str, Any]:
 
 
 def noted(config: Mapping[str, Any]) -> Path | None:
-    """Return the checkpoint that a run started with, for a run that has none of its own yet."""
+    """Return the checkpoint that a run started from; used until the run has its own."""
     if "init_from" not in config:
         return None
     path = Path(config["init_from"]["checkpoint"])

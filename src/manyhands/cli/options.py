@@ -23,6 +23,9 @@ from manyhands.hosts.spec import ClusterSpec
 from manyhands.job import PARSED, parse_bool
 from manyhands.strategies.registry import make_strategy
 
+ParseText = Callable[[str], Any]
+"""Parses the text of an option; raises ValueError."""
+
 
 def number_or_range(text: str) -> int | str:
     """Parse --workers: N, or MIN:MAX, which stays a string."""
@@ -49,12 +52,7 @@ class Resolved:
         self.sources: dict[str, dict[str, Any]] = {}
 
     def get(
-        self,
-        name: str,
-        default: Any,
-        parse: Callable[[str], Any] = str,
-        *,
-        least: float | None = None,
+        self, name: str, default: Any, parse: ParseText = str, *, least: float | None = None
     ) -> Any:
         """Return the value of an option. Raises UsageError if it is below `least`."""
         flag = f"--{name.replace('_', '-')}"
@@ -185,10 +183,8 @@ def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     add = partial(_add, group)
-    add("--checkpoint-every STEPS", "save every STEPS steps, besides after each epoch")
-    _add(
-        group, "--keep N", "how many checkpoints to keep, besides the best (default: the newest 3)"
-    )
+    add("--checkpoint-every STEPS", "save every STEPS steps, in addition to after each epoch")
+    add("--keep N", "how many of the newest checkpoints to keep, and the best (default: 3)")
     group.add_argument(
         "--quiet", action="store_true", help="print only failures and one line at the end"
     )
@@ -226,7 +222,7 @@ def resolve_options(
         resolved.sources["strategy"]["value"] = spec
     config = make_strategy(spec)
     minimum, count = _num_workers(resolved, config, cluster, elsewhere=elsewhere)
-    # Hosts differ in their number of cores: 0 lets each host decide. Ray has to be asked for a number.
+    # Hosts differ in their number of cores: 0 lets each host decide. Ray needs a number.
     share = 0 if cluster is not None else 1 if elsewhere else max(1, cores() // count)
     threads = resolved.get("threads", share, int, least=min(1, share))
     own_threads = resolved.sources["threads"]["from"] != "default"

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait(folder: RunFolder, num_workers: int, news: Iterator[dict[str, Any] | None]) -> int:
-    """Print what happens until there are that many workers, or until someone asks for another number. `news`
+    """Print events until there are that many workers, or until another request replaces this one. `news`
     begins with the current view."""
     acknowledged = False  # earlier requests are not ours
     workers: list[str] = []

@@ -71,10 +71,7 @@ def _rows(run: Digest, *, bars: str) -> Iterator[tuple[str, str]]:
     yield "job", run.job + (f" ({run.job_class})" if run.job_class else "")
     if run.changed:
         yield "changed", " ".join(f"{name}={value}" for name, value in run.changed.items())
-    workers = (
-        plural(run.workers, "worker") if isinstance(run.workers, int) else f"{run.workers} workers"
-    )
-    yield "strategy", f"{run.strategy}, {workers}"
+    yield "strategy", f"{run.strategy}, {run.workers} worker{'' if run.workers == 1 else 's'}"
     resumes = history.num_starts - 1
     resumed = f", resumed {plural(resumes, 'time')}" if resumes > 0 else ""
     yield "started", run.started.replace("T", " ") + resumed

@@ -17,25 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.compute import schedule
 from manyhands.compute.measures import Measures
 from manyhands.compute.param_groups import build_optimizer, check_optimizer
-from manyhands.compute.schedule import (
-    OVERTIME,
-    RESTART,
-    STRETCH,
-    HeldSchedule,
-    MakeSchedule,
-    Resuming,
-    SchedulePlan,
-    Settings,
-    describe,
-    position,
-    put_settings,
-    same_rates,
-    saved_plan,
-    settings_of,
-    twin_of,
-)
 from manyhands.compute.schedule_hints import schedule_hint
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import ANCHOR, add_anchor
@@ -58,11 +42,11 @@ class TrainState:
     clip_norm: float | None = None
     weight: Callable[[Any], float | Tensor | None] | None = None
     """Weight of a batch in the mean over workers; None: its number of samples."""
-    schedule_of: MakeSchedule = lambda optimizer, num_steps: None
+    schedule_of: schedule.MakeSchedule = lambda optimizer, num_steps: None
     """Makes the job's schedule for an optimizer and a number of steps."""
-    plan: SchedulePlan = field(default_factory=SchedulePlan)
+    plan: schedule.SchedulePlan = field(default_factory=schedule.SchedulePlan)
     """The steps that the schedule was made for."""
-    settings: Settings = field(default_factory=list)
+    settings: schedule.Settings = field(default_factory=list)
     """Settings of the optimizer's groups as the job made them, before there was a schedule."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user."""
@@ -71,7 +55,7 @@ class TrainState:
     measures: Measures = field(default_factory=Measures)
     """Measures that the job logs in the current step."""
     lr_factor: float = 1.0
-    """Factor on the learning rate of the next step; comes from the coordinator with each step."""
+    """Factor on the learning rate of the next step; sent by the coordinator with each step."""
     ticks: int = 1
     """How many times the schedule is stepped after the next step; likewise."""
     activity: Activity = field(default_factory=Activity)
@@ -94,7 +78,7 @@ class TrainState:
         if not isinstance(optimizer, Optimizer):
             raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
         check_optimizer(job, model, optimizer)
-        settings = settings_of(optimizer)
+        settings = schedule.settings_of(optimizer)
         scheduler = job.schedule(optimizer, num_steps)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise JobError(
@@ -103,9 +87,7 @@ class TrainState:
                 'plateau: str = "factor=0.1; patience=10".'
             )
         if not isinstance(scheduler, LRScheduler | None):
-            raise wrong(
-                job, "schedule", "a torch scheduler that steps once a step, or None", scheduler
-            )
+            raise wrong(job, "schedule", "a torch LRScheduler, or None", scheduler)
         total = getattr(scheduler, "total_steps", None)
         if isinstance(total, int) and total < num_steps:
             raise JobError(
@@ -113,7 +95,7 @@ class TrainState:
                 f"and the training has {num_steps}: it would fail at the end. Give it  "
                 "total_steps=num_steps."
             )
-        twin = twin_of(optimizer, settings)
+        twin = schedule.twin_of(optimizer, settings)
         epochs = job.epochs
         hint = schedule_hint(
             job.schedule(twin, num_steps), twin, num_steps=num_steps, epochs=epochs
@@ -127,8 +109,8 @@ class TrainState:
             clip_norm=job.clip_norm,
             weight=job.weight if type(job).weight is not Job.weight else None,
             schedule_of=job.schedule,
-            plan=SchedulePlan(
-                num_steps, num_steps, made_of=describe(optimizer, settings, scheduler)
+            plan=schedule.SchedulePlan(
+                num_steps, num_steps, made_of=schedule.describe(optimizer, settings, scheduler)
             ),
             settings=settings,
             notes=[hint] if hint else [],
@@ -155,33 +137,35 @@ class TrainState:
         """Make the schedule, at its start, for an optimizer with the same groups."""
         scheduler = self.schedule_of(optimizer, self.plan.steps)
         if scheduler is not None and self.plan.holds:
-            return HeldSchedule(scheduler, self.plan.steps)
+            return schedule.HeldSchedule(scheduler, self.plan.steps)
         return scheduler
 
     def resume(self, state: Mapping[str, Any], *, step: int, num_steps: int, mode: str) -> None:
         """Continue after a checkpoint was loaded: take the optimizer's settings from the job as it is now,
         and continue the schedule as `mode` says (schedule.py)."""
-        saved = saved_plan(state.get("schedule", {}), state["scheduler"], num_steps)
+        saved = schedule.saved_plan(state.get("schedule", {}), state["scheduler"], num_steps)
         at = step - saved.began
         if state["scheduler"]:
-            at = position(self.scheduler) + state["scheduler"].get(OVERTIME, 0)
-        loaded, rate = settings_of(self.optimizer), self.lr
-        how = Resuming(self.optimizer, self.settings, self.schedule_of, num_steps=num_steps)
+            at = schedule.position(self.scheduler) + state["scheduler"].get(schedule.OVERTIME, 0)
+        loaded, rate = schedule.settings_of(self.optimizer), self.lr
+        how = schedule.Resuming(
+            self.optimizer, self.settings, self.schedule_of, num_steps=num_steps
+        )
         self.plan = how.decide(saved, at, mode)
         same = (
             self.plan.made_of == saved.made_of
             if saved.made_of
-            else same_rates(self.settings, loaded)
+            else schedule.same_rates(self.settings, loaded)
         )
-        put_settings(self.optimizer, self.settings)
+        schedule.put_settings(self.optimizer, self.settings)
         self.scheduler = self.make_scheduler(self.optimizer)
-        if same and mode not in (STRETCH, RESTART):
+        if same and mode not in (schedule.STRETCH, schedule.RESTART):
             if self.scheduler is not None and state["scheduler"]:
                 self.scheduler.load_state_dict(state["scheduler"])
-            put_settings(self.optimizer, loaded)
+            schedule.put_settings(self.optimizer, loaded)
         elif self.scheduler is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, before the checkpoint
-            for _ in range(at if mode != RESTART else 0):
+            for _ in range(at if mode != schedule.RESTART else 0):
                 self.scheduler.step()
         if self.lr != rate:
             self.notes.append(

@@ -96,7 +96,7 @@ def _count_together(text: Path, folder: Path) -> Counter[str]:
     if not is_compressed(text):
         size = text.stat().st_size
         pieces = [(at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES)]
-    # First pieces that nobody has begun; then those of others, in case one of them died.
+    # First the pieces that no process has begun; then the others, in case one of them died.
     for wait in (False, True):
         for number, (start, stop) in enumerate(pieces):
             counted = folder / f"counts-{number}"
@@ -116,7 +116,7 @@ def _count_together(text: Path, folder: Path) -> Counter[str]:
 
 @contextmanager
 def _claim(target: Path, *, wait: bool) -> Iterator[bool]:
-    """Yield whether nobody else is making `target`. `wait`: wait until that is so."""
+    """Lock `target`; yield false if another process holds the lock, unless `wait` is true."""
     with open(target.with_name(f".{target.name}.lock"), "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

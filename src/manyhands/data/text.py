@@ -27,13 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from manyhands.data.text_files import (
-    decoded,
-    is_compressed,
-    pieces,
-    unpacking,
-    written_beside,
-)
+from manyhands.data.text_files import decoded, is_compressed, pieces, unpacking, written_beside
 from manyhands.errors import DataError, UsageError
 
 SENTENCE_END = -1
@@ -86,9 +80,9 @@ class Vocabulary:
         if len(common) < 2:
             usable = sorted(counts.values())[-2]
             raise UsageError(
-                f"min_count={min_count} leaves {len(common)} of {len(counts):,} distinct words: the "
-                f"commonest comes {max(counts.values()):,} times, the second {usable:,} times. "
-                f"Ask for less: --set min_count={max(1, min(usable, 5))}"
+                f"min_count={min_count} leaves {len(common)} of {len(counts):,} distinct words: the most "
+                f"frequent occurs {max(counts.values()):,} times, the second {usable:,} times. "
+                f"Use a smaller one: --set min_count={max(1, min(usable, 5))}"
             )
         common = common[:max_words]
         return cls(

@@ -306,14 +306,14 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only strategies with this prefix")
     parser.add_argument("--no-losses", action="store_true", help="don't compare losses")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pauses: dict[str, list[float]] = {}
-    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    kinds = [kind for kind in KINDS if kind[0].startswith(asked.only)]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    kinds = [kind for kind in KINDS if kind[0].startswith(arguments.only)]
     num_bad = num_killed = 0
     began = time.monotonic()
-    alone = [] if asked.no_losses else _losses_alone()
+    alone = [] if arguments.no_losses else _losses_alone()
     for seed, (mode, transport, placement) in itertools.product(seeds, kinds):
         case = case_of(mode, transport, placement)
         kind = f"{mode} {transport} {placement}".strip()
@@ -323,13 +323,13 @@ def main() -> int:
                     *(counting_case(case), Path(folder) / "counts"),
                     job=COUNTING,
                     seed=seed,
-                    kills=asked.kills,
-                    doubles=asked.doubles,
-                    epochs=asked.epochs,
+                    kills=arguments.kills,
+                    doubles=arguments.doubles,
+                    epochs=arguments.epochs,
                     everybody=True,
                     coordinator=True,
                 )
-                audit_counts(outcome, epochs=asked.epochs)
+                audit_counts(outcome, epochs=arguments.epochs)
                 told = [_describe(outcome)]
                 if alone:
                     second = train_with_kills(

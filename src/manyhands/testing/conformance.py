@@ -42,7 +42,7 @@ class Case:
     flags: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     counts_rows: bool = True
-    """If true, every sample counts once an epoch in the rows of tables, too, not only in dense weights."""
+    """If true, rows of tables count every sample once per epoch too, not only dense weights."""
 
     def __str__(self) -> str:
         more = (*self.flags, *(f"{name}={value}" for name, value in self.fields.items()))
@@ -163,7 +163,7 @@ def counting_case(case: Case) -> Case:
 
 
 def counts_every_sample_once(case: Case, folder: Path) -> None:
-    """Kill two members: the weights have counted every sample once an epoch."""
+    """Kill two members: the weights have counted every sample once per epoch."""
     case, run, epochs = counting_case(case), folder / "run", 6
     arguments = case.arguments(
         COUNTING, run, "--checkpoint-every", "5", epochs=epochs, pause_s=0.03

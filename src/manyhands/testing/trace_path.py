@@ -228,10 +228,10 @@ def main() -> int:
     )
     parser.add_argument("spec", metavar="SPEC", help="a strategy, such as ps:sync(transport=tcp)")
     parser.add_argument("--workers", type=int, default=2, help="default: 2")
-    asked = parser.parse_args()
-    paths = trace(asked.spec, workers=asked.workers)
+    arguments = parser.parse_args()
+    paths = trace(arguments.spec, workers=arguments.workers)
     files = {visit.file for path in paths.values() for visit in path if visit.counts}
-    print(f"{asked.spec}, {asked.workers} workers: {len(files)} files")
+    print(f"{arguments.spec}, {arguments.workers} workers: {len(files)} files")
     for member, path in paths.items():
         print(f"\n{member}: {sum(visit.counts for visit in path)} files")
         numbers = itertools.count(1)

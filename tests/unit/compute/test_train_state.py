@@ -36,7 +36,7 @@ def train_state(job: Any) -> TrainState:
         ("model", nn.ReLU(), "model of Mine has no parameter to train"),
         ("optimizer", None, r"Mine.optimizer\(\) must return a torch.optim.Optimizer; .* None"),
         ("optimizer", torch.optim.SGD, r"Mine.optimizer\(\) must return .*; it returned type"),
-        ("schedule", 0.1, r"Mine.schedule\(\) must return a torch scheduler .*, or None; .* float"),
+        ("schedule", 0.1, r"Mine.schedule\(\) must return a torch LRScheduler, or None; .* float"),
     ],
 )
 def test_the_wrong_thing(make_job: Any, method: str, answer: Any, says: str) -> None:

@@ -241,7 +241,9 @@ def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 def test_settings_that_leave_no_words_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "a a a b b c")
-    says = "the commonest comes 3 times, the second 2 times. Ask for less: --set min_count=2"
+    says = (
+        "the most frequent occurs 3 times, the second 2 times. Use a smaller one: --set min_count=2"
+    )
     with pytest.raises(UsageError, match=says):
         prepare(path, tmp_path / "cache", min_count=50)
     with pytest.raises(UsageError, match="max_words=1 is not possible"):
