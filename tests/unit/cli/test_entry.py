@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import time
 
 def test_ctrl_c_after_the_end_is_ignored() -> None:
     """Standard output is a pipe, flushed by Python at shutdown: its line shows that the command is done."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     codes = []
     for delay_ms in (0, 1, 2, 5, 10):
         with subprocess.Popen(
             [sys.executable, "-m", "manyhands", "key"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=environ,
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline()
