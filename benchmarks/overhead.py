@@ -26,7 +26,7 @@ from against import THIS, Tree
 from overhead_models import WORKERS
 
 from manyhands.events.jsonl import read_events
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 
 HERE = Path(__file__).parent
 STEPS = {"Perceptron": 600, "Transformer": 250}

@@ -38,7 +38,7 @@ from ps_peers import PEERS, VENVS
 from ps_table import Row
 from ps_watch import Failed, become_reaper
 
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 
 QUICK = {"perceptron": 40, "25m": 6, "100m": 4}
 """Timed steps of --quick."""

@@ -43,7 +43,7 @@ from recovery_model import BATCH, SAVE_EVERY
 from recovery_trainings import Ours, Stuck, Torchrun, Training
 
 from manyhands.errors import SpecError
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 from manyhands.strategies.registry import make_strategy
 
 TORCHRUN = "torchrun"

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.cli.options import Resolved, number_or_range
 from manyhands.errors import UsageError
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 from manyhands.testing import harness
 from manyhands.testing.conformance import Case, assert_once_an_epoch
 

@@ -18,7 +18,7 @@ from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, check_choice
 from manyhands.hosts.devices import check_device
 from manyhands.hosts.environment import PREFIX, option
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 from manyhands.hosts.spec import ClusterSpec
 from manyhands.job import PARSED, parse_bool
 from manyhands.strategies.registry import make_strategy

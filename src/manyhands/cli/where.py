@@ -22,8 +22,8 @@ from manyhands.errors import ManyhandsError, UsageError, check_choice
 from manyhands.hosts.connect import check_only_lead
 from manyhands.hosts.discovery import detect, one_of_several
 from manyhands.hosts.key import no_key, read_key
-from manyhands.hosts.launchers import LocalLauncher
 from manyhands.hosts.launchers.agents import AgentLauncher
+from manyhands.hosts.launchers.local import LocalLauncher
 from manyhands.hosts.ray.resources import parse_place
 from manyhands.hosts.rendezvous import connect_address, listening_address, one_host
 from manyhands.hosts.spec import COORDINATOR, EVALUATOR, ClusterSpec

@@ -28,7 +28,7 @@ from manyhands.errors import LinkError, ManyhandsError, ProtocolError, UsageErro
 from manyhands.hosts.agent_messages import AgentHello
 from manyhands.hosts.interfaces import is_any
 from manyhands.hosts.invitation import Invitation
-from manyhands.hosts.launchers import AGENT, Handle, Launcher, LauncherContext, StartRequest
+from manyhands.hosts.launchers.base import AGENT, Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.log_stream import CHUNK_BYTES
 from manyhands.hosts.messages import Beat, BoardPost, Bye, Hello, Posted, ViewFormed
 from manyhands.hosts.refused_peers import RefusedPeers

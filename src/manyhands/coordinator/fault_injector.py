@@ -35,7 +35,7 @@ from manyhands.coordinator.plan import TrainingPlan
 from manyhands.events import events
 from manyhands.events.sinks import Stream
 from manyhands.hosts.faults import cut_a_link
-from manyhands.hosts.launchers import LocalHandle
+from manyhands.hosts.launchers.local import LocalHandle
 
 ONCE_WITHIN_S = 60.0
 """`once` is a moment of the first minute."""

@@ -12,7 +12,7 @@ from manyhands.coordinator.bad_steps import MAX_BAD_STEPS
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.fault_spec import FaultSpec
 from manyhands.coordinator.stuck import STUCK_AFTER_S
-from manyhands.hosts.launchers import Launcher
+from manyhands.hosts.launchers.base import Launcher
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import SERVER, WORKER
 from manyhands.transport import Authority

@@ -29,7 +29,7 @@ from manyhands.errors import (
 )
 from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
 from manyhands.events.events import RunFinished, RunStarted
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 from manyhands.hosts.machine import versions
 from manyhands.hosts.stop_signals import on_stop_signals
 from manyhands.runs import checkpoints

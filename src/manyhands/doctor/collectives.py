@@ -26,7 +26,8 @@ from manyhands.doctor.adder import AddTask
 from manyhands.doctor.finding import Finding, fix, good, note
 from manyhands.events.units import clean, plural
 from manyhands.hosts.invitation import Invitation
-from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
+from manyhands.hosts.launchers.base import Handle, StartRequest
+from manyhands.hosts.launchers.local import LocalLauncher
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.threads import start_thread
 from manyhands.transport.fields import write

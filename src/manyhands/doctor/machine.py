@@ -16,7 +16,7 @@ from manyhands.doctor.finding import Finding, fix, good, note
 from manyhands.events.units import plural, size
 from manyhands.hosts import cgroup
 from manyhands.hosts.cgroup import MemoryLimit
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 from manyhands.hosts.machine import MEMINFO, machine_memory
 
 LEAST_MEMORY_BYTES = 10**9

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.hosts.interfaces import Endpoint
-from manyhands.hosts.launchers import cores
+from manyhands.hosts.launchers.local import cores
 from manyhands.hosts.machine import available_memory, versions
 from manyhands.transport.fields import Count, Finite, Seconds
 

@@ -28,7 +28,8 @@ from manyhands.coordinator.inbox import (
 )
 from manyhands.errors import LinkError
 from manyhands.hosts.invitation import Invitation
-from manyhands.hosts.launchers import Handle, LocalLauncher, StartRequest
+from manyhands.hosts.launchers.base import Handle, StartRequest
+from manyhands.hosts.launchers.local import LocalLauncher
 from manyhands.hosts.messages import BoardPost
 from manyhands.hosts.refused_peers import RefusedPeers
 from manyhands.hosts.view import Seat

@@ -14,7 +14,7 @@ from manyhands.coordinator.fault_injector import FaultInjector
 from manyhands.coordinator.fault_spec import parse_chaos
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
-from manyhands.hosts.launchers import LocalHandle
+from manyhands.hosts.launchers.local import LocalHandle
 
 
 class Dummy(LocalHandle):

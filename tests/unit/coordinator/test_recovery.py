@@ -22,7 +22,7 @@ from manyhands.coordinator.options import RunOptions
 from manyhands.errors import MemberError, WeightsLost
 from manyhands.events import events as ev
 from manyhands.events.sinks import Sink, Stream
-from manyhands.hosts.launchers import LocalLauncher
+from manyhands.hosts.launchers.local import LocalLauncher
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import SERVER, WORKER
 from manyhands.runs import checkpoints

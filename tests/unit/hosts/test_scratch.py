@@ -30,7 +30,7 @@ MAKER = """
 import sys, time
 from pathlib import Path
 from manyhands.coordinator.coordinator import Coordinator
-from manyhands.hosts.launchers import LocalLauncher
+from manyhands.hosts.launchers.local import LocalLauncher
 from manyhands.hosts.scratch import Scratch
 if sys.argv[1:]:
     made = Scratch(sys.argv[1])

@@ -27,7 +27,7 @@ from manyhands.hosts.agent_messages import (
 from manyhands.hosts.connect import LIMITS
 from manyhands.hosts.host_facts import HostFacts, PairFacts
 from manyhands.hosts.interfaces import reach
-from manyhands.hosts.launchers import AGENT, LauncherContext
+from manyhands.hosts.launchers.base import AGENT, LauncherContext
 from manyhands.hosts.launchers.nodes import AgentNode
 from manyhands.hosts.launchers.roster import AgentRoster, Refusal, RosterOwner, describe_entries
 from manyhands.hosts.probe import REACH_S, STUCK_S, Probe

@@ -18,7 +18,11 @@ from manyhands.errors import ClusterError
 from manyhands.hosts.discovery import kubernetes, slurm, tf_config, torch_variables
 from manyhands.hosts.spec import ClusterSpec
 
-STARTERS = {"torchrun": "torchrun ... --no-python ", "srun": "srun ... "}
+STARTERS = {
+    "torchrun": "torchrun ... --no-python ",
+    "srun": "srun ... ",
+    "mpirun": "mpirun ... ",
+}
 """What is typed before the command, by the source of the description."""
 MPI = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",  # Open MPI
@@ -31,8 +35,6 @@ class LauncherProcess:
     source: str
     """The source of that information: "torchrun"."""
     size: int
-    before: str = ""
-    """What is typed before the command that trains together."""
     variables: str = ""
     """Variables that a shell in between has to set."""
     spec: ClusterSpec | None = None
@@ -48,7 +50,7 @@ class LauncherProcess:
         line = f"{program} {command}"
         if self.variables:
             line = f"sh -c {shlex.quote(f'{self.variables} exec {line}')}"
-        return self.before + line
+        return STARTERS.get(self.source, "") + line
 
 
 def one_of_several(environ: Mapping[str, str] | None = None) -> LauncherProcess | None:
@@ -63,8 +65,7 @@ def one_of_several(environ: Mapping[str, str] | None = None) -> LauncherProcess 
         except ClusterError:
             continue
         if len(spec.entries) > 1:
-            before = STARTERS.get(spec.source, "")
-            return LauncherProcess(spec.source, len(spec.entries), before, spec=spec)
+            return LauncherProcess(spec.source, len(spec.entries), spec=spec)
     return None
 
 
@@ -76,5 +77,5 @@ def _mpi(environ: Mapping[str, str]) -> LauncherProcess | None:
         number = environ.get(size, "")
         if rank in environ and number.isdecimal() and int(number) > 1:
             told = f"RANK=${rank} WORLD_SIZE=${size} MASTER_ADDR=HOST MASTER_PORT=29500"
-            return LauncherProcess("mpirun", int(number), "mpirun ... ", told)
+            return LauncherProcess("mpirun", int(number), told)
     return None

@@ -83,7 +83,7 @@ def _step(environ: Mapping[str, str]) -> str | None:
 
 def _port(environ: Mapping[str, str], job: str) -> int:
     if "MASTER_PORT" in environ:
-        return values.port(environ, "MASTER_PORT")
+        return values.number(environ, "MASTER_PORT", least=1, most=values.MAX_PORT)
     step = _step(environ)
     steps = values.number(environ, step) if step else 0
     return FIRST_PORT + (STEPS_A_JOB * values.number(environ, job) + steps) % NUM_PORTS

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from manyhands.errors import ClusterError, closest
 from manyhands.hosts.discovery.values import once, split_address
@@ -27,10 +27,9 @@ from manyhands.hosts.spec import COORDINATOR, EVALUATOR, SERVER, WORKER, Cluster
 NAME = "TF_CONFIG"
 ROLES = {"chief": COORDINATOR, "worker": WORKER, "ps": SERVER, "evaluator": EVALUATOR}
 AT_MOST_ONE = ("chief", "evaluator")
-EXAMPLE = (
-    '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, '
-    '"task": {"type": "worker", "index": 0}}'
-)
+TASK = '{"type": "worker", "index": 0}'
+EXAMPLE = f'{{"cluster": {{"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}}, "task": {TASK}}}'
+T = TypeVar("T")
 
 
 def applies(environ: Mapping[str, str]) -> bool:
@@ -78,11 +77,14 @@ def _load(text: str) -> dict[str, Any]:
         raise ClusterError(
             f"{NAME} can't be read as JSON: {error}. Write it like  {EXAMPLE}"
         ) from None
-    if not isinstance(config, dict):
-        raise ClusterError(
-            f'{NAME} is {_kind(config)}: it must be an object with "cluster" and "task", like  {EXAMPLE}'
-        )
-    return config
+    return _expect(config, dict, NAME, f'an object with "cluster" and "task", like  {EXAMPLE}')
+
+
+def _expect(value: Any, kind: type[T], what: str, must_be: str) -> T:
+    """Return a value that has to be of this type."""
+    if not isinstance(value, kind):
+        raise ClusterError(f"{what} is {_kind(value)}: it must be {must_be}")
+    return value
 
 
 Addresses = dict[str, list[tuple[str, int]]]
@@ -92,11 +94,8 @@ def _cluster(config: dict[str, Any]) -> Addresses:
     """The addresses by role, checked."""
     if "cluster" not in config:
         raise ClusterError(f'{NAME} has no "cluster": it must say who takes part, like  {EXAMPLE}')
-    given = config["cluster"]
-    if not isinstance(given, dict):
-        raise ClusterError(
-            f'"cluster" in {NAME} is {_kind(given)}: it must be an object of roles, like  {EXAMPLE}'
-        )
+    must_be = f"an object of roles, like  {EXAMPLE}"
+    given = _expect(config["cluster"], dict, f'"cluster" in {NAME}', must_be)
     cluster: Addresses = {}
     seen: dict[tuple[str, int], str] = {}
     for role, addresses in given.items():
@@ -105,11 +104,8 @@ def _cluster(config: dict[str, Any]) -> Addresses:
                 f"{NAME} has the role {role!r}, and allowed are {', '.join(ROLES)}"
                 f"{closest(role, ROLES)}"
             )
-        if not isinstance(addresses, list):
-            raise ClusterError(
-                f'"{role}" in {NAME} is {_kind(addresses)}: it must be a list of addresses, like  '
-                f'"{role}": ["10.0.0.1:2222"]'
-            )
+        must_be = f'a list of addresses, like  "{role}": ["10.0.0.1:2222"]'
+        _expect(addresses, list, f'"{role}" in {NAME}', must_be)
         if role in AT_MOST_ONE and len(addresses) > 1:
             raise ClusterError(
                 f"{NAME} has {len(addresses)} addresses as {role!r}: there may be one. "
@@ -135,33 +131,23 @@ def _cluster(config: dict[str, Any]) -> Addresses:
 
 
 def _address(role: str, position: int, address: Any) -> tuple[str, int]:
-    if not isinstance(address, str):
-        raise ClusterError(
-            f'{role}[{position}] in {NAME} is {_kind(address)}: it must be a text like  "10.0.0.1:2222"'
-        )
+    what = f"{role}[{position}] in {NAME}"
     try:
-        return split_address(address)
+        return split_address(_expect(address, str, what, 'a text like  "10.0.0.1:2222"'))
     except ValueError as error:
-        raise ClusterError(f"{role}[{position}] in {NAME} is {address!r}: {error}.") from None
+        raise ClusterError(f"{what} is {address!r}: {error}.") from None
 
 
 def _task(config: dict[str, Any], cluster: Addresses) -> tuple[str, int]:
     """Type and index of this process's task."""
     if "task" not in config:
         raise ClusterError(
-            f'{NAME} has no "task": it must say which of them this process is, like  '
-            '"task": {"type": "worker", "index": 0}'
+            f'{NAME} has no "task": it must say which of them this process is, like  "task": {TASK}'
         )
-    task = config["task"]
-    if not isinstance(task, dict):
-        raise ClusterError(
-            f'"task" in {NAME} is {_kind(task)}: it must be like  {{"type": "worker", "index": 0}}'
-        )
+    task = _expect(config["task"], dict, f'"task" in {NAME}', f"like  {TASK}")
     for key in ("type", "index"):
         if key not in task:
-            raise ClusterError(
-                f'"task" in {NAME} has no "{key}": it must be like  {{"type": "worker", "index": 0}}'
-            )
+            raise ClusterError(f'"task" in {NAME} has no "{key}": it must be like  {TASK}')
     role = task["type"]
     if role not in ROLES if isinstance(role, str) else True:
         given = repr(role) if isinstance(role, str) else _kind(role)

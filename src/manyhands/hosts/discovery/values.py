@@ -50,10 +50,6 @@ def check_below(name: str, value: int, total_name: str, total: int, noun: str) -
         )
 
 
-def port(environ: Mapping[str, str], name: str) -> int:
-    return number(environ, name, least=1, most=MAX_PORT)
-
-
 def host(environ: Mapping[str, str], name: str) -> str:
     """Read a variable that has to be the name or address of a host."""
     text = environ[name].strip()

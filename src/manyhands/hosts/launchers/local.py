@@ -75,7 +75,7 @@ class LocalLauncher(Launcher):
         self.terminal = terminal
         """If true, members have our terminal, for a debugger. They are in our process group then: another
         one could not read from it."""
-        self._modes = _terminal_modes() if terminal else None
+        self._modes = termios.tcgetattr(sys.stdin) if terminal and sys.stdin.isatty() else None
         self._handles: list[LocalHandle] = []
 
     def start(self, request: StartRequest) -> LocalHandle:
@@ -131,10 +131,6 @@ class LocalLauncher(Launcher):
         if self._modes is not None:
             # A debugger that was killed at its prompt has left it without echo.
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._modes)
-
-
-def _terminal_modes() -> list[Any] | None:
-    return termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
 
 
 def cores() -> int:
