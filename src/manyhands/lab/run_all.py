@@ -27,17 +27,15 @@ READ_BYTES = 65_536
 
 def variables(lab: Lab, host: LabHost) -> dict[str, str]:
     """Return what torchrun would set for the only process of a host, and the interface to use."""
-    rank, world = str(host.index), str(len(lab.hosts))
+    groups = ("", "GROUP_", "ROLE_")
+    ranks = {f"{group}RANK": str(host.index) for group in groups}
+    sizes = {f"{group}WORLD_SIZE": str(len(lab.hosts)) for group in groups}
     return {
+        **ranks,
+        **sizes,
         "PYTHONUNBUFFERED": "1",
-        "RANK": rank,
-        "WORLD_SIZE": world,
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": rank,
-        "GROUP_WORLD_SIZE": world,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
         "MASTER_ADDR": lab.hosts[0].name,
         "MASTER_PORT": str(MASTER_PORT),

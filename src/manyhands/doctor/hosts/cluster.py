@@ -197,20 +197,20 @@ class ClusterProbe(RosterOwner):
         nodes = sorted(by_host.values(), key=lambda node: node.entry.rank)
         num_pairs = len(nodes) * (len(nodes) + 1) // 2
         seconds = min(PAIR_S, ALL_S / max(1, num_pairs) / 2)
-        pairs = [self._measure_from_here(self._probe, node, seconds) for node in nodes]
-        pairs += [self._measure(*both, seconds) for both in itertools.combinations(nodes, 2)]
+        both = itertools.combinations([None, *nodes], 2)
+        pairs = [self._measure(self._probe, one, other, seconds) for one, other in both if other]
         self._collect(0.0)
         return [pair for pair in pairs if pair is not None]
 
-    def _measure_from_here(self, probe: Probe, node: AgentNode, seconds: float) -> PairFacts | None:
-        if node.lost:
+    def _measure(
+        self, probe: Probe, one: AgentNode | None, other: AgentNode, seconds: float
+    ) -> PairFacts | None:
+        """Measure between two hosts; `one` is None for this one. None if one of them is lost."""
+        if other.lost or (one is not None and one.lost):
             return None
-        pair = probe.measure(node.host, _address(node), seconds)
-        return self._with_way_back(pair, node, probe.address)
-
-    def _measure(self, one: AgentNode, other: AgentNode, seconds: float) -> PairFacts | None:
-        if one.lost or other.lost:
-            return None
+        if one is None:
+            pair = probe.measure(other.host, _address(other), seconds)
+            return self._with_way_back(pair, other, probe.address)
         request = MeasureHost(other.host, _address(other), seconds)
         try:
             answer = one.ask(request, Measured, timeout_s=2 * seconds + REACH_S + 2 * STUCK_S)

@@ -37,10 +37,8 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
     world = values.number(environ, "WORLD_SIZE", least=1, most=values.MAX_ENTRIES)
     rank = values.number(environ, "RANK")
     values.check_below("RANK", rank, "WORLD_SIZE", world, "ranks")
-    where, at = (
-        values.host(environ, "MASTER_ADDR"),
-        values.number(environ, "MASTER_PORT", least=1, most=values.MAX_PORT),
-    )
+    where = values.host(environ, "MASTER_ADDR")
+    at = values.number(environ, "MASTER_PORT", least=1, most=values.MAX_PORT)
     local, here = values.number(environ, "LOCAL_RANK", default=rank), 1
     if "LOCAL_WORLD_SIZE" in environ:
         here = values.number(environ, "LOCAL_WORLD_SIZE", least=1, most=world)

@@ -29,7 +29,16 @@ def parse_place(text: str) -> str | None:
     address = text.removeprefix("ray=")
     if address.startswith(CLIENT):
         raise UsageError(f"--on {text}: {no_clients(address)}")
-    return None if address == text else _checked(address, text)
+    if address == text:
+        return None
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", address)
+    if address not in (LOCAL, "auto") and not (match and 0 < int(match[1]) < 65536):
+        raise UsageError(
+            f"--on {text}: write  ray  for the cluster of this machine, ray=HOST:PORT for one by its "
+            "address (as  ray status  knows it, port 6379 by default), or ray=local for one that is "
+            "started for this run."
+        )
+    return address
 
 
 def no_clients(address: str) -> str:
@@ -41,17 +50,6 @@ def no_clients(address: str) -> str:
         "manyhands train ... --on ray\n"
         "or log in to a node of the cluster and type  manyhands train ... --on ray."
     )
-
-
-def _checked(address: str, given: str) -> str:
-    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", address)
-    if address not in (LOCAL, "auto") and not (match and 0 < int(match[1]) < 65536):
-        raise UsageError(
-            f"--on {given}: write  ray  for the cluster of this machine, ray=HOST:PORT for one by its "
-            "address (as  ray status  knows it, port 6379 by default), or ray=local for one that is "
-            "started for this run."
-        )
-    return address
 
 
 @dataclass(frozen=True)
