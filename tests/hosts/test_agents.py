@@ -203,7 +203,7 @@ def test_a_frozen_host_is_given_up_and_its_members_end(tmp_path: Path) -> None:
         made.ready("worker-1")
         agent.signal(signal.SIGSTOP)
         assert made.exit_of("worker-1") == -signal.SIGKILL
-        assert "said nothing for 2 s" in made.told
+        assert "sent nothing for 2 s" in made.told
         # Its agent can't kill it now: it has lost the coordinator, and ends itself.
         until(lambda: Path(f"/proc/{handle.pid}/stat").read_text().split()[2] == "Z")
         agent.signal(signal.SIGCONT)

@@ -134,7 +134,7 @@ def test_a_host_is_cut_off_and_comes_back(
     cast.wait_for("ViewChanged", view=3)
     done = cast.finish()
     check_one_history(done, alone)
-    assert "host-1 is lost: its agent said nothing for 15 s" in done.out
+    assert "host-1 is lost: its agent sent nothing for 15 s" in done.out
     assert "its members are killed, and it connects again" in cast.out("host-1")
     assert done.of("ViewChanged")[-1]["members"] == ["worker-0", "worker-2", "worker-3"]
 

@@ -69,7 +69,7 @@ def test_two_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, lab: L
     assert "To fix: host-1, host-2." in out
 
 
-def test_another_key_and_another_version_are_told_by_host(tmp_path: Path) -> None:
+def test_another_key_or_version_is_reported_by_host(tmp_path: Path) -> None:
     with together(tmp_path) as hosts:
         cluster = Cluster(hosts, 3)
         lead = cluster.start(0)
@@ -85,7 +85,7 @@ def test_another_key_and_another_version_are_told_by_host(tmp_path: Path) -> Non
             assert text not in lead.out + stranger.out + older.out
 
 
-def test_a_rank_that_two_processes_have_is_told_by_both_hosts(tmp_path: Path) -> None:
+def test_a_rank_given_twice_is_reported_with_both_hosts(tmp_path: Path) -> None:
     with together(tmp_path) as hosts:
         cluster = Cluster(hosts, 3)
         lead, first = cluster.start(0), cluster.start(1)
@@ -99,7 +99,7 @@ def test_a_rank_that_two_processes_have_is_told_by_both_hosts(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_who_does_not_come_is_named_also_when_it_is_stopped(tmp_path: Path) -> None:
+def test_missing_processes_are_named_even_after_a_stop(tmp_path: Path) -> None:
     with together(tmp_path) as hosts:
         lead = Cluster(hosts, 2, "--wait", "1").start(0)
         assert lead.wait() == 1
@@ -131,7 +131,7 @@ def test_a_process_that_trains_is_refused_by_the_doctor(
         assert "Nothing to fix" not in lead.out
 
 
-def test_a_process_that_is_killed_meanwhile_is_a_finding(tmp_path: Path) -> None:
+def test_a_process_killed_during_the_test_is_a_finding(tmp_path: Path) -> None:
     with together(tmp_path) as hosts:
         cluster = Cluster(hosts, 3)
         lead, lost = cluster.start(0), cluster.start(1)

@@ -66,7 +66,7 @@ def test_each_host_has_its_own_name_and_knows_the_others(lab: Lab) -> None:
     assert socket.gethostname() == before
 
 
-def test_what_is_outside_fails_at_once(lab: Lab) -> None:
+def test_outside_addresses_fail_at_once(lab: Lab) -> None:
     assert lab.hosts[0].run(python(OUTSIDE)).stdout.split() == [str(errno.ENETUNREACH), "unknown"]
 
 
@@ -96,7 +96,7 @@ def test_a_cut_host_is_silent_until_it_is_healed(lab: Lab) -> None:
     assert reach((b, "host-2")) == ["connected"]
 
 
-def test_a_cut_between_two_leaves_the_rest_alone(lab: Lab) -> None:
+def test_a_cut_between_two_does_not_affect_others(lab: Lab) -> None:
     a, b, c = lab.hosts
     for host in lab.hosts:
         listen(host)
@@ -160,7 +160,7 @@ def test_traffic_counts_what_was_sent_and_nothing_else(lab: Lab) -> None:
     assert c.traffic() == Traffic(0, 0)
 
 
-def test_kill_all_kills_those_of_the_host_and_only_those(lab: Lab) -> None:
+def test_kill_all_kills_only_the_processes_of_the_host(lab: Lab) -> None:
     a, b, _ = lab.hosts
     daemon = ["sh", "-c", "setsid sleep 1000 & sleep 1000"]
     here, there = a.start(daemon), b.start(daemon)
@@ -257,7 +257,7 @@ def test_a_lab_is_made_again_after_it_was_left() -> None:
             assert lab.hosts[0].run(["hostname"]).stdout == "host-0\n"
 
 
-def test_mistakes_are_told(lab: Lab) -> None:
+def test_mistakes_are_reported(lab: Lab) -> None:
     with pytest.raises(UsageError, match="no host 'host-9'"):
         lab.cut("host-9")
     with pytest.raises(UsageError, match="host-1 twice"):

@@ -70,7 +70,7 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path: Path) 
     assert codes == {"host-0": 128 + 15, "host-1": 3, "host-2": 128 + 15}
 
 
-def test_sigterm_asks_the_hosts_to_end() -> None:
+def test_sigterm_is_passed_on_to_the_hosts() -> None:
     save = 'trap "echo saved; exit 0" TERM; echo $TORCHELASTIC_RUN_ID; sleep 1000 & wait'
     with start("run", "--hosts", "2", "--", "sh", "-c", save) as process:
         assert process.stdout is not None
@@ -133,7 +133,7 @@ def test_a_lab_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
         (["exec", "--lab", "255", "host-0", "--", "true"], "There is no lab"),
     ],
 )
-def test_what_cant_be_is_refused(
+def test_impossible_options_are_refused(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lab", *words]) == 2

@@ -110,7 +110,7 @@ def test_down_all_spares_the_labs_of_living_programs() -> None:
         living.process.wait(20)
 
 
-def test_an_owner_is_a_process_and_when_it_began() -> None:
+def test_an_owner_is_a_process_and_its_start_time() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         owner = Owner.of(process.pid)
         assert owner.lives

@@ -64,7 +64,7 @@ def test_the_same_losses_as_on_one_machine_and_nothing_left(nodes: Nodes, tmp_pa
     assert f"ray={nodes.address}" in config
 
 
-def test_a_node_is_lost_and_another_comes(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_lost_node_is_replaced(nodes: Nodes, tmp_path: Path) -> None:
     """Two of three workers are on the node that loses its power."""
     with started(nodes, tmp_path / "run", workers=3, epochs=500, pause_s=0.02) as running:
         running.wait_for_step(3)
@@ -84,7 +84,7 @@ def test_a_node_is_lost_and_another_comes(nodes: Nodes, tmp_path: Path) -> None:
     assert gone([event["pid"] for event in done.of("MemberStarted")])
 
 
-def test_where_no_head_is(tmp_path: Path) -> None:
+def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     need_ray()
     port = reserve_port()
     done = train("Regression", tmp_path / "run", "--on", f"ray=127.0.0.1:{port}")
@@ -97,7 +97,7 @@ def test_where_no_head_is(tmp_path: Path) -> None:
     assert not done.run.exists()
 
 
-def test_what_the_cluster_can_never_give(nodes: Nodes, tmp_path: Path) -> None:
+def test_more_than_the_cluster_has_is_refused(nodes: Nodes, tmp_path: Path) -> None:
     done = on_ray(nodes, tmp_path / "run", "--threads", "2", workers=3)
     assert done.code == 2
     assert "can never give 3 workers with 2 CPUs each. It has" in done.err
@@ -142,7 +142,7 @@ def test_as_many_nodes_as_possible_or_as_few(
 
 
 @pytest.mark.long
-def test_it_waits_for_what_somebody_else_has(nodes: Nodes, tmp_path: Path) -> None:
+def test_it_waits_for_slots_that_are_in_use(nodes: Nodes, tmp_path: Path) -> None:
     """And a range begins with what there is, and takes what comes."""
     slow = {"epochs": 5000, "pause_s": 0.02}
     with started(nodes, tmp_path / "first", workers=2, **slow) as first:
@@ -164,7 +164,7 @@ def test_it_waits_for_what_somebody_else_has(nodes: Nodes, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_all_members_die_and_begin_again(nodes: Nodes, tmp_path: Path) -> None:
+def test_all_members_die_and_restart(nodes: Nodes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(nodes, run, "--checkpoint-every", "3", pause_s=0.05) as running:
         running.wait_for_step(8)
@@ -177,7 +177,7 @@ def test_all_members_die_and_begin_again(nodes: Nodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_more_and_fewer_while_it_goes_on(nodes: Nodes, tmp_path: Path) -> None:
+def test_scaling_during_a_run(nodes: Nodes, tmp_path: Path) -> None:
     with started(nodes, tmp_path / "run", workers=1, epochs=5000, pause_s=0.02) as running:
         for number in (3, 1):
             running.wait_for_step(3)
@@ -195,7 +195,7 @@ def test_more_and_fewer_while_it_goes_on(nodes: Nodes, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_however_it_ends(
+def test_no_process_is_left_after_any_end(
     nodes: Nodes, tmp_path: Path, number: signal.Signals
 ) -> None:
     with started(nodes, tmp_path / "run", epochs=5000, pause_s=0.02) as running:
@@ -208,7 +208,7 @@ def test_nothing_is_left_however_it_ends(
 
 
 @pytest.mark.long
-def test_a_member_that_fails_ends_it_and_nothing_is_left(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_failed_member_ends_the_run_and_nothing_is_left(nodes: Nodes, tmp_path: Path) -> None:
     done = on_ray(nodes, tmp_path / "run", lr="no number")
     assert done.code == 2
     job = tmp_path / "job.py"
@@ -252,7 +252,7 @@ def test_the_head_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_elsewhere(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_cluster(nodes: Nodes, tmp_path: Path) -> None:
     """Begun on Ray and ended here, and the other way round."""
     whole = train("Regression", tmp_path / "whole", strategy="allreduce", workers=2)
     with started(nodes, tmp_path / "run", pause_s=0.2) as running:

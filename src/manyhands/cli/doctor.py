@@ -25,7 +25,7 @@ from manyhands.hosts.discovery import describe, detect
 from manyhands.hosts.host_facts import PairFacts
 from manyhands.hosts.spec import ClusterSpec
 
-HELP = "check this machine, or the hosts of a cluster, and say what to fix"
+HELP = "check this machine, or the hosts of a cluster, and list what to fix"
 EXAMPLES = """\
 examples:
   manyhands doctor

@@ -179,7 +179,7 @@ def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
 
 
 def _refuse_several() -> None:
-    """Refuse if this is one of several processes, which would each train alone, in a folder of their own."""
+    """Refuse to run as one of several processes: each would train alone, in its own folder."""
     several = one_of_several()
     if several is None:
         return

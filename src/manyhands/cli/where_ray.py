@@ -48,13 +48,13 @@ class RayCluster:
     """A Ray cluster, not connected yet."""
 
     address: str
-    """Empty: that of RAY_ADDRESS, or of this machine, or one that is started."""
+    """Empty: RAY_ADDRESS, or the cluster of this machine, or a new one."""
     placement: str
     ship: Path | None
     control: str | None
     wait_s: float | None
     spec: None = None
-    """There is no description of it: Ray is asked."""
+    """Always None: Ray knows its nodes, so there is no description."""
 
     def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         """Connect to Ray. The caller has to end the launcher, which releases the slots."""
@@ -86,7 +86,7 @@ class RayCluster:
         except BaseException:
             broker.close()
             raise
-        launcher.shares_cores = self.address == LOCAL  # it is given as many as are asked for
+        launcher.shares_cores = self.address == LOCAL  # it gets as many as the run requests
         launcher.again = f"--on ray={self.address}" if self.address else "--on ray"
         return LaunchPlan(
             self.control or str(Address(host=broker.cluster.host, port=0)),
@@ -96,7 +96,7 @@ class RayCluster:
         )
 
     def _job(self, reference: str) -> Path:
-        """The job's file, as members find it: in the shipped folder, or where it is."""
+        """Return the job's file as members find it: relative to the shipped folder, or its path."""
         path = find_job(reference).path
         if self.ship is None:
             return path

@@ -28,9 +28,8 @@ class Lab:
             server = lab.hosts[0].start(["python", "server.py"])
             lab.cut("host-0", "host-2")
 
-    Leaving the block removes everything, also after an exception, Ctrl-C or SIGTERM. What a killed
-    program leaves behind is removed when the next lab is made. `up()` and `down()` are for a lab that
-    outlives the program.
+    Leaving the block removes everything, also after an exception, Ctrl-C or SIGTERM. After SIGKILL, the next
+    lab that is made removes the rest. `up()` and `down()` are for a lab that outlives the program.
     """
 
     def __init__(self, hosts: int = 2, *, bandwidth: str | None = None) -> None:
@@ -296,7 +295,7 @@ class LabHost:
         return network.traffic(self._lab.record.layout, self.index)
 
     def processes(self) -> list[int]:
-        """Return the ids of all processes on this host, whoever started them."""
+        """Return the ids of all processes on this host."""
         return processes.inside([self._namespace])
 
     def kill_all(self) -> None:

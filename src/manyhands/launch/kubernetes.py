@@ -154,7 +154,7 @@ class KubernetesJob:
     def _script(self, place: str) -> str:
         flags = list(self.flags)
         if place == "ray" and not any(word.partition("=")[0] == "--workers" for word in flags):
-            # With --on env every slot announces itself; Ray has to be asked for them.
+            # With --on env every slot joins by itself; from Ray they have to be requested.
             flags = ["--workers", str(self.num_slots), *flags]
         script = fill(
             "start.sh",

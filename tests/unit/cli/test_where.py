@@ -64,7 +64,7 @@ def test_an_environment_without_a_cluster_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("environ")
-def test_one_of_several_processes_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_processes_gets_the_command_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["manyhands", "resume", "runs/a"])
     with pytest.raises(UsageError) as caught:
         find_cluster(resolved())

@@ -34,7 +34,7 @@ def hosts(**other: object) -> list[HostFacts]:
     return [HOSTS[0], replace(HOSTS[1], **other), *HOSTS[2:]]
 
 
-def test_nothing_is_said_where_all_is_well() -> None:
+def test_no_findings_if_all_is_well() -> None:
     assert find_problems(HOSTS, pairs()) == []
     assert find_problems(HOSTS[:1], []) == []
 
@@ -50,7 +50,7 @@ def test_nothing_is_said_where_all_is_well() -> None:
         (hosts(idle_cores=1.0), None, "1.0 of 8 cores idle"),
     ],
 )
-def test_what_a_host_has(there: list[HostFacts], ok: bool | None, says: str) -> None:
+def test_findings_about_a_host(there: list[HostFacts], ok: bool | None, says: str) -> None:
     found = find_problems(there, pairs())
     if ok:
         assert not found
@@ -61,7 +61,7 @@ def test_what_a_host_has(there: list[HostFacts], ok: bool | None, says: str) -> 
     assert finding.remedy or ok is None
 
 
-def test_a_way_that_is_closed_is_told_from_its_own_side() -> None:
+def test_an_unreachable_direction_is_reported_for_its_host() -> None:
     one_way = pairs(bc=replace(GOOD, trouble_back="timed out"))
     (finding,) = find_problems(HOSTS, one_way)
     assert (finding.name, finding.ok) == ("c", False)
@@ -71,7 +71,7 @@ def test_a_way_that_is_closed_is_told_from_its_own_side() -> None:
     assert "b - c    none" in format_table(HOSTS, pairs(bc=closed))
 
 
-def test_a_slow_host_is_told_and_not_those_it_talks_to() -> None:
+def test_a_slow_host_is_reported_and_its_peers_are_not() -> None:
     slow = replace(GOOD, back_bytes_per_s=1e7)
     (finding,) = find_problems(HOSTS, pairs(ac=slow, bc=slow, cd=slow))
     assert (finding.name, finding.ok) == ("c", False)
@@ -112,7 +112,7 @@ def test_rates(bytes_per_s: float, text: str) -> None:
     assert rate(bytes_per_s) == text
 
 
-def test_two_probes_measure_each_other_and_strangers_none() -> None:
+def test_two_probes_measure_each_other_and_refuse_others() -> None:
     with (
         Probe("one", "127.0.0.1", "a secret of theirs") as one,
         Probe("other", "127.0.0.1", "a secret of theirs") as other,

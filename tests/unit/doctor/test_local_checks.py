@@ -84,7 +84,7 @@ def test_looking_for_checks_does_not_import_torch() -> None:
     assert int(found.detail) == len(checks())
 
 
-def test_every_check_here_names_itself_and_a_remedy_stands_with_every_fault() -> None:
+def test_every_failed_check_has_a_name_and_a_remedy() -> None:
     for check in checks():
         if "group" not in check.name:  # these have tests of their own
             found = check.run()
@@ -110,7 +110,7 @@ def test_backends_that_are_needed() -> None:
     assert software.judge_backends({**has, "gloo": False}, num_gpus=0).ok is False
 
 
-def test_a_package_that_is_absent_is_a_note_with_what_for_and_what_to_type() -> None:
+def test_a_missing_package_is_a_note_with_its_purpose_and_the_command() -> None:
     found = in_child(
         "import sys, importlib.abc",
         "from manyhands.doctor import software",
@@ -262,7 +262,7 @@ def test_a_hostname_that_leads_nowhere(name: str, word: str) -> None:
     assert network.check_hostname("127.0.0.1").ok is True
 
 
-def test_links_that_do_not_work_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_links_give_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

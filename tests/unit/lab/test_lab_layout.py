@@ -51,7 +51,7 @@ def test_a_bandwidth_is_read_and_written(text: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["100", "100mbps", "100MB", "fast", "-1mbit", "1mbit 2mbit", ""])
-def test_what_is_no_bandwidth_says_what_is(text: str) -> None:
+def test_an_invalid_bandwidth_gets_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"kbit, mbit or gbit.*such as 100mbit") as told:
         Lab(bandwidth=text)
     assert repr(text) in str(told.value)
@@ -74,7 +74,7 @@ def test_a_whole_frame_always_fits_the_bucket_and_the_queue(text: str) -> None:
     assert 1_514 < burst < limit < 2**32
 
 
-def test_a_host_is_found_by_its_name_or_the_closest_is_told() -> None:
+def test_an_unknown_host_gets_the_closest_name() -> None:
     assert LabLayout(0, 3).index("host-2") == 2
     with pytest.raises(UsageError, match=r"'hots-1'; did you mean 'host-1'\? .*host-0 to host-2"):
         LabLayout(0, 3).index("hots-1")
@@ -86,7 +86,7 @@ def test_a_lab_has_hosts(hosts: int) -> None:
         check_hosts(hosts)
 
 
-def test_where_labs_cant_be_made_it_is_said_what_is_missing(
+def test_the_error_without_labs_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

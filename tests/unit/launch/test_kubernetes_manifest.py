@@ -88,7 +88,7 @@ def test_it_is_valid_by_the_published_schemas(kind: str, more: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
-def test_each_pod_understands_who_takes_part(kind: str) -> None:
+def test_each_pod_reads_the_cluster(kind: str) -> None:
     """By the variables of the file, as our own reader reads them."""
     spec = job_spec(kind, pods=3, slots=2)
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
@@ -123,7 +123,7 @@ def test_a_job_set_has_a_network_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
-def test_a_preempted_pod_goes_on_and_a_mistake_does_not(kind: str) -> None:
+def test_a_preempted_pod_is_restarted_and_a_usage_error_is_not(kind: str) -> None:
     spec = job_spec(kind, grace_s=300, retries=4)
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "the policy needs it"
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 300
@@ -166,7 +166,7 @@ def test_all_pods_mount_the_runs_and_every_mount_has_its_volume(kind: str) -> No
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_a_claim_that_is_there_is_used() -> None:
+def test_an_existing_claim_is_used() -> None:
     found = documents(claim="team-runs")
     assert "PersistentVolumeClaim" not in found
     volumes = found["Job"]["spec"]["template"]["spec"]["volumes"]
@@ -280,7 +280,7 @@ def test_a_ray_job_starts_its_script_on_the_head(tmp_path: Path) -> None:
         ({"flags": ("--set", "a=b\nc")}, "The value 'a=b\\nc': line breaks"),
     ],
 )
-def test_nonsense_is_refused(change: dict[str, Any], wanted: str) -> None:
+def test_invalid_values_are_refused(change: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UsageError) as caught:
         job(**change).manifest()
     assert wanted in str(caught.value)

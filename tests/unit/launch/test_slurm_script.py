@@ -38,7 +38,7 @@ def all_waiting(slurm: Slurm, process: subprocess.Popen[str], start: int, count:
         time.sleep(0.02)
 
 
-def test_every_task_runs_the_same_command_and_knows_who_it_is(slurm: Slurm) -> None:
+def test_every_task_runs_the_same_command_with_its_own_rank(slurm: Slurm) -> None:
     text = script(slurm, tasks_per_node=2, flags=("--workers", "4", *AWKWARD, "--quiet"))
     with slurm.submitted(text, {"codes": [0] * 4, "waits": False}) as process:
         _, err = process.communicate(timeout=60)
@@ -60,7 +60,7 @@ def test_every_task_runs_the_same_command_and_knows_who_it_is(slurm: Slurm) -> N
     assert not (slurm.folder / "runs" / "job-4711.started").exists()
 
 
-def test_a_warning_is_handed_on_and_the_job_is_queued_again_and_resumes(slurm: Slurm) -> None:
+def test_a_warned_job_is_requeued_and_resumes(slurm: Slurm) -> None:
     plans: list[dict[str, Any]] = [
         {"codes": [75, 75], "waits": True, "outcome": "preempted"},
         # One task was killed on the way; the run was saved all the same.
@@ -80,7 +80,7 @@ def test_a_warning_is_handed_on_and_the_job_is_queued_again_and_resumes(slurm: S
     assert not (slurm.state / "job-3").exists()
 
 
-def test_a_job_is_not_queued_again_for_ever(slurm: Slurm) -> None:
+def test_the_number_of_requeues_is_limited(slurm: Slurm) -> None:
     again: dict[str, Any] = {"codes": [75], "waits": False, "outcome": "preempted"}
     text = script(slurm, nodes=1, requeues=1)
     with slurm.submitted(text, again, again, again) as process:
@@ -92,7 +92,7 @@ def test_a_job_is_not_queued_again_for_ever(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(1, None), (2, None), (137, "failed")])
-def test_a_failure_is_one(slurm: Slurm, code: int, outcome: str | None) -> None:
+def test_the_exit_code_of_a_failure_is_kept(slurm: Slurm, code: int, outcome: str | None) -> None:
     plan: dict[str, Any] = {"codes": [code, 0], "waits": False}
     if outcome:
         plan["outcome"] = outcome
@@ -102,7 +102,7 @@ def test_a_failure_is_one(slurm: Slurm, code: int, outcome: str | None) -> None:
     assert not (slurm.state / "job-1").exists()
 
 
-def test_what_an_earlier_start_left_says_nothing_of_this_one(slurm: Slurm) -> None:
+def test_the_summary_of_an_earlier_start_is_ignored(slurm: Slurm) -> None:
     """A run that was preempted, and a second start that fails at once: it would be queued for ever."""
     run = slurm.folder / "kept"
     run.mkdir()
@@ -121,7 +121,7 @@ def test_what_an_earlier_start_left_says_nothing_of_this_one(slurm: Slurm) -> No
     ("mode", "wanted"),
     [(None, "there is no key in"), (0o644, "chmod 600"), (0o660, "chmod 600")],
 )
-def test_without_a_key_of_ones_own_nothing_is_started(
+def test_without_a_private_key_nothing_is_started(
     slurm: Slurm, mode: int | None, wanted: str
 ) -> None:
     if mode is None:
@@ -135,7 +135,7 @@ def test_without_a_key_of_ones_own_nothing_is_started(
     assert slurm.tasks(0) == []
 
 
-def test_what_to_type_for_a_key_works_with_a_space_in_the_path(slurm: Slurm) -> None:
+def test_the_command_for_a_key_works_with_a_space_in_the_path(slurm: Slurm) -> None:
     where = slurm.folder / "my keys" / "key"
     text = script(slurm, key_file=str(where))
     with slurm.submitted(text, {"codes": [0, 0], "waits": False}) as process:
@@ -146,7 +146,7 @@ def test_what_to_type_for_a_key_works_with_a_space_in_the_path(slurm: Slurm) -> 
     assert where.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_asked_of_slurm_stands_before_any_command(slurm: Slurm) -> None:
+def test_sbatch_options_precede_all_commands(slurm: Slurm) -> None:
     text = script(
         slurm,
         tasks_per_node=8,
@@ -208,7 +208,7 @@ def test_what_is_asked_of_slurm_stands_before_any_command(slurm: Slurm) -> None:
         ({"flags": ("--set", "text=a\nb")}, "The value 'text=a\\nb': line breaks"),
     ],
 )
-def test_nonsense_is_refused(slurm: Slurm, change: dict[str, Any], wanted: str) -> None:
+def test_invalid_values_are_refused(slurm: Slurm, change: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UsageError) as caught:
         script(slurm, **change)
     assert wanted in str(caught.value)

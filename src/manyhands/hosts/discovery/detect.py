@@ -1,14 +1,14 @@
-"""Which description of the cluster applies to this process. Of several, the first of these counts:
+"""Picks the description of the cluster that applies to this process: the first of
 
-1. a cluster file, by `--cluster FILE` or MANYHANDS_CLUSTER: somebody meant exactly this run;
-2. torchrun: it has started this very process, whatever started torchrun itself;
+1. a cluster file, by `--cluster FILE` or MANYHANDS_CLUSTER: it was given for exactly this run;
+2. torchrun: it started this very process, whatever started torchrun itself;
 3. TF_CONFIG;
 4. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by anything else;
 5. srun;
 6. the variables of a Kubernetes job.
 
-Where several of 3 to 6 are there, each speaks of this process, so they have to agree on which of how many
-it is: if not, that is an error that names both.
+If several of 3 to 6 are present, each describes this process, so they must agree on its rank and on the
+number of processes. If they don't, the error names both.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def detect(
     if not or_alone:
         raise ClusterError(_nothing(environ))
     me = Entry(name="rank-0", role=COORDINATOR, rank=0, host=hostname, local_rank=0)
-    return ClusterSpec((me,), host=hostname, port=None, source="nobody: one worker", mine=me)
+    return ClusterSpec((me,), host=hostname, port=None, source="no description", mine=me)
 
 
 def _leftover(reader: object, environ: Mapping[str, str]) -> bool:
-    """Slurm job scripts often set WORLD_SIZE, the same for all tasks; the rank is then from srun."""
+    """Whether torch's variables are only a WORLD_SIZE that a Slurm job script sets; the rank is from srun."""
     if reader is not torch_variables or "RANK" in environ or not slurm.applies(environ):
         return False
     spec = slurm.read(environ)
@@ -102,7 +102,7 @@ def _nothing(environ: Mapping[str, str]) -> str:
             "job's file with  manyhands launch kubernetes."
         )
     return (
-        "Nothing says which cluster this process is a part of. Start it with torchrun, with srun, or "
+        "This process does not know which cluster it belongs to. Start it with torchrun, with srun, or "
         "from a file of  manyhands launch kubernetes; or set RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT, or TF_CONFIG; or give a cluster file with  --cluster FILE."
     )

@@ -3,12 +3,12 @@
     port = 29600                      # of the coordinator; this is the default
 
     [[hosts]]
-    name = "gpu-a"                    # what the host calls itself, or what  --as NAME  says
+    name = "gpu-a"                    # the host's own name, or the value of  --as
     address = "10.0.0.1"              # where others reach it (default: its name)
     role = "coordinator"              # or worker, the default, server, evaluator
     devices = ["cuda:0", "cuda:1"]    # one for each member; without it: slots = 2
 
-Which entry is mine: the one that `--as` names, or the one whose name or address is this host's name.
+The entry of this host is the one that `--as` names, or the one whose name or address is the host name.
 `parse` is pure; `read` opens the file.
 """
 
@@ -43,7 +43,7 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 
 
 def read(path: Path, *, name: str | None = None, hostname: str = "") -> ClusterSpec:
-    """The cluster of a file; `name` is the value of `--as`."""
+    """Read the cluster of a file; `name` is the value of `--as`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def read(path: Path, *, name: str | None = None, hostname: str = "") -> ClusterS
 def parse(
     data: Any, *, source: str = "cluster file", name: str | None = None, hostname: str = ""
 ) -> ClusterSpec:
-    """`mine` is None if nothing says which entry this host is; the other entries are still valid."""
+    """Parse a cluster file. `mine` is None if it is unknown which entry this host is."""
     if not isinstance(data, dict):
         raise ClusterError(f"{source} must be an object with a list of hosts.")
     _known(data, ("hosts", "port"), source)
@@ -156,13 +156,13 @@ def _elect(entries: Sequence[Entry], source: str) -> list[Entry]:
     workers = [entry for entry in entries if entry.role == WORKER]
     if not named and not workers:
         raise ClusterError(
-            f"{source} has no worker and no coordinator: somebody has to train. Leave the role of a "
+            f"{source} has no worker and no coordinator: no process would train. Leave the role of a "
             "host out, and it is a worker."
         )
     chosen = (named or workers)[0]
     if not workers and not chosen.slots:
         raise ClusterError(
-            f"{source} has no worker, and {chosen.name!r} has slots = 0: nobody trains."
+            f"{source} has no worker, and {chosen.name!r} has slots = 0: no process would train."
         )
     return [replace(e, role=COORDINATOR) if e is chosen else e for e in entries]
 
@@ -228,7 +228,7 @@ def _mine(
 
 
 def _short(host: str) -> str:
-    """Without the domain; an address stays whole."""
+    """Remove the domain; keep an address whole."""
     return host if re.fullmatch(r"[0-9.]+|.*:.*", host) else host.partition(".")[0].lower()
 
 

@@ -5,7 +5,7 @@
     MANYHANDS_COORDINATOR    HOST:PORT of pod 0, where HOST is its name in the headless service
     MANYHANDS_SLOTS          how many members a pod takes (default: 1)
 
-The index alone says too little: a pod is not told how many others there are, nor what they are called.
+The index alone is not enough: it gives neither the number of pods nor their names.
 """
 
 from __future__ import annotations

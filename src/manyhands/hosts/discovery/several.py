@@ -1,9 +1,9 @@
 """Finds out whether this process is one of several that were started together. Pure.
 
-For a command that was not told `--on`: each process would train by itself, in a run folder of its own. Only
-what is sure counts. A Slurm allocation is no sign, as long as srun has not started this process; nor is a
-WORLD_SIZE that a script exports for later, an index of a Kubernetes job (sweeps have one), or a description
-that can't be read.
+For a command without `--on`, where each process would train by itself, in its own run folder. Only certain
+signs count. A Slurm allocation is none unless srun started this process; neither is a WORLD_SIZE that a
+script exports for later, an index of a Kubernetes job (sweeps have one), or a description that can't be
+read.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MPI = {
 @dataclass(frozen=True)
 class LauncherProcess:
     source: str
-    """The source of that information: "torchrun"."""
+    """Where this was read: "torchrun"."""
     size: int
     variables: str = ""
-    """Variables that a shell in between has to set."""
+    """Variables that a shell between the launcher and the command has to set."""
     spec: ClusterSpec | None = None
     """None: `--on env` needs variables that are not set yet."""
 

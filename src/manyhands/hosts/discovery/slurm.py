@@ -1,7 +1,7 @@
 """The variables that `srun` sets for each task: SLURM_PROCID and others. Pure.
 
 Rank 0 runs on the first host of the step's list. The port is made from the job's number, so that all tasks
-know it without asking and two jobs on a host rarely want the same one:
+know it without communication and two jobs on a host rarely use the same one:
 
     15000 + (8 * SLURM_JOB_ID + SLURM_STEP_ID) % 16000
 
@@ -73,8 +73,8 @@ def _needed(environ: Mapping[str, str], usual: str, *names: str) -> str:
 
 
 def _step(environ: Mapping[str, str]) -> str | None:
-    """The variable that names the step of srun, if there is one. The shell of an salloc (interactive) and
-    a job's script (batch) may have a step too: it is one process, with a number that no srun gets."""
+    """Return the variable that names the step of srun, if there is one. The shell of salloc (interactive) and
+    a job's script (batch) may have a step too: a single process, with a number that srun never uses."""
     name = values.first_set(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if name is None or environ[name].strip() in SHELL_STEPS:
         return None

@@ -8,9 +8,9 @@
 | chief | the coordinator, which works too |
 | worker | a worker; without a chief, the first is the coordinator |
 | ps | a dedicated parameter server |
-| evaluator | nothing to do: the workers evaluate. It may be missing from `cluster`, as TensorFlow has it |
+| evaluator | nothing to do: the workers evaluate. It may be missing from `cluster`, as in TensorFlow |
 
-Other keys, such as `environment` and `rpc_layer`, mean nothing here.
+Other keys, such as `environment` and `rpc_layer`, are ignored.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _cluster(config: dict[str, Any]) -> Addresses:
         raise ClusterError(f'"cluster" in {NAME} is empty: it must name at least one worker.')
     if "chief" not in cluster and "worker" not in cluster:
         raise ClusterError(
-            f"{NAME} has no chief and no worker, only {', '.join(cluster)}: somebody has to train. "
+            f"{NAME} has no chief and no worker, only {', '.join(cluster)}: no process would train. "
             'Add  "worker": ["HOST:PORT"].'
         )
     return cluster

@@ -1,10 +1,10 @@
 """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: set by torchrun and most other launchers of torch. Pure.
 
-A process is told its own rank and how many there are, and where rank 0 is; of the others it knows no more,
-except under torchrun, whose ranks on a host follow each other.
+A process knows its own rank, the number of ranks, and where rank 0 is. It knows nothing else about the other
+ranks, except under torchrun, where the ranks of a host are consecutive.
 
 torchrun itself keeps a store at MASTER_ADDR:MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE), so that port is
-taken; whoever else sets these variables means it for rank 0.
+taken. With any other launcher the port is for rank 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_torchrun(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
-    """The cluster of these variables; `hostname` is of this machine."""
+    """Read the cluster from these variables; `hostname` is the name of this machine."""
     for name in NEEDED:
         if name not in environ:
             raise ClusterError(

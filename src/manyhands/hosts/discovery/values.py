@@ -78,7 +78,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[host]:port`; the error is a ValueError that says what is wrong."""
+    """Split `host:port` or `[host]:port`; a ValueError explains what is wrong."""
     match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^\[\]:/\s]+))(?::([^:/]*))?", text)
     if match is None:
         raise ValueError("it must be HOST:PORT, with an IPv6 host in brackets: [fd00::1]:2222")

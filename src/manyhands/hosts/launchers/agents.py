@@ -2,8 +2,8 @@
 
 The launcher waits until the announced hosts have joined (roster.py), and places each member on the host
 with the fewest members of its role. Starting a member takes one round trip to its agent (nodes.py). An agent
-whose link breaks or falls silent counts as lost, and so do its members; the agent kills them when it misses
-the coordinator, so that none keeps running alone.
+whose link breaks or falls silent counts as lost, and so do its members. The agent kills them when it loses
+the coordinator, so none keeps running alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manyhands.transport import Link, parse_address
 
 
 class AgentLauncher(Launcher, RosterOwner):
-    """Starts members where a ClusterSpec says: on this host, and through agents on the others."""
+    """Starts members on the hosts of a ClusterSpec: on this one directly, on the others through agents."""
 
     kind = "env"
     again = "--on env"
@@ -36,8 +36,8 @@ class AgentLauncher(Launcher, RosterOwner):
     def __init__(
         self, spec: ClusterSpec, *, least: int | None = None, shares_memory: bool = False
     ) -> None:
-        """`least`: so many workers are enough to begin with, after a while. `shares_memory`: members of other
-        hosts can't join a run that begins inside one host."""
+        """`least`: the number of workers that is enough to begin after the grace period. `shares_memory`: if
+        true, members of other hosts can't join a run that began inside one host."""
         self.spec = spec
         self.gathered = False
         """If true, training may begin, or has begun."""
@@ -68,7 +68,7 @@ class AgentLauncher(Launcher, RosterOwner):
             publish(self.spec.store, context.address, context.tell)
 
     def complete(self) -> bool:
-        """Whether all announced hosts are there; or, after a while, enough of them. Stays true afterwards."""
+        """Whether all announced hosts have joined, or enough of them after the grace period. Stays true."""
         if self.gathered:
             return True
         if self._refused:
@@ -89,14 +89,14 @@ class AgentLauncher(Launcher, RosterOwner):
         return False
 
     def _enough(self, missing: Sequence[Entry]) -> bool:
-        """Whether training may begin without these."""
+        """Whether training may begin without the missing entries."""
         if self._least is None or any(entry.role == SERVER for entry in missing):
             return False
         return self.slots(WORKER) >= self._least
 
     @property
     def _grace_s(self) -> float:
-        """How long to wait for the rest when there are enough."""
+        """How long to wait for the rest when enough have joined."""
         return self.context.timeouts.grace_s
 
     def _too_late(self, missing: Sequence[Entry]) -> str:
@@ -219,7 +219,7 @@ class AgentLauncher(Launcher, RosterOwner):
 
 
 def _own_endpoint(address: str) -> Endpoint:
-    """Where this host is reached, by the address at which the coordinator listens."""
+    """Where other hosts reach this one, derived from the coordinator's address."""
     where = parse_address(address)
     host = "127.0.0.1" if where.path else where.host
     return reach(way_out() if is_any(host) else host)

@@ -1,9 +1,9 @@
-"""A launcher starts members somewhere and can end them; it knows nothing of training.
+"""The interface of launchers: they start and end members, and know nothing of training.
 
 Lifecycle: `attach(context)` once there is a coordinator; `complete()` until it is true; `start(request)` for
 each member, in any order, returns a Handle; `Handle.wait()` returns the exit code when the process is
-gone; `close()` ends whatever is left. A launcher must see to it that its members can't outlive the
-coordinator, also when that is killed with SIGKILL.
+gone; `close()` ends whatever is left. A launcher must ensure that its members can't outlive the coordinator,
+even if the coordinator is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Handle(ABC):
     gone: bool = False
     """If true, the process has ended, and `wait` has returned once."""
     why: str = ""
-    """Why it ended, where the exit code does not tell."""
+    """Why it ended, if the exit code does not show it."""
 
     @abstractmethod
     def wait(self) -> int:
@@ -77,11 +77,11 @@ class Handle(ABC):
 
     @abstractmethod
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send it SIGTERM."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and everything it started, now."""
+        """Kill it and everything it started."""
 
 
 class Launcher(ABC):
@@ -98,7 +98,7 @@ class Launcher(ABC):
         """Called once the coordinator listens."""
 
     def complete(self) -> bool:
-        """Whether the announced hosts have joined. Raises when they won't."""
+        """Whether the announced hosts have joined. Raises if they can't."""
         return True
 
     def slots(self, role: str) -> int:
@@ -106,7 +106,7 @@ class Launcher(ABC):
         return sys.maxsize
 
     def room(self, workers: int, servers: int) -> bool:
-        """Whether all of these could be started now. Raises when they never could."""
+        """Whether all of these could be started now. Raises if they never can."""
         return True
 
     def want(self, workers: int) -> None:  # noqa: B027 - most have a fixed number of slots

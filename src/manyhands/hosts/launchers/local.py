@@ -37,7 +37,7 @@ class LocalHandle(Handle):
         self.pid = process.pid
         self.host = socket.gethostname()
         self.output = process.stdout
-        """What it prints, where no log was given; whoever reads it closes it."""
+        """Its output, if no log was given; the reader closes it."""
         self._process = process
         # Popen.wait() from two threads at once may lose the exit code of the loser.
         self._lock = threading.Lock()
@@ -45,8 +45,8 @@ class LocalHandle(Handle):
     def wait(self) -> int:
         with self._lock:
             code = self._process.wait()
-            # Once, right after the leader: its data loaders must not outlive it, and later on the
-            # number may belong to somebody else.
+            # Once, right after the leader: its data loaders must not outlive it, and later the id may
+            # belong to another process group.
             if not self.gone:
                 self.kill()
                 self.gone = True
@@ -59,7 +59,7 @@ class LocalHandle(Handle):
         self.signal(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:
-        """To it and everything it started, if it is still there."""
+        """Send a signal to it and everything it started, if it still runs."""
         if not self.gone:
             with suppress(ProcessLookupError, PermissionError):
                 (os.killpg if self._own_group else os.kill)(self.pid, number)
@@ -71,10 +71,10 @@ class LocalLauncher(Launcher):
 
     def __init__(self, interface: str = "lo", *, terminal: bool = False) -> None:
         self.interface = interface
-        """Of the network, over which members of other hosts are reached."""
+        """The network interface over which members of other hosts are reached."""
         self.terminal = terminal
-        """If true, members have our terminal, for a debugger. They are in our process group then: another
-        one could not read from it."""
+        """If true, members use our terminal, for a debugger. They are in our process group then: another
+        group could not read from it."""
         self._modes = termios.tcgetattr(sys.stdin) if terminal and sys.stdin.isatty() else None
         self._handles: list[LocalHandle] = []
 
@@ -103,7 +103,7 @@ class LocalLauncher(Launcher):
                 )
             finally:
                 os.close(reading)
-            with suppress(BrokenPipeError):  # it died at once: wait() tells
+            with suppress(BrokenPipeError):  # it died at once: wait() returns its exit code
                 invitation = replace(request.invitation, parent=os.getpid())
                 pipe.write(to_json(invitation).encode())
         handle = LocalHandle(request.name, process, own_group=not self.terminal)
@@ -111,8 +111,7 @@ class LocalLauncher(Launcher):
         return handle
 
     def _environment(self, request: StartRequest) -> dict[str, str]:
-        # Its invitation has all the secrets that it needs, and the variables of whoever started us are
-        # not about it: it has a rank of its own.
+        # The invitation has all secrets and the rank of the member; those in our environment are ours.
         theirs = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
         interfaces = {} if self.interface == "lo" else {"NCCL_SOCKET_IFNAME": self.interface}
         ours = {
@@ -129,10 +128,10 @@ class LocalLauncher(Launcher):
             handle.wait()
         self._handles.clear()
         if self._modes is not None:
-            # A debugger that was killed at its prompt has left it without echo.
+            # A debugger that was killed at its prompt leaves the terminal without echo.
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._modes)
 
 
 def cores() -> int:
-    """The cores that this process may use, which a container may have fewer of than the machine."""
+    """The number of cores that this process may use: in a container it may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))

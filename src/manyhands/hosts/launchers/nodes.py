@@ -62,7 +62,7 @@ class Node(ABC):
         """If true, members can be started there."""
         self.lost = False
         self.leaving = False
-        """If true, its process was asked to end: no more members are started there."""
+        """If true, its process received a stop signal: no more members are started there."""
         self.members: dict[str, tuple[Handle, int, str]] = {}
         """Handle, slot and role of each member that was started here."""
 
@@ -156,7 +156,7 @@ class AgentNode(Node):
         self.ready = False
         self.last_message_at = time.monotonic()
         self.probe: ProbeInfo | None = None
-        """Its probe, if the agent was asked to start one."""
+        """Its probe, if the coordinator requested one."""
         self._logs = logs
         self._context = context
         self._handles: dict[str, RemoteHandle] = {}
@@ -205,7 +205,7 @@ class AgentNode(Node):
                 self.last_message_at = time.monotonic()
                 self._handle(received.message, received.payload, on_ready)
             except LinkTimeout:
-                return f"said nothing for {limit_s:.0f} s"
+                return f"sent nothing for {limit_s:.0f} s"
             except LinkError:
                 return "closed its link"
             except ProtocolError as error:
@@ -238,7 +238,7 @@ class AgentNode(Node):
                     self._context.tell(f"{self.host} was asked to end ({name[:80]})")
             case Measured() | ReachChecked():
                 if (answers := self._answers) is None:
-                    raise ProtocolError("an answer that nobody asked for")
+                    raise ProtocolError("an answer without a request")
                 answers.put(message)
 
     def _handle_of(self, name: str) -> RemoteHandle:

@@ -1,8 +1,8 @@
-"""Members on a Ray cluster: the actor in each slot that Ray gives is an agent, and starts one member.
+"""Starts members on a Ray cluster: the actor in each slot is an agent, and starts one member.
 
-The broker (hosts/ray) reserves the slots; everything else works as with other agents: their links tell of a
-lost node, members there count as dead, and the run continues. The broker then starts another actor in that
-slot. Ray places it as soon as it has room, on that node or another, and a member is started there.
+The broker (hosts/ray) reserves the slots. Everything else works as with other agents: a lost node is detected
+by its link, its members count as dead, and the run continues. The broker then starts another actor in that
+slot. Ray places it on any node as soon as there is room, and a member is started there.
 
 Cost: one idle process of Ray for each member, and one beside the coordinator.
 """
@@ -62,7 +62,7 @@ class RayLauncher(AgentLauncher):
         shipped: bool = False,
         shares_memory: bool = False,
     ) -> None:
-        """`job`: its file, as members find it. `least`: so many workers are enough to begin with."""
+        """`job`: its file, as members find it. `least`: the number of workers that is enough to begin."""
         host = broker.cluster.host
         own = Entry("coordinator", COORDINATOR, 0, host=host, slots=0)
         spec = ClusterSpec((own, *(slot.entry for slot in slots)), host, None, "Ray", mine=own)
@@ -115,7 +115,7 @@ class RayLauncher(AgentLauncher):
         return False
 
     def want(self, workers: int) -> None:
-        """Request more slots from Ray; surplus slots are released when no member is in them."""
+        """Request more slots from Ray, or release surplus slots as soon as no member is in them."""
         with self._slots_lock:
             present = [slot for slot in self._slots if slot.role == WORKER]
             self._surplus = max(0, len(present) - workers)
@@ -167,18 +167,18 @@ class RayLauncher(AgentLauncher):
             self.context.tell(f"{text}; members that are lost from now on are not replaced")
 
     def _on_death(self, rank: int, why: str) -> None:
-        """Close the link of a dead actor's agent: the link of a node that is cut off says nothing."""
+        """Close the link of a dead actor's agent: without a network, the link itself shows nothing."""
         for node in self.roster.agents:
             if node.entry.rank == rank:
                 node.link.close()
         if self.gathered:
             return
-        self.context.tell(f"the actor of ray-{rank} has ended ({why}); Ray is asked for another")
+        self.context.tell(f"the actor of ray-{rank} has ended ({why}); requesting another")
         self._num_deaths += 1
         if self._num_deaths >= MAX_DEATHS:
             self._refused = self._refused or (
-                f"Ray has given slots, and {self._num_deaths} actors in them have ended before they had "
-                f"begun: {why} Ray's own logs on the nodes say more (/tmp/ray/session_latest/logs)."
+                f"Ray has given slots, and {self._num_deaths} actors in them ended before training "
+                f"began: {why} See Ray's logs on the nodes: /tmp/ray/session_latest/logs."
             )
 
     # Gathering --------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 An agent that connects sends AgentHello and is admitted, refused, or told that its rank is taken. Each agent
 that is admitted is an AgentNode (nodes.py), and one thread reads its link. When the link breaks or falls
-silent, the node is dropped; an agent that connects again is a new node. The owner of a roster, a launcher
-or `manyhands doctor --cluster`, decides which agents may join.
+silent, the node is dropped; an agent that connects again is a new node. The owner of a roster decides which
+agents may join: a launcher, or `manyhands doctor --cluster`.
 
 Cost: one thread and one small message a second for each agent.
 """
@@ -53,7 +53,7 @@ class Refusal:
 
 
 class RosterOwner:
-    """Decides which agents may join, and is told of those that come and go, in the threads of their links."""
+    """Decides which agents may join. Its methods are called in the threads of the agents' links."""
 
     gathered = False
     """If true, the run has begun: an agent whose rank is taken waits instead of being refused."""
@@ -201,10 +201,11 @@ class AgentRoster:
         )
 
     def _refuse_rank(self, node: AgentNode, old: Node) -> None:
-        """Refuse an agent whose rank another has. The other may just have died: not if it is heard again."""
-        asked = time.monotonic()
+        """Refuse an agent whose rank is taken. The agent that has it may just have died, so wait first for
+        another message from it."""
+        began = time.monotonic()
         while not self._owner.gathered and not old.lost:
-            if not isinstance(old, AgentNode) or old.last_message_at > asked:
+            if not isinstance(old, AgentNode) or old.last_message_at > began:
                 problem = (
                     f"{node.entry.name} is the process on {old.host} already, and one on {node.host}, "
                     "too"

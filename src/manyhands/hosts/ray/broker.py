@@ -1,8 +1,9 @@
 """The broker: a process beside the coordinator that reserves slots in Ray and holds an actor in each.
 
-It is the only process that loads Ray, which may end a process that has lost its cluster, and has threads,
-signal handlers and output of its own. Coordinator and broker exchange one message a line (messages.py). At
-the end of the run, or of standard input when the coordinator is gone, no actor and no group is left.
+It is the only process that loads Ray: Ray may end a process that has lost its cluster, and has its own
+threads, signal handlers and output. Coordinator and broker exchange one message a line (messages.py). At the
+end of the run, or when standard input ends because the coordinator is gone, it releases every actor and
+group.
 
 Ray ends actors and groups when their driver is gone, so a broker that is killed leaves none either.
 """
@@ -190,8 +191,8 @@ class Broker:
             self._start_here(request, common)
         except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(trouble(address, error)) from None
-        # `ray job stop` sends it to every process of a job; the coordinator says when this one ends. After
-        # ray.init, which has a handler of its own.
+        # `ray job stop` sends SIGTERM to every process of a job, but the coordinator ends this one. Set after
+        # ray.init, which installs a handler of its own.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._send(
             RayConnected(

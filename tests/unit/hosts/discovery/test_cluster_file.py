@@ -39,7 +39,7 @@ def of(text: str, **how: Any) -> ClusterSpec:
     return parse(tomllib.loads(text), source="c.toml", **how)
 
 
-def test_all_that_can_be_said() -> None:
+def test_every_key_of_a_host() -> None:
     spec = of(GOOD, hostname="ps")
     assert [(e.rank, e.name, e.role, e.host, e.slots) for e in spec.entries] == [
         (0, "gpu-a", COORDINATOR, "10.0.0.1", 2),
@@ -72,18 +72,18 @@ def test_mine_by_name_counts_before_the_hostname() -> None:
     assert of(GOOD, hostname="ps", name="gpu-a").me.name == "gpu-a"
 
 
-def test_who_is_not_there_is_told_what_to_say() -> None:
+def test_an_unlisted_host_gets_an_error_with_the_flag() -> None:
     with pytest.raises(ClusterError, match=r"--as NAME, one of gpu-a, ps, gpu-b\.site\.org, eva"):
         _ = of(GOOD, hostname="laptop").me
 
 
-def test_two_entries_of_one_host_have_to_be_told_apart() -> None:
+def test_two_entries_of_one_host_need_a_name() -> None:
     twice = '[[hosts]]\nname="a"\naddress="h"\n[[hosts]]\nname="b"\naddress="h"\nrole="server"\n'
     assert of(twice, hostname="h").mine is None
     assert of(twice, hostname="h", name="b").me.role == SERVER
 
 
-def test_the_first_worker_coordinates_if_nobody_is_said_to() -> None:
+def test_the_first_worker_coordinates_by_default() -> None:
     spec = of('[[hosts]]\nname="s"\nrole="server"\n[[hosts]]\nname="w"\n[[hosts]]\nname="v"\n')
     assert [e.name for e in spec.entries] == ["w", "s", "v"]
     assert (spec.host, spec.port) == ("w", 29600)
@@ -149,8 +149,8 @@ HOST = '[[hosts]]\nname="a"\n'
         ),
         (HOST + 'devices=["gpu0"]', "they must be a list of cpu, cuda or cuda:N"),
         (HOST + 'slots=2\ndevices=["cpu"]', "has slots = 2 and 1 devices"),
-        (HOST + 'role="server"', "has no worker and no coordinator: somebody has to train"),
-        (HOST + 'role="coordinator"\nslots=0', "and 'a' has slots = 0: nobody trains"),
+        (HOST + 'role="server"', "has no worker and no coordinator: no process would train"),
+        (HOST + 'role="coordinator"\nslots=0', "and 'a' has slots = 0: no process would train"),
         (
             HOST + 'role="coordinator"\n[[hosts]]\nname="b"\nrole="coordinator"',
             "has 2 coordinators: a, b. There may be one",

@@ -44,7 +44,7 @@ def test_the_order_when_all_agree(environ: dict[str, str], source: str) -> None:
     assert detect(environ).source == source
 
 
-def test_a_cluster_file_counts_before_all(tmp_path: Path) -> None:
+def test_a_cluster_file_takes_precedence(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('[[hosts]]\nname="a"\n[[hosts]]\nname="b"\n')
     named = {"MANYHANDS_CLUSTER": str(path), "MANYHANDS_AS": "b"}
@@ -53,7 +53,7 @@ def test_a_cluster_file_counts_before_all(tmp_path: Path) -> None:
     assert detect(named, name="a").me.name == "a", "a flag counts before a variable"
 
 
-def test_under_torchrun_what_started_torchrun_may_say_something_else() -> None:
+def test_torchrun_takes_precedence_over_its_own_launcher() -> None:
     one_of_four = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     assert detect(TORCHRUN | one_of_four).size == 2
 
@@ -81,14 +81,14 @@ def test_a_name_without_a_file_is_refused() -> None:
         detect(RANK | {"MANYHANDS_AS": "b"})
 
 
-def test_nothing_is_an_error_that_says_what_to_set() -> None:
+def test_no_description_is_an_error_that_lists_the_options() -> None:
     with pytest.raises(ClusterError) as caught:
         detect({})
     for way in ("torchrun", "srun", "launch kubernetes", "WORLD_SIZE", "TF_CONFIG", "--cluster"):
         assert way in str(caught.value)
 
 
-def test_the_table_shows_what_was_understood() -> None:
+def test_the_table_shows_the_cluster() -> None:
     lines = describe(detect(tf(1, count=3) | {"HOME": "/"})).splitlines()
     assert lines[0] == "read from    TF_CONFIG"
     assert lines[1] == "coordinator  h0:1"

@@ -26,7 +26,7 @@ def test_names_that_do_not_end_in_an_index_are_left_unknown() -> None:
     assert spec.entries[2].host == ""
 
 
-def test_an_index_alone_is_a_job_of_many_runs_and_no_cluster() -> None:
+def test_an_index_alone_is_no_cluster() -> None:
     assert detect({"JOB_COMPLETION_INDEX": "1"}, or_alone=True).size == 1
     with pytest.raises(ClusterError, match="the index alone does not say how many pods"):
         detect({"JOB_COMPLETION_INDEX": "1"})
@@ -47,7 +47,7 @@ def test_an_index_alone_is_a_job_of_many_runs_and_no_cluster() -> None:
         ({"MANYHANDS_SLOTS": "0"}, "MANYHANDS_SLOTS is 0: it must be from 1 to 1024"),
     ],
 )
-def test_wrong_ones_are_named(change: dict[str, str | None], wanted: str) -> None:
+def test_errors_name_the_wrong_variable(change: dict[str, str | None], wanted: str) -> None:
     environ = {name: value for name, value in (POD | change).items() if value is not None}
     with pytest.raises(ClusterError) as caught:
         detect(environ)

@@ -61,9 +61,7 @@ def test_broken_lists_are_named(text: str, wanted: str) -> None:
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9)), min_size=1, max_size=5),
     st.integers(1, 5),
 )
-def test_what_is_written_in_brackets_is_read_back(
-    prefix: str, ranges: list[tuple[int, int]], width: int
-) -> None:
+def test_brackets_round_trip(prefix: str, ranges: list[tuple[int, int]], width: int) -> None:
     numbers, parts = [], []
     at = 0
     for skip, length in ranges:

@@ -41,14 +41,14 @@ def tf_config(tasks: int) -> dict[str, str]:
         ),
     ],
 )
-def test_what_says_so(environ: dict[str, str], size: int, line: str) -> None:
+def test_signs_of_several_processes(environ: dict[str, str], size: int, line: str) -> None:
     several = one_of_several(environ)
     assert several is not None
     assert several.size == size
     assert several.line(ARGV) == line
 
 
-def test_the_line_of_python_m() -> None:
+def test_the_command_line_of_python_m() -> None:
     argv = ["/x/manyhands/__main__.py", "train", "job.py"]
     by_torchrun, by_hand = one_of_several(TORCHRUN), one_of_several(TORCH)
     assert by_torchrun is not None
@@ -73,5 +73,5 @@ def test_the_line_of_python_m() -> None:
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
-def test_what_is_no_sign(environ: dict[str, str]) -> None:
+def test_uncertain_signs_are_ignored(environ: dict[str, str]) -> None:
     assert one_of_several(environ) is None

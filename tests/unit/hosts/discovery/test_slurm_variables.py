@@ -62,7 +62,7 @@ def test_the_list_and_the_number_of_the_step_count_before_those_of_the_job() -> 
     assert (spec.size, spec.host, spec.me.host) == (3, "node02", "node02")
 
 
-def test_what_the_script_says_of_the_master_counts() -> None:
+def test_master_variables_of_the_script_take_precedence() -> None:
     spec = detect(STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "3000", "WORLD_SIZE": "4"})
     assert (spec.host, spec.port, spec.me.rank) == ("10.0.0.9", 3000, 2)
 
@@ -97,7 +97,7 @@ def test_a_job_script_itself_is_one_process() -> None:
         ({"WORLD_SIZE": "5"}, "WORLD_SIZE is '5', and srun has started 4 tasks"),
     ],
 )
-def test_wrong_ones_are_named(change: dict[str, str | None], wanted: str) -> None:
+def test_errors_name_the_wrong_variable(change: dict[str, str | None], wanted: str) -> None:
     environ = {name: value for name, value in (STEP | change).items() if value is not None}
     with pytest.raises(ClusterError) as caught:
         detect(environ)
@@ -109,7 +109,9 @@ def test_wrong_ones_are_named(change: dict[str, str | None], wanted: str) -> Non
     st.sampled_from(["block", "cyclic"]),
     st.integers(1, 10**9),
 )
-def test_all_tasks_of_a_step_understand_the_same(counts: list[int], layout: str, job: int) -> None:
+def test_all_tasks_of_a_step_read_the_same_cluster(
+    counts: list[int], layout: str, job: int
+) -> None:
     spots = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if layout == "cyclic":
         spots.sort(key=lambda spot: spot[::-1])

@@ -27,7 +27,7 @@ def task(kind: Any, index: Any) -> dict[str, Any]:
     return {"type": kind, "index": index}
 
 
-def test_every_role_becomes_ours() -> None:
+def test_roles_are_mapped() -> None:
     spec = parse(config(CHIEF, task("ps", 1)))
     assert [(e.rank, e.name, e.role, e.host) for e in spec.entries] == [
         (0, "chief-0", COORDINATOR, "a"),
@@ -40,7 +40,7 @@ def test_every_role_becomes_ours() -> None:
     assert (spec.host, spec.port, spec.me.name) == ("a", 1, "ps-1")
 
 
-def test_evaluators_are_in_no_count() -> None:
+def test_evaluators_are_not_counted() -> None:
     spec = parse(config(CHIEF, task("chief", 0)))
     assert (spec.size, spec.num_workers, spec.num_servers) == (5, 3, 2)
 
@@ -65,7 +65,7 @@ def test_a_chief_alone_is_a_cluster() -> None:
     assert parse(config({"chief": ["[fd00::1]:9"]}, task("chief", 0))).rendezvous == "[fd00::1]:9"
 
 
-def test_what_else_stands_there_means_nothing_and_an_index_may_be_a_text() -> None:
+def test_other_keys_are_ignored_and_an_index_may_be_a_string() -> None:
     spec = parse(config(task=task("worker", "1"), environment="cloud", rpc_layer="grpc"))
     assert spec.me.name == "worker-1"
 
@@ -107,7 +107,7 @@ def test_what_else_stands_there_means_nothing_and_an_index_may_be_a_text() -> No
         (config({"chief": ["a:1", "b:1"]}), "has 2 addresses as 'chief': there may be one"),
         (config(TWO | {"evaluator": ["x:1", "y:1"]}), "has 2 addresses as 'evaluator'"),
         (config({"ps": ["a:1"]}, task("ps", 0)), "has no chief and no worker, only ps"),
-        (config({"evaluator": ["a:1"]}, task("evaluator", 0)), "somebody has to train"),
+        (config({"evaluator": ["a:1"]}, task("evaluator", 0)), "no process would train"),
         (json.dumps({"cluster": TWO}), 'TF_CONFIG has no "task"'),
         (config(task="worker"), '"task" in TF_CONFIG is a text'),
         (config(task={"type": "worker"}), '"task" in TF_CONFIG has no "index"'),
@@ -139,7 +139,7 @@ NAMES = st.integers(0, 60).map(lambda n: f"host-{n}")
     st.booleans(),
     st.data(),
 )
-def test_all_processes_of_a_cluster_understand_the_same(
+def test_all_processes_read_the_same_cluster(
     places: list[tuple[str, int]], has_chief: bool, data: st.DataObject
 ) -> None:
     addresses = [f"{host}:{port}" for host, port in places]

@@ -20,7 +20,7 @@ TORCHRUN = PLAIN | {
 }
 
 
-def test_plain_variables_say_who_i_am_and_where_the_first_is() -> None:
+def test_plain_variables_give_the_rank_and_the_address_of_rank_0() -> None:
     spec = detect(PLAIN, hostname="here")
     assert [entry.role for entry in spec.entries] == [COORDINATOR, WORKER, WORKER]
     assert [entry.host for entry in spec.entries] == ["node-a", "here", ""]
@@ -80,14 +80,14 @@ def test_a_process_that_nothing_describes_can_be_a_cluster_of_one() -> None:
         ({"MASTER_ADDR": "tcp://node"}, "MASTER_ADDR is 'tcp://node'"),
     ],
 )
-def test_wrong_ones_are_named(change: dict[str, str | None], wanted: str) -> None:
+def test_errors_name_the_wrong_variable(change: dict[str, str | None], wanted: str) -> None:
     environ = {name: value for name, value in (PLAIN | change).items() if value is not None}
     with pytest.raises(ClusterError) as caught:
         detect(environ)
     assert wanted in str(caught.value)
 
 
-def test_nothing_at_all_says_what_to_set() -> None:
+def test_without_variables_the_error_lists_them() -> None:
     with pytest.raises(ClusterError, match="torchrun"):
         detect({"HOME": "/root"})
 

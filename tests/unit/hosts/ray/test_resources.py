@@ -50,7 +50,7 @@ def slots(
         ("rayy", None),
     ],
 )
-def test_where(given: str, wanted: str | None) -> None:
+def test_places_with_an_address(given: str, wanted: str | None) -> None:
     assert parse_place(given) == wanted
 
 
@@ -58,7 +58,7 @@ def test_where(given: str, wanted: str | None) -> None:
     "given",
     ["ray=", "ray=head", "ray=head:0", "ray=head:65536", "ray=a b:1"],
 )
-def test_where_not(given: str) -> None:
+def test_wrong_places(given: str) -> None:
     with pytest.raises(UsageError, match="ray=HOST:PORT"):
         parse_place(given)
 
@@ -93,7 +93,7 @@ def test_each_member_has_a_slot_of_its_own_rank() -> None:
         ("cuda,auto", 2, "gcg"),
     ],
 )
-def test_who_has_a_gpu(device: str, gpus: float, wanted: str) -> None:
+def test_which_slots_have_a_gpu(device: str, gpus: float, wanted: str) -> None:
     """`auto` takes GPUs if there is one for each, and otherwise none."""
     asked = slots(3, servers=1, device=device, gpus=gpus)
     assert "".join("g" if slot.gpu else "c" for slot in asked) == wanted + "c"
@@ -104,7 +104,7 @@ def test_ray_picks_the_gpu() -> None:
         slots(device="cuda:1")
 
 
-def test_of_a_range_the_least_and_the_servers_come_first() -> None:
+def test_required_slots_come_first_in_a_range() -> None:
     first, spare = in_order(slots(4, servers=1), 2)
     assert [slot.rank for slot in first] == [1, 2, 5]
     assert [slot.rank for slot in spare] == [3, 4]
@@ -129,7 +129,7 @@ def test_never_more_fit_than_there_is_room_for(
     assert fitting(wanted, [*nodes, node(100, 100)]) == len(wanted)
 
 
-def test_what_can_never_be() -> None:
+def test_impossible_requests_are_refused() -> None:
     check_possible(slots(3), [node(1), node(2)])
     check_possible(slots(2, device="cuda,cpu"), [node(1, 1), node(1)])
     with pytest.raises(
@@ -144,7 +144,7 @@ def test_what_can_never_be() -> None:
         check_possible(big, [node(2), node(2)])
 
 
-def test_words() -> None:
+def test_texts() -> None:
     asked = slots(3, servers=1, device="cuda,cpu")
     assert describe(asked) == (
         "2 workers with 1 CPU and 1 GPU each and 1 worker with 1 CPU and 1 server with 1 CPU"
@@ -153,7 +153,7 @@ def test_words() -> None:
     assert waits(2, 4, {"CPU": 3.0, "GPU": 1.0}) == told
 
 
-def test_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     with pytest.raises(UsageError, match=r"pip install 'manyhands\[ray\]'"):
