@@ -71,11 +71,10 @@ class TableSync:
 
     def _meet(self) -> None:
         """Share the first worker's tables with the others."""
-        if dist.get_rank() == 0:
-            told = json.dumps(self._tables.stores.share()).encode()
-            parts, _ = self._gather(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-        else:
-            parts, _ = self._gather(torch.zeros(0, dtype=torch.uint8))
+        first = dist.get_rank() == 0
+        addresses = json.dumps(self._tables.stores.share()) if first else ""
+        parts, _ = self._gather(torch.tensor(list(addresses.encode()), dtype=torch.uint8))
+        if not first:
             self._tables.stores.attach(json.loads(bytes(parts[0].numpy())))
         dist.barrier()  # the first must be alive while the others attach
 

@@ -22,6 +22,15 @@ def _element(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return cgutils.get_item_pointer(context, builder, kind, made, [index], wraparound=False)
 
 
+def emit_prefetch(context: Any, builder: Any, pointer: Any, *, write: bool) -> Any:
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    numbers = [ir.Constant(number, n) for n in (int(write), 3, 1)]  # keep it close, data
+    builder.call(function, [builder.bitcast(pointer, byte), *numbers])
+    return context.get_dummy_value()
+
+
 @intrinsic
 def swap(typing: Any, array: Any, index: Any, old: Any, new: Any) -> tuple[Any, Callable[..., Any]]:
     """swap(array, index, old, new) -> what was there; it was swapped if that is `old`."""
@@ -52,12 +61,7 @@ def prefetch(typing: Any, array: Any, index: Any) -> tuple[Any, Callable[..., An
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _element(context, builder, signature.args[0], args[0], args[1])
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        numbers = [ir.Constant(number, n) for n in (0, 3, 1)]  # to read, keep it close, data
-        builder.call(function, [builder.bitcast(place, byte), *numbers])
-        return context.get_dummy_value()
+        return emit_prefetch(context, builder, place, write=False)
 
     return types.void(array, types.intp), code
 

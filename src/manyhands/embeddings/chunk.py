@@ -51,9 +51,6 @@ class RowChunk:
     shared: Floats
     """The row that new ids share when the table is full, and its state: [1, dim + m], or [0, ...]."""
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def without_optimizer(self, salt: int) -> RowWeights:
         dim = self.rows.shape[1]
         return RowWeights(self.ids, self.rows, self.shared[:, :dim], salt)

@@ -187,8 +187,5 @@ class TableLayout:
             4 * waiting,
             4 * self.spec.width * self.capacity,
         ]
-        return Regions(*accumulate(map(_whole_pages, sizes), initial=0))
-
-
-def _whole_pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
+        return Regions(*accumulate(pages, initial=0))

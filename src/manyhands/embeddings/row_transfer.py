@@ -56,8 +56,7 @@ def live(store: TableStore) -> Ids:
 
 
 def ids_of(store: TableStore, slots: Ids) -> Ids:
-    ids: Ids = store.arrays.metas[2 * slots] if store.layout.hashed else slots
-    return ids
+    return store.arrays.metas[2 * slots] if store.layout.hashed else slots
 
 
 def export(

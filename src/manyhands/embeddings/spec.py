@@ -159,10 +159,11 @@ class Table:
                 f"Allowed: {', '.join(WHEN_FULL)}."
             )
         self.initial_scale()  # raises if init does not parse
-        if self.rows is not None and self.limit is not None and self._all_bytes() > self.limit:
+        needed = (self.rows or 0) * self.bytes_per_row()
+        if self.limit is not None and needed > self.limit:
             raise JobError(
                 f"Table(rows={self.rows}, max_bytes={self.max_bytes}) does not fit: {self.rows:,} rows of "
-                f"{self.bytes_per_row()} bytes are {show_bytes(self._all_bytes())}. Give more bytes, "
+                f"{self.bytes_per_row()} bytes are {show_bytes(needed)}. Give more bytes, "
                 "or leave rows out: then only the rows in use take memory."
             )
 
@@ -236,9 +237,6 @@ class Table:
         """63 bits that are equal only for tables with the same layout and options."""
         text = json.dumps(asdict(self), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-    def _all_bytes(self) -> int:
-        return (self.rows or 0) * self.bytes_per_row()
 
 
 def salt_of(name: str, seed: int) -> int:

@@ -256,12 +256,8 @@ class TableStore:
                 "Give it more rows, or leave rows out for any 64-bit id."
             )
 
-    def __len__(self) -> int:
-        """Count the ids with a row of their own. Scans the index."""
-        return len(row_transfer.live(self))
-
     def ids(self) -> Ids:
-        """Return the ids with a row of their own, ascending."""
+        """Return the ids with a row of their own, ascending. Scans the index."""
         return np.sort(row_transfer.ids_of(self, row_transfer.live(self)))
 
     @property

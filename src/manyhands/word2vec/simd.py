@@ -18,6 +18,8 @@ from numba import extending, types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
+from manyhands.embeddings.atomics import emit_prefetch
+
 intrinsic: Any = extending.intrinsic
 """Typed as the code generator sees it, not as a kernel calls it."""
 
@@ -146,10 +148,7 @@ def prefetch(typing: Any, address: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], ir.IntType(8))
-        kinds = [pointer.type, _INT32, _INT32, _INT32]
-        ask = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), kinds)
-        builder.call(ask, [pointer, _INT32(1), _INT32(3), _INT32(1)])
-        return context.get_dummy_value()
+        return emit_prefetch(context, builder, pointer, write=True)
 
     return types.none(types.int64), generate
 

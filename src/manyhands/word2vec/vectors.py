@@ -51,8 +51,7 @@ class Vectors:
         """The rows normalized to length 1; rows of zeros stay zero."""
         lengths = np.sqrt(np.einsum("ij,ij->i", self.matrix, self.matrix, dtype=np.float64))
         lengths[lengths == 0] = 1.0
-        unit: NDArray[np.float32] = (self.matrix / lengths[:, None]).astype(np.float32)
-        return unit
+        return (self.matrix / lengths[:, None]).astype(np.float32)
 
     def __len__(self) -> int:
         return len(self.words)

@@ -37,7 +37,7 @@ def test_a_table_stays_within_max_bytes_and_uses_most_of_it(optimizer: str, max_
                 for _ in range(admit_after):
                     store.find(ids, create=True, now=1)
             assert 0.7 * max_bytes < store.nbytes <= max_bytes
-            assert len(store) == store.layout.capacity - 1
+            assert len(store.ids()) == store.layout.capacity - 1
 
 
 def small(when_full: str, **more: object) -> Table:
@@ -59,7 +59,7 @@ def test_new_ids_of_a_full_table_share_a_row_and_learn_in_it() -> None:
         assert (store.find(new, create=False) == -1).all()
         assert (store.find(new, create=True, now=2) == 0).all()
         assert store.full
-        assert len(store) == ids.size
+        assert len(store.ids()) == ids.size
         store.update(store.find(new, create=False), np.ones((2, 16), np.float32), lr=1.0, now=2)
         first, second = read(store, new)
         assert (first == second).all()
@@ -112,7 +112,7 @@ def test_waiting_ids_take_little_memory_and_no_row() -> None:
     with table(Table(256, admit_after=2)) as store:
         before = store.nbytes
         store.find(np.arange(50_000), create=True, now=1)
-        assert len(store) == 0
+        assert len(store.ids()) == 0
         assert store.nbytes - before < 50 * 50_000
         assert (store.find([7, 7, 8], create=True, now=2) > 0).all()
         assert export(store).waiting_ids.size == 50_000 - 2
