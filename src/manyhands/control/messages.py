@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from manyhands.hosts.messages import (
     Beat,
@@ -130,18 +130,7 @@ Order = (
     | StopOrder
     | LeaveOrder
 )
-TO_MEMBER = MessageSet(
-    ViewFormed,
-    Posted,
-    WriteStacks,
-    TrainOrder,
-    RestOrder,
-    EvaluateOrder,
-    CheckpointOrder,
-    RehearseOrder,
-    StopOrder,
-    LeaveOrder,
-)
+TO_MEMBER = MessageSet(ViewFormed, Posted, WriteStacks, *get_args(Order))
 
 
 # From a member ------------------------------------------------------------------------------------

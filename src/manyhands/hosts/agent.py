@@ -27,21 +27,19 @@ from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolErr
 from manyhands.hosts.agent_messages import (
     TO_AGENT,
     AgentAdmitted,
-    AgentBeat,
     AgentHello,
     AgentReady,
     AgentRefused,
-    CheckReach,
     EndAgent,
     KillMember,
     Leaving,
+    LinkBeat,
     Measured,
     MeasureHost,
     MemberEnded,
     MemberOutput,
     ProbeInfo,
     RankTaken,
-    ReachChecked,
     Started,
     StartFailed,
     StartMember,
@@ -224,8 +222,6 @@ class AgentSession:
                     self._handles[name].kill()
                 case MeasureHost(other, address, seconds) if self._probe is not None:
                     self._send(Measured(self._probe.measure(other, address, seconds)))
-                case CheckReach(other, address) if self._probe is not None:
-                    self._send(ReachChecked(self._probe.reach(other, address)))
                 case EndAgent(code):
                     return code
 
@@ -280,7 +276,7 @@ class AgentSession:
     def _beat(self) -> None:
         leaving_sent = False
         while not self._ended.wait(self._admitted.beat_s):
-            self._send(AgentBeat())
+            self._send(LinkBeat())
             if self._signals and not leaving_sent:
                 leaving_sent = True
                 self._send(Leaving(self._signals[0]))

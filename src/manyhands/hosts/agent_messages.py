@@ -1,6 +1,6 @@
-"""Messages between the coordinator and agents: one dataclass each, by `kind`.
+"""Messages between the coordinator and agents.
 
-A message that does not fit closes the link. The coordinator then drops the agent; an agent kills its members
+An invalid message closes the link. The coordinator then drops the agent; an agent kills its members
 and connects again.
 """
 
@@ -13,18 +13,12 @@ from manyhands.hosts.host_facts import HostFacts, PairFacts
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.machine import Machine
 from manyhands.hosts.spec import ROLES, Entry
-from manyhands.transport.fields import Count, MessageSet, Seconds
+from manyhands.transport.fields import Count, MessageSet, Seconds, check
 
 MAX_SLOTS = 1 << 12
 
 
-def _exit_code(value: int) -> int:
-    if not -255 <= value <= 255:
-        raise ValueError("is no exit code")
-    return value
-
-
-ExitCode = Annotated[int, _exit_code]
+ExitCode = Annotated[int, check(lambda code: -255 <= code <= 255, "is no exit code")]
 
 
 # From an agent ------------------------------------------------------------------------------------
@@ -96,8 +90,8 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class AgentBeat:
-    pass
+class LinkBeat:
+    """Both sides send one every second: a link without any for long enough is lost."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +99,6 @@ class Measured:
     """Answers MeasureHost."""
 
     pair: PairFacts
-
-
-@dataclass(frozen=True)
-class ReachChecked:
-    """Answers CheckReach."""
-
-    trouble: str
-    """Why the other host can't be reached; empty if it can."""
 
 
 FROM_AGENT = MessageSet(
@@ -123,9 +109,8 @@ FROM_AGENT = MessageSet(
     MemberEnded,
     MemberOutput,
     Leaving,
-    AgentBeat,
+    LinkBeat,
     Measured,
-    ReachChecked,
 )
 
 
@@ -182,11 +167,6 @@ class KillMember:
 
 
 @dataclass(frozen=True)
-class CoordinatorBeat:
-    pass
-
-
-@dataclass(frozen=True)
 class EndAgent:
     """The run has ended."""
 
@@ -195,19 +175,12 @@ class EndAgent:
 
 @dataclass(frozen=True)
 class MeasureHost:
-    """Measure the connection to another host's probe, sending for `seconds` in each direction."""
+    """Measure the connection to another host's probe, sending for `seconds` in each direction. With 0, only
+    see whether it can be reached."""
 
     other: str
     address: str
     seconds: Seconds
-
-
-@dataclass(frozen=True)
-class CheckReach:
-    """Find out whether another host's probe can be reached."""
-
-    other: str
-    address: str
 
 
 TO_AGENT = MessageSet(
@@ -217,8 +190,7 @@ TO_AGENT = MessageSet(
     StartMember,
     TerminateMember,
     KillMember,
-    CoordinatorBeat,
+    LinkBeat,
     EndAgent,
     MeasureHost,
-    CheckReach,
 )

@@ -93,30 +93,23 @@ class Probe:
         self._listener.hand_over(self._answer, name="answer", on_error=fail_process)
 
     def measure(self, other: str, address: str, seconds: float) -> PairFacts:
+        """Measure the connection to another host. With 0 seconds, only see whether it can be reached."""
         try:
             with self._linked(other, address, 2 * seconds) as link:
+                if not seconds:
+                    _ask(link, Ping(), Pong)
+                    return PairFacts(self._host, other)
                 delay_s, ahead_s = _ping(link)
-                there = _push(link, seconds)
-                back = self._pull(link, seconds)
+                return PairFacts(
+                    self._host,
+                    other,
+                    round_trip_s=delay_s,
+                    clock_s=ahead_s,
+                    there_bytes_per_s=_push(link, seconds),
+                    back_bytes_per_s=self._pull(link, seconds),
+                )
         except (LinkError, ProtocolError) as error:
             return PairFacts(self._host, other, trouble=_reason(error))
-        return PairFacts(
-            self._host,
-            other,
-            round_trip_s=delay_s,
-            clock_s=ahead_s,
-            there_bytes_per_s=there,
-            back_bytes_per_s=back,
-        )
-
-    def reach(self, other: str, address: str) -> str:
-        """Return why the other host can't be reached; empty if it can."""
-        try:
-            with self._linked(other, address, 0.0) as link:
-                _ask(link, Ping(), Pong)
-        except (LinkError, ProtocolError) as error:
-            return _reason(error)
-        return ""
 
     def close(self) -> None:
         self._listener.close()

@@ -11,7 +11,6 @@ contents are not secret: another address there sends agents to a process without
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,25 +18,17 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from manyhands.errors import ProtocolError, UsageError
+from manyhands.errors import UsageError
 from manyhands.hosts.interfaces import is_any, is_loopback, own_address, way_out
 from manyhands.hosts.spec import DEFAULT_PORT, ClusterSpec
 from manyhands.threads import describe, start_thread
 from manyhands.transport import Address, parse_address
-from manyhands.transport.fields import read, to_json
 
 NOTE = "manyhands.hosts.store_note"
 PUBLISH_S = 120.0
-
-
-@dataclass(frozen=True)
-class RendezvousNote:
-    """What the coordinator leaves in a store."""
-
-    address: str
 
 
 def one_host(spec: ClusterSpec) -> bool:
@@ -101,7 +92,7 @@ def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", NOTE, "put", store],
-                input=to_json(RendezvousNote(address)),
+                input=address,
                 capture_output=True,
                 text=True,
                 timeout=PUBLISH_S,
@@ -150,12 +141,8 @@ class StoreReader:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            try:
-                note = read(RendezvousNote, json.loads(line))
-            except (ValueError, ProtocolError):
-                continue  # not written by a coordinator
-            with self._changed:
-                self.address = note.address
+            with suppress(UsageError), self._changed:  # not written by a coordinator
+                self.address = str(parse_address(line.strip()))
                 self._changed.notify_all()
 
     def __enter__(self) -> StoreReader:

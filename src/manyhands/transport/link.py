@@ -378,19 +378,23 @@ class Link:
         finally:
             self._recv_lock.release()
 
-    # For event loops ----------------------------------------------------------------------------
-
-    def hold(self, on_close: Callable[[], None]) -> int:
-        """The socket's descriptor, which stays valid until `release`. `on_close` is called by close()."""
+    def hold(self, on_close: Callable[[], None] | None = None) -> int:
+        """The socket's descriptor, which stays open until `release`: otherwise another link could get its
+        number. `on_close` is called by close()."""
         with self._state_lock:
             self.check_open()
             self._num_users += 1
-            self._on_close.append(on_close)
+            if on_close is not None:
+                self._on_close.append(on_close)
             return self._sock.fileno()
 
     def release(self) -> None:
         with self._state_lock:
-            self._leave()
+            self._num_users -= 1
+            if self._closed and not self._num_users:
+                self._sock.close()
+
+    # For event loops ----------------------------------------------------------------------------
 
     @property
     def has_pending(self) -> bool:
@@ -465,20 +469,11 @@ class Link:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the descriptor while a thread uses it: its number could be another link's next."""
-        with self._state_lock:
-            self.check_open()
-            self._num_users += 1
+        self.hold()
         try:
             yield
         finally:
-            with self._state_lock:
-                self._leave()
-
-    def _leave(self) -> None:
-        self._num_users -= 1
-        if self._closed and not self._num_users:
-            self._sock.close()
+            self.release()
 
     def check_open(self) -> None:
         if self._closed:

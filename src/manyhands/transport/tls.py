@@ -1,24 +1,23 @@
 """TLS 1.3 between the members of one run: a small authority, credentials, and a stream on top.
 
-The coordinator makes an `Authority` when a run starts, in memory, and issues each member
-`Credentials`: the authority's certificate, the member's own, and its private key (EC P-256). Both
-sides of every link must show a certificate of that authority: whoever has none, or one of another
-run, is refused in the handshake. The launcher hands credentials over; they are never on a command
-line, and a private key is never in a file that has a name. Where processes are started by somebody
-else, each makes the same authority from a secret that all were given.
+When a run starts, the coordinator creates an `Authority` in memory and issues `Credentials` to each member:
+the authority's certificate, the member's own, and its private key (EC P-256). Both sides of a link must
+show a certificate of that authority; without one, or with one of another run, the handshake fails. The
+launcher passes credentials on. They are never on a command line, and a private key is never in a file that
+has a name. Where a scheduler starts the processes, each derives the same authority from a secret that all
+have.
 
-Hostnames are not checked: members move between hosts and are known by several addresses, so a
-name in the network says nothing. What counts is the authority, which knows this run's members only.
+Hostnames are not checked: members move between hosts and have several addresses, so a name in the network
+proves nothing. What counts is the authority, which has certified this run's members only.
 
-Cost: about a millisecond a certificate and a handshake; bulk data runs at the speed of AES-GCM on
-one core.
+Cost: about a millisecond per certificate and per handshake; bulk data runs at the speed of AES-GCM on one
+core.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import ipaddress
 import math
 import os
 import select
@@ -27,9 +26,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 from manyhands.errors import ProtocolError, UsageError
 
@@ -38,19 +37,22 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 CLOCK_SKEW = datetime.timedelta(days=1)
-"""How far the clock of another host may lag before a new certificate is "not yet valid" there."""
+"""How far the clock of another host may be behind without finding a new certificate "not yet valid"."""
 MAX_NAME = 64
-"""X.509 allows no longer common name."""
+"""Longest common name that X.509 allows."""
 P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the curve's base point: private keys are the numbers below it."""
+"""Order of the curve's base point: private keys are the numbers below it."""
 RECORD_BYTES = 16 * 1024
-"""The most that one TLS record carries."""
+"""Most data in one TLS record."""
 HANDSHAKE_RECORD = b"\x16"
 """The first byte of every TLS connection."""
 
 Handshake = Generator[int, None, str]
-"""A handshake on a socket that does not block: yields the selectors event that it waits for, and
-returns the other side's name. Whoever drives it may serve others in between."""
+"""A handshake on a non-blocking socket: yields the selectors event that it waits for, and returns the other
+side's name. The caller can serve other connections in between."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,10 @@ class Credentials:
     certificate: str
     key: str = field(repr=False)
 
-    def to_dict(self) -> dict[str, str]:
-        """For the launcher to hand over. It holds the key: never log it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, str]) -> Credentials:
-        names = [f.name for f in fields(cls)]
-        missing = [name for name in names if not isinstance(values.get(name), str)]
-        if missing:
-            raise UsageError(
-                f"Credentials need {', '.join(names)} as PEM text, and {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not there."
-            )
-        return cls(**{name: values[name] for name in names})
-
     def server_context(self) -> ssl.SSLContext:
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        # Links are never resumed. And a client that only sends would leave the tickets unread, so
-        # that its close becomes a reset, which can take its last frames with it.
+        # Links are never resumed. And a client that only sends would leave the tickets unread, so that its
+        # close becomes a reset, which can drop its last frames.
         context.num_tickets = 0
         return context
 
@@ -94,21 +81,21 @@ class Credentials:
         try:
             context.load_verify_locations(cadata=self.authority)
             with _nameless_file(self.certificate + self.key) as path:
-                # Without an own answer OpenSSL asks the terminal for the password of a locked key.
+                # Without a password, OpenSSL would ask for one on the terminal if the key is encrypted.
                 context.load_cert_chain(path, password="")
         except (ssl.SSLError, ValueError) as error:
             raise UsageError(
-                f"The credentials are not a certificate and its key in PEM: {error}. Take them "
-                "from the run's Authority.issue()."
+                f"The credentials are not a certificate and its key in PEM: {error}. Use those of "
+                "the run's Authority.issue()."
             ) from error
         return context
 
 
 @contextlib.contextmanager
 def _nameless_file(text: str) -> Iterator[str]:
-    """A path to `text` that lives in memory and has no name on any disk.
+    """A path to `text` in a file in memory, without a name on any disk.
 
-    ssl loads keys from files only. This one is gone when its descriptor is, also after SIGKILL.
+    ssl loads keys from files only. This one disappears with its descriptor, even after SIGKILL.
     """
     descriptor = os.memfd_create("manyhands", os.MFD_CLOEXEC)
     with open(descriptor, "w", encoding="ascii") as file:
@@ -119,7 +106,7 @@ def _nameless_file(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Authority:
-    """The certificate authority of one run. Its key never leaves the process that made it."""
+    """The certificate authority of one run. Its key never leaves the process that created it."""
 
     name: str
     certificate: x509.Certificate = field(repr=False)
@@ -128,18 +115,18 @@ class Authority:
 
     @classmethod
     def create(cls, name: str, *, valid_days: float = 365) -> Authority:
-        """A new authority; its certificates hold for `valid_days`, which no run may outlast."""
+        """A new authority. Its certificates are valid for `valid_days`, longer than any run."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
         return cls._with_key(name, ec.generate_private_key(ec.SECP256R1()), valid_days)
 
     @classmethod
     def from_secret(cls, name: str, secret: str, *, valid_days: float = 365) -> Authority:
-        """The authority of all who know a secret: each makes it for itself, and trusts the others'.
+        """The authority of all processes that know a secret: each derives it, and trusts the others'.
 
-        The private key comes from the secret alone (HKDF, RFC 5869), so the secret must be one that
-        can't be guessed. Two authorities of one secret have other certificates with the same key and
-        name, which is what a signature is checked against.
+        The private key depends on the secret alone (HKDF, RFC 5869), so the secret must be impossible to
+        guess. Two authorities of one secret have different certificates with the same key and name, which is
+        what signatures are checked against.
         """
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -147,7 +134,7 @@ class Authority:
 
         if not secret:
             raise ValueError("The secret is empty. Give one such as secrets.token_hex(32).")
-        # 16 bytes more than the order of the curve: what the remainder favours can't be noticed.
+        # 16 bytes more than the order of the curve: the bias of the remainder is negligible.
         kdf = HKDF(hashes.SHA256(), length=48, salt=None, info=b"manyhands authority 1")
         number = int.from_bytes(kdf.derive(secret.encode("utf-8", "surrogatepass")))
         key = ec.derive_private_key(1 + number % (P256_ORDER - 1), ec.SECP256R1())
@@ -155,90 +142,68 @@ class Authority:
 
     @classmethod
     def _with_key(cls, name: str, key: ec.EllipticCurvePrivateKey, valid_days: float) -> Authority:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes
-
         until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=valid_days)
-        subject = _subject(name)
-        builder = _builder(subject, subject, key.public_key(), until)
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-        builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
-        return cls(name, builder.sign(key, hashes.SHA256()), key, until)
+        certificate = _certificate(
+            name, key.public_key(), signed_by=(name, key), until=until, ca=True
+        )
+        return cls(name, certificate, key, until)
 
-    def issue(
-        self,
-        member_name: str,
-        *,
-        hosts: Iterable[str] = ("localhost", "127.0.0.1"),
-        trusts: Iterable[Authority] = (),
-    ) -> Credentials:
+    def issue(self, member_name: str, *, trusts: Iterable[Authority] = ()) -> Credentials:
         """Credentials for a member; its links show `member_name` as the peer on the other side. `trusts`:
-        others whose certificates it takes, too."""
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
+        other authorities whose certificates it accepts."""
+        from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import ExtendedKeyUsageOID
 
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = _subject(member_name)
-        builder = _builder(subject, self.certificate.subject, key.public_key(), self._until)
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-        builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
-        # Every member both listens and connects.
-        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        builder = builder.add_extension(issuer, critical=False)
-        names = [_general_name(host) for host in hosts]
-        if names:
-            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        certificate = _certificate(
+            member_name, key.public_key(), signed_by=(self.name, self._key), until=self._until
+        )
         pem = serialization.Encoding.PEM
         return Credentials(
             authority="".join(
                 each.certificate.public_bytes(pem).decode() for each in (self, *trusts)
             ),
-            certificate=builder.sign(self._key, hashes.SHA256()).public_bytes(pem).decode(),
+            certificate=certificate.public_bytes(pem).decode(),
             key=key.private_bytes(
                 pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
             ).decode(),
         )
 
 
-def _subject(name: str) -> x509.Name:
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePublicKey,
+    *,
+    signed_by: tuple[str, ec.EllipticCurvePrivateKey],
+    until: datetime.datetime,
+    ca: bool = False,
+) -> x509.Certificate:
+    """A certificate for `name`; with `ca`, that of an authority."""
     from cryptography import x509
-    from cryptography.x509.oid import NameOID
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
-        raise UsageError(
-            f"{name!r} can't be the name in a certificate: it takes 1 to {MAX_NAME} printable "
-            "characters, such as worker0."
-        )
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    def subject(name: str) -> x509.Name:
+        if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+            raise UsageError(
+                f"{name!r} can't be the name in a certificate: it takes 1 to {MAX_NAME} printable "
+                "characters, such as worker0."
+            )
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, until: datetime.datetime
-) -> x509.CertificateBuilder:
-    from cryptography import x509
-
+    issuer, issuer_key = signed_by
     builder = x509.CertificateBuilder(
-        issuer_name=issuer,
-        subject_name=subject,
+        issuer_name=subject(issuer),
+        subject_name=subject(name),
         public_key=key,
         serial_number=x509.random_serial_number(),
         not_valid_before=datetime.datetime.now(datetime.UTC) - CLOCK_SKEW,
         not_valid_after=until,
     )
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
+    usage = x509.KeyUsage(
+        digital_signature=not ca,
+        key_cert_sign=ca,
+        crl_sign=ca,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -246,19 +211,22 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _general_name(host: str) -> x509.GeneralName:
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
+    constraints = x509.BasicConstraints(ca=ca, path_length=0 if ca else None)
+    builder = builder.add_extension(constraints, critical=True).add_extension(usage, critical=True)
+    extensions: list[x509.ExtensionType] = [x509.SubjectKeyIdentifier.from_public_key(key)]
+    if not ca:
+        public = issuer_key.public_key()
+        extensions.append(x509.AuthorityKeyIdentifier.from_issuer_public_key(public))
+        # Every member both listens and connects.
+        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        extensions.append(x509.ExtendedKeyUsage(both))
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def certificate_name(sock: ssl.SSLSocket) -> str:
-    """The common name that the other side's certificate was issued for."""
+    """The common name in the other side's certificate."""
     certificate = sock.getpeercert() or {}
     subject: Iterable[tuple[tuple[str, str], ...]] = certificate.get("subject", ())  # type: ignore[assignment]
     return next((value for rdn in subject for key, value in rdn if key == "commonName"), "unnamed")
@@ -286,11 +254,11 @@ def listening_side(sock: ssl.SSLSocket) -> Handshake:
 
 
 class DeadlinePassed(Exception):
-    """Not a TimeoutError: the kernel raises that for a connection it has given up."""
+    """Not a TimeoutError, which the kernel raises for a connection that it has given up."""
 
 
 def wait_ready(sock: socket.socket, events: int, deadline: float | None) -> None:
-    """Wait until poll() reports one of `events` or an error; or DeadlinePassed."""
+    """Wait until poll() reports one of `events` or an error. Raises DeadlinePassed."""
     poller = select.poll()
     poller.register(sock, events)
     left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -309,10 +277,10 @@ class WouldBlock(Exception):
 class TlsStream:
     """The bytes of one TLS connection, read by one thread and written by another at the same time.
 
-    OpenSSL forbids two calls on one connection at once, and CPython 3.11 does not guard it. So the
-    socket never blocks: each SSL_read and SSL_write is a short call under one lock, and all the
-    waiting is done outside of it. Reading is tried before waiting: bytes that OpenSSL has decrypted
-    already are never waited for.
+    OpenSSL forbids two calls on one connection at once, and CPython 3.11 does not prevent them. So the socket
+    is non-blocking: each SSL_read and SSL_write is a short call under one lock, and all waiting is done
+    outside of it. Reading is tried before waiting: poll() does not report bytes that OpenSSL has decrypted
+    already.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -322,47 +290,43 @@ class TlsStream:
 
     @property
     def has_pending(self) -> bool:
-        """If true, bytes were decrypted that nobody has read: poll() knows nothing of them."""
+        """If true, there are decrypted bytes, which poll() does not report."""
         with self._lock:
             return self._sock.pending() > 0
 
     def recv_into(self, view: memoryview, deadline: float | None) -> int:
-        """Fill some of `view`; 0 when the other side closed."""
-        while True:
-            try:
-                return self.try_recv_into(view)
-            except WouldBlock as block:
-                wait_ready(self._sock, block.events, deadline)
-
-    def try_recv_into(self, view: memoryview) -> int:
-        try:
-            with self._lock:
-                return self._sock.recv_into(view)
-        except ssl.SSLWantReadError:
-            raise WouldBlock(select.POLLIN) from None
-        except ssl.SSLWantWriteError:
-            raise WouldBlock(select.POLLOUT) from None
+        """Fill some of `view`; 0 if the other side has closed."""
+        return self._waiting(self.try_recv_into, view, deadline)
 
     def send(self, parts: list[memoryview]) -> None:
-        while True:
-            try:
-                return self.try_send(parts)
-            except WouldBlock as block:
-                # OpenSSL wants the same bytes again after this: `parts` begins with them.
-                wait_ready(self._sock, block.events, None)
+        # OpenSSL wants the same bytes again after waiting: `parts` begins with them.
+        self._waiting(self.try_send, parts, None)
+
+    def try_recv_into(self, view: memoryview) -> int:
+        return self._try(self._sock.recv_into, view)
 
     def try_send(self, parts: list[memoryview]) -> None:
         """Send and remove what can be sent now; WouldBlock if something is left."""
         if len(parts) > 1 and sum(map(len, parts)) <= RECORD_BYTES:
             parts[:] = [memoryview(b"".join(parts))]  # one record, one packet
         while parts:
-            try:
-                with self._lock:
-                    sent = self._sock.send(parts[0])
-            except ssl.SSLWantWriteError:
-                raise WouldBlock(select.POLLOUT) from None
-            except ssl.SSLWantReadError:
-                raise WouldBlock(select.POLLIN) from None
+            sent = self._try(self._sock.send, parts[0])
             parts[0] = parts[0][sent:]
             if not parts[0]:
                 del parts[0]
+
+    def _try(self, call: Callable[[memoryview], int], view: memoryview) -> int:
+        try:
+            with self._lock:
+                return call(view)
+        except ssl.SSLWantReadError:
+            raise WouldBlock(select.POLLIN) from None
+        except ssl.SSLWantWriteError:
+            raise WouldBlock(select.POLLOUT) from None
+
+    def _waiting(self, attempt: Callable[[T], R], argument: T, deadline: float | None) -> R:
+        while True:
+            try:
+                return attempt(argument)
+            except WouldBlock as block:
+                wait_ready(self._sock, block.events, deadline)

@@ -122,6 +122,6 @@ def test_two_probes_measure_each_other_and_refuse_others() -> None:
         assert (pair.one, pair.other, pair.trouble) == ("one", "other", "")
         assert pair.round_trip_s > 0
         assert pair.slower_bytes_per_s > 0
-        assert other.reach("one", one.address) == ""
-        assert "secrets differ" in third.reach("one", one.address)
+        assert other.measure("one", one.address, 0.0) == PairFacts("other", "one")
+        assert "secrets differ" in third.measure("one", one.address, 0.0).trouble
         assert "secrets differ" in third.measure("one", one.address, 0.02).trouble

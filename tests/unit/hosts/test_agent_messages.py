@@ -40,9 +40,8 @@ SETS = {
             agents.MemberEnded("worker-0", -9),
             agents.MemberOutput("worker-0"),
             agents.Leaving("SIGTERM"),
-            agents.AgentBeat(),
+            agents.LinkBeat(),
             agents.Measured(PAIR),
-            agents.ReachChecked("timed out"),
         ],
     ),
     "to agents": (
@@ -54,10 +53,9 @@ SETS = {
             agents.StartMember("worker-0", "module", 2, INVITATION),
             agents.TerminateMember("worker-0"),
             agents.KillMember("worker-0"),
-            agents.CoordinatorBeat(),
+            agents.LinkBeat(),
             agents.EndAgent(75),
             agents.MeasureHost("b", "tcp://b:1", 0.4),
-            agents.CheckReach("b", "tcp://b:1"),
         ],
     ),
     "probes": (

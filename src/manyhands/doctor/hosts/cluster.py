@@ -19,10 +19,8 @@ from manyhands.doctor.finding import Finding
 from manyhands.errors import LinkError, ProtocolError, UsageError
 from manyhands.hosts.agent_messages import (
     AgentHello,
-    CheckReach,
     Measured,
     MeasureHost,
-    ReachChecked,
 )
 from manyhands.hosts.connect import LIMITS
 from manyhands.hosts.host_facts import HostFacts, PairFacts
@@ -211,22 +209,22 @@ class ClusterProbe(RosterOwner):
         if one is None:
             pair = probe.measure(other.host, _address(other), seconds)
             return self._with_way_back(pair, other, probe.address)
-        request = MeasureHost(other.host, _address(other), seconds)
-        try:
-            answer = one.ask(request, Measured, timeout_s=2 * seconds + REACH_S + 2 * STUCK_S)
-        except LinkError:
-            self._lose(one)
-            return None
-        return self._with_way_back(answer.pair, other, _address(one))
+        measured = self._ask(one, other.host, _address(other), seconds)
+        return measured and self._with_way_back(measured, other, _address(one))
 
     def _with_way_back(self, pair: PairFacts, other: AgentNode, address: str) -> PairFacts:
-        request = CheckReach(pair.one, address)
+        back = self._ask(other, pair.one, address, 0.0)
+        return pair if back is None else replace(pair, trouble_back=back.trouble)
+
+    def _ask(self, node: AgentNode, other: str, address: str, seconds: float) -> PairFacts | None:
+        """Have an agent measure its connection to another host; None if the agent is lost."""
         try:
-            answer = other.ask(request, ReachChecked, timeout_s=REACH_S + 2 * STUCK_S)
+            request = MeasureHost(other, address, seconds)
+            limit_s = 2 * seconds + REACH_S + 2 * STUCK_S
+            return node.ask(request, Measured, timeout_s=limit_s).pair
         except LinkError:
-            self._lose(other)
-            return pair
-        return replace(pair, trouble_back=answer.trouble)
+            self._lose(node)
+            return None
 
     def _lose(self, node: AgentNode) -> None:
         """Close the link of an agent that does not answer; the roster then reports it lost."""

@@ -27,7 +27,6 @@ from manyhands.hosts.agent_messages import (
     MemberEnded,
     MemberOutput,
     ProbeInfo,
-    ReachChecked,
     Started,
     StartFailed,
     StartMember,
@@ -236,7 +235,7 @@ class AgentNode(Node):
                 if not self.leaving:
                     self.leaving = True
                     self._context.tell(f"{self.host} was asked to end ({name[:80]})")
-            case Measured() | ReachChecked():
+            case Measured():
                 if (answers := self._answers) is None:
                     raise ProtocolError("an answer without a request")
                 answers.put(message)

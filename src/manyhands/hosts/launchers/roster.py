@@ -23,8 +23,8 @@ from manyhands.hosts.agent_messages import (
     AgentAdmitted,
     AgentHello,
     AgentRefused,
-    CoordinatorBeat,
     EndAgent,
+    LinkBeat,
     RankTaken,
 )
 from manyhands.hosts.launchers.base import LauncherContext
@@ -239,7 +239,7 @@ class AgentRoster:
         while not self.ended.wait(self.context.timeouts.beat_s):
             for node in self.agents:
                 if node.ready:  # else it waits for another message
-                    node.send(CoordinatorBeat())
+                    node.send(LinkBeat())
             self._owner.on_beat()
 
 
