@@ -19,8 +19,6 @@ from manyhands.hosts.messages import (
     Bye,
     Failed,
     Hello,
-    LinkBroken,
-    PeerRefused,
     Posted,
     Report,
     ViewFormed,
@@ -283,23 +281,4 @@ class Left(Report):
     settled: AppliedSteps | None = None
 
 
-FROM_MEMBER = MessageSet(
-    Hello,
-    Ready,
-    Beat,
-    BoardPost,
-    Failed,
-    Bye,
-    Joined,
-    CaughtUp,
-    StepsReport,
-    EvaluationReport,
-    Saving,
-    Saved,
-    Notice,
-    Rehearsed,
-    Stopped,
-    Left,
-    LinkBroken,
-    PeerRefused,
-)
+FROM_MEMBER = MessageSet(Hello, Ready, Beat, BoardPost, Failed, Bye, *Report.__subclasses__())

@@ -14,6 +14,7 @@ from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
 from manyhands.errors import JobError
 from manyhands.events import events
+from manyhands.hosts.messages import LinkBroken, PeerRefused
 
 MAX_NOTE_CHARS = 500
 """Maximum length of a member's notice; the rest is cut off."""
@@ -133,9 +134,9 @@ class Training:
                 if self._stopped.issuperset(self.dispatcher.members):
                     membership.dismiss()
                     self.dispatcher.send_all(messages.LeaveOrder())
-            case messages.LinkBroken(peer=peer) if recovers and report.view == views.current.number:
+            case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
                 membership.reconnect(member, peer)
-            case messages.PeerRefused() if recovers and report.view == views.current.number:
+            case PeerRefused() if recovers and report.view == views.current.number:
                 membership.expel(report.peer, accuser=member, reason=report.why)
             case messages.Left(settled=messages.AppliedSteps(pushes=pushes)) if pushes:
                 self._run_stats.pushes = dict(pushes)

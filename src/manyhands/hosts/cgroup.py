@@ -1,8 +1,8 @@
 """Limits that a container or batch system sets for this process, from the kernel's control groups.
 
-A limit may stand at any level above the process: the strictest counts. Version 2 has one tree,
-version 1 one for each controller; inside a container the own level may not be visible, but its top
-is then the root of what is mounted.
+A limit may be set at any level above the process: the strictest counts. Version 2 has one tree, version 1 one
+per controller. Inside a container, the process's own level may not be visible, but then its top level is the
+root of the mount.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 NO_LIMIT_BYTES = 1 << 60
-"""Version 1 says "no limit" with a number near the largest there is."""
+"""Version 1 expresses "no limit" by a number near the largest possible one."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Injects a network fault: resets one of a process's connections.
 
-Needs pidfd_getfd (Linux 5.6) and the right to look into that process, which a parent mostly has.
+Needs pidfd_getfd (Linux 5.6) and the permission to inspect that process, which a parent usually has.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ PIDFD_GETFD = 438
 def cut_a_link(pid: int, rng: random.Random, *, but_port: int = 0) -> bool:
     """Reset one of a child's TCP connections, as a broken network would: both of its ends live.
 
-    Those that lead to `but_port` are left alone. PermissionError where this process may not look into
-    that one, which a tracer could.
+    Connections to `but_port` are not reset. PermissionError if this process may not inspect the child.
     """
     with suppress(FileNotFoundError, ProcessLookupError):
         descriptors = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
@@ -35,7 +34,7 @@ def cut_a_link(pid: int, rng: random.Random, *, but_port: int = 0) -> bool:
 
 
 def _reset(process: int, number: int, but_port: int) -> bool:
-    """Disconnect a descriptor of another process; false if it was no connection."""
+    """Disconnect a descriptor of another process; false if it is not a connection."""
     libc = ctypes.CDLL(None, use_errno=True)
     copied = libc.syscall(PIDFD_GETFD, process, number, 0)
     if copied < 0:
@@ -55,5 +54,5 @@ def _reset(process: int, number: int, but_port: int) -> bool:
             return False  # it listens
         if peer[1] == but_port:
             return False
-        nowhere = bytes(16)  # connected to AF_UNSPEC, it is disconnected, and its peer is told so
+        nowhere = bytes(16)  # connecting to AF_UNSPEC disconnects the socket and resets the peer
         return int(libc.connect(sock.fileno(), nowhere, len(nowhere))) == 0

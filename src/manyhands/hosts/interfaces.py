@@ -53,7 +53,7 @@ def addresses() -> dict[str, str]:
 
 
 def reach(address: str) -> Endpoint:
-    """Where others reach this host: at `address`, where one has; or on the interface set for gloo."""
+    """Where others reach this host: at `address`, which has reached another host, or on gloo's interface."""
     known = addresses()
     if chosen := os.environ.get(GLOO, "").partition(",")[0].strip():
         own = [where for where, name in known.items() if name == chosen]

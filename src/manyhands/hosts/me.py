@@ -39,7 +39,7 @@ class Me:
     host: str
     device: str
     scratch: Path
-    """A folder of the run on this host that only this user can read; deleted after the run."""
+    """The run's folder on this host, which only this user can read; deleted after the run."""
     view: View
     board: Board | None = None
     rendezvous: str | None = None
@@ -71,8 +71,8 @@ class Me:
         return folder
 
     def forget_views(self) -> None:
-        """Delete the folders of earlier views, also those of members that died. All members have joined this
-        view."""
+        """Delete the folders of earlier views, including those of dead members, once all members have joined
+        this view."""
         for folder in self.scratch.glob("view-*"):
             if int(folder.name.removeprefix("view-")) < self.view.number:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -87,31 +87,31 @@ class Me:
         if on_host:
             return Listener(f"unix:{self.view_folder(view)}/{name}", limits=limits)
         address = str(Address(host=self.address if self.spans_hosts else "127.0.0.1"))
-        if self.credentials is None or self.trust_network:
-            return Listener(address, secret=self.secret, limits=limits)
-        return Listener(address, credentials=self.credentials, limits=limits)
+        secret = None if self._tls else self.secret
+        return Listener(address, credentials=self._tls, secret=secret, limits=limits)
 
     def dial(self, address: str, *, timeout_s: float, limits: Limits, peer: str = "") -> Link:
         """Connect to a member that listens with `listen`. With TLS, its certificate must name `peer`,
         where it is given."""
-        if address.startswith("unix:"):
-            return connect(address, timeout_s=timeout_s, peer=peer, limits=limits)
-        if self.credentials is None or self.trust_network:
-            return connect(
-                address,
-                secret=self.secret,
-                name=self.name,
-                timeout_s=timeout_s,
-                peer=peer,
-                limits=limits,
-            )
+        tls = None if address.startswith("unix:") else self._tls
         link = connect(
-            address, credentials=self.credentials, timeout_s=timeout_s, peer=peer, limits=limits
+            address,
+            credentials=tls,
+            secret=None if tls or address.startswith("unix:") else self.secret,
+            name=self.name,
+            timeout_s=timeout_s,
+            peer=peer,
+            limits=limits,
         )
-        if peer and link.peer != peer:
+        if tls and peer and link.peer != peer:
             link.close()
-            raise LinkError(f"{link.peer} answered where {peer} should.")
+            raise LinkError(f"{link.peer} answered instead of {peer}.")
         return link
+
+    @property
+    def _tls(self) -> Credentials | None:
+        """For links over TCP; None: the run's secret, without encryption."""
+        return None if self.trust_network else self.credentials
 
     @property
     def view_changing(self) -> bool:
@@ -127,20 +127,20 @@ class Me:
         return self.view.world
 
     @contextmanager
-    def heeding_views(self) -> Iterator[None]:
-        """Raise ViewChanging for a lost peer. A broken link, or memory that can't be attached, is then no
+    def expecting_lost_peers(self) -> Iterator[None]:
+        """Raise ViewChanging for a lost peer: a broken link, or memory that can't be attached, is then not a
         failure of this member."""
         try:
             yield
         except LinkTimeout:
-            raise  # it names the peer and how long it was waited for
+            raise  # it names the peer and the time
         except LinkError as error:
             self.wait_for_a_view(error, torn_s=TORN_S)
             raise ViewChanging(f"a peer is gone: {error}") from error
 
     def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
-        """Wait for the view without the peer that died. If none arrives in a while, no peer died, and the
-        coordinator is asked for a view in which all connect again."""
+        """Wait for the view without the peer that died. If none arrives for a while, no peer has died: ask
+        the coordinator for a view in which all connect again."""
         assert self.board is not None, "views come from a coordinator"
         began, asked = time.monotonic(), False
         while not self.view_changing:

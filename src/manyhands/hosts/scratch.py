@@ -1,12 +1,12 @@
-"""Private folders for sockets and the like, which do not outlive their makers for long.
+"""Private folders for sockets and similar files, deleted soon after their processes have ended.
 
-A scratch folder is in the temporary folder, with mode 0700. Its users hold a lock on a file inside; the
-kernel releases it when a process ends, however it ends. So a folder whose lock nobody holds was left by a
-process that was killed, and the next one to make a scratch folder deletes it. Only a folder of the same user,
-directly in the temporary folder, with the lock file in it, is deleted: no file lists paths to delete, so
-none can be changed to delete something else.
+A scratch folder is in the temporary folder, with mode 0700. Its processes hold a lock on a file in it,
+which the kernel releases when a process ends, however it ends. So a folder that nobody has locked was left
+by a killed process, and the next process that creates a scratch folder deletes it. Only folders of the same
+user, directly in the temporary folder and with the lock file in them, are deleted: no file lists paths to
+delete, so none can be changed to delete something else.
 
-If a lock is taken and the file turns out to be deleted, another process has just cleaned up: try again.
+If the lock file is deleted by the time it is locked, another process has just cleaned up: try again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from manyhands.errors import ManyhandsError
 
 PREFIX = "manyhands-"
 LOCK = ".manyhands-scratch"
-"""No folder of anything else has this file."""
+"""Only scratch folders have this file."""
 
 
 class Scratch:
     """A private folder. Deleted by `close`, or by a later process if this one is killed."""
 
     def __init__(self, name: str | None = None) -> None:
-        """`name`: the same folder for all processes that give it; the last one to close deletes it."""
+        """Processes that give the same `name` share a folder; the last one to close it deletes it."""
         remove_abandoned()
         self._shared = name is not None
         while True:
@@ -50,7 +50,7 @@ class Scratch:
         if self._lock is None:
             return
         with suppress(OSError):
-            if self._shared:  # others may be in it
+            if self._shared:  # others may use it
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _delete(self.path)
         os.close(self._lock)
@@ -69,26 +69,26 @@ def remove_abandoned() -> None:
 
 
 def _make(name: str | None) -> Path:
-    # Short, because the path of a unix socket has about a hundred bytes.
+    # Short: the path of a unix socket is limited to about a hundred bytes.
     if name is None:
         return Path(tempfile.mkdtemp(prefix=PREFIX))
     path = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not _is_ours(path) and os.path.lexists(path):
-        raise ManyhandsError(f"{path} belongs to somebody else.")
+        raise ManyhandsError(f"{path} belongs to another user.")
     return path
 
 
 def _is_ours(path: str | Path) -> bool:
     with suppress(OSError):
-        found = os.lstat(path)  # not what a symlink leads to
+        found = os.lstat(path)  # not the target of a symlink
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     return False
 
 
 def _locked(folder: Path, how: int, create: int = 0) -> int | None:
-    """The locked file of a folder; None if somebody else has it, or it is not there (any more)."""
+    """Lock the file of a folder. None if another process has locked it, or it does not exist (any more)."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | create, 0o600)
     except OSError:
@@ -98,7 +98,7 @@ def _locked(folder: Path, how: int, create: int = 0) -> int | None:
     try:
         fcntl.flock(lock, how)
     except OSError:
-        if create:  # a file system without locks: nobody will take this folder for abandoned
+        if create:  # a file system without locks: no process will consider this folder abandoned
             return lock
         os.close(lock)
         return None
@@ -110,7 +110,7 @@ def _locked(folder: Path, how: int, create: int = 0) -> int | None:
 
 
 def _delete(folder: Path) -> None:
-    """The lock goes last: if this process is killed in between, somebody else can go on with it."""
+    """Delete a folder, its lock file last: if this process is killed in between, another can continue."""
     with suppress(OSError):
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):

@@ -106,7 +106,7 @@ class AllReduceLearner(Learner):
 
     def on_view(self, view: View) -> None:
         self.close()
-        with self._heeding_views():
+        with self._expecting_lost_peers():
             self._meet(view)
         self._agreed = self._catching is None
 
@@ -236,7 +236,7 @@ class AllReduceLearner(Learner):
         if self.train_state.device != "cpu":
             report.compute_s = DeviceTime()
         self._flying = report
-        with self._heeding_views():
+        with self._expecting_lost_peers():
             if reducer is None:
                 report.weight, report.loss = gradients(self.train_state, share)
                 computed = _now(report)
@@ -281,7 +281,7 @@ class AllReduceLearner(Learner):
     def eval_model(self) -> nn.Module:
         """Return the model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
         if self._reducer is not None:
-            with self._heeding_views():
+            with self._expecting_lost_peers():
                 self._buffers.broadcast()
         return self.train_state.model
 
@@ -291,7 +291,7 @@ class AllReduceLearner(Learner):
 
         total = torch.as_tensor(value, dtype=torch.float64, device=self.train_state.device).clone()
         if self._reducer is not None:
-            with self._heeding_views():
+            with self._expecting_lost_peers():
                 dist.all_reduce(total)
         return total
 
@@ -301,7 +301,7 @@ class AllReduceLearner(Learner):
         return describe_transport() if self._group is not None else "none"
 
     @contextmanager
-    def _heeding_views(self) -> Iterator[None]:
+    def _expecting_lost_peers(self) -> Iterator[None]:
         """Turn the error of a collective into ViewChanging: another worker died, and the next view follows.
         If none follows, only a connection was lost, which is reported to the coordinator. Without a
         coordinator the error is final."""

@@ -46,6 +46,7 @@ WARM_UP, TRACED = 5, 12
 """Numbers of windows of each worker that are skipped, and then traced."""
 ASIDE = {
     "hosts/activity.py": "notes which section of the job's code runs, to explain a hang",
+    "transport/fields.py": "derives the JSON of messages",
     "hosts/me.py": "tells whether a view change is coming",
     "compute/lazy_dynamo.py": "stands in for a module that torch's own optimizers call",
 }

@@ -1,8 +1,8 @@
-"""Addresses of links, and whom they trust without a certificate.
+"""Addresses of links, and which of them need credentials.
 
 An address is `unix:/path/to/socket` or `tcp://host:port`. A unix socket trusts processes of the same user,
-which the kernel reports; TCP needs credentials, or the run's secret, or insecure=True from a caller that
-knows the network to be private.
+which the kernel reports; TCP needs credentials, the run's secret, or insecure=True in a private
+network.
 
 Cost: one system call per unix connection.
 """
@@ -62,11 +62,11 @@ def check_trust(
     if credentials is not None and secret is not None:
         raise ValueError("Give credentials= (TLS) or secret= (a proof without TLS), not both.")
     if secret == "":
-        # Not the same as None: a link meant to be guarded would be open.
+        # Not the same as None: a link that should be authenticated would be open.
         raise ValueError("The secret is empty. Give one such as secrets.token_hex(32), or None.")
     if not (where.path or credentials or secret or insecure):
         raise UsageError(
-            f"{where} without credentials would be open to everyone in the network. Give "
+            f"{where} without credentials would be open to anyone in the network. Give "
             "credentials=authority.issue(name), or secret= where encryption is not needed, or "
             "insecure=True in a network that is private, or use unix:/path/to/socket within one "
             "host."
@@ -74,7 +74,7 @@ def check_trust(
 
 
 def check_owner(sock: socket.socket) -> int:
-    """The process id at the other end of a unix socket, which must be of this process's user."""
+    """The process at the other end of a unix socket, which must belong to the same user."""
     kind = struct.Struct("3i")
     pid, uid, _ = kind.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, kind.size))
     if uid != os.getuid():

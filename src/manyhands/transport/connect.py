@@ -10,14 +10,13 @@ one, which a TLS 1.3 client would otherwise learn only from its first read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import functools
 import os
 import socket
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from manyhands.errors import BadFrame, LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.transport import hmac_auth
@@ -51,26 +50,26 @@ def connect(
     """
     where = parse_address(address)
     check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
-    attempt = _Attempt(
-        where,
-        peer or address,
-        limits,
-        context=credentials.client_context() if credentials else None,
-        authenticate=None
-        if secret is None
-        else functools.partial(
-            hmac_auth.authenticate,
-            secret=secret,
-            name=hmac_auth.check_name(name),
-            peer=peer or address,
-        ),
-    )
+    context = credentials.client_context() if credentials else None
+    own_name = "" if secret is None else hmac_auth.check_name(name)
+
+    def handshake(sock: socket.socket) -> tuple[socket.socket, str]:
+        """Authenticate both sides. Returns the socket to use, and the other side's name."""
+        if context is not None:
+            tls = context.wrap_socket(sock)
+            return tls, certificate_name(tls)
+        if secret is not None:
+            hmac_auth.authenticate(
+                sock, deadline, secret=secret, name=own_name, peer=peer or address
+            )
+        return sock, peer or address
+
     deadline = time.monotonic() + timeout_s
     pause_s, longest_s = RETRY_S
     target = f"{peer} at {address}" if peer else address
     while True:
         try:
-            return attempt.connect(deadline)
+            return _connect_once(where, handshake, deadline, limits)
         except (OSError, LinkClosed, LinkTimeout) as error:
             # A TLS alert is final; a mere end of the connection may be a listener that restarts.
             cause = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
@@ -87,52 +86,40 @@ def connect(
             pause_s = min(pause_s * 1.5, longest_s)
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    where: Address
-    peer: str
-    limits: Limits
-    context: ssl.SSLContext | None
-    authenticate: Callable[[socket.socket, float], None] | None
-
-    def connect(self, deadline: float) -> Link:
-        sock, peer = self._socket(max(0.001, deadline - time.monotonic())), self.peer
-        try:
-            if self.context is not None:
-                sock = self.context.wrap_socket(sock)
-                peer = certificate_name(sock)
-            if self.authenticate is not None:
-                self.authenticate(sock, deadline)
-            link = Link(sock, peer=peer, limits=self.limits)
-        except BaseException:
-            sock.close()
-            raise
+def _connect_once(
+    where: Address,
+    handshake: Callable[[socket.socket], tuple[socket.socket, str]],
+    deadline: float,
+    limits: Limits,
+) -> Link:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(_open(where, max(0.001, deadline - time.monotonic())))
+        sock, peer = handshake(sock)
+        stack.callback(sock.close)
+        link = stack.enter_context(Link(sock, peer=peer, limits=limits))
         try:
             link.recv(FIRST, timeout_s=max(0.0, deadline - time.monotonic()))
-        except BaseException as error:
-            link.close()
-            if not isinstance(error, ProtocolError):
-                raise
+        except ProtocolError as error:
             raise BadFrame(
                 f"{peer} did not begin with a welcome: it is no listener of ours, or one that asks "
                 "for the run's secret."
             ) from error
-        return link
+        stack.pop_all()
+    return link
 
-    def _socket(self, timeout_s: float) -> socket.socket:
-        if not self.where.path:
-            sock = socket.create_connection((self.where.host, self.where.port), timeout=timeout_s)
+
+def _open(where: Address, timeout_s: float) -> socket.socket:
+    with contextlib.ExitStack() as stack:
+        if where.path:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(timeout_s)
+            sock.connect(where.path)
+            check_owner(sock)
+        else:
+            address = (where.host, where.port)
+            sock = stack.enter_context(socket.create_connection(address, timeout=timeout_s))
             if sock.getsockname() == sock.getpeername():
                 # TCP can connect to itself when it tries a free local port: nobody listens there.
-                sock.close()
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            return sock
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(self.where.path)
-            check_owner(sock)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        stack.pop_all()
+    return sock

@@ -17,9 +17,9 @@ from contextlib import suppress
 
 from manyhands.threads import fail_process, start_thread
 
-ASK_EVERY_S = 3
-TIMES = 5
-SENT_AGAIN = 7
+PROBE_EVERY_S = 3
+NUM_PROBES = 5
+MAX_RETRANSMITS = 7
 """Retransmissions in a row: with pauses that double from a fifth of a second, about 25 seconds."""
 LOOK_S = 2.0
 _RETRANSMITS = 2
@@ -58,11 +58,11 @@ def look_after(
 
 
 def ask_now_and_then(sock: socket.socket) -> bool:
-    """Turn keep-alive probes on. Returns False if it is no TCP connection, or this is not Linux."""
+    """Turn keep-alive probes on. Returns False if it is not a TCP connection, or this is not Linux."""
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_EVERY_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, TIMES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     except (OSError, AttributeError):
         return False
@@ -72,5 +72,7 @@ def ask_now_and_then(sock: socket.socket) -> bool:
 def unreached(sock: socket.socket) -> bool:
     """Whether the other end has stopped acknowledging."""
     with suppress(OSError, AttributeError):
-        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_RETRANSMITS] >= SENT_AGAIN
+        return (
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_RETRANSMITS] >= MAX_RETRANSMITS
+        )
     return False

@@ -141,7 +141,7 @@ class Worker:
             if not isinstance(message, View) and self.me.view_changing:
                 continue  # of a view that is over: a checkpoint of it would claim steps that are void
             try:
-                with self.me.heeding_views():
+                with self.me.expecting_lost_peers():
                     self._do(message, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be

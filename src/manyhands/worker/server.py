@@ -86,7 +86,7 @@ class ServerProgram:
             return  # the next one is in the queue
         self.me.view = view
         try:
-            with self.me.heeding_views():
+            with self.me.expecting_lost_peers():
                 self.node.leave(view)
                 self.node.enter(view)
                 self.node.wait_until_begun()
