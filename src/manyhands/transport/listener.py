@@ -1,9 +1,9 @@
-"""The listening side of links: accepts connections, and passes on those that complete the handshake.
+"""The listening side of links: accepts connections, and returns those that complete the handshake as Links.
 
-A connection must show a TLS certificate of this run's authority, or prove the run's secret (see
-hmac_auth.py); on a unix socket its process must belong to the same user, which needs neither. It then
-gets a welcome frame (see link.py) and is handed over as a Link. Connections that stall, speak another
-protocol or are not authorized are dropped and counted.
+A connection needs a TLS certificate of this run's authority, or proves the run's secret (hmac_auth.py); on
+a unix socket, its process must belong to the same user, and nothing else is needed. Once admitted, it
+receives a Welcome. Connections that stall, use another protocol or are not authorized are dropped and
+counted.
 
 Cost: one thread per listener for all handshakes, one descriptor per connection.
 """
@@ -35,9 +35,11 @@ from manyhands.transport.tls import Credentials, Handshake
 logger = logging.getLogger("manyhands.transport")
 
 HANDSHAKE_S = 10.0
-"""How long a new connection has for its handshake before the listener drops it."""
+"""Time limit for a handshake."""
 MAX_HALF_OPEN = 256
-"""Connections in their handshake at once; one more drops the oldest."""
+"""Handshakes at once; one more drops the oldest."""
+BACKLOG = 128
+"""Connections that the kernel accepts ahead."""
 
 
 @dataclass(eq=False)
@@ -51,7 +53,7 @@ class _HalfOpen:
 
 
 class _Handshakes:
-    """The handshakes of a listener, step by step: a client that stalls in its own delays no other."""
+    """The handshakes of a listener, interleaved: one that stalls delays no other."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class _Handshakes:
         admit: Callable[[socket.socket, str], None],
         refuse: Callable[[socket.socket, str, object], None],
     ) -> None:
-        """`admit(sock, peer)` takes connections that pass, `refuse(sock, who, why)` the others."""
+        """`admit(sock, peer)` is called for connections that pass, `refuse(sock, who, why)` for others."""
         self.selector = selectors.DefaultSelector()
         self._context = credentials.server_context() if credentials else None
         self._secret = secret
@@ -70,7 +72,7 @@ class _Handshakes:
 
     @property
     def patience_s(self) -> float | None:
-        """How long to wait for events at most."""
+        """Time until the oldest handshake is late."""
         if not self._half_open:
             return None
         return max(0.0, self._half_open[0].until - time.monotonic())
@@ -86,7 +88,7 @@ class _Handshakes:
             self._admit(sock, who)
             return
         if len(self._half_open) >= MAX_HALF_OPEN:
-            self._drop(self._half_open[0], "too many others in their handshake")
+            self._drop(self._half_open[0], "too many other handshakes")
         half = _HalfOpen(sock, who, time.monotonic() + HANDSHAKE_S, handshake)
         self._half_open.append(half)
         self.selector.register(sock, selectors.EVENT_READ, half)
@@ -94,7 +96,7 @@ class _Handshakes:
 
     def proceed(self, half: _HalfOpen) -> None:
         if half not in self._half_open:
-            return  # dropped by an event before it in the same round
+            return  # dropped by an earlier event of the same round
         try:
             events = next(half.handshake)
         except StopIteration as end:
@@ -140,7 +142,6 @@ class Listener:
         credentials: Credentials | None = None,
         secret: str | None = None,
         limits: Limits = DEFAULT_LIMITS,
-        backlog: int = 128,
         insecure: bool = False,
         on_refused: Callable[[str, object], None] | None = None,
     ) -> None:
@@ -150,7 +151,7 @@ class Listener:
         check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
         self._limits = limits
         self._on_refused = on_refused
-        self._sock = _listening_socket(where, backlog)
+        self._sock = _listening_socket(where)
         port = 0 if where.path else self._sock.getsockname()[1]
         self._where = Address(path=where.path, host=where.host, port=port)
         self.address = str(self._where)
@@ -175,11 +176,11 @@ class Listener:
             link = self._ready.get(timeout=timeout_s)
         except queue.Empty:
             raise LinkTimeout(
-                f"Nobody connected to {self.address} within {timeout_s:g} s "
+                f"No connection to {self.address} within {timeout_s:g} s "
                 f"({self.refused} refused so far)."
             ) from None
         if link is None:
-            self._ready.put(None)  # for the next thread that waits
+            self._ready.put(None)  # for other threads that wait
             if self._failure:
                 raise LinkError(f"The listener at {self.address} failed: {self._failure}")
             raise LinkClosed(f"The listener at {self.address} is closed.")
@@ -247,8 +248,8 @@ class Listener:
             sock, origin = self._sock.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                logger.error("%s can't take a connection in: %s", self.address, error)
-                time.sleep(0.1)  # it stays readable until there is room: do not spin
+                logger.error("%s can't accept a connection: %s", self.address, error)
+                time.sleep(0.1)  # the socket stays readable meanwhile: do not spin
             return
         who = "a local process" if self._where.path else f"{origin[0]}:{origin[1]}"
         try:
@@ -278,23 +279,23 @@ class Listener:
         self.close()
 
 
-def _listening_socket(where: Address, backlog: int) -> socket.socket:
+def _listening_socket(where: Address) -> socket.socket:
     try:
         if not where.path:
             family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-            sock = socket.create_server((where.host, where.port), family=family, backlog=backlog)
+            sock = socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
         else:
-            sock = _bind_unix(where.path, backlog)
+            sock = _bind_unix(where.path)
     except OSError as error:
         raise LinkError(f"Can't listen at {where}: {error}.") from error
     sock.setblocking(False)
     return sock
 
 
-def _bind_unix(path: str, backlog: int) -> socket.socket:
+def _bind_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
-        # Before bind: the file is born with these permissions, there is no moment without them.
+        # Before bind, so that the file has these permissions from the start.
         os.fchmod(sock.fileno(), 0o600)
         try:
             sock.bind(path)
@@ -303,7 +304,7 @@ def _bind_unix(path: str, backlog: int) -> socket.socket:
                 raise
             os.unlink(path)
             sock.bind(path)
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise
@@ -312,7 +313,7 @@ def _bind_unix(path: str, backlog: int) -> socket.socket:
 
 def _is_abandoned(path: str) -> bool:
     """Whether the socket at `path` was left by a listener that died without removing it."""
-    # The kernel refuses a connection to any file, and only a socket of ours may be removed.
+    # The kernel refuses connections to any file, and only sockets may be removed.
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
