@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("head", GOOD, ids=lambda head: str(head["kind"]))
-def test_what_members_say_is_read(head: dict[str, Any]) -> None:
+def test_messages_of_members_are_read(head: dict[str, Any]) -> None:
     message = parse(json.loads(json.dumps(head)))
     assert dataclasses.is_dataclass(message)
     assert parse({**head, "of a newer version": 1}) == message
@@ -129,7 +129,7 @@ def test_all_kinds_are_tried() -> None:
     assert {head["kind"] for head in GOOD} == set(FROM_MEMBER.kinds)
 
 
-def test_what_is_read_is_typed() -> None:
+def test_messages_are_typed() -> None:
     message = parse(report("StepsReport", rows=[ROW]))
     assert isinstance(message, StepsReport)
     assert message.rows[0].bytes_sent == 120
@@ -174,7 +174,7 @@ def test_a_report_is_written_as_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(("head", "why"), BAD, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_named(head: dict[str, Any], why: str) -> None:
+def test_a_wrong_field_is_named_in_the_error(head: dict[str, Any], why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         parse(head)
 
@@ -247,7 +247,7 @@ ENTRY = {"name": "rank-1", "role": "worker", "rank": 1, "slots": 1, "devices": [
 AGENT = {"machine": MACHINE, "entry": ENTRY, "process": "p"}
 
 
-def test_an_agent_says_who_it_is() -> None:
+def test_the_hello_of_an_agent_is_checked() -> None:
     assert read(AgentHello, AGENT).entry.devices == ()
     for wrong in (
         {"rank": -1},
@@ -284,6 +284,6 @@ def test_any_change_of_an_agents_hello_is_read_or_refused(
     ],
     ids=str,
 )
-def test_what_an_agent_says_wrong_is_refused(head: dict[str, Any]) -> None:
+def test_wrong_messages_of_an_agent_are_refused(head: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         FROM_AGENT.read(head)

@@ -28,7 +28,9 @@ def test_every_address_can_be_listened_at_and_has_an_interface() -> None:
                 pass
 
 
-def test_reach_follows_the_address_or_what_gloo_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reach_follows_the_address_or_the_interface_set_for_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert str(reach("127.0.0.1")) == "lo (127.0.0.1)"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

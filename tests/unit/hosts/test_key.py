@@ -17,7 +17,7 @@ def key_file(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_fresh_keys_differ_and_are_taken(tmp_path: Path) -> None:
+def test_new_keys_differ_and_are_accepted(tmp_path: Path) -> None:
     first, second = fresh_key(), fresh_key()
     assert first != second
     assert read_key(key_file(tmp_path, first + "\n")) == first
@@ -31,7 +31,7 @@ def test_the_file_comes_before_the_environment(
     assert read_key(key_file(tmp_path, "f" * 32)) == "f" * 32
 
 
-def test_none_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MANYHANDS_KEY", raising=False)
     assert read_key(None) is None
     monkeypatch.setenv("MANYHANDS_KEY", "")
@@ -49,13 +49,13 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
 @pytest.mark.parametrize(
     ("text", "says"), [("tooshort", "8 characters"), ("", "0 characters"), ("x" * 20 + "\0", "21")]
 )
-def test_what_is_no_key_is_refused_without_showing_it(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_key_is_refused_without_showing_it(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         read_key(key_file(tmp_path, text))
     assert not text or text not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+def test_a_key_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"No such file.*manyhands key >"):
         read_key(tmp_path / "none")
     path = key_file(tmp_path, "")

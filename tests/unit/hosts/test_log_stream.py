@@ -66,9 +66,7 @@ def test_two_members_arrive_whole_and_in_order(stream: LogStream, far: Far) -> N
     assert max(far.sizes) <= CHUNK_BYTES
 
 
-def test_while_nothing_gets_through_the_rest_is_left_out_and_counted(
-    stream: LogStream, far: Far
-) -> None:
+def test_output_beyond_the_buffer_is_dropped_and_counted(stream: LogStream, far: Far) -> None:
     far.open.clear()
     stream.add("worker-0", b"first\n")
     assert far.stalled.wait(LONG_S)
@@ -87,7 +85,7 @@ def test_while_nothing_gets_through_the_rest_is_left_out_and_counted(
     assert got.endswith(f"[{left_out:,} bytes were left out: the link is slow]\nlast\n".encode())
 
 
-def test_closed_nobody_waits(stream: LogStream, far: Far) -> None:
+def test_flush_does_not_wait_after_close(stream: LogStream, far: Far) -> None:
     far.open.clear()
     stream.add("worker-0", b"a")
     stream.add("worker-0", b"b")
@@ -96,7 +94,7 @@ def test_closed_nobody_waits(stream: LogStream, far: Far) -> None:
     far.open.set()
 
 
-def test_a_full_disk_is_told_once_and_what_it_cost_is_in_the_log(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_the_loss_is_in_the_log(tmp_path: Path) -> None:
     told: list[str] = []
     files = LogFiles(tmp_path, told.append)
     log = tmp_path / "worker-0.log"
@@ -114,7 +112,7 @@ def test_a_full_disk_is_told_once_and_what_it_cost_is_in_the_log(tmp_path: Path)
     assert log.read_text() == "\n[10 bytes were left out: the disk]\nthere is room\n"
 
 
-def test_what_is_written_in_part_is_counted(tmp_path: Path) -> None:
+def test_a_partial_write_is_counted(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys
 from pathlib import Path

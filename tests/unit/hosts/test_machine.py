@@ -27,11 +27,11 @@ def test_versions_that_fit(theirs: dict[str, str], why: str) -> None:
     assert unfit(OURS, OURS | theirs) == why
 
 
-def test_a_version_that_is_not_told_does_not_fit() -> None:
+def test_a_missing_version_does_not_fit() -> None:
     assert "it has manyhands none" in unfit(OURS, {})
 
 
-def test_processes_of_one_machine_know_each_other_by_what_they_share(
+def test_processes_of_one_machine_have_one_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "from manyhands.hosts.machine import identity; print(identity())"

@@ -61,7 +61,7 @@ def end(maker: subprocess.Popen[str]) -> None:
     maker.communicate(timeout=30)
 
 
-def test_a_folder_of_a_killed_coordinator_goes_with_the_next_start_of_any(temporary: Path) -> None:
+def test_the_folder_of_a_killed_coordinator_is_deleted_by_the_next_start(temporary: Path) -> None:
     maker, left = make_elsewhere(temporary)
     try:
         remove_abandoned()
@@ -77,7 +77,7 @@ def test_a_folder_of_a_killed_coordinator_goes_with_the_next_start_of_any(tempor
     assert list(temporary.iterdir()) == []
 
 
-def test_a_folder_of_several_goes_with_the_last(temporary: Path) -> None:
+def test_a_shared_folder_is_deleted_by_its_last_process(temporary: Path) -> None:
     first, second = Scratch("run-1"), Scratch("run-1")
     assert first.path == second.path == temporary / "manyhands-run-1"
     first.close()

@@ -19,7 +19,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_nohup_keeps_its_promise() -> None:
+def test_signals_ignored_by_nohup_stay_ignored() -> None:
     """It does nothing but ignore SIGHUP before the command begins."""
     heard: list[int] = []
     for before in (signal.SIG_IGN, signal.SIG_DFL):

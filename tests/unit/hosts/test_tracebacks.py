@@ -53,7 +53,7 @@ def test_it_begins_at_the_job_and_leaves_out_the_hooks_of_modules() -> None:
     assert OURS not in text
 
 
-def test_where_nothing_is_the_users_it_begins_where_we_called() -> None:
+def test_without_user_code_it_begins_at_our_call() -> None:
     linear = nn.Linear(3, 2)
     call = called("def f():\n    return linear(x)\n", OURS, linear=linear, x=torch.ones(1, 5))
     text = tracebacks.shown(failure(call), JOB)
@@ -75,7 +75,7 @@ def test_of_a_loader_process_only_its_own_traceback_is_shown() -> None:
     )
 
 
-def test_each_of_a_chain_is_cut() -> None:
+def test_each_traceback_of_a_chain_is_cut() -> None:
     first = called("def f():\n    raise KeyError('first')\n", str(JOB))
     second = called(
         "def f():\n    try:\n        g()\n    except KeyError as error:\n"
@@ -88,7 +88,7 @@ def test_each_of_a_chain_is_cut() -> None:
     assert "The above exception was the direct cause" in text
 
 
-def test_whose_file_it_is() -> None:
+def test_files_of_the_user() -> None:
     users = tracebacks.is_users(Path("/v/lib/python3.11/site-packages/mine/jobs/a.py"))
     assert users("/v/lib/python3.11/site-packages/mine/nets.py"), "an installed job's own package"
     assert not users("/v/lib/python3.11/site-packages/numpy/core.py")

@@ -65,11 +65,11 @@ def test_members_connect(
             assert on_host or here.peer == "worker-1"
 
 
-def test_another_member_than_the_one_dialled_is_refused(tmp_path: Path) -> None:
+def test_a_member_with_another_name_is_refused(tmp_path: Path) -> None:
     first, second = members(tmp_path, keys=True)
     with (
         first.listen("ps", VIEW, limits=LIMITS, on_host=False) as listener,
-        pytest.raises(LinkError, match="worker-0 answered where worker-7 should"),
+        pytest.raises(LinkError, match="worker-0 answered instead worker-7 should"),
     ):
         second.dial(listener.address, timeout_s=LONG_S, limits=LIMITS, peer="worker-7")
 

@@ -87,7 +87,7 @@ ROWS = st.builds(
         few=st.integers(-9, 16),
     )
 )
-def test_what_is_written_reads_back(message: Everything) -> None:
+def test_written_messages_read_back_equal(message: Everything) -> None:
     assert read(Everything, json.loads(json.dumps(write(message)))) == message
 
 

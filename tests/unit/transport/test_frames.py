@@ -69,7 +69,7 @@ def header(head_bytes: int, payload_bytes: int | None = None) -> bytes:
 
 
 @given(heads, payloads)
-def test_any_message_comes_back(head: dict[str, Any], payload: bytes | None) -> None:
+def test_any_message_survives_a_round_trip(head: dict[str, Any], payload: bytes | None) -> None:
     message = read(joined(head, payload), Limits())
     assert message.message == head
     assert message.payload == payload  # None and b"" stay apart: b"" != None
@@ -149,7 +149,7 @@ def test_a_payload_is_not_copied_and_may_have_any_item_type() -> None:
 
 
 @pytest.mark.parametrize(("head", "payload"), [({"a": "x" * 600}, None), ({}, bytes(2049))])
-def test_what_is_over_the_limits_is_not_packed(head: dict[str, Any], payload: bytes | None) -> None:
+def test_frames_over_the_limits_are_not_packed(head: dict[str, Any], payload: bytes | None) -> None:
     with pytest.raises(LinkError, match="nothing was sent") as caught:
         pack(head, payload, limits=SMALL)
     assert not isinstance(caught.value, BadFrame)
@@ -177,7 +177,7 @@ def test_a_block_of_the_wrong_size_or_read_only_is_an_error(block: memoryview) -
 
 
 @pytest.mark.parametrize("what", ["head", "payload"])
-def test_memory_grows_with_what_comes_and_not_with_what_is_announced(what: str) -> None:
+def test_memory_grows_with_received_bytes_not_with_announced_ones(what: str) -> None:
     limits = Limits(head_bytes=1 << 30, payload_bytes=1 << 40)
     start = header(1 << 30) if what == "head" else header(2, 1 << 40) + b"{}"
     arrived = -len(start)

@@ -177,7 +177,7 @@ def wire_tap(target: Listener) -> Iterator[tuple[str, dict[str, bytearray]]]:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_two_sides_with_the_secret_meet_and_the_name_is_known(kind: str, tmp_path: Path) -> None:
+def test_two_sides_with_the_secret_connect_and_the_name_is_known(kind: str, tmp_path: Path) -> None:
     address = ADDRESS if kind == "tcp" else f"unix:{tmp_path}/s"
     with (
         Listener(address, secret=SECRET) as listener,
@@ -194,7 +194,7 @@ def test_two_sides_with_the_secret_meet_and_the_name_is_known(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["w", "x" * 64, '"' * 64, "é" * 32, "語" * 21, "😀" * 16])
-def test_the_longest_names_fit_whatever_they_are_made_of(listener: Listener, name: str) -> None:
+def test_the_longest_names_fit_in_any_script(listener: Listener, name: str) -> None:
     come_in(listener, name)
 
 
@@ -242,7 +242,7 @@ def proof_with(secret: str) -> Callable[[str, dict[str, Any]], str]:
     [proof_with(WRONG), lambda nonce, claim: claim["proof"], lambda nonce, claim: NONCE],
     ids=["another secret", "reflected", "made up"],
 )
-def test_a_listener_that_does_not_prove_the_secret_is_not_believed(
+def test_a_listener_without_the_secret_is_refused(
     proof: Callable[[str, dict[str, Any]], str],
 ) -> None:
     with (
@@ -255,7 +255,7 @@ def test_a_listener_that_does_not_prove_the_secret_is_not_believed(
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S).close()
 
 
-def test_a_welcome_takes_the_place_of_no_proof() -> None:
+def test_a_welcome_does_not_replace_a_proof() -> None:
     def after_the_claim(link: Link) -> None:
         link.send(Challenge(NONCE))
         link.recv(timeout_s=LONG_S)
@@ -273,7 +273,7 @@ def test_a_welcome_takes_the_place_of_no_proof() -> None:
         connect(open_to_all.address, secret=SECRET, name="worker-0", timeout_s=LONG_S)
 
 
-def test_what_was_overheard_serves_nobody_again(listener: Listener) -> None:
+def test_a_recorded_handshake_cannot_be_replayed(listener: Listener) -> None:
     with (
         wire_tap(listener) as (address, said),
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S),
@@ -295,7 +295,7 @@ def test_what_was_overheard_serves_nobody_again(listener: Listener) -> None:
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S)
 
 
-def test_every_connection_has_another_challenge(listener: Listener) -> None:
+def test_every_connection_gets_a_new_challenge(listener: Listener) -> None:
     nonces = set()
     for _ in range(3):
         with stranger(listener) as link:
@@ -303,7 +303,7 @@ def test_every_connection_has_another_challenge(listener: Listener) -> None:
     assert len(nonces) == 3
 
 
-def test_the_proof_of_a_listener_is_not_one_of_a_connector(listener: Listener) -> None:
+def test_the_proof_of_a_listener_is_not_valid_for_a_connector(listener: Listener) -> None:
     refused(listener, lambda nonce: a_claim(nonce, role=LISTENER))
     refused(listener, lambda nonce: {"kind": "ClaimAccepted", "proof": NONCE})
     come_in(listener)
@@ -359,13 +359,13 @@ def test_a_malformed_claim_is_refused(listener: Listener, changed: dict[str, Any
     ],
     ids=str,
 )
-def test_a_right_proof_of_what_no_member_says_is_refused(
+def test_a_correct_proof_over_invalid_fields_is_refused(
     listener: Listener, given_wrongly: dict[str, str]
 ) -> None:
     refused(listener, lambda nonce: a_claim(nonce, **given_wrongly))
 
 
-def test_garbage_and_large_frames_are_refused_on_their_first_bytes(listener: Listener) -> None:
+def test_garbage_and_large_frames_are_refused_at_their_first_bytes(listener: Listener) -> None:
     large_head = header(LIMITS.head_bytes + 1)
     payload = header(2, 1) + b"{}"
     empty_payload = header(2, 0) + b"{}"
@@ -381,7 +381,7 @@ def test_garbage_and_large_frames_are_refused_on_their_first_bytes(listener: Lis
     come_in(listener)
 
 
-def test_a_false_listener_makes_nobody_allocate() -> None:
+def test_a_false_listener_cannot_make_a_connector_allocate() -> None:
     large = header(2, 1 << 30) + b"{}"
     with (
         false_listener(lambda link: link._sock.sendall(large)) as address,
@@ -390,7 +390,7 @@ def test_a_false_listener_makes_nobody_allocate() -> None:
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S)
 
 
-def test_clients_that_stall_hold_up_nobody_and_are_dropped_in_time(
+def test_clients_that_stall_delay_no_others_and_are_dropped_in_time(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("manyhands.transport.listener.HANDSHAKE_S", 1.5)
@@ -440,7 +440,7 @@ def test_a_listener_that_stalls_is_a_timeout_and_one_that_restarts_is_tried_agai
         connect(address, secret=SECRET, name="worker-0", timeout_s=LONG_S).close()
 
 
-def test_a_claim_waits_for_room_on_the_way(in_thread: InThread) -> None:
+def test_a_claim_waits_until_the_socket_can_take_it(in_thread: InThread) -> None:
     left, right = socket.socketpair()
     with left, right:
         right.settimeout(LONG_S)
@@ -477,7 +477,7 @@ def test_links_of_other_kinds_fail_on_both_sides(listener: Listener) -> None:
         connect(secured.address, secret=SECRET, name="worker-0", timeout_s=0.2)
 
 
-def test_what_is_given_wrongly_is_said_before_anything_is_opened(tmp_path: Path) -> None:
+def test_wrong_arguments_are_reported_before_anything_is_opened(tmp_path: Path) -> None:
     credentials = Authority.create("run").issue("worker-0")
     wrong: list[dict[str, Any]] = [{"secret": SECRET, "credentials": credentials}, {"secret": ""}]
     for given_wrongly in wrong:
@@ -545,7 +545,7 @@ def test_random_bytes_prove_nothing_to_either_side(said: bytes) -> None:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_one_changed_byte_in_a_claim_is_enough(data: st.DataObject) -> None:
+def test_one_changed_byte_in_a_claim_is_refused(data: st.DataObject) -> None:
     assert play(listening, good_claim) == ("worker-0", b"")
 
     def mutate(challenge: bytes) -> bytes:
@@ -559,7 +559,7 @@ def test_one_changed_byte_in_a_claim_is_enough(data: st.DataObject) -> None:
     assert b"proof" not in answer
 
 
-def test_it_works_where_cryptography_is_not_installed() -> None:
+def test_it_works_without_cryptography() -> None:
     program = """
 import sys
 sys.modules["cryptography"] = None

@@ -55,9 +55,7 @@ def test_place_receives_into_the_given_block(pair: Pair, in_thread: InThread) ->
     assert not any(block[7 + len(data) :])
 
 
-def test_a_send_that_signals_interrupt_goes_on_where_it_was(
-    pair: Pair, in_thread: InThread
-) -> None:
+def test_a_send_that_signals_interrupt_continues(pair: Pair, in_thread: InThread) -> None:
     near, far = pair
     data = random.Random(1).randbytes(8_000_000)
 
@@ -79,7 +77,7 @@ def test_a_send_that_signals_interrupt_goes_on_where_it_was(
     assert results[0].payload == data
 
 
-def test_two_threads_a_side_send_at_once_and_every_frame_arrives_whole(pair: Pair) -> None:
+def test_two_threads_per_side_send_at_once_and_every_frame_arrives_whole(pair: Pair) -> None:
     num_frames = 200
 
     def send(link: Link, name: str) -> None:
@@ -138,7 +136,7 @@ def test_close_wakes_a_thread_that_is_blocked(pair: Pair, where: str, in_thread:
             call()
 
 
-def test_the_other_side_gone_is_link_closed_at_once_after_its_last_word(pair: Pair) -> None:
+def test_a_closed_peer_raises_link_closed_after_its_last_message(pair: Pair) -> None:
     near, far = pair
     near.send({"last": "word"}, b"!")
     near.close()
@@ -149,7 +147,7 @@ def test_the_other_side_gone_is_link_closed_at_once_after_its_last_word(pair: Pa
         far.send({})
 
 
-def test_a_timeout_names_the_peer_and_the_wait_and_the_link_lives_on(pair: Pair) -> None:
+def test_a_timeout_names_the_peer_and_the_time_and_the_link_stays_open(pair: Pair) -> None:
     near, far = pair
     began = time.monotonic()
     with pytest.raises(LinkTimeout, match=r"did not send a frame within 0\.05 s") as caught:
@@ -178,7 +176,7 @@ def test_a_frame_byte_by_byte_with_a_timeout_after_each_is_resumed(
 
 
 @pytest.mark.parametrize("cut", [1, 19, 22, 30])
-def test_an_end_in_the_middle_of_a_frame_is_link_closed(
+def test_an_end_in_the_middle_of_a_frame_raises_link_closed(
     raw: tuple[socket.socket, Link], cut: int
 ) -> None:
     sock, link = raw
@@ -237,7 +235,7 @@ def test_an_error_of_place_closes_the_link_and_is_not_hidden(pair: Pair) -> None
         near.recv(timeout_s=LONG_S)
 
 
-def test_what_cannot_be_sent_leaves_the_link_as_it_was(pair: Pair) -> None:
+def test_a_message_that_cannot_be_sent_leaves_the_link_usable(pair: Pair) -> None:
     near, far = pair
     with pytest.raises(TypeError, match="JSON"):
         near.send({"a": object()})
@@ -247,7 +245,7 @@ def test_what_cannot_be_sent_leaves_the_link_as_it_was(pair: Pair) -> None:
     assert far.recv(timeout_s=LONG_S).message == {"fine": True}
 
 
-def test_a_second_receiver_is_told(pair: Pair, in_thread: InThread) -> None:
+def test_a_second_receiver_gets_an_error(pair: Pair, in_thread: InThread) -> None:
     near, _ = pair
     thread, results = in_thread(near.recv)
     while not near._recv_lock.locked() and thread.is_alive():
@@ -265,7 +263,9 @@ def test_no_delay_is_on(pair: Pair) -> None:
         assert link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_connect_waits_for_a_listener_that_comes_later(tmp_path: Path, in_thread: InThread) -> None:
+def test_connect_waits_for_a_listener_that_starts_later(
+    tmp_path: Path, in_thread: InThread
+) -> None:
     address = f"unix:{tmp_path}/s"
     thread, results = in_thread(lambda: connect(address, timeout_s=LONG_S))
     time.sleep(0.2)
@@ -276,7 +276,7 @@ def test_connect_waits_for_a_listener_that_comes_later(tmp_path: Path, in_thread
             assert far.recv(timeout_s=LONG_S).message == {"here": 1}
 
 
-def test_connect_says_where_how_long_and_why_not() -> None:
+def test_the_error_of_connect_names_address_time_and_reason() -> None:
     port = reserve_port()
     with pytest.raises(LinkTimeout) as caught:
         connect(f"tcp://127.0.0.1:{port}", timeout_s=0.2, peer="server0", insecure=True)
@@ -284,7 +284,7 @@ def test_connect_says_where_how_long_and_why_not() -> None:
         assert word in str(caught.value)
 
 
-def test_connect_to_something_else_that_talks_or_is_silent(in_thread: InThread) -> None:
+def test_connect_to_another_server_or_a_silent_one(in_thread: InThread) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(LinkTimeout, match="did not send a frame"):

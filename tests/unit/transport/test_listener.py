@@ -22,7 +22,7 @@ LONG_S = 20.0
 InThread = Callable[[Callable[[], Any]], tuple[threading.Thread, list[Any]]]
 
 
-def test_the_unix_socket_is_its_owners_only_and_goes_with_the_listener(tmp_path: Path) -> None:
+def test_a_unix_socket_is_private_and_removed_with_its_listener(tmp_path: Path) -> None:
     path = tmp_path / "s"
     before = os.umask(0)
     try:
@@ -68,7 +68,7 @@ def test_a_socket_left_by_a_dead_listener_is_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / "s").read_text() == "a file of someone"
 
 
-def test_closing_a_listener_wakes_accept_and_drops_what_was_not_taken(
+def test_closing_a_listener_wakes_accept_and_drops_waiting_links(
     tmp_path: Path, in_thread: InThread
 ) -> None:
     listener = Listener(f"unix:{tmp_path}/s")
@@ -111,13 +111,13 @@ def test_an_address_is_written_as_it_is_read(text: str) -> None:
     "text",
     ["", "localhost:1", "unix:s", "unix:", "tcp://:1", "tcp://h", "tcp://h:65536", "tcp://::1:5"],
 )
-def test_what_is_no_address_says_what_is(text: str) -> None:
+def test_the_error_for_a_wrong_address_shows_a_right_one(text: str) -> None:
     with pytest.raises(UsageError, match="Write unix:/path/to/socket") as caught:
         parse_address(text)
     assert repr(text) in str(caught.value)
 
 
-def test_a_unix_path_too_long_for_the_kernel_says_so() -> None:
+def test_a_unix_path_too_long_for_the_kernel_is_refused() -> None:
     assert parse_address("unix:/" + "x" * 106).path
     for text in ("unix:/" + "x" * 107, "unix:/" + "é" * 54):
         with pytest.raises(UsageError, match="the kernel allows 107"):
@@ -145,7 +145,7 @@ def test_refused_connections_are_counted_and_not_logged_one_by_one(
     assert len(caplog.records) < 2 * MAX_REASONS
 
 
-def test_noise_is_one_reason_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_noise_counts_as_one_reason_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
     """However many ways there are in which bytes are no text."""
     refusals = Refusals(logging.getLogger("manyhands.test"), "the door")
     for number in range(256):
@@ -161,7 +161,7 @@ def test_noise_is_one_reason_and_hides_no_other(caplog: pytest.LogCaptureFixture
     assert "who is here already" in said[-1]
 
 
-def test_a_listener_counts_whom_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_counts_refused_connections(caplog: pytest.LogCaptureFixture) -> None:
     with Listener("tcp://127.0.0.1:0", secret="s" * 32) as listener:
         where = parse_address(listener.address)
         for _ in range(40):

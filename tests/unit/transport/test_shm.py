@@ -47,7 +47,7 @@ def start(address: str, started: list[subprocess.Popen[str]]) -> subprocess.Pope
     return process
 
 
-def test_what_one_process_writes_another_reads(other: list[subprocess.Popen[str]]) -> None:
+def test_one_process_reads_what_another_writes(other: list[subprocess.Popen[str]]) -> None:
     segment = Segment.create(1024)
     numbers = segment.tensor(torch.float32, offset_bytes=64, numel=5)
     numbers.copy_(torch.arange(5.0))

@@ -188,7 +188,7 @@ def test_tls_against_plain_fails_in_time_on_both_sides(
         connect(listener.address, insecure=True, timeout_s=0.2)
 
 
-def test_the_key_is_in_no_repr(authority: Authority, coordinator: Credentials) -> None:
+def test_the_key_is_not_in_any_repr(authority: Authority, coordinator: Credentials) -> None:
     secret = coordinator.key.splitlines()[1]
     assert len(secret) > 30
     for text in (repr(coordinator), str(coordinator), repr(authority)):
@@ -209,7 +209,7 @@ def test_no_file_and_no_descriptor_is_left_of_a_key(
     assert not list(Path("/dev/shm").glob("*manyhands*"))
 
 
-def test_wrong_credentials_say_so(authority: Authority, coordinator: Credentials) -> None:
+def test_wrong_credentials_are_refused(authority: Authority, coordinator: Credentials) -> None:
     other = authority.issue("other")
     for broken in (
         Credentials("nonsense", coordinator.certificate, coordinator.key),
@@ -235,7 +235,7 @@ def test_an_expired_authority_is_refused() -> None:
         connect(listener.address, credentials=old.issue("b"), timeout_s=LONG_S)
 
 
-def test_who_knows_the_secret_makes_the_same_authority_for_itself() -> None:
+def test_processes_with_one_secret_derive_the_same_authority() -> None:
     here, there = (Authority.from_secret("run", "a secret of the run") for _ in range(2))
     with (
         Listener(ADDRESS, credentials=here.issue("coordinator")) as listener,
@@ -265,6 +265,6 @@ def test_another_secret_is_another_authority(other: str) -> None:
     assert "unknown ca" in told[0]
 
 
-def test_an_authority_of_no_secret_is_refused() -> None:
+def test_an_authority_from_an_empty_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         Authority.from_secret("run", "")
