@@ -112,7 +112,7 @@ def test_nothing_else_is_deleted(temporary: Path, tmp_path: Path) -> None:
     assert sorted(temporary.rglob("*")) == before
     assert (precious / LOCK).exists()
     for name in ("link", "named"):
-        with pytest.raises(ManyhandsError, match="belongs to somebody else"):
+        with pytest.raises(ManyhandsError, match="belongs to another user"):
             Scratch(name)
 
 

@@ -69,7 +69,7 @@ def test_a_member_with_another_name_is_refused(tmp_path: Path) -> None:
     first, second = members(tmp_path, keys=True)
     with (
         first.listen("ps", VIEW, limits=LIMITS, on_host=False) as listener,
-        pytest.raises(LinkError, match="worker-0 answered instead worker-7 should"),
+        pytest.raises(LinkError, match="worker-0 answered instead of worker-7"),
     ):
         second.dial(listener.address, timeout_s=LONG_S, limits=LIMITS, peer="worker-7")
 
