@@ -271,9 +271,11 @@ class ServerConnection:
         return any(self._version_of(i) < self.version for i in spans)
 
     def _version_of(self, i: int) -> int:
-        if i in self._kept:
-            return self._client.node.replica_version(self.name)
-        return self._arrived[i]
+        if i not in self._kept:
+            return self._arrived[i]
+        server_state = self._client.node.server_state
+        assert server_state is not None, "this process has a replica"
+        return server_state.held.versions.get(self.name, -1)
 
     @property
     def bytes_sent(self) -> int:

@@ -58,7 +58,7 @@ class PsNode:
         self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Shared memory in which rounds are agreed on without messages, inside a host."""
         self._params: FlatTensors | None = None
-        self._server_state: ServerState | None = None
+        self.server_state: ServerState | None = None
         self._has_tables = False
         self._tables = train_state.tables.stores
         """The model's, or its server's if rows are sent."""
@@ -112,8 +112,8 @@ class PsNode:
         servers = self.servers_in(view)
         if self.me.name not in servers:
             return
-        if self._server_state is None:
-            self._server_state = ServerState(
+        if self.server_state is None:
+            self.server_state = ServerState(
                 self.me.name,
                 self.me.host,
                 self.train_state,
@@ -124,7 +124,7 @@ class PsNode:
                 rows=self._rows(),
             )
         self.server = Server(
-            self._server_state,
+            self.server_state,
             self.mode,
             self.me.listen(f"ps-{self.me.name}", view, limits=self._limits, on_host=self.shared),
             ServerView(view.number, servers, [seat.name for seat in view.workers]),
@@ -166,11 +166,6 @@ class PsNode:
                 )
         self.check()
 
-    def replica_version(self, owner: str) -> int:
-        """The version of the replica of another server's blocks here."""
-        assert self._server_state is not None
-        return self._server_state.held.versions.get(owner, -1)
-
     def _leads(self, view: View) -> bool:
         return self.servers_in(view)[0] == self.me.name
 
@@ -178,8 +173,8 @@ class PsNode:
         """What is in the weights, on the lead; None on others."""
         if self.server is None or not self._leads(self.me.view):
             return None
-        assert self._server_state is not None
-        ledger = self._server_state.ledger
+        assert self.server_state is not None
+        ledger = self.server_state.ledger
         return {
             "version": ledger.version,
             "applied": [list(part) for part in ledger.parts],
