@@ -232,7 +232,7 @@ def test_unread_messages_of_a_member_are_limited(tmp_path: Path) -> None:
             coordinator.next(DEADLINE_S)
             == HostNotice("worker-0 does not read its messages; its link is closed")
         )
-        assert sum(len(value) for _, value in coordinator._board.items()) <= MAX_CHARS
+        assert sum(len(value) for _, value in coordinator._board.facts.items()) <= MAX_CHARS
         thread.join(DEADLINE_S)
 
 

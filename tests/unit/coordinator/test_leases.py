@@ -176,5 +176,5 @@ def test_split_is_a_partition_in_order(pieces: list[tuple[int, int]], weights: l
 
 
 def test_split_refuses_more_than_there_is() -> None:
-    with pytest.raises(AssertionError, match="6 asked of 5"):
+    with pytest.raises(AssertionError, match="6 requested of 5"):
         split([(0, 5)], [3, 3])
