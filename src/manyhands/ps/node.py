@@ -127,9 +127,13 @@ class PsNode:
             self.server_state,
             self.mode,
             self.me.listen(f"ps-{self.me.name}", view, limits=self._limits, on_host=self.shared),
-            ServerView(view.number, servers, [seat.name for seat in view.workers]),
-            local=local or {},
-            rounds=self.rounds,
+            ServerView(
+                view.number,
+                servers,
+                [seat.name for seat in view.workers],
+                local=local or {},
+                rounds=self.rounds,
+            ),
             events=ServerEvents(self._ask_for_a_view, self.refused, self._on_server_error),
         )
         self._board.post(f"ps/{view.number}/{self.me.name}", self.server.address)

@@ -32,7 +32,7 @@ in the thread of an event loop: the server's own thread never sees one with a wr
 a ProtocolError: nothing of it is used, its connection is closed, its sender gets the reason, and the
 coordinator is asked to end the sender, because all others would wait for it.
 
-Some checks need the server's state and are made there: which slots and spans exist (worker_session.py), which
+Some checks need the server's state and are made there: which slots and spans exist (sessions.py), which
 push is due (policies.py), which message a view change expects (view_change.py), which update is in progress
 (updates.py). Servers trust each other's decisions, such as the numbers that a server adds to its own blocks.
 """
@@ -41,14 +41,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from manyhands.embeddings.row_placement import RowPlacement
 from manyhands.errors import ProtocolError
 from manyhands.ps.placement import PlacementRecord
 from manyhands.ps.policies import Contribution, Decision, Index, Number, StartPermit
 from manyhands.ps.recovery_plan import RecoveryPlan, ServerStatus
-from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, kind_of, max_length
+from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, max_length
 
 SPARSE_BYTES = 256 << 20
 """Limit for the ids or gradients of rows in one message."""
@@ -110,14 +110,6 @@ class PushMessage:
     after: Index
     """The worker's push before it."""
 
-    def __post_init__(self) -> None:
-        if self.push.staleness:
-            raise ValueError("only the leader sets the staleness")
-        if self.push.scale > 1:
-            raise ValueError(f"a scale of {self.push.scale}, over 1")
-        if self.after >= self.push.seq:
-            raise ValueError(f"push {self.push.seq} follows push {self.after}")
-
 
 @dataclass(frozen=True)
 class GradientSpan:
@@ -169,27 +161,27 @@ class TableStateRequest:
 
 @dataclass(frozen=True)
 class StateRequest:
-    pass
+    """Asks for the state of the optimizer."""
 
 
 @dataclass(frozen=True)
 class PullRequest:
-    pass
+    """Asks for the newest parameters."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    pass
+    """Don't wait for this worker until it wakes."""
 
 
 @dataclass(frozen=True)
 class Wake:
-    pass
+    """The worker continues after a rest."""
 
 
 @dataclass(frozen=True)
 class PushesEnd:
-    pass
+    """No push of this worker follows until its pushes are resolved."""
 
 
 # To workers ---------------------------------------------------------------------------------------
@@ -295,12 +287,12 @@ class TensorMessage:
 
 @dataclass(frozen=True)
 class Moved:
-    pass
+    """The sender has all its blocks."""
 
 
 @dataclass(frozen=True)
 class Go:
-    pass
+    """The view begins."""
 
 
 @dataclass(frozen=True)
@@ -394,13 +386,3 @@ BETWEEN_SERVERS = MessageSet(
     Refused,
     strict=True,
 )
-CARRY_PAYLOAD = (GradientSpan, Statistics, RowGradients, RowsRequest)
-"""Messages of workers that need a payload; the others must not have one."""
-
-
-def check_worker_message(message: Any, worker: str, *, payload: bool) -> None:
-    """Check a message of `worker` that is not the first of its connection."""
-    if payload != isinstance(message, CARRY_PAYLOAD):
-        raise ProtocolError(f"{kind_of(message)!r} with{'' if payload else 'out'} a payload")
-    if isinstance(message, PushMessage) and message.push.worker != worker:
-        raise ProtocolError(f"a push of {message.push.worker[:80]!r}, sent by {worker}")

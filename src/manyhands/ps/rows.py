@@ -147,7 +147,7 @@ class RowServerState:
 
     # What workers ask and give, between hosts ---------------------------------------------------
 
-    def hear(
+    def handle(
         self,
         worker: str,
         message: RowGradients | RowsRequest | TableStateRequest,

@@ -1,19 +1,19 @@
 """A parameter server in one view: adds up what workers push, runs the optimizer, tells workers of updates.
 
-    Server            the thread that owns everything, and how a view begins and ends
-    ViewService       a view that has begun: what workers and other servers say in it
-    WorkerSessions    the workers: what they need to begin, and what they are told of updates
-    Decisions         from a push to a decision: OwnDecisions where every server decides by itself,
-                      LeadDecisions and FollowerDecisions where one decides for all
+    Server        the thread that owns everything, and how a view begins and ends
+    ViewService   a view that has begun: handles the messages of workers and other servers
+    Decisions     from a push to a decision: OwnDecisions if every server decides by itself, LeadDecisions and
+                  FollowerDecisions if one decides for all
 
-Readers only put what arrives into the inbox of the server's thread, so no block has two writers, and no lock
-is held while numbers are added; in rounds, a worker of the same process takes the thread's place (rounds.py).
-A server lives as long as its view; what outlives it is in its ServerState. Its messages are in protocol.py;
-how a view begins is in view_change.py.
+Readers (sessions.py) only put what arrives into the inbox of the server's thread, so no block has two
+writers, and no lock is held while numbers are added; in rounds, a worker of the same process takes the
+thread's place (rounds.py). A server lives as long as its view; its ServerState outlives it. Its messages are
+in protocol.py; how a view begins is in view_change.py.
 
-If an update is everybody's gradients, each server knows by itself what comes next, and sends neither `had`
-nor `decide`. Cost per step and worker inside a host: one message to the lead and one from each server.
-Between hosts gradients out and parameters back once each; a worker that holds replicas gets sums instead.
+If an update is everybody's gradients, each server knows by itself what comes next, and sends neither
+`received` nor `decide`. Cost per step and worker inside a host: one message to the lead and one from each
+server. Between hosts, gradients and parameters are sent once each; a worker that holds replicas gets sums
+instead.
 """
 
 from __future__ import annotations
@@ -21,30 +21,25 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError
 from manyhands.hosts.me import TORN_S
-from manyhands.ps.acceptor import Acceptor, Admission, InboxItem, PeerDisconnected
+from manyhands.ps.acceptor import Acceptor, Admission, PeerDisconnected
 from manyhands.ps.block_store import FlatTensors
-from manyhands.ps.blocks import order_needed
-from manyhands.ps.compensation import Compensation
 from manyhands.ps.mode import PsMode
-from manyhands.ps.policies import MAX_UNDER_WAY, Contribution, Decider, Decision, StartPermit
+from manyhands.ps.policies import MAX_UNDER_WAY, Decider, Decision, StartPermit
 from manyhands.ps.protocol import (
-    AppliedPush,
     AskMissing,
     Commit,
     Decide,
     EnterView,
     GradientSpan,
     MissingWorkers,
-    NewVersion,
     OpenLane,
     PartialNorm,
     PermitMessage,
@@ -58,21 +53,19 @@ from manyhands.ps.protocol import (
     Rest,
     RowGradients,
     RowsRequest,
-    StateEnd,
     StateRequest,
     Statistics,
     SumHeld,
     SumTaken,
     TableStateRequest,
-    ViewBegun,
+    TensorMessage,
     Wake,
-    WeightsUnknown,
 )
 from manyhands.ps.recovery_plan import RecoveryPlan
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
 from manyhands.ps.rows import ColocatedRows
-from manyhands.ps.server_state import ServerState, travelling
-from manyhands.ps.tensor_messages import pack
+from manyhands.ps.server_state import ServerState
+from manyhands.ps.sessions import InboxItem, Peer, WorkerSession, WorkerSessions, check_push
 from manyhands.ps.updates import (
     MessageExchange,
     NetworkExchange,
@@ -80,8 +73,7 @@ from manyhands.ps.updates import (
     check_decision,
 )
 from manyhands.ps.view_change import Message as ViewChangeMessage
-from manyhands.ps.view_change import Peer, PeerDialed, ViewChange
-from manyhands.ps.worker_session import WorkerSession, find_slots
+from manyhands.ps.view_change import PeerDialed, ViewChange
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
 from manyhands.transport.fields import kind_of
@@ -98,160 +90,6 @@ Refuse = Callable[[Link, str, ProtocolError], None]
 """Closes the link of a member that has broken the protocol."""
 
 
-class WorkerSessions:
-    """The workers that have entered: what they need to begin, and what they are told of updates."""
-
-    def __init__(
-        self,
-        server_state: ServerState,
-        mode: PsMode,
-        plan: RecoveryPlan,
-        peers: Mapping[str, Peer],
-        *,
-        first_worker: str,
-        local: Mapping[str, Sequence[FlatTensors]],
-    ) -> None:
-        """`local`: gradients of a worker in this process."""
-        self.by_name: dict[str, WorkerSession] = {}
-        self.permit: Callable[[str], StartPermit | None] = lambda who: None
-        """Which step a worker may begin; None where another server tells it."""
-        self.compensation = Compensation(mode.compensate) if mode.compensate else None
-        self._server_state = server_state
-        self._mode, self._plan, self._peers = mode, plan, peers
-        self._first_worker, self._local = first_worker, local
-        self._spans, self._keepers = travelling(server_state.placement, server_state.name)
-        """This server's blocks as they travel, and for each span the server that has its replica."""
-        needed = {block.number: i for i, block in enumerate(order_needed(server_state.layout))}
-        self._order = sorted(
-            range(len(self._spans)), key=lambda i: needed[self._spans[i].blocks[0].number]
-        )
-        self._statistics: tuple[Statistics, memoryview | None] | None = None
-        """What the first worker sent to the others last."""
-        self._reported_bytes = 0
-
-    def enter(self, who: str, link: Link, message: EnterView) -> None:
-        """A worker enters, or comes back with a new connection."""
-        state, ledger = self._server_state, self._server_state.ledger
-        if message.seen > ledger.version:
-            raise WeightsUnknown(
-                f"{who} has seen version {message.seen}, and here is {ledger.version}: "
-                "all who held the parameters are gone, and what was learnt is lost"
-            )
-        if (session := self.by_name.get(who)) is not None:
-            session.enter_again(link)
-        else:
-            slots = self._local.get(who) or find_slots(
-                state.params, message.slots, self._mode.slots, shared=state.shared
-            )
-            travels = who not in self._local and not message.slots
-            session = WorkerSession(who, link, slots, travels=travels, spans=self._spans)
-            session.wants = [i for i in self._order if self._keepers[i] != who]
-            self.by_name[who] = session
-            state.gradients[who] = slots
-            if state.rows is not None:
-                state.rows.enter(who, message.baskets, self._mode.slots)
-            elif message.baskets:
-                raise ProtocolError("baskets without tables")
-            if self.compensation is not None:
-                self.compensation.remember(who, state.own)
-        last = list(ledger.decisions)[-1:]
-        session.tell(
-            ViewBegun(
-                ledger.version,
-                ledger.ticks,
-                done=session.done,
-                late=session.late,
-                last=[(each.step, each.part) for d in last for each in d.contributions],
-                travels=session.travels,
-                placement=self._plan.placement,
-                homes=self._plan.homes,
-                permit=self.permit(who),
-            )
-        )
-        if self._statistics is not None:
-            session.tell(*self._statistics)  # sent while it had no connection
-
-    def tell_update(self, decision: Decision, lr: float) -> None:
-        """An update is applied: in rounds all workers are told, otherwise those whose pushes it has."""
-        own: dict[str, list[AppliedPush]] = defaultdict(list)
-        for each in decision.contributions:
-            applied = AppliedPush(each.seq, each.staleness, self._rate(decision, each, lr))
-            own[each.worker].append(applied)
-            if (session := self.by_name.get(each.worker)) is not None:
-                session.done = max(session.done, each.seq)
-        names = list(self.by_name) if self._mode.rounds else [n for n in own if n in self.by_name]
-        for name in names:
-            session = self.by_name[name]
-            if self.compensation is not None:
-                self.compensation.remember(name, self._server_state.own)
-            sent = 0
-            if name == self._first_worker:
-                total = self.bytes_sent
-                sent, self._reported_bytes = total - self._reported_bytes, total
-            permit = self.permit(name)
-            session.tell(
-                NewVersion(decision.version, decision.ticks, own.get(name, ()), sent, permit=permit)
-            )
-            self.send_params(session)
-
-    def answer_pull(self, session: WorkerSession) -> None:
-        ledger = self._server_state.ledger
-        session.tell(NewVersion(ledger.version, ledger.ticks, pulled=True))
-        self.send_params(session)
-
-    def send_params(self, session: WorkerSession) -> None:
-        if session.travels:
-            state = self._server_state
-            session.send_spans(state.ledger.version, state.params)
-
-    def send_state(self, session: WorkerSession) -> None:
-        """Send the optimizer's state, for a checkpoint."""
-        own = self._server_state.own
-        for number in own.numbers:
-            session.tell_all(pack(number, own.take(number), params=False))
-        session.tell(StateEnd("state"))
-
-    def pass_statistics(self, who: str, message: Statistics, payload: memoryview | None) -> None:
-        self._statistics = (message, payload)
-        for name, other in self.by_name.items():
-            if name != who:
-                other.tell(message, payload)
-
-    def buffer_for(self, who: str, message: object) -> memoryview | None:
-        """Where the payload of a worker's message goes. Gradients go straight into the memory that they
-        are added from."""
-        match message:
-            case GradientSpan(slot=slot, span=span):
-                if (session := self.by_name.get(who)) is None:
-                    raise ProtocolError(f"a run of {who}, who has not entered")
-                return session.room(slot, span)
-            case RowGradients(bytes=count) | RowsRequest(bytes=count):
-                return memoryview(bytearray(count))
-            case Statistics():
-                if who != self._first_worker:
-                    raise ProtocolError("statistics, which only the first worker sends")
-                buffers = self._server_state.train_state.model.buffers()
-                return memoryview(bytearray(8 * sum(buffer.numel() for buffer in buffers)))
-        return None
-
-    @property
-    def bytes_sent(self) -> int:
-        """Over the network, to workers and servers."""
-        if self._server_state.shared:
-            return 0
-        sessions = sum(session.bytes_sent for session in list(self.by_name.values()))
-        return sessions + sum(peer.link.bytes_sent for peer in list(self._peers.values()))
-
-    def close(self) -> None:
-        for session in list(self.by_name.values()):
-            session.close()
-
-    def _rate(self, decision: Decision, push: Contribution, lr: float) -> float:
-        """The learning rate that a push was applied with, as that of a whole step."""
-        rate, (part, whole) = lr * decision.lr_scale, push.share
-        return rate if self._mode.rounds or not part else rate * whole / part
-
-
 class Decisions(ABC):
     """From a push to a decision."""
 
@@ -259,13 +97,13 @@ class Decisions(ABC):
     def push_complete(self, message: PushMessage) -> None:
         """All of a push is here."""
 
-    def check_due(self, who: str, seq: int) -> None:
-        """Raises ProtocolError if a push is too far ahead."""
+    def check_due(self, worker: str, seq: int) -> None:
+        """Raise ProtocolError if a push is too far ahead."""
         return
 
     def push_received(self, server: str, message: PushMessage) -> None:
         """Another server has all of a push."""
-        raise ProtocolError("'had', which is for a lead that decides")
+        raise ProtocolError("'PushReceived' for a server that does not decide")
 
     def decided(self, server: str, decision: Decision) -> None:
         """Another server has decided."""
@@ -273,15 +111,15 @@ class Decisions(ABC):
 
     def handle(self, session: WorkerSession, message: object) -> None:
         """A worker's message to the lead."""
-        raise ProtocolError(f"{kind_of(message)!r}, which is for the lead")
+        raise ProtocolError(f"{kind_of(message)!r} for a server that is not the lead")
 
-    def permit(self, who: str) -> StartPermit | None:
-        """Which step a worker may begin; None where another server tells it."""
+    def permit(self, worker: str) -> StartPermit | None:
+        """Which step a worker may begin; None if another server tells it."""
         return None
 
 
 class FollowerDecisions(Decisions):
-    """The lead decides; it is told of each push that is here."""
+    """The lead decides; this server tells it of each push that it has."""
 
     def __init__(self, server_state: ServerState, updates: UpdatePipeline, lead: Peer) -> None:
         self._server_state, self._updates, self._lead = server_state, updates, lead
@@ -297,7 +135,7 @@ class FollowerDecisions(Decisions):
 
 
 class OwnDecisions(Decisions):
-    """Every server decides by itself, as an update is everybody's gradients: all come to the same."""
+    """Every server decides by itself: an update is everybody's gradients, so all decide the same."""
 
     def __init__(
         self,
@@ -313,38 +151,39 @@ class OwnDecisions(Decisions):
         self._decider, self._updates = decider, updates
         self._sessions, self._name = sessions, name
         self._leads, self._refuse = leads, refuse
-        self._told: dict[str, int | None] = {}
+        self._permitted: dict[str, int | None] = {}
+        """The last step that each worker was permitted to begin."""
 
     def push_complete(self, message: PushMessage) -> None:
         self._count(self._name, message)
 
-    def check_due(self, who: str, seq: int) -> None:
-        due = self._decider.permit(who).at
+    def check_due(self, worker: str, seq: int) -> None:
+        due = self._decider.permit(worker).at
         if seq > due + MAX_AHEAD:
             raise ProtocolError(f"a push of step {seq}, where step {due} is due")
 
     def handle(self, session: WorkerSession, message: object) -> None:
         if not self._leads:
             super().handle(session, message)
-        decider, who = self._decider, session.name
+        decider, worker = self._decider, session.name
         match message:
             case PushesEnd():
-                decider.end_pushes(who)
+                decider.end_pushes(worker)
                 self._decide()
             case Rest():
-                decider.rest(who)
+                decider.rest(worker)
                 self._decide()
             case Wake():
-                decider.wake(who)
-                session.tell(PermitMessage(self.permit(who)))
+                decider.wake(worker)
+                session.tell(PermitMessage(self.permit(worker)))
             case AskMissing(seq):
-                session.tell(MissingWorkers(decider.policy.waiting_for(who, seq + 1)))
+                session.tell(MissingWorkers(decider.policy.waiting_for(worker, seq + 1)))
 
-    def permit(self, who: str) -> StartPermit | None:
-        if not self._leads or who in self._decider.resting:
+    def permit(self, worker: str) -> StartPermit | None:
+        if not self._leads or worker in self._decider.resting:
             return None
-        permit = self._decider.permit(who)
-        self._told[who] = permit.until
+        permit = self._decider.permit(worker)
+        self._permitted[worker] = permit.until
         return permit
 
     def _count(self, server: str, message: PushMessage) -> None:
@@ -399,13 +238,14 @@ class LeadDecisions(OwnDecisions):
 
     def push_received(self, server: str, message: PushMessage) -> None:
         if (worker := message.push.worker) not in self._workers:
-            raise ProtocolError(f"a push of {worker[:80]!r}, who is no worker here")
+            raise ProtocolError(f"a push of {worker[:80]!r}, which is no worker of this view")
+        check_push(message, worker)
         self._count(server, message)
 
     def _announce(self, decision: Decision) -> None:
         frame = pack_frame(Decide(decision))
         for peer in self._peers.values():
-            with suppress(LinkError):  # it is gone, and the others must know all the same
+            with suppress(LinkError):  # it is gone, and the others must be told all the same
                 peer.link.send_packed(frame)
 
     def _tell_workers(self) -> None:
@@ -414,12 +254,12 @@ class LeadDecisions(OwnDecisions):
             return
         for name, session in self._sessions.items():
             until = self._decider.permit(name).until
-            if name not in self._decider.resting and until != self._told.get(name):
+            if name not in self._decider.resting and until != self._permitted.get(name):
                 session.tell(PermitMessage(self.permit(name)))
 
 
 class ViewService:
-    """A view that has begun: handles what workers and other servers say in it."""
+    """A view that has begun: handles the messages of workers and other servers."""
 
     def __init__(
         self,
@@ -445,73 +285,67 @@ class ViewService:
         next view maps its own, and the cyclic collector may not run for minutes."""
         if self.rounds is not None:
             self.rounds.stop()
-        self.sessions.permit = lambda who: None
+        self.sessions.permit = lambda worker: None
 
-    def handle_server(self, who: str, message: object) -> None:
+    def handle_server(self, sender: str, message: object) -> None:
         match message:
             case Decide(decision):
-                self._decisions.decided(who, decision)
+                self._decisions.decided(sender, decision)
             case PushReceived(push):
-                self._decisions.push_received(who, push)
+                self._decisions.push_received(sender, push)
             case PartialNorm() | ReplicaSum() | SumTaken() | SumHeld() | Commit():
-                self.exchange.handle(who, message)
+                self.exchange.handle(sender, message)
                 self._updates.advance()
 
-    def handle_worker(self, happened: InboxItem) -> None:
-        who, message, link = happened.who, happened.message, happened.link
+    def handle_worker(self, item: InboxItem) -> None:
+        sender, message, link = item.sender, item.message, item.link
         assert link is not None
         if isinstance(message, EnterView):
-            self.sessions.enter(who, link, message)
+            self.sessions.enter(sender, link, message)
             return
-        session, rows = self.sessions.by_name.get(who), self._server_state.rows
+        session, state = self.sessions.by_name.get(sender), self._server_state
         if session is None:
-            raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
+            raise ProtocolError(f"{kind_of(message)!r} of {sender}, which has not entered")
         match message:
             case PushMessage() | GradientSpan() if self.rounds is not None:
                 raise ProtocolError("a push as a message, where rounds use shared memory")
-            case PushMessage():
-                self._on_push(session, message)
-            case GradientSpan():
-                self._on_span(session, message)
+            case PushMessage(push, began):
+                if began > state.ledger.version:
+                    raise ProtocolError(f"a push on version {began}, which does not exist yet")
+                self._decisions.check_due(sender, push.seq)
+                self._complete(session.push_arrived(message))
+            case GradientSpan(seq):
+                self._decisions.check_due(sender, seq)
+                self._complete(session.span_arrived(message))
             case OpenLane():
                 if session.add_lane(link):
-                    self.sessions.send_params(session)
+                    session.send_params(state.ledger.version, state.params)
             case StateRequest():
                 self.sessions.send_state(session)
             case PullRequest():
                 self.sessions.answer_pull(session)
             case RowGradients() | RowsRequest() | TableStateRequest():
-                if rows is None:
+                if state.rows is None:
                     raise ProtocolError(f"{kind_of(message)!r} without tables")
-                session.tell_all(rows.hear(who, message, happened.payload, done=session.done))
+                answers = state.rows.handle(sender, message, item.payload, done=session.done)
+                session.tell_all(answers)
             case Statistics() if self._leads:
-                self.sessions.pass_statistics(who, message, happened.payload)
+                self.sessions.pass_statistics(sender, message, item.payload)
             case _:
                 self._decisions.handle(session, message)
 
-    def _on_push(self, session: WorkerSession, message: PushMessage) -> None:
-        if message.began > self._server_state.ledger.version:
-            raise ProtocolError(f"a push on version {message.began}, which does not exist yet")
-        push = message.push
-        self._decisions.check_due(session.name, push.seq)
-        whole = session.arrived(push.seq, push.slot, message=message)
-        if whole is not None:
-            self._decisions.push_complete(whole)
-
-    def _on_span(self, session: WorkerSession, message: GradientSpan) -> None:
-        self._decisions.check_due(session.name, message.seq)
-        whole = session.arrived(message.seq, message.slot, span=message.span)
-        if whole is not None:
-            self._decisions.push_complete(whole)
+    def _complete(self, push: PushMessage | None) -> None:
+        if push is not None:
+            self._decisions.push_complete(push)
 
 
 @dataclass(frozen=True)
 class ServerEvents:
-    """What a server tells its owner."""
+    """Callbacks of a server to its owner."""
 
     unreachable: Callable[[str], None] = lambda peer: None
     """The link to a server is lost, and no view comes without it."""
-    refused: Callable[[str, str], None] = lambda who, why: None
+    refused: Callable[[str, str], None] = lambda member, why: None
     """A member has broken the protocol, and how."""
     failed: OnError = lambda error: None
     """The server has failed, in one of its threads; the error is in `error` by then."""
@@ -524,6 +358,10 @@ class ServerView:
     number: int
     servers: Sequence[str]
     workers: Sequence[str]
+    local: Mapping[str, Sequence[FlatTensors]] = field(default_factory=dict)
+    """Gradients of a worker in this process."""
+    rounds: tuple[RoundTable, Doorbell] | None = None
+    """The table in which rounds are agreed on; None: by messages."""
 
 
 class Server:
@@ -534,12 +372,8 @@ class Server:
         listener: Listener,
         view: ServerView,
         *,
-        local: Mapping[str, Sequence[FlatTensors]],
-        rounds: tuple[RoundTable, Doorbell] | None = None,
         events: ServerEvents | None = None,
     ) -> None:
-        """`local`: gradients of a worker in this process. `rounds`: where rounds are agreed on, if not by
-        messages."""
         self.address = listener.address
         self.server_state = server_state
         self.error: BaseException | None = None
@@ -549,12 +383,12 @@ class Server:
         self._events = events or ServerEvents()
         self._frozen = False
         self._early: list[InboxItem] = []
-        """What came before the view has begun."""
+        """Messages that came before the view has begun."""
         self._service: ViewService | None = None
         self._lock = threading.RLock()
         """Held by the thread that works on the blocks: this server's, or a worker's in rounds."""
         self._make_service: Callable[..., ViewService] | None = partial(
-            make_service, server_state, mode, view, local=local, rounds=rounds
+            make_service, server_state, mode, view
         )
         admission = Admission(
             self.name,
@@ -564,7 +398,9 @@ class Server:
             identified=not server_state.shared,
         )
         self._acceptor = Acceptor(
-            *(self.name, listener, admission),
+            self.name,
+            listener,
+            admission,
             place=self._place,
             on_error=self._fail,
             refused=self._events.refused,
@@ -580,7 +416,7 @@ class Server:
 
     @property
     def rounds(self) -> RoundServer | None:
-        """Rounds in shared memory, where the view has them; begun with the view."""
+        """Rounds in shared memory, if the view has them; begun with the view."""
         return self._service.rounds if self._service is not None else None
 
     def meet(self, dial: Callable[[str], Link]) -> None:
@@ -588,7 +424,7 @@ class Server:
         self._view_change.meet(dial)
 
     def freeze(self, alive: Sequence[str] = ()) -> None:
-        """End the view. What the dead have sent is heard to its end; then all links close."""
+        """End the view. All messages of dead members are handled; then all links close."""
         self._frozen = True
         if (service := self._service) is not None:
             service.exchange.close()
@@ -620,9 +456,9 @@ class Server:
     # In the server's thread ---------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while (happened := self._acceptor.inbox.get()) is not None:
-            self._hear(happened)
-            happened.heard()
+        while (item := self._acceptor.inbox.get()) is not None:
+            self._handle(item)
+            item.handled()
 
     def _fail(self, error: BaseException) -> None:
         """One of the server's threads has failed: members that depend on it must not wait for it."""
@@ -634,63 +470,63 @@ class Server:
             self._service.sessions.close()
         self._events.failed(error)
 
-    def _hear(self, happened: InboxItem) -> None:
+    def _handle(self, item: InboxItem) -> None:
         try:
             with self._lock:
-                if happened.by_worker:
-                    self._hear_worker(happened)
+                if item.by_worker:
+                    self._handle_worker(item)
                 else:
-                    self._hear_server(happened)
+                    self._handle_server(item)
         except ProtocolError as why:
             # A member that breaks the protocol is not a reason to lose everybody's parameters.
-            peer = self._view_change.peers.get(happened.who)
-            link = happened.link or (peer.link if peer is not None else None)
+            peer = self._view_change.peers.get(item.sender)
+            link = item.link or (peer.link if peer is not None else None)
             assert link is not None
-            self._acceptor.turn_away(link, happened.who, why)
+            self._acceptor.turn_away(link, item.sender, why)
         except LinkError as error:
             logger.info("%s: %s", self.name, error)  # a server is gone: a view without it comes
 
-    def _hear_server(self, happened: InboxItem) -> None:
-        who, message = happened.who, happened.message
+    def _handle_server(self, item: InboxItem) -> None:
+        sender, message = item.sender, item.message
         if isinstance(message, PeerDisconnected):
-            self._on_disconnected(who)
+            self._on_disconnected(sender)
         elif isinstance(message, Refused):
-            logger.warning("%s was refused by %s: %s", self.name, who, message.why)
+            logger.warning("%s was refused by %s: %s", self.name, sender, message.why)
         elif isinstance(message, ViewChangeMessage | PeerDialed):
-            if not self._frozen and self._view_change.handle(happened):
+            if not self._frozen and self._view_change.handle(item):
                 self._begin()
         elif not self.begun.is_set() and not self._frozen:
             if len(self._early) >= MAX_EARLY:
                 raise ProtocolError(f"{MAX_EARLY} messages before the view has begun")
-            self._early.append(happened)
+            self._early.append(item)
         elif self._service is not None and not (self._frozen and isinstance(message, PushReceived)):
-            self._service.handle_server(who, message)
+            self._service.handle_server(sender, message)
 
-    def _hear_worker(self, happened: InboxItem) -> None:
+    def _handle_worker(self, item: InboxItem) -> None:
         if self._frozen:
             return
         if self._service is not None:
-            self._service.handle_worker(happened)
+            self._service.handle_worker(item)
             return
-        if not isinstance(happened.message, EnterView):
-            raise ProtocolError(f"{kind_of(happened.message)!r} before the view has begun")
-        for before in [h for h in self._early if h.by_worker and h.who == happened.who]:
+        if not isinstance(item.message, EnterView):
+            raise ProtocolError(f"{kind_of(item.message)!r} before the view has begun")
+        for before in [e for e in self._early if e.by_worker and e.sender == item.sender]:
             self._early.remove(before)
             if before.link is not None:
                 before.link.close()
-        self._early.append(happened)
+        self._early.append(item)
 
-    def _on_disconnected(self, who: str) -> None:
+    def _on_disconnected(self, peer: str) -> None:
         """Mostly its process is dead, and the next view is on its way. If not, ask for one."""
 
         def ask() -> None:
             if not self._frozen:
-                self._events.unreachable(who)
+                self._events.unreachable(peer)
 
         start_timer(TORN_S, ask, name=f"{self.name}-torn", on_error=self._fail)
 
     def _begin(self) -> None:
-        """The view has begun: build what serves it, and hear what came early."""
+        """The view has begun: build its service, and handle the messages that came early."""
         assert self._view_change.plan is not None
         assert self._make_service is not None
         self._service = self._make_service(
@@ -703,21 +539,19 @@ class Server:
         )
         self.begun.set()
         early, self._early = self._early, []
-        for happened in early:
-            self._hear(happened)
+        for item in early:
+            self._handle(item)
 
-    def _place(self, who: str, message: object) -> memoryview | None:
-        """Where the payload of a message goes: sums and gradients are received in place."""
+    def _place(self, sender: str, message: object) -> memoryview | None:
+        """The memory for the payload of a message: sums and gradients are received in place."""
         service = self._service
-        if isinstance(message, ReplicaSum):
-            if message.span is None:
-                return None
-            if service is None:
-                raise ProtocolError("a sum before the view has begun")
-            return service.exchange.buffer_for(who, message.version, message.span)
+        if isinstance(message, TensorMessage):
+            return None
         if service is None:
-            raise ProtocolError(f"{kind_of(message)!r} of {who}, who has not entered")
-        return service.sessions.buffer_for(who, message)
+            raise ProtocolError(f"{kind_of(message)!r} before the view has begun")
+        if isinstance(message, ReplicaSum):
+            return service.exchange.buffer_for(sender, message)
+        return service.sessions.buffer_for(sender, message)
 
 
 def make_service(
@@ -727,8 +561,6 @@ def make_service(
     plan: RecoveryPlan,
     peers: Mapping[str, Peer],
     *,
-    local: Mapping[str, Sequence[FlatTensors]],
-    rounds: tuple[RoundTable, Doorbell] | None,
     lock: AbstractContextManager[Any],
     followed: Callable[[], None],
     refuse: Refuse,
@@ -742,21 +574,22 @@ def make_service(
     if state.shared or not state.replicas or not peers:
         exchange = MessageExchange(state, mode, placement, peers)
     else:
-        exchange = NetworkExchange(
-            *(state, mode, placement, peers),
-            followed=followed,
-        )
+        exchange = NetworkExchange(state, mode, placement, peers, followed=followed)
     sessions = WorkerSessions(
-        *(state, mode, plan, peers), first_worker=view.workers[0], local=local
+        state, mode, plan, peers, first_worker=view.workers[0], local=view.local
     )
     updates = UpdatePipeline(
-        *(state, mode, exchange), applied=sessions.tell_update, compensation=sessions.compensation
+        state,
+        mode,
+        exchange,
+        applied=sessions.tell_update,
+        compensation=sessions.compensation,
     )
     decisions = _make_decisions(state, mode, view, peers, updates, sessions, refuse)
     sessions.permit = decisions.permit
     round_server = None
-    if rounds is not None:
-        round_server = RoundServer(*rounds, state, mode, placement, lock=lock)
+    if view.rounds is not None:
+        round_server = RoundServer(*view.rounds, state, mode, placement, lock=lock)
         round_server.start(colocated=state.name in view.workers, on_error=on_error)
     return ViewService(state, sessions, exchange, updates, decisions, round_server, leads=leads)
 

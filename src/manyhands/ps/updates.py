@@ -57,7 +57,7 @@ from manyhands.transport.fields import kind_of
 
 if TYPE_CHECKING:
     from manyhands.ps.recovery_plan import RecoveryPlan
-    from manyhands.ps.view_change import Peer
+    from manyhands.ps.sessions import Peer
 
 MAX_BEHIND = 1024
 """Upper bound of decisions that wait to be applied, for checks."""
@@ -307,7 +307,7 @@ class MessageExchange(UpdateExchange):
                 self._norms[version][who] = value
             case SumTaken(version):
                 if who not in self._taken:
-                    raise ProtocolError("'taken' from a server that has no replica of this one")
+                    raise ProtocolError("'SumTaken' from a server that has no replica of this one")
                 self._check_version(message, self._taken[who])
                 self._taken[who] = version
             case ReplicaSum():
@@ -318,9 +318,9 @@ class MessageExchange(UpdateExchange):
             case _:
                 raise ProtocolError(f"{kind_of(message)!r} where updates need no commit")
 
-    def buffer_for(self, owner: str, version: int, i: int) -> memoryview:
-        """Where span `i` of another server's sum goes."""
-        raise ProtocolError(f"span {i} of a sum whose replica is not here")
+    def buffer_for(self, owner: str, message: ReplicaSum) -> memoryview:
+        """The memory for a span of another server's sum."""
+        raise ProtocolError(f"span {message.span} of a sum whose replica is not here")
 
     def close(self) -> None:
         """The view is over: nothing more is committed, and no sums leave."""
@@ -422,7 +422,7 @@ class NetworkExchange(MessageExchange):
                 self._check_version(message, state.ledger.version)
                 if state.name != self._lead or (owner, who) not in self._to_hold:
                     raise ProtocolError(
-                        "'held' for a sum that is not its to hold, or not to the lead"
+                        "'SumHeld' of a sum that it does not hold, or not to the lead"
                     )
                 self._on_held(owner, who, version)
             case Commit(version):
@@ -434,10 +434,11 @@ class NetworkExchange(MessageExchange):
             case _:
                 super().handle(who, message)
 
-    def buffer_for(self, owner: str, version: int, i: int) -> memoryview:
-        if not 0 <= i < len(self._kept.get(owner, ())):
-            raise ProtocolError(f"span {i} of a sum whose replica is not here")
-        return bytes_of(self._kept[owner][i].of(self._server_state.others[owner].of(version)))
+    def buffer_for(self, owner: str, message: ReplicaSum) -> memoryview:
+        span, kept = message.span, self._kept.get(owner, ())
+        if span is None or span >= len(kept):
+            return super().buffer_for(owner, message)
+        return bytes_of(kept[span].of(self._server_state.others[owner].of(message.version)))
 
     # Sums of this server's own blocks -----------------------------------------------------------
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from manyhands.embeddings.row_placement import RowMove
 from manyhands.errors import ProtocolError
-from manyhands.ps.acceptor import Acceptor, InboxItem
+from manyhands.ps.acceptor import Acceptor
 from manyhands.ps.placement import Placement
 from manyhands.ps.protocol import (
     Go,
@@ -32,6 +32,7 @@ from manyhands.ps.protocol import (
 from manyhands.ps.recovery_plan import BlockMove, RecoveryPlan, ServerStatus, make_plan
 from manyhands.ps.rows import ROLE, RowServerState
 from manyhands.ps.server_state import ServerState
+from manyhands.ps.sessions import InboxItem, Peer
 from manyhands.ps.tensor_messages import MALFORMED, TensorMessages, max_state_bytes, pack
 from manyhands.ps.updates import catch_up
 from manyhands.transport import Link
@@ -44,18 +45,6 @@ Message = PeerHello | ServerStatus | RecoveryPlan | TensorMessage | Moved | Go
 @dataclass(frozen=True)
 class PeerDialed:
     """Put into the inbox by this server: it has a link to a peer, which has not answered yet."""
-
-
-@dataclass
-class Peer:
-    """Another server of this view."""
-
-    name: str
-    link: Link
-    sums: Sequence[str] | None = None
-    """The addresses of its sums in shared memory; None: not known yet."""
-    undo: Sequence[str] = ()
-    """The address of its undo log of table rows; empty if it changes none."""
 
 
 class ViewChange:
@@ -100,32 +89,32 @@ class ViewChange:
             status = self._server_state.status()
             self._acceptor.inbox.put(InboxItem(self._server_state.name, status))
 
-    def handle(self, happened: InboxItem) -> bool:
+    def handle(self, item: InboxItem) -> bool:
         """Handle a message. Returns whether the view has begun."""
-        who, message = happened.who, happened.message
+        sender, message = item.sender, item.message
         if isinstance(message, PeerDialed):
-            assert happened.link is not None
-            self.peers[who] = Peer(who, happened.link)
+            assert item.link is not None
+            self.peers[sender] = Peer(sender, item.link)
             return False
-        self._check_turn(message, who, happened.link)
+        self._check_turn(message, sender, item.link)
         match message:
             case PeerHello():
-                self._on_peer(who, message, happened.link)
+                self._on_peer(sender, message, item.link)
             case ServerStatus():
-                self._check_status(who, message)
-                self._statuses[who] = message
+                self._check_status(sender, message)
+                self._statuses[sender] = message
                 if len(self._statuses) == len(self._servers):
                     self._make_plan()
             case RecoveryPlan():
                 self._check_plan(message)
                 self._take_plan(message)
             case TensorMessage():
-                key = self._tensor_messages.add(message, happened.payload)
+                key = self._tensor_messages.add(message, item.payload)
                 if key is not None:
                     self._expected.discard(key)
                     self._when_complete()
             case Moved():
-                self._moved.add(who)
+                self._moved.add(sender)
             case Go():
                 self._begun = True
                 self._server_state.begin()

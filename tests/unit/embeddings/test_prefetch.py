@@ -100,7 +100,7 @@ class Servers:
         for server, payload in ids.items():
             self.asked.append((table, set(np.frombuffer(payload, np.int64).tolist())))
             request = RowsRequest(tag, table, payload.nbytes)
-            for answer, rows in self.server_states[server].hear("w", request, payload, done=0):
+            for answer, rows in self.server_states[server].handle("w", request, payload, done=0):
                 assert isinstance(answer, RowsAnswer)
                 assert rows is not None
                 self._answers[server, answer.tag] = rows

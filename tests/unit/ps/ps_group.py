@@ -187,7 +187,6 @@ def running_server(
         mode,
         listener,
         ServerView(VIEW, [SERVER], [BAD, GOOD]),
-        local={},
     )
     try:
         server.meet(dial)

@@ -43,11 +43,12 @@ from ps_group import (
 from torch import nn
 
 from manyhands.errors import LinkClosed, LinkError, ManyhandsError, WeightsLost
-from manyhands.ps.acceptor import MAX_UNHEARD, MAX_UNIDENTIFIED, Acceptor, Admission
+from manyhands.ps.acceptor import MAX_UNIDENTIFIED, Acceptor, Admission
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.client import PushOutcome
 from manyhands.ps.model_layout import layout_of
 from manyhands.ps.policies import MAX_UNDER_WAY
+from manyhands.ps.sessions import MAX_UNHANDLED
 from manyhands.threads import fail_process
 from manyhands.transport import Link, Listener, connect
 
@@ -324,7 +325,7 @@ def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         assert "has not entered" in at.say(LANE)
         with entered(at):
-            assert "no use for one more lane" in at.say(LANE)
+            assert "needs no more lanes" in at.say(LANE)
         at.train()
 
 
@@ -438,17 +439,17 @@ def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
     try:
         with connect(f"unix:{tmp_path}/s", timeout_s=LONG_S) as link:
             link.send(ENTER)
-            for _ in range(3 * MAX_UNHEARD):
+            for _ in range(3 * MAX_UNHANDLED):
                 link.send({"kind": "Rest"})
             deadline = time.monotonic() + LONG_S
-            while acceptor.inbox.qsize() < 1 + MAX_UNHEARD:
+            while acceptor.inbox.qsize() < 1 + MAX_UNHANDLED:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(0.2)
-            assert acceptor.inbox.qsize() == 1 + MAX_UNHEARD
-            for _ in range(1 + 3 * MAX_UNHEARD):
-                happened = acceptor.inbox.get(timeout=LONG_S)
-                assert happened is not None
-                happened.heard()
+            assert acceptor.inbox.qsize() == 1 + MAX_UNHANDLED
+            for _ in range(1 + 3 * MAX_UNHANDLED):
+                item = acceptor.inbox.get(timeout=LONG_S)
+                assert item is not None
+                item.handled()
     finally:
         acceptor.close()

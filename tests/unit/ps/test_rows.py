@@ -40,13 +40,13 @@ def pushed(given: TableGrads, *, slot: int = 0, seq: int = 1) -> Sent:
     return RowGradients(seq, slot, payload.nbytes), payload
 
 
-def hear(rows: RowServerState, sent: Sent, *, done: int = 0) -> list[Any]:
-    return list(rows.hear("worker-0", *sent, done=done))
+def handle(rows: RowServerState, sent: Sent, *, done: int = 0) -> list[Any]:
+    return list(rows.handle("worker-0", *sent, done=done))
 
 
 def test_a_basket_is_kept_in_its_slot() -> None:
     rows = server_state()
-    hear(rows, pushed(basket(few=[9, 0], any=[-5]), slot=1))
+    handle(rows, pushed(basket(few=[9, 0], any=[-5]), slot=1))
     kept = rows.baskets["worker-0"][1].get()
     assert kept["few"].ids.tolist() == [9, 0]
     assert kept["any"].ids.tolist() == [-5]
@@ -54,7 +54,7 @@ def test_a_basket_is_kept_in_its_slot() -> None:
 
 def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
     rows = server_state()
-    hear(rows, pushed(basket(few=[1]), seq=4), done=4)
+    handle(rows, pushed(basket(few=[1]), seq=4), done=4)
     assert rows.baskets["worker-0"][0].get() == {}
 
 
@@ -74,5 +74,5 @@ def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
 def test_a_wrong_message_is_refused_when_it_arrives(sent: Sent, why: str) -> None:
     rows = server_state()
     with pytest.raises(ProtocolError, match=why):
-        hear(rows, sent)
+        handle(rows, sent)
     assert all(place.get() == {} for place in rows.baskets["worker-0"])

@@ -19,8 +19,8 @@ from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import Decision, SyncPolicy
 from manyhands.ps.protocol import BETWEEN_SERVERS
 from manyhands.ps.server_state import ServerState
+from manyhands.ps.sessions import Peer
 from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline
-from manyhands.ps.view_change import Peer
 from manyhands.transport import Link, Listener, connect
 
 LONG_S = 20.0
@@ -107,7 +107,7 @@ class Servers:
             wait_until_sent(self.exchanges[a])
 
         def place(head: Mapping[str, Any], nbytes: int) -> memoryview | None:
-            return exchange.buffer_for(a, head["version"], head["span"])
+            return exchange.buffer_for(a, BETWEEN_SERVERS.read(head))
 
         try:
             message = self.far[a, b].recv(timeout_s=0.0, place=place)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,19 @@ from manyhands.errors import LinkClosed, LinkError, ProtocolError
 from manyhands.ps.block_store import FlatTensors, spans_of
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.policies import Contribution
-from manyhands.ps.protocol import NewVersion, PushMessage
-from manyhands.ps.worker_session import WorkerSession
+from manyhands.ps.protocol import GradientSpan, NewVersion, PushMessage
+from manyhands.ps.sessions import RemoteSession, WorkerSession
 from manyhands.transport import Link, Listener, connect
 from manyhands.transport.event_loop import LANES
 
 LONG_S = 20.0
 LAYOUT = BlockLayout.of([FlatParameter("p", 96, 4, dtype="float32")], block_bytes=128)
-RUNS = spans_of(LAYOUT, [0, 2])
+SPANS = spans_of(LAYOUT, [0, 2])
 PUSH = PushMessage(Contribution("w0", 1), 0, 0)
+
+
+def push(seq: int) -> PushMessage:
+    return PushMessage(Contribution("w0", seq), 0, 0)
 
 
 class Hall:
@@ -36,9 +41,9 @@ class Hall:
         worker = self._stack.enter_context(connect(self._listener.address, timeout_s=LONG_S))
         return self._stack.enter_context(self._listener.accept(LONG_S)), worker
 
-    def session(self, *, travels: bool = True) -> WorkerSession:
-        slots = [FlatTensors.private(LAYOUT) for _ in range(2)]
-        session = WorkerSession("w0", self.link()[0], slots, travels=travels, spans=RUNS)
+    def session(self) -> RemoteSession:
+        link, slots = self.link()[0], [FlatTensors.private(LAYOUT) for _ in range(2)]
+        session = RemoteSession("w0", link, slots, spans=SPANS, wants=[1, 0])
         self._stack.callback(session.close)
         return session
 
@@ -62,8 +67,8 @@ def test_a_push_is_here_once_its_head_and_all_its_runs_are(
 
 def arrive(session: WorkerSession, seq: int, what: str | int) -> object:
     if isinstance(what, str):
-        return session.arrived(seq, 0, message=PUSH)
-    return session.arrived(seq, 0, span=what)
+        return session.push_arrived(push(seq))
+    return session.span_arrived(GradientSpan(seq, 0, what))
 
 
 def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall: Hall) -> None:
@@ -77,38 +82,48 @@ def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall
 
 
 def test_inside_a_host_the_head_is_all(hall: Hall) -> None:
-    session = hall.session(travels=False)
-    assert session.arrived(1, 1, message=PUSH) == PUSH
-    with pytest.raises(ProtocolError):
-        session.room(0, 0)
+    session = WorkerSession("w0", hall.link()[0], [FlatTensors.private(LAYOUT)])
+    assert session.push_arrived(PUSH) == PUSH
+    session.done = 1
+    assert session.push_arrived(PUSH) is None, "sent again"
+    for slot in (1, -1):
+        with pytest.raises(ProtocolError):
+            session.push_arrived(PushMessage(replace(PUSH.push, seq=2, slot=slot), 0, 0))
+    for refused in (
+        lambda: session.buffer_for(0, 0),
+        lambda: session.span_arrived(GradientSpan(2, 0, 0)),
+        lambda: session.add_lane(hall.link()[0]),
+    ):
+        with pytest.raises(ProtocolError):
+            refused()
+    session.close()
 
 
 def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
     session = hall.session()
-    session.room(1, 1)[:4] = b"\x00\x00\x80\x3f"
+    session.buffer_for(1, 1)[:4] = b"\x00\x00\x80\x3f"
     assert float(session.slots[1].block(2)[0]) == 1.0
-    assert session.room(0, 0).nbytes == RUNS[0].numel * 4
+    assert session.buffer_for(0, 0).nbytes == SPANS[0].numel * 4
     for slot, i in [(2, 0), (-1, 0), (0, 2), (0, -1)]:
         with pytest.raises(ProtocolError):
-            session.room(slot, i)
+            session.buffer_for(slot, i)
 
 
 def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(hall: Hall) -> None:
     session, params = hall.session(), FlatTensors.private(LAYOUT)
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
-    session.wants = [1, 0]
-    session.send_spans(3, params)  # no lane yet: it is sent when they are
+    session.send_params(3, params)  # no lane yet: it is sent when they are
     far = []
     for number in range(LANES):
         near, worker = hall.link()
         far.append(worker)
         assert session.add_lane(near) == (number == LANES - 1)
-    session.send_spans(4, params)
+    session.send_params(4, params)
     heard = []
     for link in far:
         with contextlib.suppress(LinkError):
-            while len(heard) < len(RUNS):
+            while len(heard) < len(SPANS):
                 heard.append(link.recv(timeout_s=0.2))
     assert sorted(m.message["span"] for m in heard) == [0, 1]
     for message in heard:
@@ -129,6 +144,6 @@ def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: 
     assert session.bytes_sent - near.bytes_sent == sent
     with pytest.raises(LinkClosed):
         old.send({})
-    assert session.arrived(1, 0, span=0) is None
+    assert session.span_arrived(GradientSpan(1, 0, 0)) is None
     session.close()
     session.tell(NewVersion(1, 1))  # into the void: it is gone, or comes back and asks
