@@ -145,7 +145,7 @@ class Attacker:
             "sender": "worker-0",
             "view": 1,
             "slots": [],
-            "baskets": [],
+            "row_grads": [],
             "seen": 0,
         }
         said = [b"".join(pack(head)) for head in (claim, enter)]
@@ -160,7 +160,9 @@ class Attacker:
         return outgoing.read()
 
     def sizes(self) -> None:
-        head = b'{"kind":"EnterView","sender":"worker-0","view":1,"slots":[],"baskets":[],"seen":0}'
+        head = (
+            b'{"kind":"EnterView","sender":"worker-0","view":1,"slots":[],"row_grads":[],"seen":0}'
+        )
         for announced in (
             header(len(head), GIB) + head + bytes(1 << 16),
             header(len(head), 1 << 22) + head + bytes(1 << 16),
@@ -213,7 +215,7 @@ class Attacker:
                 "sender": "worker-0",
                 "view": 1,
                 "slots": [],
-                "baskets": [],
+                "row_grads": [],
                 "seen": 0,
             },
             {
@@ -221,7 +223,7 @@ class Attacker:
                 "sender": "worker-1",
                 "view": 1,
                 "slots": [],
-                "baskets": [],
+                "row_grads": [],
                 "seen": 0,
             },
             {"kind": "OpenLane", "sender": "worker-1", "view": 1},

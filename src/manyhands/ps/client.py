@@ -653,7 +653,7 @@ class Client:
     def on_begun(self, server: str, begun: ViewBegun, placement: Placement) -> list[Push]:
         """Returns the pushes that the server lacks."""
         self.placement = placement
-        self.requests.row_placement = begun.homes
+        self.requests.row_placement = begun.row_placement
         self.last_parts = set(begun.last)
         self.ticks = max(self.ticks, begun.ticks)
         return self.pushes.enter(server, begun)

@@ -26,7 +26,7 @@ from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
 from manyhands.ps.rounds import Doorbell, RoundTable
-from manyhands.ps.rows import RowServerState
+from manyhands.ps.rows import RowServerState, SharedRowState
 from manyhands.ps.server import Server, ServerEvents, ServerView
 from manyhands.ps.server_state import ServerState
 from manyhands.threads import fail_process
@@ -146,10 +146,10 @@ class PsNode:
         if not self._serves_rows:
             return None
         self._tables.spread = not self.shared
-        return RowServerState(
+        kind = SharedRowState if self.shared else RowServerState
+        return kind(
             self.me.name,
             self._tables,
-            shared=self.shared,
             adds=isinstance(self.train_state.model, RowModel),
             bits=self.config.row_bits,
         )

@@ -73,7 +73,7 @@ class EnterView:
     view: Index
     slots: Addresses
     """Its gradient buffers in shared memory; empty if gradients are sent."""
-    baskets: Addresses
+    row_grads: Addresses
     """Likewise, gradients of table rows."""
     seen: Index
     """The newest version that it has seen."""
@@ -209,7 +209,7 @@ class ViewBegun:
     travels: bool
     """If true, gradients and parameters are sent over lanes."""
     placement: PlacementRecord
-    homes: RowPlacement | None
+    row_placement: RowPlacement | None
     """Where table rows are, if they are served."""
     permit: StartPermit | None
 

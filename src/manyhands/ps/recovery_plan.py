@@ -41,7 +41,7 @@ class ServerStatus:
     """How far it can bring the replicas that it keeps for each server, by the word of `view`."""
     seen: Count = 0
     """The newest version of the parameters that it has had before its eyes."""
-    homes: RowPlacement | None = None
+    row_placement: RowPlacement | None = None
     """Where rows of tables are, by the word of `view`; None where there are none, or memory is shared."""
 
 
@@ -65,7 +65,7 @@ class RecoveryPlan:
     stale: tuple[tuple[str, str], ...] = ()
     """(keeper, owner): replicas that are behind their living owner and can't catch up by themselves,
     or were given up in a view that never began."""
-    homes: RowPlacement | None = None
+    row_placement: RowPlacement | None = None
     """Where rows of tables are from now on, where memory is not shared."""
     row_moves: tuple[RowMove, ...] = ()
 
@@ -73,7 +73,7 @@ class RecoveryPlan:
 def make_plan(
     statuses: Sequence[ServerStatus], layout: BlockLayout, *, replicas: int, rows: bool = False
 ) -> RecoveryPlan:
-    """`statuses` in the order of the view; the first is the lead's. `rows`: tables have homes."""
+    """`statuses` in the order of the view; the first is the lead's. `rows`: tables have row_placement."""
     servers = [status.server for status in statuses]
     hosts = {status.server: status.host for status in statuses}
     standing = max(status.view for status in statuses)
@@ -81,8 +81,10 @@ def make_plan(
         if any(status.seen for status in statuses):
             raise WeightsLost("All who held the parameters are gone: what was learnt is lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
-        homes = RowPlacement.fresh(servers, replicas=replicas) if rows else None
-        return RecoveryPlan(0, statuses[0].ledger, placement.to_record(), homes=homes)
+        row_placement = RowPlacement.fresh(servers, replicas=replicas) if rows else None
+        return RecoveryPlan(
+            0, statuses[0].ledger, placement.to_record(), row_placement=row_placement
+        )
     # Who was prepared for the standing view holds what it should there, though it did not hear go.
     having = [s for s in statuses if standing in (s.view, s.prepared)]
     newest = max(having, key=lambda status: status.ledger.version)
@@ -100,11 +102,12 @@ def make_plan(
             if target not in good:
                 moves.append(BlockMove(shard, good[0], target, role))
     plan = RecoveryPlan(standing, newest.ledger, placement.to_record(), tuple(moves), stale)
-    if first.homes is None:
+    if first.row_placement is None:
         return plan
-    before, having_rows = first.homes, list(by_name)
-    homes = before.after(servers, having_rows, replicas=replicas)
-    return replace(plan, homes=homes, row_moves=tuple(homes.moves_from(before, having_rows)))
+    before, having_rows = first.row_placement, list(by_name)
+    after = before.after(servers, having_rows, replicas=replicas)
+    row_moves = tuple(after.moves_from(before, having_rows))
+    return replace(plan, row_placement=after, row_moves=row_moves)
 
 
 def _stale(

@@ -1,11 +1,11 @@
 """The rows of tables on a server, beside the blocks of its ServerState.
 
-Inside a host there is one copy of the tables in shared memory, which outlives any process. Each server
-changes the rows whose ids fall to it, and keeps the old ones until all have made the update
-(embeddings/undo.py).
-
-Between hosts each server has rows of its own, in shards that two servers hold (embeddings/row_placement.py).
-Workers push to both; a decision changes the rows on both, in the same order.
+    SharedRowState    inside a host: one copy of the tables in shared memory, which outlives any process. Each
+                      server changes the rows whose ids are assigned to it, and keeps the old ones until all
+                      servers have applied the update (embeddings/undo.py)
+    RowServerState    between hosts: each server has rows of its own, in shards that two servers hold
+                      (embeddings/row_placement.py). Workers push to both; a decision changes the rows on
+                      both, in the same order
 
 Used by the server's thread alone.
 """
@@ -41,9 +41,9 @@ from manyhands.ps.tensor_messages import pack
 
 ROLE = "rows "
 """Role of messages with rows: this, followed by the name of the table."""
-TURNS = 128
-"""Changes of a row are counted modulo this: more than can happen between reading it and pushing, and no
-more than 16 bits can hold."""
+MAX_CHANGES = 128
+"""Changes of a row are counted modulo this: more than happen between reading it and pushing, and few enough
+for 16 bits."""
 
 
 class GradLocation(Protocol):
@@ -54,33 +54,29 @@ class ReceivedGrads:
     """Gradients of rows that came over the network."""
 
     def __init__(self) -> None:
-        self.basket: TableGrads = {}
+        self.grads: TableGrads = {}
 
     def get(self) -> TableGrads:
-        return self.basket
+        return self.grads
 
 
 class RowServerState:
-    def __init__(
-        self, name: str, tables: TableStores, *, shared: bool, adds: bool, bits: int = 32
-    ) -> None:
-        """`adds`: what is pushed is not a gradient but what to add to the rows. `bits`: of each number on
-        the wire."""
+    undo: UndoLog | None = None
+
+    def __init__(self, name: str, tables: TableStores, *, adds: bool, bits: int = 32) -> None:
+        """`adds`: if true, workers push differences to add to the rows instead of gradients. `bits`: of each
+        number on the wire."""
         self.name = name
         self.tables = tables
-        self.shared = shared
-        self.homes: RowPlacement | None = None
+        self.placement: RowPlacement | None = None
         """Of the view that counts; None inside a host."""
-        self.baskets: dict[str, Sequence[GradLocation]] = {}
+        self.grads: dict[str, Sequence[GradLocation]] = {}
         """The slots of each worker."""
-        self.undo = UndoLog.create() if shared else None
-        self.undo_logs: dict[str, UndoLog] = {}
-        """Those of the other servers."""
         self._adds = adds
         self._bits = bits
         self._wire = wire_specs(tables.specs, adds=adds)
-        self._turns = {name: np.zeros(0, np.float32) for name in tables.specs}
-        """How often each row was changed, modulo TURNS, where differences are pushed."""
+        self._changes = {name: np.zeros(0, np.float32) for name in tables.specs}
+        """How often each row was changed, modulo MAX_CHANGES, if differences are pushed."""
         self._coming: RowPlacement | None = None
         self._arrived: list[tuple[str, int, RowChunk]] = []
         self._rates: dict[int, tuple[float, float]] = {}
@@ -89,7 +85,7 @@ class RowServerState:
     # A view begins ------------------------------------------------------------------------------
 
     def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, BlockState]]:
-        """The rows of a shard, by role, to be sent; or only those touched after a step."""
+        """Yield the rows of a shard by role, to be sent; or only those touched after a step."""
         from manyhands.embeddings.row_transfer import export  # and numba: not without tables
 
         for name in self.tables.specs:
@@ -97,9 +93,11 @@ class RowServerState:
             tensors = {key: torch.from_numpy(array) for key, array in vars(chunk).items()}
             yield ROLE + name, BlockState(torch.empty(0), tensors)
 
-    def prepare(self, homes: RowPlacement, materials: Mapping[tuple[str, int], BlockState]) -> None:
+    def prepare(
+        self, placement: RowPlacement, materials: Mapping[tuple[str, int], BlockState]
+    ) -> None:
         """Keep the received rows until the view begins."""
-        self._coming = homes
+        self._coming = placement
         self._arrived = [
             (role.removeprefix(ROLE), shard, _chunk(block_state))
             for (role, shard), block_state in materials.items()
@@ -107,9 +105,7 @@ class RowServerState:
         ]
 
     def begin(self, version: int) -> None:
-        self.baskets = {}
-        if self.undo is not None:
-            self.undo.reset(version)
+        self.grads = {}
         self.take_over()
 
     def take_over(self) -> None:
@@ -118,11 +114,11 @@ class RowServerState:
             return
         from manyhands.embeddings.row_transfer import drop, load
 
-        self.homes, self._coming = self._coming, None
+        self.placement, self._coming = self._coming, None
         stays = np.zeros(SHARDS, bool)
-        stays[self.homes.shards_of(self.name)] = True
+        stays[self.placement.shards_of(self.name)] = True
         arrived, self._arrived = self._arrived, []
-        stays[[shard for _, shard, _ in arrived]] = False  # what was here of them is old
+        stays[[shard for _, shard, _ in arrived]] = False  # their old rows are replaced
         for name in self.tables.specs:
             store = self.tables.store(name)
             ids = store.ids()
@@ -132,20 +128,16 @@ class RowServerState:
                     load(store, chunk)
 
     def meet(self, undo_logs: Mapping[str, str]) -> None:
-        """Attach the undo logs of the other servers."""
-        self.undo_logs = {name: UndoLog.attach(address) for name, address in undo_logs.items()}
+        """Attach the undo logs of the other servers, if there are any."""
+        return
 
     def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
         """Find a worker's row gradients in shared memory, or make space for them."""
-        if len(addresses) != (slots if self.shared else 0):
-            raise ProtocolError(f"{len(addresses)} baskets in shared memory")
-        try:
-            found = [SharedGrads.attach(address, self.tables.specs) for address in addresses]
-        except (LinkError, OSError, ValueError) as error:
-            raise ProtocolError(f"baskets that are not there: {error}") from error
-        self.baskets[worker] = found or [ReceivedGrads() for _ in range(slots)]
+        if addresses:
+            raise ProtocolError(f"{len(addresses)} gradients of rows in shared memory")
+        self.grads[worker] = [ReceivedGrads() for _ in range(slots)]
 
-    # What workers ask and give, between hosts ---------------------------------------------------
+    # Messages of workers ------------------------------------------------------------------------
 
     def handle(
         self,
@@ -156,10 +148,8 @@ class RowServerState:
         done: int,
     ) -> Iterator[tuple[TensorMessage | RowsAnswer | StateEnd, memoryview | None]]:
         """Handle a message of a worker; yields the answers. `done`: its last push that is in the weights."""
-        if self.shared:
-            raise ProtocolError("a message about rows, which are in shared memory")
         if isinstance(message, TableStateRequest):
-            yield from self._tell_all(message.since)
+            yield from self._all_rows(message.since)
             return
         assert payload is not None
         if isinstance(message, RowsRequest):
@@ -169,36 +159,36 @@ class RowServerState:
             yield RowsAnswer(message.tag), to_wire(rows, self._bits)
         elif message.seq > done:
             try:
-                basket = unpack(payload, self._wire, bits=self._bits)
+                grads = unpack(payload, self._wire, bits=self._bits)
             except ValueError as error:
                 raise ProtocolError(str(error)) from error
-            for name, sparse in basket.items():
+            for name, sparse in grads.items():
                 # An id that no row can have would stop this server later.
                 self._check(name, sparse.ids)
-            self.put(worker, message.slot, basket)
+            self.put(worker, message.slot, grads)
 
-    def put(self, worker: str, slot: int, basket: TableGrads) -> None:
-        """What the push that follows wants changed in rows."""
-        places = self.baskets.get(worker, ())
-        if not 0 <= slot < len(places):
-            raise ProtocolError(f"a basket in slot {slot}, which there is not")
-        place = places[slot]
+    def put(self, worker: str, slot: int, grads: TableGrads) -> None:
+        """Take the row gradients of the push that follows."""
+        slots = self.grads.get(worker, ())
+        if not 0 <= slot < len(slots):
+            raise ProtocolError(f"gradients of rows in slot {slot} of {len(slots)}")
+        place = slots[slot]
         assert isinstance(place, ReceivedGrads)
-        place.basket = basket
+        place.grads = grads
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The rows of some ids, as they travel. Rows are made, and lookups counted, when they are changed, at
-        both who hold them alike."""
+        """The rows of some ids, as they are sent. A row is created, and its lookups are counted, when it is
+        changed: both of its servers must do the same."""
         if name not in self.tables.specs:
-            raise ProtocolError(f"rows of {name!r}, which is no table")
+            raise ProtocolError(f"rows of {name!r}, an unknown table")
         self._check(name, ids)
         store = self.tables.store(name)
         rows = np.empty((len(ids), self._wire[name].dim), np.float32)
         slots = store.find(ids, create=False)
         store.gather(slots, rows, ids)
         if self._adds:
-            turns = self._turns_for(name, slots)
-            rows[:, -1] = np.where(slots >= 0, turns[slots], np.float32(0))
+            changes = self._changes_for(name, slots)
+            rows[:, -1] = np.where(slots >= 0, changes[slots], np.float32(0))
         return rows
 
     def _check(self, name: str, ids: NDArray[np.int64]) -> None:
@@ -208,10 +198,10 @@ class RowServerState:
         except JobError as error:
             raise ProtocolError(str(error)) from error
 
-    def _tell_all(self, since: int) -> Iterator[tuple[TensorMessage | StateEnd, memoryview | None]]:
-        """All rows of which this server is the first holder, for a checkpoint."""
-        assert self.homes is not None
-        own = [s for s, held in enumerate(self.homes.holders) if held[0] == self.name]
+    def _all_rows(self, since: int) -> Iterator[tuple[TensorMessage | StateEnd, memoryview | None]]:
+        """Yield all rows of which this server is the first holder, for a checkpoint."""
+        assert self.placement is not None
+        own = [s for s, held in enumerate(self.placement.holders) if held[0] == self.name]
         for shard in own:
             for role, block_state in self.pack(shard, since=since - 1 if since else None):
                 yield from pack(shard, block_state, role=role)
@@ -231,9 +221,87 @@ class RowServerState:
         return decision.step % EVICT_EVERY == 0 and bool(self.tables.evicting)
 
     def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
-        """Inside a host: bring the rows of dead servers up to the others."""
+        """Finish the updates of dead servers, if their rows are here."""
+        return
+
+    def _apply(
+        self, decision: Decision, servers: Sequence[str], server: str, undo: UndoLog | None
+    ) -> None:
+        all_grads = [self.grads[g.worker][g.slot].get() for g in decision.contributions]
+        if self._adds:
+            for grads in all_grads:
+                self._add(grads, decision.step)
+            return
+        lr, base_lr = self._rates[decision.version]
+        self.tables.apply(
+            all_grads,
+            decision.coefficients(),
+            lr=lr * decision.lr_scale,
+            base_lr=base_lr,
+            now=decision.step,
+            part=(servers.index(server), len(servers)) if undo is not None else None,
+            undo=(undo, decision.version) if undo is not None else None,
+            make=undo is None,
+        )
+
+    def _add(self, grads: TableGrads, now: int) -> None:
+        """Add a worker's differences. A row that others have changed since it was read moves by as much less:
+        two workers that both move it all the way would move it twice as far."""
+        for name, sparse in grads.items():
+            store = self.tables.store(name)
+            slots = store.find(sparse.ids, create=True, now=now)
+            store.add_differences(
+                slots, sparse.grads, self._changes_for(name, slots), modulo=MAX_CHANGES, now=now
+            )
+
+    def _changes_for(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The counts of changes of a table, with space for these slots."""
+        changes = self._changes[name]
+        highest = int(slots.max(initial=0)) + 1
+        if highest > len(changes):
+            changes = self._changes[name] = np.pad(changes, (0, 2 * highest - len(changes)))
+        return changes
+
+
+class SharedRowState(RowServerState):
+    """Rows in shared memory: workers read them and put gradients there, without messages."""
+
+    undo: UndoLog
+
+    def __init__(self, name: str, tables: TableStores, *, adds: bool, bits: int = 32) -> None:
+        super().__init__(name, tables, adds=adds, bits=bits)
+        self.undo = UndoLog.create()
+        self._undo_logs: dict[str, UndoLog] = {}
+        """Those of the other servers."""
+
+    def begin(self, version: int) -> None:
+        super().begin(version)
+        self.undo.reset(version)
+
+    def meet(self, undo_logs: Mapping[str, str]) -> None:
+        self._undo_logs = {name: UndoLog.attach(address) for name, address in undo_logs.items()}
+
+    def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
+        if len(addresses) != slots:
+            raise ProtocolError(f"{len(addresses)} gradients of rows in shared memory")
+        try:
+            self.grads[worker] = [SharedGrads.attach(a, self.tables.specs) for a in addresses]
+        except (LinkError, OSError, ValueError) as error:
+            raise ProtocolError(f"gradients of rows that do not exist: {error}") from error
+
+    def handle(
+        self,
+        worker: str,
+        message: RowGradients | RowsRequest | TableStateRequest,
+        payload: memoryview | None,
+        *,
+        done: int,
+    ) -> Iterator[tuple[TensorMessage | RowsAnswer | StateEnd, memoryview | None]]:
+        raise ProtocolError("a message about rows that are in shared memory")
+
+    def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
         for server in servers:
-            log = self.undo_logs.get(server)
+            log = self._undo_logs.get(server)
             if server in alive or log is None:
                 continue
             if log.begun > log.done or log.done > ledger.version:
@@ -241,61 +309,23 @@ class RowServerState:
             for decision in ledger.between(log.done, ledger.version):
                 self._apply(decision, servers, server, log)
 
-    def _apply(
-        self, decision: Decision, servers: Sequence[str], server: str, undo: UndoLog | None
-    ) -> None:
-        baskets = [self.baskets[g.worker][g.slot].get() for g in decision.contributions]
-        if self._adds:
-            for basket in baskets:
-                self._add(basket, decision.step)
-            return
-        lr, base_lr = self._rates[decision.version]
-        self.tables.apply(
-            baskets,
-            decision.coefficients(),
-            lr=lr * decision.lr_scale,
-            base_lr=base_lr,
-            now=decision.step,
-            part=(servers.index(server), len(servers)) if self.shared else None,
-            undo=(undo, decision.version) if undo is not None else None,
-            make=not self.shared,
-        )
-
-    def _add(self, basket: TableGrads, now: int) -> None:
-        """Add the differences that a worker has made. A row that others have changed since it was read moves
-        by as much less: two workers that both move it all the way would move it twice as far."""
-        for name, sparse in basket.items():
-            store = self.tables.store(name)
-            slots = store.find(sparse.ids, create=True, now=now)
-            store.add_differences(
-                slots, sparse.grads, self._turns_for(name, slots), modulo=TURNS, now=now
-            )
-
-    def _turns_for(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The counts of changes of a table, with space for these slots."""
-        turns = self._turns[name]
-        highest = int(slots.max(initial=0)) + 1
-        if highest > len(turns):
-            turns = self._turns[name] = np.pad(turns, (0, 2 * highest - len(turns)))
-        return turns
-
 
 class ColocatedRows:
     """The rows of a server, for the worker of its process: without messages."""
 
-    def __init__(self, name: str, rows: RowServerState, turn: AbstractContextManager[Any]) -> None:
-        """`turn` is held by the thread that works on the server's blocks and rows."""
+    def __init__(self, name: str, rows: RowServerState, lock: AbstractContextManager[Any]) -> None:
+        """`lock` is held by the thread that works on the server's blocks and rows."""
         self.name = name
         self._rows = rows
-        self._turn = turn
+        self._lock = lock
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        with self._turn:
+        with self._lock:
             return self._rows.look_up(name, ids)
 
-    def put(self, worker: str, slot: int, basket: TableGrads) -> None:
-        with self._turn:
-            self._rows.put(worker, slot, basket)
+    def put(self, worker: str, slot: int, grads: TableGrads) -> None:
+        with self._lock:
+            self._rows.put(worker, slot, grads)
 
 
 def _chunk(block_state: BlockState) -> RowChunk:

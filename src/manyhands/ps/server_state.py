@@ -104,7 +104,7 @@ class ServerState:
             view=held.view,
             prepared=coming.view if coming else 0,
             placement=held.placement.to_record() if held.placement else None,
-            homes=self.rows.homes if self.rows else None,
+            row_placement=self.rows.placement if self.rows else None,
             ledger=ledger,
             replicas=reach,
             seen=self.params.mark,
@@ -138,7 +138,7 @@ class ServerState:
         materials: Mapping[tuple[str, int], BlockState],
         *,
         fresh: bool,
-        homes: RowPlacement | None = None,
+        row_placement: RowPlacement | None = None,
     ) -> None:
         """Build the blocks of `placement`, from those received, by (role, block), and those held here."""
 
@@ -165,8 +165,8 @@ class ServerState:
                 held.replicas[server] = block_store
                 held.versions[server] = self.ledger.version
         self.coming = held
-        if self.rows is not None and homes is not None:
-            self.rows.prepare(homes, materials)
+        if self.rows is not None and row_placement is not None:
+            self.rows.prepare(row_placement, materials)
 
     def begin(self) -> None:
         """Begin the view for which everything is prepared."""

@@ -409,7 +409,7 @@ class WorkerSessions:
                 last=[(each.step, each.part) for d in last for each in d.contributions],
                 travels=session.travels,
                 placement=self._plan.placement,
-                homes=self._plan.homes,
+                row_placement=self._plan.row_placement,
                 permit=self.permit(worker),
             )
         )
@@ -431,8 +431,8 @@ class WorkerSessions:
             spans, wants = self._spans_for(worker)
             session = RemoteSession(worker, link, slots, spans=spans, wants=wants)
         if state.rows is not None:
-            state.rows.enter(worker, message.baskets, num_slots)
-        elif message.baskets:
+            state.rows.enter(worker, message.row_grads, num_slots)
+        elif message.row_grads:
             raise ProtocolError("gradients of rows without tables")
         self.by_name[worker] = session
         state.gradients[worker] = session.slots

@@ -177,8 +177,8 @@ class ViewChange:
     def _make_plan(self) -> None:
         statuses = [self._statuses[name] for name in self._servers]
         rows, replicas = self._server_state.rows, self._server_state.replicas
-        has_homes = rows is not None and not rows.shared
-        plan = make_plan(statuses, self._server_state.layout, replicas=replicas, rows=has_homes)
+        placed = rows is not None and rows.undo is None
+        plan = make_plan(statuses, self._server_state.layout, replicas=replicas, rows=placed)
         self._tell_all(plan)
         self._take_plan(plan)
 
@@ -255,7 +255,11 @@ class ViewChange:
         complete = self._tensor_messages.complete
         with self._lead_to_blame():
             self._server_state.prepare(
-                self._view, placement, complete, fresh=not plan.standing, homes=plan.homes
+                self._view,
+                placement,
+                complete,
+                fresh=not plan.standing,
+                row_placement=plan.row_placement,
             )
             self._prepared = True
         if not self._prepared:

@@ -88,9 +88,7 @@ class Servers:
     def __init__(self, model: nn.Module) -> None:
         self.row_placement: RowPlacement | None = RowPlacement.fresh(["a", "b"], replicas=0)
         self.server_states = {
-            name: RowServerState(
-                name, TableStores(tables_of(model), seed=1), shared=False, adds=False
-            )
+            name: RowServerState(name, TableStores(tables_of(model), seed=1), adds=False)
             for name in "ab"
         }
         self.asked: list[tuple[str, set[int]]] = []

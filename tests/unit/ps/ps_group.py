@@ -204,7 +204,7 @@ def push_of(worker: str, seq: int, slot: int) -> dict[str, Any]:
     return write(Contribution(worker, seq, slot, seq, share=(1, 2), loss=0.5))
 
 
-ENTER = {"kind": "EnterView", "sender": BAD, "view": VIEW, "slots": [], "baskets": [], "seen": 0}
+ENTER = {"kind": "EnterView", "sender": BAD, "view": VIEW, "slots": [], "row_grads": [], "seen": 0}
 LANE = {"kind": "OpenLane", "sender": BAD, "view": VIEW}
 PUSH = {"kind": "PushMessage", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
 SPAN = {"kind": "GradientSpan", "seq": 1, "slot": 0, "span": 0}
@@ -230,7 +230,7 @@ def mutated(head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name in head.keys() - {"push", "kind"}:
         yield without(head, name)
         for wrong in NEVER_A_COUNT:
-            if not (name in ("slots", "baskets") and wrong == []):
+            if not (name in ("slots", "row_grads") and wrong == []):
                 yield {**head, name: wrong}
     for wrong in NEVER_A_COUNT:
         yield {**head, "kind": wrong}

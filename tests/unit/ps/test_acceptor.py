@@ -102,7 +102,7 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
         at.train()
 
 
-def test_rows_and_baskets_where_there_are_no_tables(tmp_path: Path) -> None:
+def test_messages_about_rows_without_tables(tmp_path: Path) -> None:
     rows = {"kind": "RowsRequest", "tag": 1, "table": "t", "bytes": 8}
     basket = {"kind": "RowGradients", "seq": 1, "slot": 0, "bytes": 8}
     with running_server("proof", tmp_path) as at:
@@ -202,7 +202,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
         "    link.send(json.loads(sys.argv[2]))\n"
         "    print(link.recv(timeout_s=20).message)\n"
     )
-    enter = '{"kind": "EnterView", "sender": "worker-1", "view": 7, "slots": [], "baskets": [], "seen": 0}'
+    enter = '{"kind": "EnterView", "sender": "worker-1", "view": 7, "slots": [], "row_grads": [], "seen": 0}'
     with running_server("unix", tmp_path) as at:
         at.train()
         stranger = subprocess.run(

@@ -37,7 +37,7 @@ def begun(*, done: int = 0, late: tuple[int, ...] = ()) -> ViewBegun:
         last=(),
         travels=False,
         placement=cast(Any, None),
-        homes=None,
+        row_placement=None,
         permit=None,
     )
 

@@ -22,7 +22,7 @@ from manyhands.ps.block_store import squared_norm
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import Contribution, SyncPolicy
 from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable, RoundWorker
-from manyhands.ps.rows import ReceivedGrads, RowServerState
+from manyhands.ps.rows import ReceivedGrads, SharedRowState
 from manyhands.transport.shm import Segment
 
 CLIP_NORM = 0.5
@@ -41,10 +41,10 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_pa
     mode = PsMode(SyncPolicy, rounds=True, slots=1, for_all=True, clip_norm=CLIP_NORM)
     for server_state in (first, second):
         spec = TableSpec(2, evict_unused=5)
-        server_state.rows = RowServerState(
-            server_state.name, TableStores({"t": spec}, seed=0), shared=True, adds=False
+        server_state.rows = SharedRowState(
+            server_state.name, TableStores({"t": spec}, seed=0), adds=False
         )
-        server_state.rows.baskets = {worker: [ReceivedGrads()] for worker in group.workers}
+        server_state.rows.grads = {worker: [ReceivedGrads()] for worker in group.workers}
         assert server_state.held.placement is not None
         servings[server_state.name] = RoundServer(
             *(rounds, bells[server_state.name], server_state, mode, server_state.held.placement),

@@ -1,4 +1,4 @@
-"""What a server makes of what workers say about rows: nothing that could stop it later."""
+"""Row messages of workers: a server accepts nothing that could stop it later."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Sent = tuple[RowGradients | RowsRequest, memoryview]
 
 
 def server_state() -> RowServerState:
-    rows = RowServerState("server-0", TableStores(SPECS, seed=1), shared=False, adds=False)
+    rows = RowServerState("server-0", TableStores(SPECS, seed=1), adds=False)
     rows.enter("worker-0", [], slots=2)
     return rows
 
 
-def basket(**ids: list[int]) -> TableGrads:
+def grads_of(**ids: list[int]) -> TableGrads:
     return {
         name: SparseGrads(np.array(each), np.ones((len(each), SPECS[name].dim), np.float32))
         for name, each in ids.items()
@@ -44,27 +44,27 @@ def handle(rows: RowServerState, sent: Sent, *, done: int = 0) -> list[Any]:
     return list(rows.handle("worker-0", *sent, done=done))
 
 
-def test_a_basket_is_kept_in_its_slot() -> None:
+def test_gradients_are_kept_in_their_slot() -> None:
     rows = server_state()
-    handle(rows, pushed(basket(few=[9, 0], any=[-5]), slot=1))
-    kept = rows.baskets["worker-0"][1].get()
+    handle(rows, pushed(grads_of(few=[9, 0], any=[-5]), slot=1))
+    kept = rows.grads["worker-0"][1].get()
     assert kept["few"].ids.tolist() == [9, 0]
     assert kept["any"].ids.tolist() == [-5]
 
 
-def test_a_basket_that_is_in_the_weights_is_not_kept() -> None:
+def test_gradients_that_are_in_the_weights_are_dropped() -> None:
     rows = server_state()
-    handle(rows, pushed(basket(few=[1]), seq=4), done=4)
-    assert rows.baskets["worker-0"][0].get() == {}
+    handle(rows, pushed(grads_of(few=[1]), seq=4), done=4)
+    assert rows.grads["worker-0"][0].get() == {}
 
 
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (pushed(basket(few=[3, 10])), "10"),
-        (pushed(basket(few=[-1])), "-1"),
-        (pushed(basket(few=[1]), slot=2), "slot 2"),
-        (pushed(basket(few=[1]), slot=-1), "slot -1"),
+        (pushed(grads_of(few=[3, 10])), "10"),
+        (pushed(grads_of(few=[-1])), "-1"),
+        (pushed(grads_of(few=[1]), slot=2), "slot 2"),
+        (pushed(grads_of(few=[1]), slot=-1), "slot -1"),
         ((RowGradients(1, 0, 7), memoryview(b"garbage")), "gradients end"),
         ((RowsRequest(1, "few", 8), memoryview(np.array([10]).data).cast("B")), "10"),
         ((RowsRequest(1, "none", 8), memoryview(bytes(8))), "'none'"),
@@ -75,4 +75,4 @@ def test_a_wrong_message_is_refused_when_it_arrives(sent: Sent, why: str) -> Non
     rows = server_state()
     with pytest.raises(ProtocolError, match=why):
         handle(rows, sent)
-    assert all(place.get() == {} for place in rows.baskets["worker-0"])
+    assert all(place.get() == {} for place in rows.grads["worker-0"])
