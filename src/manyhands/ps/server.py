@@ -118,54 +118,51 @@ class Decisions(ABC):
         return None
 
 
+@dataclass(eq=False)
 class FollowerDecisions(Decisions):
     """The lead decides; this server tells it of each push that it has."""
 
-    def __init__(self, server_state: ServerState, updates: UpdatePipeline, lead: Peer) -> None:
-        self._server_state, self._updates, self._lead = server_state, updates, lead
+    server_state: ServerState
+    updates: UpdatePipeline
+    lead: Peer
 
     def push_complete(self, message: PushMessage) -> None:
-        self._lead.link.send(PushReceived(message))
+        self.lead.link.send(PushReceived(message))
 
     def decided(self, server: str, decision: Decision) -> None:
-        if server != self._lead.name:
+        if server != self.lead.name:
             super().decided(server, decision)
-        check_decision(self._server_state, decision, next_is=self._updates.decided + 1)
-        self._updates.enqueue(decision)
+        check_decision(self.server_state, decision, next_is=self.updates.decided + 1)
+        self.updates.enqueue(decision)
 
 
+@dataclass(eq=False)
 class OwnDecisions(Decisions):
     """Every server decides by itself: an update is everybody's gradients, so all decide the same."""
 
-    def __init__(
-        self,
-        decider: Decider,
-        updates: UpdatePipeline,
-        sessions: Mapping[str, WorkerSession],
-        *,
-        name: str,
-        leads: bool,
-        refuse: Refuse,
-    ) -> None:
-        """`leads`: if true, this server tells workers which step they may begin."""
-        self._decider, self._updates = decider, updates
-        self._sessions, self._name = sessions, name
-        self._leads, self._refuse = leads, refuse
-        self._permitted: dict[str, int | None] = {}
-        """The last step that each worker was permitted to begin."""
+    decider: Decider
+    updates: UpdatePipeline
+    sessions: Mapping[str, WorkerSession]
+    name: str
+    """Of this server."""
+    refuse: Refuse
+    leads: bool = True
+    """If true, this server tells workers which step they may begin."""
+    _permitted: dict[str, int | None] = field(default_factory=dict)
+    """The last step that each worker was permitted to begin."""
 
     def push_complete(self, message: PushMessage) -> None:
-        self._count(self._name, message)
+        self._count(self.name, message)
 
     def check_due(self, worker: str, seq: int) -> None:
-        due = self._decider.permit(worker).at
+        due = self.decider.permit(worker).at
         if seq > due + MAX_AHEAD:
             raise ProtocolError(f"a push of step {seq}, where step {due} is due")
 
     def handle(self, session: WorkerSession, message: object) -> None:
-        if not self._leads:
+        if not self.leads:
             super().handle(session, message)
-        decider, worker = self._decider, session.name
+        decider, worker = self.decider, session.name
         match message:
             case PushesEnd():
                 decider.end_pushes(worker)
@@ -180,26 +177,26 @@ class OwnDecisions(Decisions):
                 session.tell(MissingWorkers(decider.policy.waiting_for(worker, seq + 1)))
 
     def permit(self, worker: str) -> StartPermit | None:
-        if not self._leads or worker in self._decider.resting:
+        if not self.leads or worker in self.decider.resting:
             return None
-        permit = self._decider.permit(worker)
+        permit = self.decider.permit(worker)
         self._permitted[worker] = permit.until
         return permit
 
     def _count(self, server: str, message: PushMessage) -> None:
         push = message.push
         try:
-            self._decider.received(server, push, began=message.began, after=message.after)
+            self.decider.received(server, push, began=message.began, after=message.after)
         except ValueError as error:
-            if (session := self._sessions.get(push.worker)) is not None:
-                self._refuse(session.link, push.worker, ProtocolError(str(error)))
+            if (session := self.sessions.get(push.worker)) is not None:
+                self.refuse(session.link, push.worker, ProtocolError(str(error)))
         self._decide()
 
     def _decide(self) -> None:
-        for decision in self._decider.decisions():
+        for decision in self.decider.decisions():
             self._announce(decision)
-            self._updates.enqueue(decision)
-        if self._leads:
+            self.updates.enqueue(decision)
+        if self.leads:
             self._tell_workers()
 
     def _announce(self, decision: Decision) -> None:
@@ -207,78 +204,58 @@ class OwnDecisions(Decisions):
         return
 
     def _tell_workers(self) -> None:
-        for push in self._decider.late():
-            if (session := self._sessions.get(push.worker)) is not None:
+        for push in self.decider.late():
+            if (session := self.sessions.get(push.worker)) is not None:
                 session.late = [*session.late[-7:], push.seq]
                 session.tell(PushDropped(push.seq, self.permit(push.worker)))
-        for name in self._decider.stragglers():
-            if (session := self._sessions.get(name)) is not None:
+        for name in self.decider.stragglers():
+            if (session := self.sessions.get(name)) is not None:
                 session.tell(PermitMessage(self.permit(name)))
 
 
+@dataclass(eq=False)
 class LeadDecisions(OwnDecisions):
     """This server decides for all. Between hosts, a push counts once every server has it."""
 
-    def __init__(
-        self,
-        decider: Decider,
-        updates: UpdatePipeline,
-        sessions: Mapping[str, WorkerSession],
-        *,
-        name: str,
-        peers: Mapping[str, Peer],
-        workers: Sequence[str],
-        rounds: bool,
-        refuse: Refuse,
-    ) -> None:
-        """`rounds`: if false, a worker is told whenever the step that it may begin changes; in rounds it
-        is told with each update."""
-        super().__init__(decider, updates, sessions, name=name, leads=True, refuse=refuse)
-        self._peers, self._workers, self._rounds = peers, workers, rounds
+    peers: Mapping[str, Peer] = field(kw_only=True)
+    workers: Sequence[str] = field(kw_only=True)
+    rounds: bool = field(kw_only=True)
+    """If false, a worker is told whenever the step that it may begin changes; in rounds it is told with each
+    update."""
 
     def push_received(self, server: str, message: PushMessage) -> None:
-        if (worker := message.push.worker) not in self._workers:
+        if (worker := message.push.worker) not in self.workers:
             raise ProtocolError(f"a push of {worker[:80]!r}, which is no worker of this view")
         check_push(message, worker)
         self._count(server, message)
 
     def _announce(self, decision: Decision) -> None:
         frame = pack_frame(Decide(decision))
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             with suppress(LinkError):  # it is gone, and the others must be told all the same
                 peer.link.send_packed(frame)
 
     def _tell_workers(self) -> None:
         super()._tell_workers()
-        if self._rounds:
+        if self.rounds:
             return
-        for name, session in self._sessions.items():
-            until = self._decider.permit(name).until
-            if name not in self._decider.resting and until != self._permitted.get(name):
+        for name, session in self.sessions.items():
+            until = self.decider.permit(name).until
+            if name not in self.decider.resting and until != self._permitted.get(name):
                 session.tell(PermitMessage(self.permit(name)))
 
 
+@dataclass(eq=False)
 class ViewService:
     """A view that has begun: handles the messages of workers and other servers."""
 
-    def __init__(
-        self,
-        server_state: ServerState,
-        sessions: WorkerSessions,
-        exchange: MessageExchange,
-        updates: UpdatePipeline,
-        decisions: Decisions,
-        rounds: RoundServer | None,
-        *,
-        leads: bool,
-    ) -> None:
-        self.sessions = sessions
-        self.exchange = exchange
-        self.rounds = rounds
-        self._server_state = server_state
-        self._updates = updates
-        self._decisions = decisions
-        self._leads = leads
+    server_state: ServerState
+    sessions: WorkerSessions
+    exchange: MessageExchange
+    updates: UpdatePipeline
+    decisions: Decisions
+    rounds: RoundServer | None
+    leads: bool
 
     def end(self) -> None:
         """The view is over. Break reference cycles, so that memory of other members is freed at once: the
@@ -290,12 +267,12 @@ class ViewService:
     def handle_server(self, sender: str, message: object) -> None:
         match message:
             case Decide(decision):
-                self._decisions.decided(sender, decision)
+                self.decisions.decided(sender, decision)
             case PushReceived(push):
-                self._decisions.push_received(sender, push)
+                self.decisions.push_received(sender, push)
             case PartialNorm() | ReplicaSum() | SumTaken() | SumHeld() | Commit():
                 self.exchange.handle(sender, message)
-                self._updates.advance()
+                self.updates.advance()
 
     def handle_worker(self, item: InboxItem) -> None:
         sender, message, link = item.sender, item.message, item.link
@@ -303,7 +280,7 @@ class ViewService:
         if isinstance(message, EnterView):
             self.sessions.enter(sender, link, message)
             return
-        session, state = self.sessions.by_name.get(sender), self._server_state
+        session, state = self.sessions.by_name.get(sender), self.server_state
         if session is None:
             raise ProtocolError(f"{kind_of(message)!r} of {sender}, which has not entered")
         match message:
@@ -312,10 +289,10 @@ class ViewService:
             case PushMessage(push, began):
                 if began > state.ledger.version:
                     raise ProtocolError(f"a push on version {began}, which does not exist yet")
-                self._decisions.check_due(sender, push.seq)
+                self.decisions.check_due(sender, push.seq)
                 self._complete(session.push_arrived(message))
             case GradientSpan(seq):
-                self._decisions.check_due(sender, seq)
+                self.decisions.check_due(sender, seq)
                 self._complete(session.span_arrived(message))
             case OpenLane():
                 if session.add_lane(link):
@@ -329,14 +306,14 @@ class ViewService:
                     raise ProtocolError(f"{kind_of(message)!r} without tables")
                 answers = state.rows.handle(sender, message, item.payload, done=session.done)
                 session.tell_all(answers)
-            case Statistics() if self._leads:
+            case Statistics() if self.leads:
                 self.sessions.pass_statistics(sender, message, item.payload)
             case _:
-                self._decisions.handle(session, message)
+                self.decisions.handle(session, message)
 
     def _complete(self, push: PushMessage | None) -> None:
         if push is not None:
-            self._decisions.push_complete(push)
+            self.decisions.push_complete(push)
 
 
 @dataclass(frozen=True)
@@ -591,7 +568,7 @@ def make_service(
     if view.rounds is not None:
         round_server = RoundServer(*view.rounds, state, mode, placement, lock=lock)
         round_server.start(colocated=state.name in view.workers, on_error=on_error)
-    return ViewService(state, sessions, exchange, updates, decisions, round_server, leads=leads)
+    return ViewService(state, sessions, exchange, updates, decisions, round_server, leads)
 
 
 def _make_decisions(
@@ -614,14 +591,7 @@ def _make_decisions(
         lr_rule=mode.lr_rule,
         by_part=not mode.rounds,
     )
-    common = (decider, updates, sessions.by_name)
+    common = (decider, updates, sessions.by_name, name, refuse)
     if mode.for_all:
-        return OwnDecisions(*common, name=name, leads=name == lead, refuse=refuse)
-    return LeadDecisions(
-        *common,
-        name=name,
-        peers=peers,
-        workers=view.workers,
-        rounds=mode.rounds,
-        refuse=refuse,
-    )
+        return OwnDecisions(*common, leads=name == lead)
+    return LeadDecisions(*common, peers=peers, workers=view.workers, rounds=mode.rounds)
