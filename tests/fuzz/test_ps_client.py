@@ -50,7 +50,7 @@ BEGIN = ViewBegun(
     last=(),
     travels=True,
     placement=place(LAYOUT, [SERVER], replicas=0, hosts={SERVER: "here"}).to_record(),
-    homes=None,
+    row_placement=None,
     permit=StartPermit(1, None),
 )
 CLIENT = Dialect.of(

@@ -37,7 +37,7 @@ VOCABULARY = {
     "seen": (0,),
     "staleness": (0,),
     "slots": ([],),
-    "baskets": ([],),
+    "row_grads": ([],),
     "sums": ([],),
     "undo": ([],),
     "bytes": (8,),

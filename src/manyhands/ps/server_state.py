@@ -15,7 +15,6 @@ from fractions import Fraction
 
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.row_placement import RowPlacement
-from manyhands.errors import ProtocolError
 from manyhands.ps.block_store import (
     BlockState,
     BlockStore,
@@ -28,7 +27,7 @@ from manyhands.ps.block_store import (
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.model_layout import block_state, pieces_of
 from manyhands.ps.placement import Placement
-from manyhands.ps.policies import MAX_TICKS, Decision, Ledger
+from manyhands.ps.policies import Decision, Ledger
 from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
 
@@ -109,12 +108,6 @@ class ServerState:
             replicas=reach,
             seen=self.params.mark,
         )
-
-    def check_ticks(self, ticks: int) -> None:
-        """Check how far another server says that the schedule is: each step of it takes time."""
-        most = 2 * self.train_state.plan.of + MAX_TICKS
-        if self.train_state.scheduler is not None and ticks > most:
-            raise ProtocolError(f"{ticks} steps of a schedule that has at most {most}")
 
     def block_state(self, number: int) -> BlockState:
         """The state of a block that is held here, as own or as replica."""

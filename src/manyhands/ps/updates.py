@@ -43,7 +43,7 @@ from manyhands.ps.block_store import (
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.mode import PsMode
 from manyhands.ps.placement import Placement
-from manyhands.ps.policies import Decision
+from manyhands.ps.policies import MAX_TICKS, Decision
 from manyhands.ps.protocol import (
     Commit,
     PartialNorm,
@@ -271,7 +271,14 @@ def check_decision(state: ServerState, decision: Decision, *, next_is: int) -> N
         raise ProtocolError(
             f"a decision on {len(decision.contributions)} gradients and {ticks} ticks"
         )
-    state.check_ticks(ticks)
+    check_ticks(state, ticks)
+
+
+def check_ticks(state: ServerState, ticks: int) -> None:
+    """Check a position of the schedule from another server's message: each of its steps takes time."""
+    most = 2 * state.train_state.plan.of + MAX_TICKS
+    if state.train_state.scheduler is not None and ticks > most:
+        raise ProtocolError(f"{ticks} steps of a schedule that has at most {most}")
 
 
 # By messages ------------------------------------------------------------------------------------

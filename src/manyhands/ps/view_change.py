@@ -34,7 +34,7 @@ from manyhands.ps.rows import ROLE, RowServerState
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.sessions import InboxItem, Peer
 from manyhands.ps.tensor_messages import MALFORMED, TensorMessages, max_state_bytes, pack
-from manyhands.ps.updates import catch_up
+from manyhands.ps.updates import catch_up, check_ticks
 from manyhands.transport import Link
 from manyhands.transport.fields import kind_of
 
@@ -151,7 +151,7 @@ class ViewChange:
             raise ProtocolError("a status that knows a later view")
         if status.view and status.placement is None:
             raise ProtocolError("a status without the placement of its view")
-        self._server_state.check_ticks(status.ledger.ticks)
+        check_ticks(self._server_state, status.ledger.ticks)
         if (record := status.placement) is not None:
             Placement.from_record(record, layout=self._server_state.layout)
 
@@ -161,8 +161,10 @@ class ViewChange:
         moves: list[BlockMove | RowMove] = [*plan.moves, *plan.row_moves]
         for move in moves:
             if not {move.source, move.target} <= set(self._servers):
-                raise ProtocolError(f"a plan that moves shard {move.shard} to or from a stranger")
-        self._server_state.check_ticks(plan.ledger.ticks)
+                raise ProtocolError(
+                    f"a plan that moves shard {move.shard} to or from an unknown server"
+                )
+        check_ticks(self._server_state, plan.ledger.ticks)
 
     def _on_peer(self, who: str, hello: PeerHello, link: Link | None) -> None:
         if link is not None:  # it has dialed, and knows nothing of this side yet
