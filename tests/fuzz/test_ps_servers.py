@@ -117,7 +117,6 @@ def two_servers(hostile: str, mode: PsMode, watched: Watched) -> Iterator[Hostil
         mode,
         listener,
         ServerView(VIEW, [FIRST, SECOND], [WORKER]),
-        local={},
         events=ServerEvents(failed=watched.fail),
     )
     with contextlib.ExitStack() as stack:
