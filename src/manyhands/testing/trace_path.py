@@ -45,7 +45,6 @@ JOB = f"{Path(__file__)}:TracedJob"
 WARM_UP, TRACED = 5, 12
 """Numbers of windows of each worker that are skipped, and then traced."""
 ASIDE = {
-    "transport/fields.py": "turns the headers of messages into dataclasses and back; no gradient passes it",
     "hosts/activity.py": "notes which section of the job's code runs, to explain a hang",
     "transport/fields.py": "derives the JSON of messages",
     "hosts/me.py": "tells whether a view change is coming",
