@@ -3,6 +3,10 @@
 Each micro-batch counts by its weight (its samples, or the job's own weight, such as tokens) relative to the
 weight of the whole step over all workers. So the gradient is that of the mean over the global batch, however
 unequal the shares are.
+
+`WeightsFirst` is for gradients that go over a network. The backward of a linear layer is two matrix products,
+and torch computes the gradient of the input first, because the layers below need it. In the other order,
+the gradient of the weight can be sent earlier, by the time of one product.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.compute.feed import Share
 from manyhands.compute.measures import Logged
@@ -20,6 +26,9 @@ from manyhands.compute.seeds import derive
 from manyhands.compute.train_state import TrainState, checked_weight
 from manyhands.embeddings.modules import RowModel
 from manyhands.hosts.activity import COMPUTING
+
+LARGE = 1 << 16
+"""Elements of a matrix for which the detour of WeightsFirst through Python pays."""
 
 
 class DeviceTime:
@@ -163,3 +172,66 @@ def _take_part(train_state: TrainState) -> None:
     """
     nothing = [(p * 0.0).sum() for p in train_state.model.parameters() if p.requires_grad]
     torch.stack(nothing).sum().backward()
+
+
+class WeightsFirst:
+    """Make large linear layers on the CPU compute the gradient of their weight before that of their input."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [
+            layer
+            for layer in model.modules()
+            if type(layer) is nn.Linear
+            and layer.weight.numel() >= LARGE
+            and layer.weight.device.type == "cpu"
+        ]
+        for layer in self._layers:
+            layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        for layer in self._layers:
+            del layer.forward
+
+
+def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
+    weight = layer.weight
+    plain = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if plain or not weight.requires_grad or input.dtype != weight.dtype:
+        return nn.functional.linear(input, weight, layer.bias)
+    rows = input.reshape(-1, input.shape[-1])
+    # Two autograd nodes, so that the weight's gradient is complete before that of the input begins.
+    link = _InputGradient.apply(rows, weight.detach()) if input.requires_grad else None
+    output: Tensor = _WeightGradient.apply(link, weight, layer.bias, rows.detach())
+    return output.view(*input.shape[:-1], -1)
+
+
+class _InputGradient(torch.autograd.Function):
+    """Compute nothing forward, and the gradient of the input backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return input.new_empty(()).expand(len(input), len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """Compute the layer forward, and the gradients of weight and bias backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, link: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(input)
+        return nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (input,) = ctx.saved_tensors
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        passed_on = gradient if ctx.needs_input_grad[0] else None
+        return passed_on, gradient.t() @ input, of_bias, None

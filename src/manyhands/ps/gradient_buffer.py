@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from manyhands.compute.gradients import WeightsFirst
 from manyhands.ps.block_store import FlatTensors
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Overlap:
         """In the order in which a forward needs the parameters."""
         if enabled and spans:
             gradient_buffer.landed = self._done
+            self._handles.append(WeightsFirst(model))
             for module, owned in _waits(model):
                 self._wait_before(module, owned)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from manyhands.collectives.state_transfer import StateReceiver, StateSender
     from manyhands.collectives.table_sync import TableSync
     from manyhands.compute.feed import Share
-    from manyhands.compute.gradients import StepReport
+    from manyhands.compute.gradients import StepReport, WeightsFirst
     from manyhands.compute.train_state import TrainState
     from manyhands.hosts.me import Me
     from manyhands.hosts.view import View
@@ -84,6 +84,7 @@ class AllReduceLearner(Learner):
         self._catching: StateReceiver | None = None
         """Set while this worker is new and does not have the weights of the others yet."""
         self._lender: StateSender | None = None
+        self._weights_first: WeightsFirst | None = None
         self._version = 0
         """The last step that is in the weights."""
         self._agreed = False
@@ -120,6 +121,7 @@ class AllReduceLearner(Learner):
         from manyhands.collectives.group import join_group
         from manyhands.collectives.reducer import Reducer
         from manyhands.collectives.state_sync import agree
+        from manyhands.compute.gradients import WeightsFirst
 
         self._group = join_group(self.me, view)
         known = agree(
@@ -138,6 +140,7 @@ class AllReduceLearner(Learner):
         if not view.one_host:
             whole = sum(p.numel() * p.element_size() for p in self._parameters)
             bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
+            self._weights_first = WeightsFirst(self.train_state.model)
         self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import TableSync
@@ -219,6 +222,9 @@ class AllReduceLearner(Learner):
             if part is not None:
                 part.close()
         self._rows = self._lender = self._catching = self._reducer = None
+        if self._weights_first is not None:
+            self._weights_first.remove()
+            self._weights_first = None
         group, self._group = self._group, None
         if group is not None:
             if self.me.view_changing or self._flying is not None:
