@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generator import Variant
+from generator import TEXTS, Variant
 from test_ps_workers import NONSENSE, ends, say
 from variants import (
     ANSWER_S,
@@ -37,7 +37,7 @@ from manyhands.runs.folder import REQUEST, RunFolder, ScaleRequest
 from manyhands.runs.saver import gather_state
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.testing.jobs import Regression
-from manyhands.transport import Link, Listener, connect
+from manyhands.transport import Limits, Link, Listener, connect
 
 SECRET = "the secret of a measurement"
 # Probes ---------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_a_host_asks_a_probe_anything(number: int | None) -> None:
                 ends(link, variant)
             watched.check(variant)
         with Probe("there", "127.0.0.1", SECRET) as other:
-            assert other.reach("here", measured.address) == ""
+            assert other.measure("here", measured.address, 0.0).trouble == ""
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(None, marks=pytest.mark.long)])
@@ -74,7 +74,7 @@ def test_a_probe_answers_anything(number: int | None, monkeypatch: pytest.Monkey
         for at, variant in enumerate(few_or_all(PROBES, number)):
             with answered(variant):
                 measuring = threading.Thread(
-                    target=mine.measure, args=("there", hostile.address, 0.0)
+                    target=mine.measure, args=("there", hostile.address, 0.01)
                 )
                 measuring.start()
                 with hostile.accept() as link:
@@ -174,6 +174,22 @@ def test_a_worker_that_sends_its_state_reads_nothing(tmp_path: Path) -> None:
                     ends(link, name)
     finally:
         sender.close()
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_a_member_posts_an_address_that_is_none(secret: str, tmp_path: Path) -> None:
+    """Its peers count it as unreachable, and not as a mistake of the user."""
+    me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=Facts(), secret=secret or "x")
+    for address in (
+        *TEXTS,
+        "tcp://",
+        "tcp://\x00:1",
+        f"tcp://{'x' * 300}:1",
+        "unix:\x00",
+        "tcp://h:99999",
+    ):
+        with answered(address), pytest.raises(LinkError):
+            me.dial(address, timeout_s=0.01, limits=Limits(), peer="worker-1")
 
 
 # Requests in the run folder -------------------------------------------------------------------------

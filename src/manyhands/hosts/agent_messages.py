@@ -6,6 +6,7 @@ and connects again.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,11 +14,15 @@ from manyhands.hosts.host_facts import HostFacts, PairFacts
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.machine import Machine
 from manyhands.hosts.spec import ROLES, Entry
-from manyhands.transport.fields import Count, MessageSet, Seconds, check
+from manyhands.transport.fields import Count, MessageSet, Seconds, at_least, at_most, check
 
 MAX_SLOTS = 1 << 12
 
 
+Name = Annotated[
+    str, check(lambda value: bool(re.fullmatch(r"[\w.-]{1,100}", value)), "is no name")
+]
+Interval = Annotated[float, at_least(0.01), at_most(1e7)]
 ExitCode = Annotated[int, check(lambda code: -255 <= code <= 255, "is no exit code")]
 
 
@@ -125,12 +130,12 @@ class AgentAdmitted:
     """The name of the coordinator's host."""
     scratch: str | None
     """The coordinator's scratch folder, if the agent is on the same host."""
-    token: str
+    token: Name
     """Names the run's scratch folder on other hosts."""
     marker: str
     """A file in the run folder: if the agent sees it, it sees the run folder."""
-    beat_s: Seconds
-    host_s: Seconds
+    beat_s: Interval
+    host_s: Interval
     probe_secret: str = ""
     """If not empty, start a probe with this secret."""
 
@@ -150,7 +155,7 @@ class RankTaken:
 @dataclass(frozen=True)
 class StartMember:
     name: str
-    entry: str
+    entry: Name
     """The Python module of the member's program."""
     threads: Count
     invitation: Invitation
@@ -180,7 +185,7 @@ class MeasureHost:
 
     other: str
     address: str
-    seconds: Seconds
+    seconds: Annotated[Seconds, at_most(5.0)]
 
 
 TO_AGENT = MessageSet(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from manyhands.errors import LinkError, LinkTimeout, PeerLost, ViewChanging
+from manyhands.errors import LinkError, LinkTimeout, PeerLost, UsageError, ViewChanging
 from manyhands.hosts.messages import LinkBroken
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import View
@@ -93,6 +93,12 @@ class Me:
     def dial(self, address: str, *, timeout_s: float, limits: Limits, peer: str = "") -> Link:
         """Connect to a member that listens with `listen`. With TLS, its certificate must name `peer`,
         where it is given."""
+        try:
+            return self._dial(address, timeout_s=timeout_s, limits=limits, peer=peer)
+        except (UsageError, ValueError) as error:  # posted by a member, not given by the user
+            raise LinkError(f"{address[:80]!r} is not an address of {peer or 'a peer'}") from error
+
+    def _dial(self, address: str, *, timeout_s: float, limits: Limits, peer: str) -> Link:
         tls = None if address.startswith("unix:") else self._tls
         link = connect(
             address,

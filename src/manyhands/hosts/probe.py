@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from manyhands.errors import LinkError, LinkTimeout, ProtocolError
+from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError
 from manyhands.hosts.host_facts import PairFacts
 from manyhands.threads import fail_process, start_timer
 from manyhands.transport import Address, Limits, Link, Listener, connect
@@ -108,7 +108,7 @@ class Probe:
                     there_bytes_per_s=_push(link, seconds),
                     back_bytes_per_s=self._pull(link, seconds),
                 )
-        except (LinkError, ProtocolError) as error:
+        except (ManyhandsError, ValueError) as error:
             return PairFacts(self._host, other, trouble=_reason(error))
 
     def close(self) -> None:
