@@ -65,7 +65,7 @@ def test_a_host_asks_a_probe_anything(number: int | None) -> None:
 
 @pytest.mark.parametrize("number", [2, pytest.param(None, marks=pytest.mark.long)])
 def test_a_probe_answers_anything(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "STUCK_S", 1.0)
+    monkeypatch.setattr(probe, "STUCK_S", 0.2)
     with (
         watching() as watched,
         Listener("tcp://127.0.0.1:0", secret=SECRET) as hostile,

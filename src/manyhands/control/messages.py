@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from manyhands.hosts.messages import (
     Beat,
@@ -26,7 +26,7 @@ from manyhands.hosts.messages import (
 )
 from manyhands.hosts.view import Seat
 from manyhands.ranges import Range
-from manyhands.transport.fields import Count, MessageSet, Positive, Seconds, Weight
+from manyhands.transport.fields import Count, MessageSet, Positive, Seconds, Weight, check
 
 # To a member --------------------------------------------------------------------------------------
 
@@ -91,11 +91,16 @@ class RestOrder:
     """Nothing is left to do before the others are done, too."""
 
 
+def _is_part(value: tuple[float, float, float]) -> bool:
+    start, stop, whole = value
+    return 0 <= start <= stop <= 1.01 * whole and 0 < whole < 1e300
+
+
 @dataclass(frozen=True)
 class EvaluateOrder:
     step: Count
     epoch: Count
-    part: tuple[float, float, float]
+    part: Annotated[tuple[float, float, float], check(_is_part, "is no part")]
     """(from, to, of how much): the part of the evaluation data."""
 
 

@@ -20,7 +20,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from manyhands.errors import LinkError, LinkTimeout, ManyhandsError, ProtocolError, UsageError
@@ -198,7 +197,7 @@ class AgentSession:
             self._probe = Probe(admitted.host, self.reach.address, admitted.probe_secret)
             facts = HostFacts.here(admitted.host, self.reach)
             probe_info = ProbeInfo(facts, self._probe.address)
-        self._send(AgentReady(Path(admitted.marker).exists(), probe_info))
+        self._send(AgentReady(os.path.exists(admitted.marker), probe_info))
 
     def serve(self) -> int | None:
         """Handle orders until the coordinator ends (its exit code) or is lost (None)."""

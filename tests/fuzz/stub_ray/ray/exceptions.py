@@ -1,0 +1,5 @@
+"""Errors of the stub."""
+
+
+class RayError(Exception):
+    pass
