@@ -61,7 +61,7 @@ def check_connections(store: dist.Store, me: Me, view: View) -> None:
         raise Unreachable(f"connection timed out: {endpoints[closed[0]]}")
     if any(json.loads(text) for text in told):
         error = Unreachable("two other workers can't reach each other")
-        me.wait_for_a_view(error, torn_s=me.timeouts.view_s)
+        me.wait_for_a_view(error, grace_s=me.timeouts.view_s)
         raise ViewChanging(str(error))
 
 

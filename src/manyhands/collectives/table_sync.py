@@ -45,7 +45,7 @@ class TableSync:
                 f"allreduce(tables=shared) shares memory inside one host, and there are {hosts}. "
                 "Use  tables=replicated  or a strategy of the ps: family."
             )
-        self._meet()
+        self._share_tables()
         self._tables.writers = view.world
 
     def step(self, lr: float, now: int) -> int:
@@ -69,7 +69,7 @@ class TableSync:
         self._tables.stores.evict_periodically(now)
         return sent
 
-    def _meet(self) -> None:
+    def _share_tables(self) -> None:
         """Share the first worker's tables with the others."""
         first = dist.get_rank() == 0
         addresses = json.dumps(self._tables.stores.share()) if first else ""

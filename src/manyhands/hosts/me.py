@@ -17,8 +17,9 @@ from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import View
 from manyhands.transport import Address, Credentials, Limits, Link, Listener, connect
 
-TORN_S = 1.0
-"""Grace period before a lost link or collective counts as a network failure rather than a death."""
+LINK_GRACE_S = 1.0
+"""Time to wait for the next view after a link or collective broke. If none arrives, the peer is taken to be
+alive and the network to have failed."""
 
 
 class Board(Protocol):
@@ -57,7 +58,7 @@ class Me:
     """If true, members may run on other hosts, now or later: nothing may depend on shared memory."""
     newest_view: int = 0
     """The number of the newest view that has arrived, before this member has joined it: results of views with
-    a lower number are void."""
+    a lower number are discarded."""
     addresses: dict[str, list[str]] = field(default_factory=dict)
     """Address to the members there, as far as known: errors of torch name addresses."""
     in_doubt: bool = False
@@ -133,30 +134,30 @@ class Me:
         return self.view.world
 
     @contextmanager
-    def expecting_lost_peers(self) -> Iterator[None]:
-        """Raise ViewChanging for a lost peer: a broken link, or memory that can't be attached, is then not a
-        failure of this member."""
+    def view_change_on_lost_peer(self) -> Iterator[None]:
+        """Raise ViewChanging in place of the error when a peer is lost: a broken link, or memory that can't
+        be attached, is then not a failure of this member."""
         try:
             yield
         except LinkTimeout:
             raise  # it names the peer and the time
         except LinkError as error:
-            self.wait_for_a_view(error, torn_s=TORN_S)
+            self.wait_for_a_view(error, grace_s=LINK_GRACE_S)
             raise ViewChanging(f"a peer is gone: {error}") from error
 
-    def wait_for_a_view(self, error: BaseException, *, torn_s: float) -> None:
-        """Wait for the view without the peer that died. If none arrives for a while, no peer has died: ask
-        the coordinator for a view in which all connect again."""
+    def wait_for_a_view(self, error: BaseException, *, grace_s: float) -> None:
+        """Wait for the view without the peer that died. If none arrives within `grace_s`, no peer has died:
+        ask the coordinator for a view in which all connect again."""
         assert self.board is not None, "views come from a coordinator"
         began, asked = time.monotonic(), False
         while not self.view_changing:
             waited = time.monotonic() - began
-            if waited > torn_s and not asked:
+            if waited > grace_s and not asked:
                 asked = self.in_doubt = True
                 peers = self._named_in(error)
                 peer = peers[0] if len(peers) == 1 else "one of " + ", ".join(peers)
                 self.board.send(LinkBroken(self.view.number, peer))
-            if waited > torn_s + self.timeouts.view_s:
+            if waited > grace_s + self.timeouts.view_s:
                 raise self.lost_a_peer(error) from error
             time.sleep(0.005)
 

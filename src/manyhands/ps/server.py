@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError
-from manyhands.hosts.me import TORN_S
+from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.ps.acceptor import Acceptor, Admission, PeerDisconnected
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.mode import PsMode
@@ -500,7 +500,7 @@ class Server:
             if not self._frozen:
                 self._events.unreachable(peer)
 
-        start_timer(TORN_S, ask, name=f"{self.name}-torn", on_error=self._fail)
+        start_timer(LINK_GRACE_S, ask, name=f"{self.name}-link-grace", on_error=self._fail)
 
     def _begin(self) -> None:
         """The view has begun: build its service, and handle the messages that came early."""

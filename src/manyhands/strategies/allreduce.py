@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from manyhands.contract import WHOLE, Learner, Strategy
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
-from manyhands.hosts.me import TORN_S
+from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
@@ -80,10 +80,11 @@ class AllReduceLearner(Learner):
         self._config = config
         self._group: Group | None = None
         self._reducer: Reducer | None = None
-        self._rows: TableSync | None = None
-        self._catching: StateReceiver | None = None
+        self._table_sync: TableSync | None = None
+        self._state_receiver: StateReceiver | None = None
         """Set while this worker is new and does not have the weights of the others yet."""
-        self._lender: StateSender | None = None
+        self._state_sender: StateSender | None = None
+        """Set on the worker that sends the state to new ones, while they catch up."""
         self._weights_first: WeightsFirst | None = None
         self._version = 0
         """The last step that is in the weights."""
@@ -92,8 +93,10 @@ class AllReduceLearner(Learner):
         self._applied: deque[tuple[int, Tensor | None]] = deque(maxlen=LATEST)
         """Steps in the weights, with weight and loss summed over all workers, because the reports of dead
         workers are lost."""
-        self._flying: StepReport | None = None
+        self._in_flight: StepReport | None = None
+        """The report of the step that is being computed, or that a view change interrupted."""
         self._rescued: StepReport | None = None
+        """The report of an interrupted step that is in the weights: another worker had made the update."""
 
     def prepare(self, train_state: TrainState, me: Me) -> None:
         super().prepare(train_state, me)
@@ -107,16 +110,17 @@ class AllReduceLearner(Learner):
 
     def on_view(self, view: View) -> None:
         self.close()
-        with self._expecting_lost_peers():
-            self._meet(view)
-        self._agreed = self._catching is None
+        with self._view_change_on_lost_peer():
+            self._join_view(view)
+        self._agreed = self._state_receiver is None
 
-    def _meet(self, view: View) -> None:
+    def _join_view(self, view: View) -> None:
+        """Connect to the workers of the view, agree on the weights, and set up the reducer."""
         shared = self._config.tables == "shared"
         # Each worker looks up other ids. A row is made when all workers have its id, so replicas stay equal.
         self.train_state.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
-            self._rejoin(self._version)
+            self._set_version(self._version)
             return
         from manyhands.collectives.group import join_group
         from manyhands.collectives.reducer import Reducer
@@ -131,10 +135,10 @@ class AllReduceLearner(Learner):
             tables=not shared,
             may_wait=self.me.board is not None and not self.train_state.tables.specs,
         )
-        self._rejoin(known.version)
+        self._set_version(known.version)
         self._buffers.source = next(rank for rank in range(view.world) if rank not in known.new)
         if known.new:
-            self._help(known.new, known.source, view)
+            self._start_state_transfer(known.new, known.source, view)
         self._parameters = [p for p in self.train_state.model.parameters() if p.requires_grad]
         bucket_bytes = self._config.bucket_mb << 20
         if not view.one_host:
@@ -145,31 +149,31 @@ class AllReduceLearner(Learner):
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import TableSync
 
-            self._rows = TableSync(self.train_state, view, shared=shared)
+            self._table_sync = TableSync(self.train_state, view, shared=shared)
 
-    def _help(self, new: Collection[int], source: int, view: View) -> None:
+    def _start_state_transfer(self, new: Collection[int], source: int, view: View) -> None:
         """Start the transfer of the state to new workers, which catch up while the others train."""
         from manyhands.collectives.state_transfer import StateReceiver, StateSender
         from manyhands.runs.saver import gather_state
 
         if self.me.rank == source:
-            self._lender = StateSender(
+            self._state_sender = StateSender(
                 self.me, view, gather_state(self.train_state, self), num_new=len(new)
             )
         elif self.me.rank in new:
-            self._catching = StateReceiver(self.me, view, self.train_state, self)
+            self._state_receiver = StateReceiver(self.me, view, self.train_state, self)
 
     @property
     def catching_up(self) -> bool:
-        return self._catching is not None
+        return self._state_receiver is not None
 
     def _catch_up(self, *, wait_s: float = 0.0) -> None:
         """Switch to the weights of the others, if the state has arrived."""
-        assert self._catching is not None
+        assert self._state_receiver is not None
         try:
-            done = self._catching.caught_up(self._parameters, wait_s=wait_s)
+            done = self._state_receiver.caught_up(self._parameters, wait_s=wait_s)
         except (ManyhandsError, OSError) as error:
-            self.me.wait_for_a_view(error, torn_s=TORN_S)
+            self.me.wait_for_a_view(error, grace_s=LINK_GRACE_S)
             raise ViewChanging(f"the state did not arrive: {error}") from error
         except Exception as error:
             # Not a link failure: it would happen again in the next view, but maybe not to a replacement.
@@ -177,22 +181,23 @@ class AllReduceLearner(Learner):
                 f"{self.me.name} could not take over the state of its peers: {describe(error)}"
             ) from error
         if done:
-            self._catching, self._agreed = None, True
+            self._state_receiver, self._agreed = None, True
 
     def drain(self) -> None:
-        while self._catching is not None:
+        while self._state_receiver is not None:
             self._catch_up(wait_s=0.1)
-            if self._catching is not None and self.me.view_changing:
+            if self._state_receiver is not None and self.me.view_changing:
                 raise ViewChanging("the state did not arrive in time")
 
-    def _rejoin(self, version: int) -> None:
-        """Set the last step that is in the weights, which may be one that this worker had not finished."""
-        flying, self._flying = self._flying, None
+    def _set_version(self, version: int) -> None:
+        """Set the last step that is in the weights, which may be one that this worker had not finished.
+        Gradients of an interrupted step are dropped."""
+        in_flight, self._in_flight = self._in_flight, None
         self._rescued = None
         if version > self._version:
             self._applied.append((version, None))
-            if flying is not None and flying.step == version:
-                self._rescued = flying
+            if in_flight is not None and in_flight.step == version:
+                self._rescued = in_flight
         self._version = version
         self.train_state.optimizer.zero_grad(set_to_none=True)
         self.train_state.tables.forget()
@@ -218,16 +223,16 @@ class AllReduceLearner(Learner):
             group.cut()
 
     def close(self) -> None:
-        for part in (self._lender, self._catching, self._reducer):
+        for part in (self._state_sender, self._state_receiver, self._reducer):
             if part is not None:
                 part.close()
-        self._rows = self._lender = self._catching = self._reducer = None
+        self._table_sync = self._state_sender = self._state_receiver = self._reducer = None
         if self._weights_first is not None:
             self._weights_first.remove()
             self._weights_first = None
         group, self._group = self._group, None
         if group is not None:
-            if self.me.view_changing or self._flying is not None:
+            if self.me.view_changing or self._in_flight is not None:
                 group.cut()  # otherwise it would wait for data that no worker sends any more
             group.leave()
 
@@ -241,8 +246,8 @@ class AllReduceLearner(Learner):
         report = StepReport(share.step, share.samples, 0.0, 0.0, lr)
         if self.train_state.device != "cpu":
             report.compute_s = DeviceTime()
-        self._flying = report
-        with self._expecting_lost_peers():
+        self._in_flight = report
+        with self._view_change_on_lost_peer():
             if reducer is None:
                 report.weight, report.loss = gradients(self.train_state, share)
                 computed = _now(report)
@@ -251,18 +256,18 @@ class AllReduceLearner(Learner):
                 self._buffers.broadcast()
                 computed = self._share_gradients(share, report, reducer)
                 sent = reducer.bytes_sent
-                if self._rows is not None:
-                    sent += self._rows.step(lr, share.step)
+                if self._table_sync is not None:
+                    sent += self._table_sync.step(lr, share.step)
         summed = time.perf_counter()
-        if self._catching is None:
+        if self._state_receiver is None:
             self.train_state.update()
         else:
-            self._catching.keep(self._parameters)
+            self._state_receiver.keep(self._parameters)
             self.train_state.optimizer.zero_grad(set_to_none=True)
             self._catch_up()
         self._version = share.step
         self._applied.append((share.step, None if reducer is None else reducer.notes.clone()))
-        self._flying = None
+        self._in_flight = None
         if self.train_state.device == "cpu":
             report.wait_s = summed - computed
             report.compute_s = time.perf_counter() - started - report.wait_s
@@ -274,7 +279,7 @@ class AllReduceLearner(Learner):
         from manyhands.compute.gradients import gradients
 
         reducer.begin()
-        if self._catching is None:
+        if self._state_receiver is None:
             report.weight, report.loss = gradients(
                 self.train_state, share, total=self.add_up, local=reducer.alone, ahead=reducer.note
             )
@@ -287,7 +292,7 @@ class AllReduceLearner(Learner):
     def eval_model(self) -> nn.Module:
         """Return the model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
         if self._reducer is not None:
-            with self._expecting_lost_peers():
+            with self._view_change_on_lost_peer():
                 self._buffers.broadcast()
         return self.train_state.model
 
@@ -297,7 +302,7 @@ class AllReduceLearner(Learner):
 
         total = torch.as_tensor(value, dtype=torch.float64, device=self.train_state.device).clone()
         if self._reducer is not None:
-            with self._expecting_lost_peers():
+            with self._view_change_on_lost_peer():
                 dist.all_reduce(total)
         return total
 
@@ -307,7 +312,7 @@ class AllReduceLearner(Learner):
         return describe_transport() if self._group is not None else "none"
 
     @contextmanager
-    def _expecting_lost_peers(self) -> Iterator[None]:
+    def _view_change_on_lost_peer(self) -> Iterator[None]:
         """Turn the error of a collective into ViewChanging: another worker died, and the next view follows.
         If none follows, only a connection was lost, which is reported to the coordinator. Without a
         coordinator the error is final."""
@@ -320,7 +325,7 @@ class AllReduceLearner(Learner):
                 raise
             if self.me.board is None:
                 raise self.me.lost_a_peer(error) from error
-            self.me.wait_for_a_view(error, torn_s=TORN_S)
+            self.me.wait_for_a_view(error, grace_s=LINK_GRACE_S)
             raise ViewChanging(f"a collective broke: {error}") from error
 
 

@@ -141,7 +141,7 @@ class Worker:
             if not isinstance(message, View) and self.me.view_changing:
                 continue  # of a view that is over: a checkpoint of it would claim steps that are void
             try:
-                with self.me.expecting_lost_peers():
+                with self.me.view_change_on_lost_peer():
                     self._do(message, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be

@@ -86,7 +86,7 @@ class ServerProgram:
             return  # the next one is in the queue
         self.me.view = view
         try:
-            with self.me.expecting_lost_peers():
+            with self.me.view_change_on_lost_peer():
                 self.node.leave(view)
                 self.node.enter(view)
                 self.node.wait_until_begun()

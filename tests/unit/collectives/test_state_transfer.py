@@ -68,7 +68,7 @@ def test_kept_updates_use_the_learning_rate_of_their_steps(tmp_path: Path, early
     for number in range(1, 4):
         step(old, number)
         old.update()
-    lender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
+    sender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
     catching = StateReceiver(seats[1], VIEW, new, learner)
     try:
         for number in range(4, 9):
@@ -80,7 +80,7 @@ def test_kept_updates_use_the_learning_rate_of_their_steps(tmp_path: Path, early
         assert catching.caught_up(list(new.model.parameters()), wait_s=30.0)
     finally:
         catching.close()
-        lender.close()
+        sender.close()
     assert_same_bits(gather_state(new, learner), gather_state(old, learner))
 
 
@@ -151,14 +151,14 @@ def test_any_error_of_loading_the_state_raises_in_the_receiver(
     new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     learner = AllReduce().build()
     seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
-    lender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
+    sender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
     catching = StateReceiver(seats[1], VIEW, new, learner)
     try:
         with pytest.raises(type(error)):
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
     finally:
         catching.close()
-        lender.close()
+        sender.close()
 
 
 def test_the_allocation_for_a_state_is_limited(
@@ -188,7 +188,7 @@ def last_of(link: Link) -> None:
 def test_a_sender_accepts_no_messages(tmp_path: Path) -> None:
     old, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
-    lender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), num_new=1)
+    sender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), num_new=1)
     try:
         with connect(board[f"state/{VIEW.number}"], timeout_s=30.0) as link:
             with suppress(LinkError):  # the other end may be quicker
@@ -196,4 +196,4 @@ def test_a_sender_accepts_no_messages(tmp_path: Path) -> None:
             with pytest.raises(LinkClosed):
                 last_of(link)
     finally:
-        lender.close()
+        sender.close()

@@ -112,7 +112,7 @@ def test_the_address_in_the_error_tells_which_worker_is_reported() -> None:
     me = member(0)
     me.addresses = {"10.0.0.2": ["worker-1"], "10.0.0.21": ["worker-2"]}
     threading.Timer(0.3, lambda: setattr(me, "newest_view", VIEW.number + 1)).start()
-    me.wait_for_a_view(RuntimeError("connection timed out: 10.0.0.21 4711"), torn_s=0.0)
+    me.wait_for_a_view(RuntimeError("connection timed out: 10.0.0.21 4711"), grace_s=0.0)
     assert isinstance(me.board, Board)
     assert [message.peer for message in me.board.sent] == ["worker-2"]
     assert me.in_doubt

@@ -129,7 +129,7 @@ def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
 
     coming = threading.Timer(0.05, form_a_view)
     coming.start()
-    with pytest.raises(ViewChanging, match="gone"), me.expecting_lost_peers():
+    with pytest.raises(ViewChanging, match="gone"), me.view_change_on_lost_peer():
         node.enter(view)
     coming.join()
     lead.close()
