@@ -12,7 +12,8 @@ The **learner** is what the config builds inside each worker. Its life:
         settled(), placement()      which steps are in the weights, and where the weights are, after on_view
         step(share) -> StepReport   many times; in lockstep every worker does the same steps,
                                     otherwise each does its own parts of them
-        drain()                     wait until every step so far is resolved; before the following calls
+        drain()                     wait until every step so far is known to be in the weights or not;
+                                    before the following calls
         eval_model()                return the model to evaluate
         state_dict()                return the learner's own state, for a checkpoint
         rest()                      there is no more work until the others are done
@@ -21,10 +22,14 @@ The **learner** is what the config builds inside each worker. Its life:
 
 While `me.view_changing` is true, a learner of an `elastic` strategy raises ViewChanging from every wait,
 including on_view: there is a newer view than the one that it is in or is joining. interrupt() wakes it up.
-Steps that are not resolved by the end of on_view are void.
+After on_view, steps that are not known to be in the weights are discarded and done again.
 
-A strategy never starts processes (hosts/) and never lays out bytes (transport/). A new one is one file,
-one line in `strategies/registry.py` and one in the conformance suite.
+A strategy never starts processes (hosts/) and never lays out bytes (transport/). To add one:
+
+1. Write `strategies/NAME.py` with the config and the learner.
+2. Add the config to `STRATEGIES` in `strategies/registry.py`; delete its name from `PLANNED`, if listed.
+3. Add a case to `CASES` in `tests/strategies/test_conformance.py`.
+4. Write a page in `docs/strategies/`. Its README has a complete example.
 """
 
 from __future__ import annotations
@@ -110,10 +115,27 @@ class Learner(ABC):
         self.me = me
 
     @abstractmethod
-    def on_view(self, view: View) -> None: ...
+    def on_view(self, view: View) -> None:
+        """Disconnect from the peers of the last view, if any, and connect to those of this one.
+
+        On return, this worker can do the next step with its peers: it has the same weights as they, unless
+        `catching_up` is true, and `settled` and `rescued` report whether an interrupted step is in them.
+
+        Raises ViewChanging if a newer view is coming (`elastic` only): on_view is called again with that one.
+        Raises PeerLost if a peer is gone and no view follows, and WeightsLost if no member has all of the
+        weights: the run then restarts from a checkpoint.
+        """
 
     @abstractmethod
-    def step(self, share: Share) -> StepReport: ...
+    def step(self, share: Share) -> StepReport:
+        """Compute the gradients of the share, agree with the peers, and update the weights.
+
+        On return in lockstep, the weights that the next step reads contain this step. Without lockstep, the
+        report has `resolved=False` until it is known whether the part is in the weights.
+
+        Raises ViewChanging (`elastic` only) or PeerLost if a peer is gone; a LinkError counts as a lost peer,
+        too. The step may then be in the weights of some workers: the next on_view finds out.
+        """
 
     def settled(self) -> dict[str, Any] | None:
         """Return what is in the weights, after on_view and at the end: `{"version": int, "applied": [[step,
@@ -153,7 +175,7 @@ class Learner(ABC):
         return ""
 
     def drain(self) -> None:
-        """Wait until every step so far is resolved."""
+        """Wait until every step so far is known to be in the weights or not."""
         return
 
     def rest(self) -> None:
@@ -168,7 +190,10 @@ class Learner(ABC):
         return self.train_state.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
-        """Add a number, or several, up over the workers of the view."""
+        """Return the sum of a number, or of each number of a tensor, over the workers of the view.
+
+        Override it if there can be more than one worker: the default is the sum over this worker alone.
+        """
         import torch
 
         return torch.as_tensor(value, dtype=torch.float64)

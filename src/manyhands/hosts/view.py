@@ -26,7 +26,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class View:
+    """The members of a run, from one change of the membership to the next."""
+
     number: int
+    """Larger than that of every earlier view."""
     seats: tuple[Seat, ...]
 
     @property
@@ -39,13 +42,16 @@ class View:
 
     @property
     def world(self) -> int:
+        """The number of workers, as torch's world size."""
         return len(self.workers)
 
     @property
     def one_host(self) -> bool:
+        """If true, all members are on the same host."""
         return len({seat.host for seat in self.seats}) <= 1
 
     def rank(self, name: str) -> int:
+        """Return the position of a worker among the workers; servers have none."""
         return [seat.name for seat in self.workers].index(name)
 
     def seat(self, name: str) -> Seat:
