@@ -153,7 +153,7 @@ class Driver:
                 )
             )
         plan_before = self._before.plan if self._before else None
-        training.commit_view(steps_before=plan_before.committed_step if plan_before else None)
+        training.enter_view(steps_before=plan_before.committed_step if plan_before else None)
         self.run_stats.training()
 
     def _advance(self) -> None:
@@ -169,7 +169,7 @@ class Driver:
         if leaving or (views.joining and not views.all_joined):
             return
         if views.joining:
-            training.commit_view()
+            training.enter_view()
         self._take_request()
         training.advance()
 

@@ -58,7 +58,7 @@ class FailureHandler:
         self._coordinator.hang_up(member)
         reason = f"sent an invalid message: {why}"
         if not self.recovers:
-            self._add(MemberFailure(member, reason, by_chance=True))
+            self._add(MemberFailure(member, reason, transient=True))
         elif member in self._membership.roster.new and not self._membership.leaving:
             self._membership.give_up(member, reason)
         else:
@@ -71,7 +71,7 @@ class FailureHandler:
                 self._membership.give_up(member, failed.reason)
             return
         if self.recovers and failed.consequence:
-            self._membership.suspect(member, failed.reason)
+            self._membership.note_ending(member, failed.reason)
             return
         self._add(
             MemberFailure(
@@ -81,7 +81,7 @@ class FailureHandler:
                 grade=Grade.CONSEQUENCE if failed.consequence else Grade.CAUSE,
                 usage=failed.usage,
                 exit_code=failed.exit_code & 0xFF or 1,  # an early exit is never a success
-                by_chance=failed.weights_lost,
+                transient=failed.weights_lost,
             )
         )
 
@@ -106,7 +106,7 @@ class FailureHandler:
             self._membership.enforce_timeouts()
         elif failure is None and (overdue := self._coordinator.overdue()) is not None:
             member, reason = overdue
-            failure = MemberFailure(member.name, reason, by_chance=True)
+            failure = MemberFailure(member.name, reason, transient=True)
         if failure is None:
             if self._run_stats.trains and not self._membership.leaving:
                 self._check_stuck(now)
@@ -125,12 +125,12 @@ class FailureHandler:
             self._stream.notice(message)
             return Interrupted(f"{message}.", exit_code=128 + number)
         membership = self._membership
-        has_trained = self._run_stats.trains or membership.num_restarts > 0
+        has_trained = self._run_stats.trains or membership.num_full_restarts > 0
         restartable = has_trained and not self._options.rehearse and membership.may_restart
-        if failure.by_chance and restartable and number is None:
+        if failure.transient and restartable and number is None:
             membership.lose_all(failure.member, failure.reason)
             return WeightsLost(text, exit_code=failure.exit_code)
-        self.would_repeat = not failure.by_chance
+        self.would_repeat = not failure.transient
         self._stream.emit(
             events.MemberFailed(
                 member=failure.member,
@@ -145,9 +145,9 @@ class FailureHandler:
         """Handle the end of a process that had not left."""
         membership = self._membership
         reason = membership.reason(member, signal_name(code))
-        by_itself = code == 0 and not membership.is_suspected(member)
+        by_itself = code == 0 and not membership.is_ending(member)
         failure = MemberFailure(
-            member, reason, exit_code=exit_status(code) or 1, by_chance=not by_itself
+            member, reason, exit_code=exit_status(code) or 1, transient=not by_itself
         )
         if not self.recovers:
             self._add(failure)

@@ -26,8 +26,8 @@ class MemberFailure:
     usage: bool = False
     """If true, it is a user error: shown without a traceback."""
     exit_code: int = 1
-    by_chance: bool = False
-    """If true, it need not happen again: a process was killed, or a host is gone."""
+    transient: bool = False
+    """If true, a new start may not fail again: a process was killed, or a host is gone."""
 
 
 class FirstFailure:

@@ -34,13 +34,13 @@ class Membership:
         """If true, all members were ordered to leave: the run is over."""
         self.num_lost: int = before.num_lost if before else 0
         self.num_replaced: int = before.num_replaced if before else 0
-        self.num_restarts: int = before.num_restarts + 1 if before else 0
-        """How often all members started again from a checkpoint."""
+        self.num_full_restarts: int = before.num_full_restarts + 1 if before else 0
+        """How often all members started again from a checkpoint. Limited by `max_restarts`."""
         self._coordinator = context.coordinator
         self._options = context.options
         self._stream = context.stream
         self._first_death: float | None = before._first_death if before else None
-        """Time of the first death since a view counted."""
+        """Time of the first death since the last view became active."""
         self._reasons: dict[str, str] = {}
         """Why a member is about to end."""
         self._disconnected: dict[str, float] = {}
@@ -52,11 +52,11 @@ class Membership:
     @property
     def may_restart(self) -> bool:
         """If true, all members may start again from a checkpoint."""
-        return self.num_restarts < self._options.max_restarts
+        return self.num_full_restarts < self._options.max_restarts
 
-    def commit_view(self) -> float | None:
-        """Make the view count. Returns the seconds since a death, if that was the reason for it."""
-        self.num_replaced += self.views.commit()
+    def finish_view_change(self) -> float | None:
+        """Activate the view: all have joined. Returns the seconds since a death, if that was the reason."""
+        self.num_replaced += self.views.activate()
         self._unreached.clear()
         first_death, self._first_death = self._first_death, None
         return None if first_death is None else time.monotonic() - first_death
@@ -66,11 +66,11 @@ class Membership:
         self.leaving = True
         self.pool.dismiss_new()
 
-    def suspect(self, member: str, reason: str) -> None:
-        """Remember why a member is about to end. The first reason counts."""
+    def note_ending(self, member: str, reason: str) -> None:
+        """Record why a member is about to end. The first reason is kept."""
         self._reasons.setdefault(member, reason)
 
-    def is_suspected(self, member: str) -> bool:
+    def is_ending(self, member: str) -> bool:
         return member in self._reasons
 
     def disconnected(self, member: str) -> None:
@@ -85,7 +85,7 @@ class Membership:
         """Kill a member."""
         member = self._coordinator.members[name]
         if member.alive and not member.left:
-            self.suspect(name, reason)
+            self.note_ending(name, reason)
             member.handle.kill()
 
     def lose(self, member: str, reason: str) -> bool:
@@ -134,7 +134,7 @@ class Membership:
         """Two members lost their link, and both live: all of the view connect again. If that fails
         repeatedly, one of the two is left out."""
         view = self.views.current
-        if any(map(self.is_suspected, view.names)):
+        if any(map(self.is_ending, view.names)):
             return  # a member is about to end, and the next view comes with that
         if self.views.joining and not view.one_host:
             self._unreached.add(member, peer)

@@ -239,7 +239,7 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
         "staleness": stats.staleness.to_dict() if stats.staleness else None,
         "lost": membership.num_lost,
         "replaced": membership.num_replaced,
-        "begun_again": membership.num_restarts,
+        "begun_again": membership.num_full_restarts,
         "injected": len(injector.faults) if injector else 0,
         "chaos": injector.summary(finished=outcome in DONE) if injector else None,
         "checkpoint": checkpoint,

@@ -53,7 +53,7 @@ class Training:
         self._rehearsed: set[str] = set()
         self._stopped: set[str] = set()
         self._view = 0
-        """Number of the view that counts: reports of older ones are void."""
+        """Number of the active view: reports of older ones are discarded."""
 
     @property
     def rehearsed(self) -> bool:
@@ -64,7 +64,7 @@ class Training:
         """If true, the run is stopping, or was requested to."""
         return self.dispatcher.finishing is not None or self._failures.stop_signal.received
 
-    def commit_view(self, *, steps_before: int | None = None) -> None:
+    def enter_view(self, *, steps_before: int | None = None) -> None:
         """All have joined the view: commit what is in the weights, and dispatch the rest again.
 
         `steps_before`: the steps that were committed before all members started again from a checkpoint.
@@ -78,7 +78,7 @@ class Training:
         dispatcher.catching_up, dispatcher.whole_steps = views.catching_up, views.whole_steps
         self._view = views.current.number
         self._evaluation, self._stopped = {}, set()
-        seconds = membership.commit_view()
+        seconds = membership.finish_view_change()
         if seconds is not None:
             self._stream.emit(
                 events.Recovered(view=self._view, seconds=seconds, redone_steps=redone)
@@ -109,7 +109,7 @@ class Training:
             pool.change_view()
 
     def on_report(self, member: str, report: messages.Report) -> None:
-        # Of a view that is being joined, only the joining counts; of older ones, only what was done.
+        # Before a view is active, only its `Joined` is handled; of older views, only what was done.
         membership, views = self._membership, self._membership.views
         current = report.view == self._view
         recovers = self._failures.recovers and not membership.leaving

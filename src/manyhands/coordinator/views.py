@@ -1,4 +1,4 @@
-"""View changes: the coordinator forms a view, and it counts once each of its members has joined it.
+"""View changes: the coordinator forms a view, and it is active once each of its members has joined it.
 
 Until then a member may die, and the next view is formed.
 """
@@ -20,7 +20,7 @@ from manyhands.hosts.view import View
 class Views:
     def __init__(self, context: RunContext, roster: Roster) -> None:
         self.joining = False
-        """If true, the newest view does not count yet."""
+        """If true, the newest view is not active yet."""
         self.catching_up: set[str] = set()
         """Workers that have joined and do not have the weights yet: they get no samples."""
         self.formed_at = 0.0
@@ -72,8 +72,8 @@ class Views:
         self._joined[member] = report
         (self.catching_up.add if report.catching_up else self.catching_up.discard)(member)
 
-    def commit(self) -> int:
-        """Make the view count: all have joined. Returns how many of them are new."""
+    def activate(self) -> int:
+        """Make the view the active one: all have joined. Returns how many of them are new."""
         self.joining = False
         view = self.current
         arrived = self._roster.new & set(view.names)

@@ -28,7 +28,8 @@ class WorkerPool:
         self._roster = roster
         self._views = views
         self._stream = context.stream
-        self._num_restarts = 0
+        self._num_replacements = 0
+        """Members started in place of others. Limited by `max_restarts`."""
         self._waiting: list[tuple[str, int]] = []
         """Role and place of members to start as soon as a host has a free slot."""
         self._leaving: set[str] = set()
@@ -59,7 +60,7 @@ class WorkerPool:
 
     @property
     def may_replace(self) -> bool:
-        return self._num_restarts < self._options.max_restarts
+        return self._num_replacements < self._options.max_restarts
 
     @property
     def expects_members(self) -> bool:
@@ -70,7 +71,7 @@ class WorkerPool:
         """Start another member in its place, unless there are enough, or too many were replaced already."""
         if not self.may_replace or (self._roster.is_worker(member) and self._enough_workers):
             return
-        self._num_restarts += 1
+        self._num_replacements += 1
         self._add(self._roster.role(member), self._roster.place(member))
 
     def resize(self, workers: int) -> None:

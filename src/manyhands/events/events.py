@@ -238,11 +238,11 @@ class MemberLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """The remaining members agree on what is in the weights, and train."""
+    """After a death, all members have joined the next view; its first step is not done yet."""
 
     view: int
     seconds: float
-    """Time since the first of the deaths was detected."""
+    """From the detection of the first death until all had joined. Redoing steps is not included."""
     redone_steps: int
     """Number of steps to compute again, at least in part."""
 
