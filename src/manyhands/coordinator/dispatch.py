@@ -6,7 +6,7 @@ in the order of the plan.
 want no parts, a step is one part. What all workers do together (an evaluation, a checkpoint, the stop) is a
 barrier: it waits until nothing is open. When only a barrier is left, each worker is ordered to rest.
 
-When the members change, `settle` takes in which of the open parts are in the weights; `restart` then
+When the members change, `mark_applied` marks the open parts that are in the weights; `redispatch` then
 dispatches the rest again among the members that are left.
 """
 
@@ -32,7 +32,14 @@ from manyhands.coordinator.plan import (
 from manyhands.coordinator.progress import CommittedStep, PartKey, StepProgress, StepRow, Sums
 from manyhands.coordinator.straggler_trial import Meter
 from manyhands.coordinator.throughput import Throughput
-from manyhands.coordinator.work_queue import AHEAD_S, BRIEF_S, MAX_LEASE, QueuedPart, WorkQueue, cut
+from manyhands.coordinator.work_queue import (
+    AHEAD_S,
+    MAX_AHEAD,
+    SHORT_AHEAD_S,
+    QueuedPart,
+    WorkQueue,
+    cut,
+)
 from manyhands.errors import ProtocolError
 from manyhands.hosts.view import View
 from manyhands.ranges import Range
@@ -79,13 +86,13 @@ class Dispatcher(ABC):
         self._send = send
 
     @abstractmethod
-    def more(self, *, hold: bool = False, brief: bool = False) -> None:
-        """Dispatch orders until enough is ahead. `hold`: no new work, because a view change is due; `brief`:
-        one comes soon, so that less is enough."""
+    def dispatch_ahead(self, *, pause: bool = False, short: bool = False) -> None:
+        """Dispatch orders until enough is ahead. `pause`: no new work, because a view change is due; `short`:
+        one comes soon, so less is dispatched ahead."""
 
     @property
     @abstractmethod
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """If true, nothing that was dispatched is unfinished."""
 
     @abstractmethod
@@ -93,12 +100,12 @@ class Dispatcher(ABC):
         """Take in a worker's report of one part of a step."""
 
     @abstractmethod
-    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
-        """Take in which parts are in the weights. Of the unreported parts, no others are."""
+    def mark_applied(self, applied: Mapping[PartKey, Sums | None]) -> None:
+        """Mark the parts that are in the weights. Of the unreported parts, no others are."""
 
     @abstractmethod
-    def restart(self, view: View) -> int:
-        """Start over with the members of this view: what is open is dispatched again. Returns its number of
+    def redispatch(self, view: View) -> int:
+        """Take back what is open, to dispatch it again among the members of this view. Returns its number of
         steps."""
 
     def committed(self) -> Iterator[CommittedStep]:
@@ -178,16 +185,16 @@ class LockstepDispatcher(Dispatcher):
         self._equal = equal
         self._step_s = 0.0
 
-    def more(self, *, hold: bool = False, brief: bool = False) -> None:
-        ahead_s = BRIEF_S if brief else AHEAD_S
-        if self.finishing is None and not hold:
+    def dispatch_ahead(self, *, pause: bool = False, short: bool = False) -> None:
+        ahead_s = SHORT_AHEAD_S if short else AHEAD_S
+        if self.finishing is None and not pause:
             self._count()
-        while self.finishing is None and not hold:
+        while self.finishing is None and not pause:
             ahead = len(self.progress)
             if ahead >= 2 and ahead * self._step_s >= ahead_s:
                 return
             room = int(ahead_s / self._step_s) if self._step_s else 1
-            order = self.plan.next(max(1, min(room, MAX_LEASE)))
+            order = self.plan.next(max(1, min(room, MAX_AHEAD)))
             if order is None or isinstance(order, Wait):
                 return
             if not isinstance(order, TrainSteps):
@@ -198,7 +205,7 @@ class LockstepDispatcher(Dispatcher):
                 return
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         return (
             not len(self.progress)
             and not self.plan.awaiting
@@ -217,10 +224,10 @@ class LockstepDispatcher(Dispatcher):
             self._step_s = 0.9 * self._step_s + 0.1 * seconds if self._step_s else seconds
             yield step
 
-    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
+    def mark_applied(self, applied: Mapping[PartKey, Sums | None]) -> None:
         self.progress.settle(applied, whole=True)
 
-    def restart(self, view: View) -> int:
+    def redispatch(self, view: View) -> int:
         redone = len(self.progress)
         self.progress.clear()
         self.plan.take_back()
@@ -268,30 +275,30 @@ class WorkQueueDispatcher(Dispatcher):
         """If true, the barrier was dispatched and is not done yet."""
         self._resting: set[str] = set()
 
-    def more(self, *, hold: bool = False, brief: bool = False) -> None:
-        self._queue.ahead_s = BRIEF_S if brief else AHEAD_S
+    def dispatch_ahead(self, *, pause: bool = False, short: bool = False) -> None:
+        self._queue.ahead_s = SHORT_AHEAD_S if short else AHEAD_S
         if self.finishing is not None:
             return
-        if not hold:
+        if not pause:
             self._count()
             self._deal()
-        if hold or (self._barrier is not None and not len(self._queue)):
+        if pause or (self._barrier is not None and not len(self._queue)):
             self._rest()
         if (
             self._barrier is not None
             and not self._dispatched
-            and not hold
+            and not pause
             and not len(self.progress)
         ):
             if isinstance(self._barrier, Wait):
                 self._lift()
-                self.more()
+                self.dispatch_ahead()
                 return
             self._dispatched = True
             self._dispatch_barrier(self._barrier)
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         return not self._queue.num_assigned and not self._dispatched
 
     def add(self, member: str, row: StepRow) -> None:
@@ -314,10 +321,10 @@ class WorkQueueDispatcher(Dispatcher):
         if isinstance(self._barrier, Evaluate):
             self._lift()
 
-    def settle(self, applied: Mapping[PartKey, Sums | None]) -> None:
+    def mark_applied(self, applied: Mapping[PartKey, Sums | None]) -> None:
         self.progress.settle(applied, whole=False)
 
-    def restart(self, view: View) -> int:
+    def redispatch(self, view: View) -> int:
         back = self._queue.take_back(self.progress.is_open)
         lost = self._checkpoint_tracker.void(view.names)
         again = self._barrier.step if isinstance(self._barrier, Checkpoint) else None
@@ -350,7 +357,7 @@ class WorkQueueDispatcher(Dispatcher):
     def _fetch(self, lacking: int) -> None:
         """Put the next steps of the plan into the queue, or the barrier before them."""
         number = 1 if self.whole_steps else max(1, self._parts(len(self.workers)))
-        order = self.plan.next(min(MAX_LEASE, math.ceil(lacking / number)))
+        order = self.plan.next(min(MAX_AHEAD, math.ceil(lacking / number)))
         assert order is not None, "the plan awaits an evaluation that was never ordered"
         if not isinstance(order, TrainSteps):
             self._barrier, self._dispatched = order, False

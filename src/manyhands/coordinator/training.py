@@ -70,9 +70,9 @@ class Training:
         `steps_before`: the steps that were committed before all members started again from a checkpoint.
         """
         membership, dispatcher, views = self._membership, self.dispatcher, self._membership.views
-        dispatcher.settle(views.applied())
+        dispatcher.mark_applied(views.applied())
         self._commit_steps()
-        redone = dispatcher.restart(views.current)
+        redone = dispatcher.redispatch(views.current)
         if steps_before is not None:
             redone = steps_before - self.plan.committed_step
         dispatcher.catching_up, dispatcher.whole_steps = views.catching_up, views.whole_steps
@@ -93,7 +93,7 @@ class Training:
         change_view = pool.view_change_due and not self.ending
         if not self.ending:
             pool.start_waiting()
-        dispatcher.more(hold=change_view, brief=self._membership.views.changes_soon)
+        dispatcher.dispatch_ahead(pause=change_view, short=self._membership.views.changes_soon)
         for change in self.plan.take_changes():
             self._stream.emit(
                 events.RateChanged(
@@ -105,7 +105,7 @@ class Training:
                     reason=change.reason,
                 )
             )
-        if change_view and dispatcher.quiet:
+        if change_view and dispatcher.idle:
             pool.change_view()
 
     def on_report(self, member: str, report: messages.Report) -> None:

@@ -16,9 +16,9 @@ from manyhands.ranges import Range, shares, split
 
 AHEAD_S = 0.4
 """How much work is dispatched ahead: no worker ever waits for an order, and a stop takes this long."""
-BRIEF_S = 0.2
+SHORT_AHEAD_S = 0.2
 """The same before a view change, which waits until it is done. Reports come twice in this time."""
-MAX_LEASE = 256
+MAX_AHEAD = 256
 """The most steps or parts that are dispatched ahead, however fast they are."""
 
 
@@ -113,7 +113,7 @@ class WorkQueue:
         part_s = self._part_s.get(worker)
         if part_s is None or part_s >= self.ahead_s:
             return 1
-        return min(MAX_LEASE, max(2, int(self.ahead_s / part_s))) if part_s > 0 else MAX_LEASE
+        return min(MAX_AHEAD, max(2, int(self.ahead_s / part_s))) if part_s > 0 else MAX_AHEAD
 
     def _busy_s(self, worker: str) -> float:
         return len(self._assigned[worker]) * self._part_s.get(worker, 0.0)

@@ -85,7 +85,7 @@ class SimulatedWorkers:
             kept = self._rows[name] if self.chance.random() < 0.5 else []
             for row in kept:
                 self.dispatcher.add(name, row)
-        self.dispatcher.settle(dict.fromkeys(key for key, _ in self.weights[-40:]))
+        self.dispatcher.mark_applied(dict.fromkeys(key for key, _ in self.weights[-40:]))
         self._commit()
         self._number += 1
         seats = tuple(Seat(name, "here") for name in names)
@@ -94,15 +94,15 @@ class SimulatedWorkers:
         self._agendas = {name: deque() for name in names}
         self._rows = {name: [] for name in names}
         self._pushed, self._evaluated = {}, set()
-        self.redone += self.dispatcher.restart(View(self._number, seats))
+        self.redone += self.dispatcher.redispatch(View(self._number, seats))
 
     def play(self, *, deaths: int = 0, arrivals: int = 0, stop_at: int | None = None) -> None:
         arriving = False
         for moment in range(100_000):
             if moment == stop_at:
                 self.training_plan.stop("interrupted")
-            self.dispatcher.more(hold=arriving)
-            if arriving and self.dispatcher.quiet:
+            self.dispatcher.dispatch_ahead(pause=arriving)
+            if arriving and self.dispatcher.idle:
                 assert not any(isinstance(o, TrainOrder) for a in self._agendas.values() for o in a)
                 self.view([*self._agendas, *self.newcomers(1)])
                 arriving = False

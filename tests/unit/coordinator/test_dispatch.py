@@ -153,12 +153,12 @@ class Stage:
         self.view += 1
         seats = [Seat(name, "here") for name in names]
         seats += [Seat(f"server-{n}", "here", role=SERVER) for n in range(servers)]
-        return self.dispatcher.restart(View(self.view, tuple(seats)))
+        return self.dispatcher.redispatch(View(self.view, tuple(seats)))
 
-    def more(self, *, hold: bool = False) -> list[tuple[str, Any]]:
+    def dispatch_ahead(self, *, pause: bool = False) -> list[tuple[str, Any]]:
         """What is told now: the order's name, or the (step, part) of each portion."""
         self.told.clear()
-        self.dispatcher.more(hold=hold)
+        self.dispatcher.dispatch_ahead(pause=pause)
         return [
             (
                 name,
@@ -177,7 +177,7 @@ class Stage:
 
 def test_in_lockstep_every_worker_has_a_share_of_every_step(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
-    assert stage.more() == [
+    assert stage.dispatch_ahead() == [
         *(("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])),
         *(("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])),
     ]
@@ -185,25 +185,25 @@ def test_in_lockstep_every_worker_has_a_share_of_every_step(tmp_path: Path) -> N
 
 def test_in_lockstep_a_death_redistributes_the_same_samples(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 2, num_samples=40)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.dispatcher.settle(dict.fromkeys([(1, 0), (1, 1)]))
+    stage.dispatcher.mark_applied(dict.fromkeys([(1, 0), (1, 1)]))
     assert list(stage.dispatcher.committed()) == []
     assert stage.seat("worker-0") == 1
-    assert stage.more() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
+    assert stage.dispatch_ahead() == [("worker-0", [(2, 0)]), ("worker-0", [(3, 0)])]
     (_, order), _ = stage.told
     assert order.portions == [Portion(2, 0, 4, ((4, 8),), 0)]
 
 
 def test_parts_go_to_free_workers(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
-    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
-    assert stage.more() == []
+    assert stage.dispatch_ahead() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
+    assert stage.dispatch_ahead() == []
     stage.done("worker-0", 1, 0)
-    assert stage.more() == [("worker-0", [(2, 0)])]
+    assert stage.dispatch_ahead() == [("worker-0", [(2, 0)])]
     stage.done("worker-0", 2, 0)
-    assert stage.more() == [("worker-0", [(2, 1)])]
+    assert stage.dispatch_ahead() == [("worker-0", [(2, 1)])]
     stage.done("worker-0", 2, 1)
     assert stage.training_plan.samples_used == 4, "step 2 is in the weights, step 1 is not"
     assert stage.training_plan.committed_step == 0
@@ -212,49 +212,49 @@ def test_parts_go_to_free_workers(tmp_path: Path) -> None:
 def test_whole_steps_are_one_part(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
     stage.dispatcher.whole_steps = True
-    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
+    assert stage.dispatch_ahead() == [("worker-0", [(1, 0)]), ("worker-1", [(2, 0)])]
     (_, order), _ = stage.told
     assert order.portions == [Portion(1, 0, 4, ((0, 4),), 0)]
     stage.done("worker-1", 2, 0)
-    assert stage.more() == [("worker-1", [(3, 0)])]
+    assert stage.dispatch_ahead() == [("worker-1", [(3, 0)])]
     assert stage.training_plan.samples_used == 4
 
 
 def test_a_dropped_part_is_dispatched_next(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=40)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-1", 1, 1, dropped=True)
-    assert stage.more() == [("worker-1", [(1, 1)])]
+    assert stage.dispatch_ahead() == [("worker-1", [(1, 1)])]
     stage.done("worker-0", 1, 1)
     assert stage.dispatcher.progress.is_open((1, 1)), "it is in the hands of another"
 
 
 def test_an_evaluation_waits_for_all_and_all_rest_meanwhile(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
-    assert stage.more() == [("worker-0", "rest"), ("worker-1", "rest")]
-    assert stage.more() == [], "once"
+    assert stage.dispatch_ahead() == [("worker-0", "rest"), ("worker-1", "rest")]
+    assert stage.dispatch_ahead() == [], "once"
     stage.done("worker-1", 1, 1, dropped=True)
-    assert stage.more() in (
+    assert stage.dispatch_ahead() in (
         [("worker-0", [(1, 1)]), ("worker-0", "rest")],
         [("worker-1", [(1, 1)]), ("worker-1", "rest")],
     )
     stage.done(stage.told[0][0], 1, 1)
-    assert stage.more() == [("worker-0", "evaluate"), ("worker-1", "evaluate")]
-    assert not stage.dispatcher.quiet
+    assert stage.dispatch_ahead() == [("worker-0", "evaluate"), ("worker-1", "evaluate")]
+    assert not stage.dispatcher.idle
 
 
 def test_no_work_between_a_checkpoint_order_and_its_copy(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=8, checkpoint_every=1)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    orders = [what for _, what in stage.more()]
+    orders = [what for _, what in stage.dispatch_ahead()]
     assert orders == ["rest", "rest", "checkpoint", "checkpoint"]
-    assert stage.more() == []
+    assert stage.dispatch_ahead() == []
     stage.dispatcher.saving("worker-0", 1)
-    assert stage.more() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
+    assert stage.dispatch_ahead() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
 
 
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
@@ -262,13 +262,13 @@ def test_an_evaluation_interrupted_by_a_death_is_ordered_again(
     tmp_path: Path, config: Strategy
 ) -> None:
     stage = Stage(tmp_path, config, 2, num_samples=4)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.more()
+    stage.dispatch_ahead()
     assert stage.training_plan.awaiting
     assert stage.seat("worker-1") == 0
-    assert ("worker-1", "evaluate") in stage.more()
+    assert ("worker-1", "evaluate") in stage.dispatch_ahead()
 
 
 @pytest.mark.parametrize("config", [IN_STEP, IN_PARTS])
@@ -278,16 +278,16 @@ def test_a_checkpoint_whose_writer_died_is_ordered_again(
     tmp_path: Path, config: Strategy, started: bool, victim: str
 ) -> None:
     stage = Stage(tmp_path, config, 2, num_samples=8, checkpoint_every=1)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.more()
+    stage.dispatch_ahead()
     if started:
         stage.dispatcher.saving("worker-0", 1)
-        stage.more()
+        stage.dispatch_ahead()
     left = "worker-1" if victim == "worker-0" else "worker-0"
     stage.seat(left)
-    again = (left, "checkpoint") in stage.more()
+    again = (left, "checkpoint") in stage.dispatch_ahead()
     if config is IN_PARTS and started:
         # The steps behind it are under way already: the next one is at their end.
         assert not again
@@ -296,7 +296,7 @@ def test_a_checkpoint_whose_writer_died_is_ordered_again(
         for _ in range(2):
             for name, step, part in [(left, 2, 0), (left, 2, 1)]:
                 stage.done(name, step, part)
-                stage.more()
+                stage.dispatch_ahead()
         assert stage.checkpoint_tracker.unstarted or saved
     else:
         assert again == (not started or victim == "worker-0")
@@ -308,97 +308,97 @@ def test_the_last_checkpoint_is_repeated_even_after_the_stop_order(
 ) -> None:
     """Whoever was writing it died when all had been told to stop."""
     stage = Stage(tmp_path, config, 2, num_samples=4, has_eval=False)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
-    stage.more()
+    stage.dispatch_ahead()
     stage.dispatcher.saving("worker-0", 1)
-    stage.more()
+    stage.dispatch_ahead()
     assert stage.dispatcher.finishing == "finished"
     stage.seat("worker-1")
-    assert ("worker-1", "checkpoint") in stage.more()
+    assert ("worker-1", "checkpoint") in stage.dispatch_ahead()
     stage.dispatcher.saving("worker-1", 1)
-    stage.more()
+    stage.dispatch_ahead()
     assert stage.dispatcher.finishing == "finished"
 
 
 def test_servers_get_no_work_but_a_stop_order(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=4, has_eval=False)
     stage.seat("worker-0", servers=2)
-    told = stage.more()
+    told = stage.dispatch_ahead()
     assert [name for name, what in told if what != "stop"] == ["worker-0"] * (len(told) - 3)
     assert [name for name, what in told if what == "stop"] == ["worker-0", "server-0", "server-1"]
 
 
 def test_settled_parts_are_not_dispatched_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_MANY_PARTS, 2, num_samples=40, batch_size=10)
-    assert stage.more() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
-    stage.dispatcher.settle({(1, 1): None})
+    assert stage.dispatch_ahead() == [("worker-0", [(1, 0)]), ("worker-1", [(1, 1)])]
+    stage.dispatcher.mark_applied({(1, 1): None})
     assert stage.seat("worker-1") == 1
-    assert stage.more() == [("worker-1", [(1, 0)])]
+    assert stage.dispatch_ahead() == [("worker-1", [(1, 0)])]
     stage.done("worker-1", 1, 0)
-    assert stage.more() == [("worker-1", [(1, 2)])]
+    assert stage.dispatch_ahead() == [("worker-1", [(1, 2)])]
 
 
 def test_no_new_work_while_a_view_change_is_due(tmp_path: Path) -> None:
     for config in (IN_STEP, IN_PARTS):
         stage = Stage(tmp_path / str(config.lockstep), config, 1, num_samples=40)
-        stage.more()
-        assert not stage.dispatcher.quiet
+        stage.dispatch_ahead()
+        assert not stage.dispatcher.idle
         steps = [step.plan.step for step in stage.dispatcher.progress.steps]
         for step in steps:
             stage.done("worker-0", step, 0)
-            assert all(what == "rest" for _, what in stage.more(hold=True))
-        assert stage.dispatcher.quiet
+            assert all(what == "rest" for _, what in stage.dispatch_ahead(pause=True))
+        assert stage.dispatcher.idle
         stage.seat("worker-0", "worker-1")
-        given = {name for name, what in stage.more() if isinstance(what, list)}
+        given = {name for name, what in stage.dispatch_ahead() if isinstance(what, list)}
         assert given == {"worker-0", "worker-1"}
 
 
 def test_a_stop_cancels_an_evaluation(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
-    stage.more()
+    stage.dispatch_ahead()
     assert stage.training_plan.awaiting
     stage.training_plan.stop("interrupted")
     stage.done("worker-1", 1, 1)
-    assert [what for _, what in stage.more()] == ["checkpoint", "checkpoint"]
+    assert [what for _, what in stage.dispatch_ahead()] == ["checkpoint", "checkpoint"]
 
 
 def test_rest_orders_are_sent_in_every_view(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_PARTS, 2, num_samples=4)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
-    assert [what for _, what in stage.more()] == ["rest", "rest"]
+    assert [what for _, what in stage.dispatch_ahead()] == ["rest", "rest"]
     stage.seat("worker-0")
-    assert stage.more() == [("worker-0", [(1, 1)]), ("worker-0", "rest")]
+    assert stage.dispatch_ahead() == [("worker-0", [(1, 1)]), ("worker-0", "rest")]
 
 
 def test_in_lockstep_evaluations_and_copies_are_unfinished_work(tmp_path: Path) -> None:
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=4)
-    stage.more()
+    stage.dispatch_ahead()
     stage.done("worker-0", 1, 0)
     assert stage.training_plan.awaiting
-    assert not stage.dispatcher.quiet
+    assert not stage.dispatcher.idle
     stage.training_plan.evaluated({"loss": 1.0})
     stage.dispatcher.evaluated()
-    assert stage.dispatcher.quiet
-    stage.more()
-    assert not stage.dispatcher.quiet
+    assert stage.dispatcher.idle
+    stage.dispatch_ahead()
+    assert not stage.dispatcher.idle
     stage.dispatcher.saving("worker-0", 1)
-    assert stage.dispatcher.quiet
+    assert stage.dispatcher.idle
 
 
 def test_a_portion_has_the_factor_of_the_learning_rate(tmp_path: Path) -> None:
     scaling = Scaling("linear", reference=1, warmup=0)
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
-    stage.more()
+    stage.dispatch_ahead()
     assert stage.told[0][1].portions == [Portion(1, 0, 4, ((0, 4),), 0)], (
         "nothing is: nothing is sent"
     )
     stage.seat("worker-0", "worker-1")
-    stage.more()
+    stage.dispatch_ahead()
     (_, first), (_, second), *_ = stage.told
     assert first.portions == [Portion(1, 0, 8, ((0, 4),), 0, 2.0, 2)]
     assert second.portions == [Portion(1, 0, 8, ((4, 8),), 1, 2.0, 2)]
@@ -409,7 +409,7 @@ def test_no_work_before_the_losses_that_decide_are_known(tmp_path: Path, config:
     rule = Plateau(factor=0.5, patience=1, watch="train_loss", every=1)
     stage = Stage(tmp_path, config, 2, num_samples=40, plateau=rule)
     for step, factor in enumerate([1.0, 1.0, 0.5, 0.25], start=1):
-        stage.more()
+        stage.dispatch_ahead()
         given = [(n, order.portions) for n, order in stage.told if isinstance(order, TrainOrder)]
         assert [(name, [p.step for p in portions]) for name, portions in given] == [
             ("worker-0", [step]),
@@ -418,7 +418,7 @@ def test_no_work_before_the_losses_that_decide_are_known(tmp_path: Path, config:
         assert [p.lr_factor for _, portions in given for p in portions] == [factor] * 2
         stage.done("worker-0", step, 0)
         assert not any(isinstance(order, TrainOrder) for _, order in stage.told[2:])
-        assert all(what == "rest" for _, what in stage.more())
+        assert all(what == "rest" for _, what in stage.dispatch_ahead())
         stage.done("worker-1", step, 1)
 
 
@@ -427,7 +427,7 @@ def test_a_worker_that_catches_up_does_not_count_for_the_batch(tmp_path: Path) -
     stage = Stage(tmp_path, IN_STEP, 1, num_samples=40, scaling=scaling)
     stage.seat("worker-0", "worker-1")
     stage.dispatcher.catching_up = {"worker-1"}
-    stage.more()
+    stage.dispatch_ahead()
     (_, first), (_, second), *_ = stage.told
     assert first.portions == [Portion(1, 0, 4, ((0, 4),), 0)]
     assert second.portions == [Portion(1, 0, 4, (), 1)]
@@ -435,7 +435,7 @@ def test_a_worker_that_catches_up_does_not_count_for_the_batch(tmp_path: Path) -
         stage.done("worker-0", step, 0)
         stage.done("worker-1", step, 1)
     stage.dispatcher.catching_up.clear()
-    stage.more()
+    stage.dispatch_ahead()
     (_, first), (_, second), *_ = stage.told
     assert first.portions == [Portion(3, 0, 8, ((8, 12),), 0, 2.0, 2)]
     assert second.portions == [Portion(3, 0, 8, ((12, 16),), 1, 2.0, 2)]

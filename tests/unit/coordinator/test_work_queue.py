@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.work_queue import AHEAD_S, MAX_LEASE, QueuedPart, WorkQueue, cut
+from manyhands.coordinator.work_queue import AHEAD_S, MAX_AHEAD, QueuedPart, WorkQueue, cut
 
 
 def parts_of(steps: int, number: int) -> list[QueuedPart]:
@@ -60,7 +60,7 @@ def test_parts_follow_speed() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "ahead"),
-    [(0.5, 1), (AHEAD_S, 1), (0.39, 2), (0.1, 4), (0.001, MAX_LEASE), (0, MAX_LEASE)],
+    [(0.5, 1), (AHEAD_S, 1), (0.39, 2), (0.1, 4), (0.001, MAX_AHEAD), (0, MAX_AHEAD)],
 )
 def test_work_ahead_follows_the_speed_of_each_worker(seconds: float, ahead: int) -> None:
     queue = WorkQueue()
