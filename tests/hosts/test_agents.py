@@ -16,7 +16,7 @@ from together import KEY, LONG_S, Process, Together, manyhands, place, together,
 
 from manyhands.control.messages import Ready
 from manyhands.coordinator.coordinator import Coordinator
-from manyhands.coordinator.inbox import Exited, Happening, HostNotice, MemberMessage
+from manyhands.coordinator.inbox import Exited, HostNotice, InboxEvent, MemberMessage
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.discovery import detect
 from manyhands.hosts.launchers.agents import AgentLauncher
@@ -49,7 +49,7 @@ class Scene:
             timeouts=timeouts,
             authority=Authority.from_secret("manyhands run", KEY),
         )
-        self.heard: list[Happening] = []
+        self.heard: list[InboxEvent] = []
         self._hosts = hosts
         self._world = world
 
@@ -70,22 +70,22 @@ class Scene:
         ).handle
 
     def listen(self, timeout_s: float) -> None:
-        if (happening := self.coordinator.next(timeout_s)) is not None:
-            self.heard.append(happening)
+        if (event := self.coordinator.next(timeout_s)) is not None:
+            self.heard.append(event)
 
     def hear(self, wanted: Any) -> Any:
         """The first thing that has happened which fits."""
 
         def found() -> bool:
             self.listen(0.01)
-            return any(wanted(happening) for happening in self.heard)
+            return any(wanted(event) for event in self.heard)
 
         until(found)
-        return next(happening for happening in self.heard if wanted(happening))
+        return next(event for event in self.heard if wanted(event))
 
     def ready(self, name: str) -> None:
-        def is_ready(happening: Happening) -> bool:
-            match happening:
+        def is_ready(event: InboxEvent) -> bool:
+            match event:
                 case MemberMessage(member, Ready()):
                     return member == name
             return False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.coordinator.monitor import read_monitor
+from manyhands.coordinator.metric_monitor import read_monitor
 from manyhands.coordinator.plan import (
     Checkpoint,
     Evaluate,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.coordinator.monitor import formerly_lower, metric_name
+from manyhands.coordinator.metric_monitor import formerly_lower, metric_name
 from manyhands.events.history import History, read_history
 from manyhands.runs import checkpoints
 from manyhands.runs.folder import EVENTS, RunFolder

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli.digest import Digest, digest
-from manyhands.coordinator.monitor import metric_name
+from manyhands.coordinator.metric_monitor import metric_name
 from manyhands.errors import ManyhandsError, UsageError, check_choice
 from manyhands.events.units import clean, count, duration
 from manyhands.runs.files import dump_json

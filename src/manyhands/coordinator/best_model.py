@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from manyhands.coordinator.monitor import Monitor
+from manyhands.coordinator.metric_monitor import Monitor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The coordinator's links and processes: starts members, numbers views, notices deaths.
+"""The coordinator's links and processes: starts members, numbers views, detects deaths. The decisions are in
+driver.py.
 
 Everything that happens arrives in one inbox, in order: a member's message, a closed link, the end of a
 process, a signal. One thread (the caller's) takes from it and decides; the threads behind it only wait:
 one on the listening socket, one per member on its link, one per member on its exit.
 
-It knows nothing of training: orders and reports pass through. The link of a member that sends an invalid
+Training is not handled here: orders and reports pass through. The link of a member that sends an invalid
 message is closed.
 """
 
@@ -82,7 +83,8 @@ class MemberRecord:
 
 
 class Coordinator:
-    """Starts members and keeps the view. Use as a context manager: no process outlives it."""
+    """Links and processes of the members; the decisions are in driver.py. Starts members and keeps the view.
+    Use as a context manager: no process outlives it."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Coordinator:
         self.view: View | None = None
         # Not in the run folder: its path may be too long for a unix socket, or on a network disk.
         self._scratch = Scratch()
-        self._inbox: queue.SimpleQueue[inbox.Happening] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[inbox.InboxEvent] = queue.SimpleQueue()
         # A member may connect before its launcher has returned.
         self._starting = threading.Lock()
         address = {"unix": f"unix:{self._scratch.path}/control", "tcp": "tcp://127.0.0.1:0"}.get(
@@ -195,21 +197,21 @@ class Coordinator:
         start_thread(self._reap, member, name=f"reap-{name}", on_error=self.thread_failed)
         return member
 
-    def next(self, timeout_s: float) -> inbox.Happening | None:
-        """Return the next happening, or None if there is none in time."""
+    def next(self, timeout_s: float) -> inbox.InboxEvent | None:
+        """Return the next event, or None if there is none in time."""
         try:
-            happening = self._inbox.get(timeout=max(0.0, timeout_s))
+            event = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
-        if isinstance(happening, inbox.MemberMessage):
-            self.members[happening.member].quota.give_back(happening.num_bytes)
-        match happening:
+        if isinstance(event, inbox.MemberMessage):
+            self.members[event.member].quota.give_back(event.num_bytes)
+        match event:
             case inbox.MemberMessage(member) | inbox.LinkLost(member) | inbox.Garbage(member) if (
                 self.members[member].ignored
             ):
                 return None
-        self._note(happening)
-        return happening
+        self._note(event)
+        return event
 
     def interrupt(self, number: int) -> None:
         """For signal handlers: put a signal into the inbox."""
@@ -256,7 +258,7 @@ class Coordinator:
 
     def end_members(self) -> None:
         """End all members: terminate them, and kill them a moment later. Others may be started afterwards."""
-        kept: list[inbox.Happening] = []
+        kept: list[inbox.InboxEvent] = []
         for end in (lambda handle: handle.terminate(), lambda handle: handle.kill()):
             running = [member for member in self.members.values() if member.alive]
             for member in running:
@@ -264,11 +266,11 @@ class Coordinator:
                 end(member.handle)
             deadline = time.monotonic() + self.timeouts.kill_s
             while any(m.alive for m in running) and time.monotonic() < deadline:
-                happening = self.next(deadline - time.monotonic())
-                if isinstance(happening, inbox.Signalled | inbox.HostNotice | inbox.ThreadFailed):
-                    kept.append(happening)
-        for happening in kept:
-            self._inbox.put(happening)  # still to be handled
+                event = self.next(deadline - time.monotonic())
+                if isinstance(event, inbox.Signalled | inbox.HostNotice | inbox.ThreadFailed):
+                    kept.append(event)
+        for event in kept:
+            self._inbox.put(event)  # still to be handled
 
     def stop(self) -> None:
         """End the run and its members."""
@@ -283,16 +285,16 @@ class Coordinator:
                 member.link.close()
         self._scratch.close()
 
-    def _note(self, happening: inbox.Happening) -> None:
-        """Update the records before the caller sees the happening."""
-        if isinstance(happening, (inbox.Signalled, inbox.HostNotice, inbox.ThreadFailed)):
+    def _note(self, event: inbox.InboxEvent) -> None:
+        """Update the records before the caller sees the event."""
+        if isinstance(event, (inbox.Signalled, inbox.HostNotice, inbox.ThreadFailed)):
             return
-        member = self.members[happening.member]
-        if isinstance(happening, inbox.Exited):
-            member.exit_code = happening.exit_code
-        elif isinstance(happening, inbox.MemberMessage):
+        member = self.members[event.member]
+        if isinstance(event, inbox.Exited):
+            member.exit_code = event.exit_code
+        elif isinstance(event, inbox.MemberMessage):
             member.heard = time.monotonic()
-            match happening.message:
+            match event.message:
                 case Beat(phase, since_s, ticks):
                     if ticks != member.ticks:
                         member.ticks, member.ticked = ticks, member.heard

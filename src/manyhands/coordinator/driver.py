@@ -2,7 +2,7 @@
 
 start the members               wait until each is ready
 form the view                   wait until each has joined
-repeat:                         take the next happening from the coordinator's inbox
+repeat:                         take the next event from the coordinator's inbox
     reports   -> events, commits, checkpoints that count (training.py)
     orders    -> enough ahead that no worker waits, not so far that stopping takes long (dispatch.py)
     deaths    -> if the strategy is elastic, the next view, and what is not in the weights by then is
@@ -42,7 +42,8 @@ from manyhands.hosts.messages import Beat, Bye, Failed
 from manyhands.runs.checkpoints import Manifest
 from manyhands.threads import describe
 
-TICK_S = 0.1
+POLL_S = 0.1
+"""How long the loop waits for an event before it checks timeouts."""
 COPY_S = 2.0
 """How long a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
 
@@ -55,9 +56,10 @@ class Driver:
         checkpoint: Manifest | None = None,
         before: Driver | None = None,
         on_ready: Callable[[], None] = lambda: None,
-        tick: Callable[[], None] = lambda: None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before`: the start in which the weights were lost. All members start again from the checkpoint."""
+        """`before`: the start in which the weights were lost. All members start again from the checkpoint.
+        `on_poll`: called after each event, and every POLL_S without one."""
         self.context = context
         self.coordinator = coordinator = context.coordinator
         self.options = options = context.options
@@ -82,7 +84,7 @@ class Driver:
         self._before = before
         self._checkpoint = checkpoint
         self._on_ready = on_ready
-        self._tick = tick
+        self._on_poll = on_poll
         self._last_progress = time.monotonic()
 
     @property
@@ -157,7 +159,7 @@ class Driver:
         self.run_stats.training()
 
     def _advance(self) -> None:
-        """Do what is due, after each happening."""
+        """Do what is due, after each event."""
         training, views = self.training, self.membership.views
         assert training is not None
         leaving = self.membership.leaving
@@ -224,21 +226,21 @@ class Driver:
         limit_s = getattr(self.coordinator.timeouts, timeout)
         wake()
         while not done():
-            happening = self.coordinator.next(TICK_S)
-            if happening is not None:
-                self._handle(happening)
+            event = self.coordinator.next(POLL_S)
+            if event is not None:
+                self._handle(event)
             if (failure := self.failures.check()) is not None:
                 error = self.failures.error_of(failure)
                 if not isinstance(error, Interrupted):
                     self._finish_saving()
                 raise error
             wake()
-            self._tick()
+            self._on_poll()
             if time.monotonic() - self._last_progress > limit_s:
                 raise MemberError(self._late(limit_s, phase))
 
-    def _handle(self, happening: inbox.Happening) -> None:
-        match happening:
+    def _handle(self, event: inbox.InboxEvent) -> None:
+        match event:
             case inbox.MemberMessage(member, message):
                 try:
                     self._on_message(member, message)
@@ -330,7 +332,7 @@ class Driver:
             if waited_s > 1 and not told:
                 told = True
                 self.stream.notice(f"finishing the checkpoint of step {steps[-1]} first")
-            match self.coordinator.next(TICK_S):
+            match self.coordinator.next(POLL_S):
                 case inbox.MemberMessage(
                     member, messages.StepsReport() | messages.Saving() | messages.Saved() as report
                 ):
@@ -340,7 +342,7 @@ class Driver:
                     self.stream.emit(events.MemberExited(member=member, exit_code=code))
                 case inbox.Signalled():
                     return  # the user is in a hurry
-            self._tick()
+            self._on_poll()
 
     def _late(self, limit_s: float, phase: str) -> str:
         """Describe which members are late, in which phase, and for how long."""

@@ -57,7 +57,7 @@ class ThreadFailed:
     error: BaseException
 
 
-Happening = MemberMessage | LinkLost | Garbage | Exited | Signalled | HostNotice | ThreadFailed
+InboxEvent = MemberMessage | LinkLost | Garbage | Exited | Signalled | HostNotice | ThreadFailed
 
 
 class InboxQuota:

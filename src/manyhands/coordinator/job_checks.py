@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.control.messages import WorkerFacts
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
-from manyhands.coordinator.monitor import (
+from manyhands.coordinator.metric_monitor import (
     Monitor,
     lower_is_better,
     metric_name,

@@ -25,7 +25,7 @@ from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.best_model import BestModel, numbers
 from manyhands.coordinator.learning_rate import LearningRate, RateChange
 from manyhands.coordinator.leases import Leases
-from manyhands.coordinator.monitor import LOSS, Monitor, saved_monitor
+from manyhands.coordinator.metric_monitor import LOSS, Monitor, saved_monitor
 from manyhands.coordinator.plateau import Plateau
 from manyhands.errors import CheckpointError
 from manyhands.ranges import Range, Ranges, shares, split

@@ -3,7 +3,7 @@
     plateau  = option (";" option)*
     option   = "factor=" NUMBER | "patience=" N | "watch=" METRIC | "every=" N
              | "threshold=" NUMBER | "cooldown=" N | "lowest=" NUMBER
-    METRIC   = a name, or "min " or "max " and a name (monitor.py)
+    METRIC   = a name, or "min " or "max " and a name (metric_monitor.py)
 
 It watches all workers together: a metric of the evaluation, judged after each one, or the mean of the
 training losses over an epoch or a number of steps. The coordinator decides between two steps, so that
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from manyhands.coordinator.monitor import Monitor, formerly_lower, metric_name, read_monitor
+from manyhands.coordinator.metric_monitor import Monitor, formerly_lower, metric_name, read_monitor
 from manyhands.errors import JobError, closest
 
 TRAIN_LOSS = "train_loss"

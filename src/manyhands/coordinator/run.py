@@ -79,7 +79,7 @@ def train(
                     run.forget_summary()  # its steps are void; otherwise it counts until there is a new one
             on_ready()
 
-        def tick() -> None:
+        def on_poll() -> None:
             console.tick()
             folder_watch.check(starts[-1].plan)
 
@@ -92,7 +92,7 @@ def train(
                     checkpoint=source,
                     before=before,
                     on_ready=lambda: ready(source),
-                    tick=tick,
+                    on_poll=on_poll,
                 )
             )
 

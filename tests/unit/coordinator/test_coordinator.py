@@ -225,7 +225,7 @@ def test_unread_messages_of_a_member_are_limited(tmp_path: Path) -> None:
         assert quota._used <= MAX_UNREAD_BYTES
         # It never reads what all are told: nobody waits for it.
         heard: list[object] = []
-        while not any(isinstance(happening, LinkLost) for happening in heard):
+        while not any(isinstance(event, LinkLost) for event in heard):
             heard.append(coordinator.next(0.1))
             assert time.monotonic() < deadline
         assert HostNotice("worker-0 does not read its messages; its link is closed") in heard or (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plan_driver import assert_once_an_epoch, drive, finish, through_json
 
 from manyhands.coordinator.best_model import BestEvaluation
-from manyhands.coordinator.monitor import Monitor
+from manyhands.coordinator.metric_monitor import Monitor
 from manyhands.coordinator.plan import Checkpoint, Evaluate, PlanConfig, Stop, TrainingPlan
 
 

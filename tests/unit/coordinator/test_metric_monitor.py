@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.coordinator.monitor import HIGHER, LOWER, lower_is_better, metric_name, read_monitor
+from manyhands.coordinator.metric_monitor import (
+    HIGHER,
+    LOWER,
+    lower_is_better,
+    metric_name,
+    read_monitor,
+)
 from manyhands.errors import JobError
 
 OPTION = 'monitor="{}"'
