@@ -31,6 +31,8 @@ from manyhands.transport import Link, Listener, connect
 
 AGENT = Dialect.of("agent to coordinator", FROM_AGENT, payloads={"MemberOutput": (b"x",)})
 COORDINATOR = Dialect.of("coordinator to agent", TO_AGENT)
+NOT_ADMITTED = ("AgentAdmitted", "AgentRefused", "RankTaken")
+"""Answers to an agent's first message."""
 ENDS_AGENT = ("EndAgent", "AgentRefused")
 """After these an agent ends, as it should."""
 VOCABULARY: dict[str, Any] = {
@@ -157,7 +159,7 @@ def attack_agent(these: list[Variant], folder: Path) -> None:
         try:
             for variant in these:
                 with agent.accept() as link:
-                    if variant.kind not in ("AgentAdmitted", "AgentRefused", "RankTaken"):
+                    if variant.kind not in NOT_ADMITTED:
                         link.send(
                             AgentAdmitted(
                                 "here", "there", None, "fuzzed", "/no", 1.0, 15.0, "secret"
@@ -175,7 +177,9 @@ def attack_agent(these: list[Variant], folder: Path) -> None:
 
 def test_a_coordinator_sends_anything_to_an_agent(tmp_path: Path) -> None:
     these = sample(variants(COORDINATOR, vocabulary=VOCABULARY), each=1)
-    attack_agent(these, tmp_path)
+    # An agent that was not admitted waits for a second before it connects again.
+    few = [each for each in these if each.kind not in NOT_ADMITTED or not each.flaw]
+    attack_agent(few, tmp_path)
 
 
 @pytest.mark.long
