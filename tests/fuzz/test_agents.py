@@ -185,4 +185,4 @@ def test_a_coordinator_sends_anything_to_an_agent(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_coordinator_sends_everything_to_an_agent(tmp_path: Path) -> None:
     everything = variants(COORDINATOR, vocabulary=VOCABULARY, examples=30)
-    attack_agent(sample(everything, each=20), tmp_path)
+    attack_agent(sample(everything, each=6), tmp_path)
