@@ -1,19 +1,18 @@
-"""How a model's parameters lie on parameter servers: pieces in flat buffers, buffers cut into blocks. Pure.
+"""Layout of a model's parameters: pieces in flat buffers, and buffers cut into blocks. Pure.
 
-Parameters of one optimizer group and one type lie one behind the other in one flat buffer, each at a
-multiple of ALIGN elements (views stay aligned for vector instructions; the padding stays zero under
-an elementwise optimizer). A buffer is cut into blocks of nearly equal size, none above `block_bytes`:
-k equal blocks leave no tiny tail, and equal blocks are what makes even loads easy. An optimizer that
-is not elementwise must see whole tensors: then a block is exactly one tensor.
+Parameters (*pieces*) of one optimizer group and dtype are stored one after the other in a flat buffer, each
+at a multiple of ALIGN elements. Views then stay aligned for vector instructions, and the padding stays zero
+under an elementwise optimizer. A buffer is cut into blocks of nearly equal size, none above `block_bytes`:
+equal blocks leave no tiny tail and make even loads easy. An optimizer that is not elementwise must see whole
+tensors: a block is then exactly one tensor.
 
-Blocks belong to virtual shards, the unit that moves between servers. A shard is one block while there
-are at most MAX_SHARDS blocks, so that balance is as fine as it can be; beyond that a shard is a run of
-neighbouring blocks of about 1/MAX_SHARDS of the bytes, which bounds what a placement has to plan and
-to say, and still leaves 16 shards for each of 64 servers. Both cuts depend on the model alone, never on
-the servers.
+Blocks belong to virtual shards, the unit that moves between servers. With at most MAX_SHARDS blocks, a shard
+is one block, which gives the finest balance. With more, a shard is a run of neighbouring blocks with about
+1/MAX_SHARDS of the bytes. This bounds the size of a placement and the work to plan it, and still leaves 16
+shards for each of 64 servers. Both cuts depend only on the model, never on the servers.
 
-Costs: under ALIGN elements of padding a piece; one pass over pieces and blocks; a message a block at
-most, fewer where neighbours go to the same server.
+Cost: less than ALIGN elements of padding per piece; one pass over pieces and blocks; at most one message per
+block, and fewer where neighbours go to the same server.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from itertools import pairwise
 from manyhands.errors import UsageError
 
 ALIGN = 16
-"""Pieces and blocks begin at multiples of this many elements: 64 bytes of float32, a cache line."""
+"""Pieces and blocks start at multiples of this many elements: 64 bytes of float32, a cache line."""
 BLOCK_BYTES = 4 << 20
 MIN_BLOCK_BYTES = 64 << 10
-"""Lower bound for `min_blocks`: below it a message costs more than its bytes."""
+"""Minimum size to which `min_blocks` shrinks blocks: below it, a message costs more than its bytes."""
 BLOCKS_PER_SERVER = 16
-"""With `min_blocks` this many times the servers, no server is over about a 16th off its share, as long
-as the model has 1 MiB (16 of the smallest blocks) for each."""
+"""If `min_blocks` is this many times the number of servers, each server is within about 1/16 of its share,
+provided that the model has 1 MiB (16 of the smallest blocks) per server."""
 MIN_BLOCKS = 8 * BLOCKS_PER_SERVER
-"""Enough for eight servers; fixed, because a layout must not depend on the servers of a view."""
+"""Enough for eight servers. Fixed, because a layout must not depend on the servers of a view."""
 MAX_SHARDS = 1024
 
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """What the layout needs to know of a parameter."""
+    """Properties of a parameter that the layout depends on."""
 
     name: str
     numel: int
@@ -52,9 +51,9 @@ class FlatParameter:
     group: int = 0
     """Index of the optimizer's parameter group."""
     dtype: str = ""
-    """Needed only where two types of one size meet, as float16 and bfloat16."""
+    """Needed only to tell apart dtypes of the same size, such as float16 and bfloat16."""
     shape: tuple[int, ...] | None = None
-    """Needed only where an optimizer looks at whole tensors."""
+    """Needed only if the optimizer works on whole tensors."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """The place of a piece: elements [start, stop) of a buffer."""
+    """Location of a piece: elements [start, stop) of a buffer."""
 
     buffer: int
     start: int
@@ -96,7 +95,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All pieces, buffers, blocks and shards of a model. Made by `BlockLayout.of`."""
+    """All pieces, buffers, blocks and shards of a model. Created by `BlockLayout.of`."""
 
     pieces: tuple[FlatParameter, ...]
     """In the optimizer's order."""
@@ -104,10 +103,11 @@ class BlockLayout:
     slots: Mapping[str, BufferSlot]
     """By the piece's name."""
     blocks: tuple[Block, ...]
-    """By number: buffer after buffer, from front to back."""
+    """By number: buffer by buffer, in order of position."""
     shards: tuple[tuple[int, int], ...]
-    """The numbers [first, last) of each shard's blocks."""
+    """The range [first, last) of each shard's block numbers."""
     whole_tensors: bool
+    """If true, each block is one whole tensor."""
 
     @classmethod
     def of(
@@ -120,19 +120,19 @@ class BlockLayout:
     ) -> BlockLayout:
         """Lay out `pieces`, given in the optimizer's order.
 
-        Blocks are above half of `block_bytes` and not above it (rounded to ALIGN elements; a buffer
-        smaller than that is one block). To give `min_blocks` the blocks shrink, down to 64 KiB.
+        Blocks are larger than half of `block_bytes` and at most `block_bytes` (rounded to ALIGN elements; a
+        smaller buffer is one block). To reach `min_blocks`, blocks shrink down to 64 KiB.
         """
         pieces = tuple(pieces)
         if block_bytes < 1 or min_blocks < 1:
             raise UsageError(
-                f"A layout of block_bytes={block_bytes} and min_blocks={min_blocks} can't be: both "
-                f"are whole numbers of at least 1; leave block_bytes out for {BLOCK_BYTES}."
+                f"block_bytes={block_bytes}, min_blocks={min_blocks} is invalid: both must be integers of "
+                f"at least 1. Omit block_bytes for the default, {BLOCK_BYTES}."
             )
         buffers, slots = _line_up(pieces)
         if whole_tensors:
             spans = [(s.buffer, s.start, s.stop) for s in slots.values() if s.stop > s.start]
-            # Pieces of several buffers may take turns in the optimizer's order.
+            # In the optimizer's order, pieces of different buffers may alternate.
             spans.sort()
         else:
             total = max(sum(b.numel * b.itemsize for b in buffers), 1)
@@ -151,7 +151,7 @@ class BlockLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of all blocks, padding included."""
+        """Bytes of all blocks, including padding."""
         return sum(block.num_bytes for block in self.blocks)
 
     @cached_property
@@ -162,7 +162,7 @@ class BlockLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two layouts only if every parameter and every block is at the same place."""
+        """Hash that is equal for two layouts only if every parameter and block has the same location."""
         said = [
             [asdict(piece) for piece in self.pieces],
             [asdict(block) for block in self.blocks],
@@ -178,7 +178,7 @@ class BlockLayout:
         return self.blocks[first:last]
 
     def pieces_in(self, block: Block) -> tuple[FlatParameter, ...]:
-        """The pieces of which the block holds a part, from front to back."""
+        """Return the pieces that are at least partly in the block, in order of position."""
         starts, pieces = self._lines[block.buffer]
         first = max(bisect_right(starts, block.start) - 1, 0)
         last = bisect_left(starts, block.stop)
@@ -187,14 +187,14 @@ class BlockLayout:
         )
 
     def shape_of(self, block: Block) -> tuple[int, ...]:
-        """The shape that an optimizer should see a block in: its tensor's, if it is a whole one."""
+        """Return the shape in which an optimizer sees a block: its tensor's, if blocks are whole tensors."""
         if not self.whole_tensors:
             return (block.numel,)
         (piece,) = self.pieces_in(block)
         return (piece.numel,) if piece.shape is None else piece.shape
 
     def blocks_with(self, name: str) -> tuple[Block, ...]:
-        """The blocks that hold a part of the piece; none for an empty piece."""
+        """Return the blocks that contain part of the piece; none for an empty piece."""
         slot = self.slots[name]
         if slot.start == slot.stop:
             return ()
@@ -212,7 +212,7 @@ class BlockLayout:
 
     @cached_property
     def _lines(self) -> list[tuple[list[int], list[FlatParameter]]]:
-        """Of each buffer: where its non-empty pieces start, and the pieces."""
+        """For each buffer, the starts of its non-empty pieces, and the pieces."""
         lines: list[tuple[list[int], list[FlatParameter]]] = [([], []) for _ in self.buffers]
         for piece in self.pieces:
             if piece.numel:
@@ -223,10 +223,10 @@ class BlockLayout:
 
 
 def order_needed(layout: BlockLayout, names: Sequence[str] | None = None) -> list[Block]:
-    """The blocks in the order in which the next forward needs them, for priorities on the wire.
+    """Return the blocks in the order in which the next forward needs them, to prioritize messages.
 
-    `names` are the parameters as the model registers them, which is the order of most forwards; without
-    it the optimizer's order stands in, and that differs where the optimizer has several groups.
+    `names` are the parameters in the order in which the model registers them, which is the order of most
+    forwards. The default is the optimizer's order, which differs if the optimizer has several groups.
     """
     if names is None:
         names = [piece.name for piece in layout.pieces]
@@ -247,8 +247,8 @@ def _line_up(
     slots: dict[str, BufferSlot] = {}
     for piece in pieces:
         assert piece.numel >= 0, f"{piece} has a negative size"
-        assert piece.itemsize > 0, f"{piece} has elements without bytes"
-        assert piece.name not in slots, f"two pieces are called {piece.name!r}"
+        assert piece.itemsize > 0, f"{piece} has elements of 0 bytes"
+        assert piece.name not in slots, f"two pieces have the name {piece.name!r}"
         number = numbers.setdefault((piece.group, piece.itemsize, piece.dtype), len(numbers))
         if number == len(ends):
             ends.append(0)
@@ -263,7 +263,7 @@ def _line_up(
 
 
 def _cut(buffer: BufferSpec, wanted: int, block_bytes: int) -> list[tuple[int, int]]:
-    """Spans of nearly equal size: `wanted` or more, none above `block_bytes` nor needlessly small."""
+    """Cut into `wanted` or more spans of nearly equal size, none above `block_bytes` or needlessly small."""
     unit_bytes = ALIGN * buffer.itemsize
     units = _units(buffer.numel)
     if not units:
@@ -276,7 +276,7 @@ def _cut(buffer: BufferSpec, wanted: int, block_bytes: int) -> list[tuple[int, i
 
 
 def _units(size: int, unit: int = ALIGN) -> int:
-    """How many units of ALIGN elements (or of `unit` bytes) it takes."""
+    """Return the number of units, of ALIGN elements or `unit` bytes, that `size` takes, rounded up."""
     return -(-size // unit)
 
 
@@ -287,7 +287,7 @@ def _shards(blocks: Sequence[Block]) -> tuple[tuple[int, int], ...]:
     firsts: list[int] = []
     latest, before = -1, 0
     for block in blocks:
-        # By its middle: a shard is then never over total / MAX_SHARDS plus one block.
+        # Assigned by the block's middle, so that no shard exceeds total / MAX_SHARDS plus one block.
         wanted = (2 * before + block.num_bytes) * MAX_SHARDS // (2 * total)
         if wanted != latest:
             firsts.append(block.number)

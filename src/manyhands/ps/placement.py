@@ -1,27 +1,29 @@
-"""Which server holds which shard, and which holds its replica. Pure and deterministic.
+"""Assign each shard, and its replica, to a server. Pure and deterministic.
 
-A first placement cuts the line of shards where the servers' shares of the bytes end, so that each
-server gets one run of neighbours; between hosts one in each quarter of the line, so that a backward has
-something to send to everybody from early on. Where coarse shards make that uneven, shards move from
-full servers to empty ones; failing that, the largest shard goes first, each to the emptiest server (Graham
-1969: the fullest of equal servers is then at most 4/3 of the best possible). The most even of these wins.
+A first placement cuts the sequence of shards by the servers' shares of the bytes, so that each server gets
+one run of neighbouring shards. With several hosts, each server gets one run per quarter of the sequence, so
+that a backward has something to send to every server early on. If coarse shards make this uneven, shards move
+from overloaded servers to underloaded ones. If it is still uneven, shards are assigned largest first, each to
+the least loaded server (Graham 1969: with equal servers the maximum load is at most 4/3 of the optimum). The
+most even result wins.
 
-When servers come or go, every shard stays where it is; one whose server went away goes to its replica
-(no byte moves) or to the emptiest server; then shards move from full servers to empty ones, only until
-every load is within SLACK of its share. If that ends over TOLERANCE off its share and a placement from
-scratch would not, the latter is taken. A server that comes back empty must come under a new name.
+When servers join or leave, every shard stays where it is. A shard whose server has left goes to its replica
+(no bytes move) or to the least loaded server. Then shards move from overloaded to underloaded servers, only
+until every load is within SLACK of its share. If the result is still more than TOLERANCE off and a placement
+from scratch would not be, the latter is used. A server that rejoins without its blocks must use a new name.
 
-The guarantee: each server is within SLACK of its share of the bytes, or else within one shard and GAIN
-of it. So whenever the largest shard is under 9 % of every share, all are within TOLERANCE. The bytes
-that move are those that must, and about one shard a server.
+Guarantee: each server is within SLACK of its share of the bytes, or else within one shard plus GAIN of it. So
+if the largest shard is under 9 % of every share, all servers are within TOLERANCE. Only bytes that have to
+move do, plus about one shard per server.
 
-The replicas of one server are all on one other: every keeper is told of every update, and has runs of
-its own. (Spread over all others, `ps:async` with eight workers on a small model was 2.2 times slower.) They
-stay off their server's host wherever another host has a server, even at the price of balance. After a
-death the keeper has it all, and gives away what is over its share.
+All replicas of one server are on one other server, its keeper: every keeper gets a message for every update,
+and has runs of its own to apply. (With replicas spread over all servers, `ps:async` with eight workers on a
+small model was 2.2 times slower.) If any other host has a server, replicas are on another host than their
+originals, even at the cost of balance. After a death the keeper owns all blocks of the dead server, and moves
+away what exceeds its share.
 
-Costs: about a pass over the shards for each that moves: milliseconds as a rule, a second or two for a
-thousand whole tensors beside one that dwarfs them.
+Cost: about one pass over the shards per shard that moves. This is usually milliseconds, and a second or two
+for a thousand whole tensors with one that is far larger than the rest.
 """
 
 from __future__ import annotations
@@ -37,21 +39,21 @@ from manyhands.ps.blocks import Block, BlockLayout
 from manyhands.transport.fields import Count, Finite
 
 SLACK = 0.05
-"""How far off its share a server may be before shards move."""
+"""Deviation from its share, as a fraction of it, above which a server's shards move."""
 TOLERANCE = 0.1
-"""How far off its share a server may be without being called uneven."""
+"""Deviation from its share, as a fraction of it, above which a placement is called uneven."""
 STRIPES = 4
-"""Between hosts, the number of runs of neighbouring shards per server, all over the model."""
+"""Runs of neighbouring shards per server, spread over the model, if there are several hosts."""
 GAIN = 0.01
-"""What a move past a target, or more runs of neighbours, must gain: a part of a share."""
+"""Minimum gain, as a fraction of a share, of a move past a target or of a placement with more runs."""
 
 
 @dataclass(frozen=True)
 class PlacementRecord:
-    """A placement as it is sent: see Placement."""
+    """A Placement as it is sent in messages."""
 
     layout: str
-    """The digest of its layout."""
+    """Digest of the layout."""
     servers: tuple[str, ...]
     shares: tuple[Finite, ...]
     firsts: tuple[Count, ...]
@@ -60,16 +62,16 @@ class PlacementRecord:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every shard of a layout on its server. Made by `place`."""
+    """The server of every shard of a layout, and of its replica. Created by `place`."""
 
     layout: BlockLayout
     servers: tuple[str, ...]
     shares: tuple[float, ...]
-    """Shares of the bytes, by server; they add up to 1."""
+    """Each server's share of the bytes; they add up to 1."""
     firsts: tuple[int, ...]
-    """By shard: its server, as an index into `servers`."""
+    """For each shard, the index of its server in `servers`."""
     seconds: tuple[int, ...] | None
-    """By shard: the server of its replica, as an index too; None without replicas."""
+    """For each shard, the index of its replica's server in `servers`; None without replicas."""
 
     def server_of(self, block: Block) -> str:
         return self.servers[self.firsts[self.layout.shard_of(block)]]
@@ -80,25 +82,25 @@ class Placement:
         return self.servers[self.seconds[self.layout.shard_of(block)]]
 
     def blocks_of(self, server: str) -> tuple[Block, ...]:
-        """By number."""
+        """Return the blocks that `server` owns, by number."""
         return self._blocks(self.firsts, server)
 
     def replicas_of(self, server: str) -> tuple[Block, ...]:
-        """The blocks whose replica is on `server`, by number."""
+        """Return the blocks whose replica is on `server`, by number."""
         return () if self.seconds is None else self._blocks(self.seconds, server)
 
     def bytes_of(self, server: str) -> int:
-        """Of its own blocks, without replicas."""
+        """Return the bytes of the blocks that `server` owns, without replicas."""
         return sum(block.num_bytes for block in self.blocks_of(server))
 
     def holders(self, shard: int) -> tuple[str, ...]:
-        """The shard's server and, if there is one, its replica's."""
+        """Return the shard's server and, if there is a replica, the replica's server."""
         both = [self.firsts[shard]] + ([] if self.seconds is None else [self.seconds[shard]])
         return tuple(self.servers[number] for number in both)
 
     @cached_property
     def imbalance(self) -> float:
-        """How far the worst server is off its share, in parts of that share."""
+        """Largest deviation of a server from its share, as a fraction of that share."""
         return self._spread.worst()
 
     def to_record(self) -> PlacementRecord:
@@ -108,21 +110,21 @@ class Placement:
 
     @classmethod
     def from_record(cls, record: PlacementRecord, *, layout: BlockLayout) -> Placement:
-        """What `to_record` returned, for the same layout."""
+        """Rebuild a placement from `to_record`; ProtocolError if it does not match `layout`."""
         if record.layout != layout.digest:
             raise ProtocolError(
-                f"This placement is of layout {record.layout!r}, and the model here has layout "
+                f"This placement is for layout {record.layout!r}, but the model here has layout "
                 f"{layout.digest!r}: all members must build the same model from the same job file."
             )
         columns = [each for each in (record.firsts, record.seconds) if each is not None]
         whole = all(len(numbers) == len(layout.shards) for numbers in columns)
         known = all(number < len(record.servers) for numbers in columns for number in numbers)
         if not (whole and known and len(record.shares) == len(record.servers)):
-            raise ProtocolError("This is not a placement: its shards and servers do not fit.")
+            raise ProtocolError("Invalid placement: shards or servers do not match the layout.")
         return cls(layout, record.servers, record.shares, record.firsts, record.seconds)
 
     def describe(self) -> str:
-        """For the banner: "2 servers, 3.7 MB each (4 blocks and 4), replicas on the other"."""
+        """Summary for the banner: "2 servers, 3.7 MB each (4 blocks and 4), replicas on the other"."""
         loads = [self.bytes_of(server) for server in self.servers]
         counts = [len(self.blocks_of(server)) for server in self.servers]
         if len(loads) == 1:
@@ -184,13 +186,13 @@ def place(
 ) -> Placement:
     """Spread a layout's shards over `servers`.
 
-    `previous` is what holds now: as little as possible moves away from it. `weights` (default: all
-    the same) are the servers' shares of the bytes. `hosts` says where servers run, to keep a replica
-    off its server's host. A single server has no replicas, whatever `replicas` says.
+    `previous` is the current placement; as few bytes as possible move away from it. `weights` (default: all
+    equal) are proportional to the servers' shares of the bytes. `hosts` maps servers to hosts, to keep a
+    replica off its original's host. A single server has no replicas, whatever `replicas` is.
     """
     shares = _shares(servers, weights)
     if replicas not in (0, 1):
-        raise UsageError(f"replicas={replicas} can't be: a block has 0 or 1 replicas.")
+        raise UsageError(f"replicas={replicas} is not supported: a block has 0 or 1 replicas.")
     sizes = layout.shard_bytes
     targets = [share * layout.num_bytes for share in shares]
     held: list[list[int]] = [[] for _ in sizes]
@@ -214,7 +216,7 @@ def place(
 
 
 class _Spread:
-    """Shards (numbers with a size) on servers (numbers with a target), and how to even them out."""
+    """Shards (each with a size) assigned to servers (each with a target load), and moves to balance them."""
 
     def __init__(
         self,
@@ -244,7 +246,7 @@ class _Spread:
         self.excess[server] += self.sizes[shard]
 
     def fill(self, shards: Iterable[int]) -> None:
-        """Place the largest first, each on the server that is then least full."""
+        """Place the largest shards first, each on the server with the lowest relative load afterwards."""
         for shard in sorted(shards, key=lambda x: (-self.sizes[x], x)):
             after = [
                 ((excess + self.sizes[shard]) / target, server)
@@ -260,11 +262,11 @@ class _Spread:
         return self
 
     def _next_move(self) -> tuple[int, int] | None:
-        """The shard to move, and its target; None if all is even or nothing helps.
+        """Return a shard and the server to move it to; None if all loads are even or no move helps.
 
-        First what brings both servers nearer to their targets without overshooting: every such byte
-        has to move anyway. Then what makes the two more alike (x below the difference of excesses):
-        the sum of squared excesses falls with every move, so this ends.
+        Prefer moves that bring both servers nearer to their targets without overshooting: these bytes have
+        to move anyway. After those, moves that make the two servers more alike (the shard is smaller than the
+        difference of their excesses): each such move lowers the sum of squared excesses, so this terminates.
         """
         excess = self.excess
         off = [abs(e) > SLACK * t for e, t in zip(excess, self.targets, strict=True)]
@@ -288,7 +290,7 @@ class _Spread:
         return None
 
     def _rank(self, shard: int, a: int, b: int, gap: float) -> tuple[int, int, int, int]:
-        """Prefer what needs no transfer, then what helps most (roughly), then what makes longer runs."""
+        """Rank moves: first those without a transfer, then the (roughly) largest gain, then longer runs."""
         held = self.held[shard] if self.held else ()
         helps = int(min(self.sizes[shard], gap - self.sizes[shard])).bit_length()
         beside = [self.owner[x] for x in (shard - 1, shard + 1) if 0 <= x < len(self.owner)]
@@ -298,7 +300,8 @@ class _Spread:
 
 def _fresh(sizes: Sequence[int], targets: Sequence[float], stripes: int) -> _Spread:
     if len(sizes) < len(targets):
-        return _Spread(sizes, targets, range(len(sizes)))  # too little to spread: the first have it
+        # Too little to spread: the first servers get one shard each.
+        return _Spread(sizes, targets, range(len(sizes)))
     bands = _cut(sizes, [1.0] * stripes)
     line = [
         server
@@ -312,7 +315,7 @@ def _fresh(sizes: Sequence[int], targets: Sequence[float], stripes: int) -> _Spr
         filled = _Spread(sizes, targets, [-1] * len(sizes))
         filled.fill(range(len(sizes)))
         tries.append(filled.even_out())
-    # Long runs are worth a little evenness.
+    # Prefer long runs to a slightly more even placement.
     fine = max(SLACK, min(spread.worst() for spread in tries) + GAIN)
     return next(spread for spread in tries if spread.worst() <= fine)
 
@@ -329,10 +332,10 @@ def _seconds(
     hosts: Sequence[str],
     held: Sequence[Sequence[int]],
 ) -> tuple[int, ...]:
-    """For each shard the server of its replica."""
+    """Return the server of each shard's replica."""
     others: list[list[int]] = []
     for a, host in enumerate(hosts):
-        # Rotated so that rounding does not favour the same servers each time.
+        # Rotated, so that ties do not favour the same servers each time.
         turn = [*range(a + 1, len(hosts)), *range(a)]
         others.append([b for b in turn if hosts[b] != host] or turn)
     owner = [
@@ -344,7 +347,8 @@ def _seconds(
     for a, choices in enumerate(others):
         mine = [shard for shard, first in enumerate(firsts) if first == a]
         kept = Counter(owner[shard] for shard in mine)
-        # One for all of them: the server that has most of them already, then the one with the fewest others.
+        # One keeper for all shards of a server: the one that already holds most of them, then the one that
+        # is keeper for the fewest servers.
         keeper = max(choices, key=lambda b: (kept[b], -keepers[b]))
         keepers[keeper] += 1
         for shard in mine:
@@ -357,7 +361,7 @@ def _seconds(
 
 
 def _cut(sizes: Sequence[int], targets: Sequence[float]) -> list[int]:
-    """Cut a line where the targets (scaled to its length) end; an item across a cut goes by its middle."""
+    """Cut a sequence in proportion to the targets; items on a cut go to the side of their middle."""
     total, scale = sum(sizes), sum(targets)
     owner, before, server = [], 0, 0
     end = targets[0] * total
@@ -373,12 +377,12 @@ def _cut(sizes: Sequence[int], targets: Sequence[float]) -> list[int]:
 def _shares(servers: Sequence[str], weights: Mapping[str, float] | None) -> tuple[float, ...]:
     if not servers or len(set(servers)) < len(servers):
         raise UsageError(
-            f"Servers {list(servers)} can't be placed on: give at least one, each name once."
+            f"servers={list(servers)} is invalid: pass at least one server, and each name once."
         )
     given = [1.0 if weights is None else float(weights.get(name, 0)) for name in servers]
     if not all(0 < weight < float("inf") for weight in given):
         raise UsageError(
-            f"weights={dict(weights or {})} can't be: each of {', '.join(servers)} needs a number above 0."
+            f"weights={dict(weights or {})} is invalid: each of {', '.join(servers)} needs a number above 0."
         )
     return tuple(weight / sum(given) for weight in given)
 
@@ -386,6 +390,6 @@ def _shares(servers: Sequence[str], weights: Mapping[str, float] | None) -> tupl
 def _check_same(layout: BlockLayout, previous: Placement) -> None:
     if previous.layout.digest != layout.digest:
         raise ManyhandsError(
-            f"The previous placement is of layout {previous.layout.digest!r}, not of "
+            f"The previous placement is for layout {previous.layout.digest!r}, not "
             f"{layout.digest!r}: shards move only within one model."
         )

@@ -1,23 +1,25 @@
-"""Rounds that wait for all workers, inside one host: agreed on in shared memory, almost without messages.
+"""Synchronous rounds inside one host, coordinated through shared memory, almost without messages.
 
-If an update is everybody's gradients, no server needs to decide what the next one is: each server sees in
-a shared RoundTable that all workers have pushed, adds up its own blocks and applies them, and each worker
-sees there that all servers have. The member that completes a count wakes the others through their doorbells;
-nothing else is sent. A worker that is also a server does the server's part itself, instead of waiting.
+If every update consists of the gradients of all workers, no server has to decide what the next update is. All
+members share a RoundTable. When it shows that all workers have pushed, each server sums the gradients of its
+own blocks and applies the update; when it shows that all servers have applied it, the workers continue. The
+member that completes a count wakes the others through their doorbells; nothing else is sent. A worker that is
+also a server does the server's part itself instead of waiting.
 
-    push      table: my round and my contribution       the last worker rings the servers
-    add up    table: my part of the norm, if clipped    the last server rings the servers
-    apply     table: applied                            the last server rings the workers
-    follow    replicas of other servers, from their sums, in a thread of its own; table: taken (the place
-              of the sum is free)
+    push      writes its round and contribution         the last worker rings the servers
+    add up    writes its part of the norm, if clipped   the last server rings the servers
+    apply     writes `applied`                          the last server rings the workers
+    follow    applies other servers' sums to their replicas, in a separate thread, and writes `taken`: the
+              sum's buffer is free
 
-Cost per step: two or three barriers of about as many datagrams as there are members, however many blocks.
+Cost per step: two or three barriers, each with about one datagram per member, whatever the number of blocks.
 
 Memory order. Counters are 8 bytes at multiples of 8, so x86-64 and arm64 load and store them whole. A
 counter is written with release semantics and read with acquire semantics: a process that sees a round's
 number also sees the gradients, sums and parameters written before it. To complete a count, a member stores
-its own counter and then loads the others'; these two must not be swapped, or two members could each miss the
-other and neither would ring. Python has no fences; `RoundTable._fence` makes a full one out of a lock.
+its own counter and then loads the others'. These two must not be reordered: otherwise two members could each
+miss the other's store, and neither would ring. Python has no fences; `RoundTable._fence` builds a full one
+from a lock.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ if TYPE_CHECKING:
     from manyhands.compute.gradients import StepReport
 
 LOOK_S = 0.2
-"""How often a waiting member checks whether there is still something to wait for."""
+"""Interval at which a waiting member checks that the view is still valid."""
 SHORT_S = 0.001
+"""Interval at which a server checks whether a sum's buffer is free; see `RoundTable.patience_s`."""
 _PUSH = struct.Struct("=5q4d")
-"""step, part, share (numerator and denominator), ticks, samples, total, lr_factor, loss."""
+"""Fields: step, part, share (numerator and denominator), ticks, samples, total, lr_factor, loss."""
 
 
 class RoundTable:
-    """Where each member stands, as numbers of rounds, and what workers contribute to theirs."""
+    """Progress of each member, as round numbers, and the workers' contributions, in shared memory."""
 
     def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:
         self.workers, self.servers = list(workers), list(servers)
@@ -72,7 +75,7 @@ class RoundTable:
         return self._segment.address
 
     def close(self) -> None:
-        """Refuse new members. Those that have it may still read it."""
+        """Refuse new members. Members that have attached it can still read it."""
         self._segment.close()
 
     @classmethod
@@ -85,13 +88,13 @@ class RoundTable:
         return cls(Segment.attach(address), workers, servers)
 
     def write_push(self, i: int, push: Contribution) -> None:
-        """What worker `i` contributes to the round that it announces next."""
+        """Write the contribution of worker `i` to the round that it announces next."""
         numbers = (push.step, push.part, *push.share, push.ticks)
         weights = (push.samples, push.total, push.lr_factor, push.loss)
         _PUSH.pack_into(self._pushes, i * _PUSH.size, *numbers, *weights)
 
     def read_push(self, i: int, number: int) -> Contribution:
-        """What worker `i` contributes to a round that it has announced."""
+        """Read the contribution of worker `i` to a round that it has announced."""
         step, part, share, of, ticks, samples, total, factor, loss = _PUSH.unpack_from(
             self._pushes, i * _PUSH.size
         )
@@ -103,9 +106,9 @@ class RoundTable:
         )
 
     def announce(self, column: memoryview, i: int, number: int) -> bool:
-        """Set a counter (release), then whether all in the column have reached the number."""
+        """Set a counter (release), then return whether all counters of the column have reached it."""
         self.store(column, i, number)
-        self._fence()  # the own store before the loads of the others
+        self._fence()  # store the own counter before loading the others
         return self.reached(column, number)
 
     def store(self, column: memoryview, i: int, number: int) -> None:
@@ -120,24 +123,24 @@ class RoundTable:
         return number
 
     def reached(self, column: memoryview, number: int) -> bool:
-        """Whether all in the column have reached the number; if so, with acquire semantics."""
+        """Return whether all counters of the column have reached the number; if true, acquires."""
         if min(column, default=number) < number:
             return False
         self._fence()
         return True
 
     def patience_s(self, number: int) -> float:
-        """How long to wait for the doorbell in a round. Short once all have pushed: a server may then wait
-        for the place of a sum that a replica still reads, which is freed without a ring."""
+        """Timeout of one wait for the doorbell. Short once all workers have pushed: a server may then wait
+        for a sum's buffer that a replica still reads, and freeing it rings no doorbell."""
         return SHORT_S if self.reached(self.pushed, number) else LOOK_S
 
     def _fence(self) -> None:
-        """A full memory fence: no load or store passes it in either direction.
+        """Issue a full memory fence: no load or store is reordered across it, in either direction.
 
-        On x86-64 taking a lock is a locked instruction, which is a full fence. On arm64 a lock is taken
-        with a load-acquire and let go with a store-release, and these two instructions are never swapped
-        with each other (they are RCsc). So what comes before the first unlock, and what comes after the
-        second lock, stay in order. Costs about 0.1 us; the lock is never contended for long.
+        On x86-64, acquiring a lock is a locked instruction, which is a full fence. On arm64, a lock is
+        acquired with a load-acquire and released with a store-release, and these two are never reordered
+        with each other (they are RCsc). So everything before the first release stays before everything
+        after the second acquire. Costs about 0.1 us; the lock is never contended for long.
         """
         with self._lock:
             pass
@@ -146,7 +149,7 @@ class RoundTable:
 
 
 class Doorbell:
-    """Wakes one member."""
+    """Datagram socket that wakes one member."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -161,16 +164,16 @@ class Doorbell:
         self.name = name
 
     def ring(self, names: Iterable[str]) -> None:
-        """Wake others. One whose bell is full, or gone, needs no ring."""
+        """Wake other members. Errors are ignored: a full or missing doorbell needs no ring."""
         for name in names:
             with suppress(OSError):
                 self._sock.sendto(b"!", self._path_of(name))
 
     def wait(self, timeout_s: float) -> None:
-        """Until it rings, or the time is over; it may have rung for something that is long done."""
+        """Wait for a ring or the timeout. The ring may be for an event that was handled long ago."""
         if self._poll.poll(timeout_s * 1000):
             with suppress(OSError):
-                for _ in range(64):  # whoever rings without end must not hold this member up
+                for _ in range(64):  # bounded, so that endless rings can't block this member
                     self._sock.recv(16)
 
     def close(self) -> None:
@@ -183,7 +186,7 @@ class Doorbell:
 
 
 class RoundServer(UpdateExchange):
-    """One server's half: updates its own blocks, and the replicas that it holds."""
+    """Server side of a round: updates its own blocks and the replicas that it holds."""
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class RoundServer(UpdateExchange):
         *,
         lock: AbstractContextManager[Any],
     ) -> None:
-        """`lock` is held by the thread that works on the server's blocks."""
+        """Create the server side. `lock` is held by the thread that is working on the server's blocks."""
         self._table = table
         self._bell = bell
         self._server_state = server_state
@@ -211,15 +214,15 @@ class RoundServer(UpdateExchange):
         self._lock = lock
         self._stopped = False
         self._has_news = threading.Event()
-        """Set when replicas may follow."""
+        """Set when there may be updates to apply to replicas."""
 
     @property
     def done(self) -> int:
-        """The last round that is applied here."""
+        """Number of the last round that is applied here."""
         return self._server_state.ledger.version - self._base
 
     def start(self, *, colocated: bool, on_error: OnError) -> None:
-        """Start the thread: in a process without a worker it does all rounds, in others it follows."""
+        """Start the thread. If this process has no worker, it does whole rounds, otherwise only `follow`."""
         name = f"{self._server_state.name}-rounds"
         if not colocated:
             start_thread(self._carry_all, name=name, on_error=on_error)
@@ -227,7 +230,7 @@ class RoundServer(UpdateExchange):
             start_thread(self._follow_all, name=name, on_error=on_error)
 
     def carry(self, number: int) -> bool:
-        """As much of a round as possible now; True if it is applied here."""
+        """Do as much of a round as is possible now. Returns whether the round is applied here."""
         if number <= self.done:
             return True
         with self._lock:
@@ -243,7 +246,7 @@ class RoundServer(UpdateExchange):
         return True
 
     def follow(self) -> None:
-        """Bring the replicas here up to what is applied here."""
+        """Apply to the replicas here all updates that this server has applied to its own blocks."""
         table, state = self._table, self._server_state
         versions = state.held.versions
         for owner, i in self._kept.items():
@@ -255,15 +258,15 @@ class RoundServer(UpdateExchange):
             table.store(table.taken, self._me, taken)
 
     def freeze(self) -> None:
-        """The view is over: wake the thread, to end."""
+        """Stop carrying out rounds, because the view is over, and wake the thread so that it ends."""
         self._stopped = True
         self._has_news.set()
         self._bell.ring([self._bell.name])
 
     def stop(self) -> None:
         """Note which sums of other servers are complete, for the server that takes over. No round can be
-        carried out any more."""
-        del self._pipeline  # which refers to this object: a cycle would keep the memory of the view
+        carried out after this."""
+        del self._pipeline  # breaks a cycle that would keep the memory of the view alive
         self.follow()
         for owner, i in self._kept.items():
             for number in (self._table.summed[i] - 1, self._table.summed[i]):
@@ -312,7 +315,8 @@ class RoundServer(UpdateExchange):
         self._table.store(self._table.summed, self._me, decision.version - self._base)
 
     def is_final(self, decision: Decision) -> bool:
-        """At once; but the first server evicts rows while all others are done, and wait for it."""
+        """Return True at once, with one exception: the first server evicts rows, and only when all other
+        servers have applied the update and are waiting for it."""
         rows = self._server_state.rows
         if rows is None or not self.may_evict or not rows.evicts(decision):
             return True
@@ -329,7 +333,7 @@ class RoundServer(UpdateExchange):
 
 
 class RoundWorker:
-    """A worker's half: pushes, and waits until all servers have applied the round."""
+    """Worker side of a round: pushes, and waits until all servers have applied the round."""
 
     def __init__(
         self,
@@ -341,8 +345,8 @@ class RoundWorker:
         check: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`server` is the one in this process, if any. `check` raises if there is nothing left to wait
-        for."""
+        """Create the worker side. `server` is the server of this process, if any. `check` raises if the view
+        is over, so that waiting is pointless."""
         self.seq = 0
         self._table = table
         self._bell = bell
@@ -356,7 +360,7 @@ class RoundWorker:
         return int(self._table.ticks[0])
 
     def begin(self) -> tuple[int, int]:
-        """The number of the next round, and the slot for its gradient: there is one."""
+        """Return the number of the next round, and the slot for its gradient (there is only one)."""
         return self.seq + 1, 0
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -366,7 +370,7 @@ class RoundWorker:
         return 0
 
     def drain(self) -> None:
-        """Nothing is pending after a round."""
+        """Do nothing: no push is pending after a round."""
 
     def push(
         self,
@@ -374,7 +378,7 @@ class RoundWorker:
         report: StepReport | None = None,
         rows: Mapping[str, memoryview] | None = None,
     ) -> None:
-        """The gradient of the next round is in its place."""
+        """Announce that the gradient of the next round is in shared memory."""
         table = self._table
         self.seq += 1
         table.write_push(self._me, push)
@@ -382,7 +386,7 @@ class RoundWorker:
             self._bell.ring(name for name in table.servers if name != self._bell.name)
 
     def finish(self) -> None:
-        """Wait until the round is applied everywhere, and do this process's part of it."""
+        """Do this process's part of the round, and wait until all servers have applied it."""
         table, began = self._table, time.monotonic()
         while not table.reached(table.applied, self.seq):
             done = self._server is None or self._server.carry(self.seq)
@@ -400,7 +404,7 @@ class RoundWorker:
         missing = _behind(table.workers, table.pushed, self.seq) or _behind(
             table.servers, table.applied, self.seq
         )
-        return f"{table.workers[self._me]} waited {waited_s:.0f} s for {', '.join(missing)}"
+        return f"{table.workers[self._me]} timed out after {waited_s:.0f} s: waiting for {', '.join(missing)}"
 
 
 def _behind(names: Sequence[str], column: memoryview, number: int) -> list[str]:

@@ -333,7 +333,7 @@ def test_the_same_in_the_same_out_also_through_json(
         Placement.from_record(record, layout=other)
     count = len(layout.shards)
     for firsts in ((0,) * (count + 1), (99,) * (count or 1)):
-        with pytest.raises(ManyhandsError, match="not a placement"):
+        with pytest.raises(ManyhandsError, match="Invalid placement"):
             Placement.from_record(replace(record, firsts=firsts), layout=layout)
 
 
