@@ -1,19 +1,19 @@
 """Blocks of a model in memory, and the optimizer that updates them.
 
-    FlatTensors       a model's numbers as flat buffers, in private or shared memory
+    FlatTensors       flat buffers of a model's parameters or gradients, in private or shared memory
     Span              neighbouring blocks: one tensor to add, send or optimize
     BlockOptimizer    the job's own torch optimizer, over spans instead of parameters
-    BlockStore        some blocks with their optimizer: a server's own, or a replica of another's
+    BlockStore        a set of blocks with their optimizer: a server's own, or replicas of another's
 
-Parameters and gradients of a model become views into FlatTensors, so that a backward writes where a server
-reads, and a push inside a host copies nothing. There is one copy of the parameters per host, and one of the
-gradients per worker.
+The parameters and gradients of a model are views into FlatTensors, so a backward writes to the memory that a
+server reads, and a push inside a host copies nothing. There is one copy of the parameters per host, and one
+of the gradients per worker.
 
-An elementwise optimizer (SGD, Adam and the like) does the same to each element whatever tensor it is in, so
-cutting tensors into blocks changes nothing but speed: one fused pass over a few large spans instead of many
-small tensors. Other optimizers get whole tensors, in their own shape. The optimizer is built from the class
-and the hyperparameters of the job's; none is pickled. A block can be moved to another store with its
-optimizer state, though neighbouring blocks are handled as one span.
+An elementwise optimizer (SGD, Adam and the like) treats each element independently of its tensor. So cutting
+tensors into blocks only changes the speed: one fused pass over a few large spans instead of many small
+tensors. Other optimizers get whole tensors, in their own shape. The optimizer is built from the class and
+hyperparameters of the job's optimizer; nothing is pickled. A single block can move to another store with its
+optimizer state, although neighbouring blocks are handled as one span.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ FUSED: tuple[type[Optimizer], ...] = (
     torch.optim.Adagrad,
 )
 MARKS = 128
-"""Numbers beside shared memory: a version for each server, and in the last place how many there are."""
+"""Number of integers after the buffers of shared memory: a version for each server, and in the last place the
+number of servers."""
 
 
 class FlatTensors:
-    """The buffers of a layout, with views of blocks and of pieces (parameters)."""
+    """Buffers of a layout, with views of blocks and of pieces (parameters)."""
 
     def __init__(
         self, layout: BlockLayout, buffers: Sequence[Tensor], segment: Segment | None = None
@@ -58,12 +59,12 @@ class FlatTensors:
             else segment.tensor(torch.int64, offset_bytes=segment.nbytes - 8 * MARKS, numel=MARKS)
         )
         self.marks = marks.numpy()
-        """The version that each server's blocks have reached, and in the last place the number of servers.
-        Shared with the memory; written at every update, one number at a time."""
+        """Version that each server's blocks have reached; the last place is the number of servers. In the
+        same shared memory as the buffers, if any. Each update writes one number."""
 
     @classmethod
     def private(cls, layout: BlockLayout, *, device: str = "cpu") -> FlatTensors:
-        """Memory of this process, all zero."""
+        """Allocate memory of this process, filled with zeros."""
         return cls(
             layout,
             [torch.zeros(b.numel, dtype=_dtype(b.dtype), device=device) for b in layout.buffers],
@@ -71,7 +72,7 @@ class FlatTensors:
 
     @classmethod
     def shared(cls, layout: BlockLayout, *, label: str) -> FlatTensors:
-        """Memory that other processes of this host can attach, all zero."""
+        """Allocate memory that other processes of this host can attach, filled with zeros."""
         return cls._in(layout, Segment.create(_offsets(layout)[-1] + 8 * MARKS, label=label))
 
     @classmethod
@@ -88,7 +89,7 @@ class FlatTensors:
 
     @property
     def mark(self) -> int:
-        """The version that all blocks have reached at least."""
+        """Version that all blocks have reached."""
         return int(self.marks[: int(self.marks[-1]) or 1].min())
 
     def set_mark(self, version: int, *, server: int = 0, servers: int = 1) -> None:
@@ -101,7 +102,7 @@ class FlatTensors:
         return self.buffers[block.buffer][block.start : block.stop]
 
     def piece(self, name: str) -> Tensor:
-        """One parameter's numbers, flat."""
+        """Return the elements of one parameter as a flat view."""
         slot = self.layout.slots[name]
         return self.buffers[slot.buffer][slot.start : slot.stop]
 
@@ -110,8 +111,8 @@ class FlatTensors:
             mine.copy_(theirs, non_blocking=non_blocking)
 
     def norm(self) -> float:
-        """The Euclidean norm of all numbers; padding is zero."""
-        # In float32 at least: the norm of many half-precision numbers is none itself.
+        """Return the Euclidean norm of all elements; padding is zero."""
+        # At least float32: the norm of many half-precision numbers may exceed half precision's range.
         norms = [
             torch.linalg.vector_norm(b, dtype=torch.promote_types(b.dtype, torch.float32))
             for b in self.buffers
@@ -129,7 +130,7 @@ class FlatTensors:
 
 @dataclass
 class GradientSums:
-    """The aggregated gradients of the last two versions."""
+    """Summed gradients of the last two versions."""
 
     flats: Sequence[FlatTensors]
     versions: list[int] = field(default_factory=lambda: [0, 0])
@@ -145,7 +146,7 @@ class GradientSums:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory itself."""
+    """Return the memory of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
@@ -169,7 +170,7 @@ class Span:
 
 @dataclass
 class BlockState:
-    """A block with its optimizer state, ready to be put into a store."""
+    """Parameters and optimizer state of a block, to build a store from."""
 
     params: Tensor
     state: dict[str, Any]
@@ -178,7 +179,7 @@ class BlockState:
 def spans_of(
     layout: BlockLayout, numbers: Iterable[int], *, max_bytes: int | None = None
 ) -> list[Span]:
-    """Blocks as spans, in order; none above `max_bytes` unless a single block is."""
+    """Merge neighbouring blocks into spans, in order. Only a single block may exceed `max_bytes`."""
     spans: list[list[Block]] = []
     for number in sorted(numbers):
         block = layout.blocks[number]
@@ -200,10 +201,10 @@ def spans_of(
 
 
 class BlockOptimizer:
-    """An optimizer like `template`, over the blocks that one server holds."""
+    """Optimizer with the class and hyperparameters of `template`, over the spans of one store."""
 
     def __init__(self, template: Optimizer, blocks: Mapping[int, tuple[int, Tensor]]) -> None:
-        """`blocks`: number of the block to (parameter group, its tensor, which is updated in place)."""
+        """Create the optimizer. `blocks` maps a number to (parameter group, tensor to update in place)."""
         self._parameters = {
             number: torch.nn.Parameter(tensor, requires_grad=True)
             for number, (_, tensor) in blocks.items()
@@ -222,7 +223,7 @@ class BlockOptimizer:
         self.optimizer = _like(template, groups)
 
     def step(self, gradients: Mapping[int, Tensor], *, lr_scale: float = 1.0) -> None:
-        """Update the blocks that have a gradient, and no others."""
+        """Update only the blocks that have a gradient."""
         for number, gradient in gradients.items():
             self._parameters[number].grad = gradient
         try:
@@ -236,7 +237,7 @@ class BlockOptimizer:
                 self._parameters[number].grad = None
 
     def state(self, number: int) -> dict[str, Any]:
-        """The optimizer state of a block: tensors of its size, and scalars."""
+        """Return the optimizer state of a block: tensors of its size, and scalars."""
         return dict(self.optimizer.state.get(self._parameters[number], {}))
 
     def load_state(self, number: int, state: Mapping[str, Any]) -> None:
@@ -245,7 +246,7 @@ class BlockOptimizer:
 
 
 class ScheduleClock:
-    """A learning rate schedule, and how many steps it has done since training began."""
+    """Learning rate schedule, and its number of steps since training began."""
 
     def __init__(self, scheduler: LRScheduler | None, ticks: int | None = None) -> None:
         self.ticks = position(scheduler) if ticks is None else ticks
@@ -259,7 +260,7 @@ class ScheduleClock:
 
 
 class BlockStore:
-    """Some blocks of a model, and their optimizer. `flat` is where their parameters lie."""
+    """Set of blocks of a model, and their optimizer. `flat` contains their parameters."""
 
     def __init__(
         self,
@@ -269,7 +270,7 @@ class BlockStore:
         *,
         ticks: int,
     ) -> None:
-        """`ticks`: how many steps the job's own scheduler has done."""
+        """Build a store from the state of its blocks. `ticks`: number of steps of the job's own scheduler."""
         layout = self.layout = flat.layout
         self.flat = flat
         self.numbers = sorted(materials)
@@ -291,7 +292,7 @@ class BlockStore:
                 self._optimizer.load_state(i, state)
         scheduler = train_state.schedule_for(self._optimizer.optimizer)
         self._schedule_clock = ScheduleClock(scheduler, ticks)
-        # A store without blocks never steps its optimizer, and torch would warn about its scheduler.
+        # A store without blocks never steps its optimizer; torch would warn about its scheduler.
         self._optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def __contains__(self, number: int) -> bool:
@@ -299,7 +300,7 @@ class BlockStore:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return float(self._optimizer.optimizer.param_groups[0]["lr"])
 
     def apply(self, sums: FlatTensors, *, lr_scale: float, ticks: int) -> None:
@@ -310,7 +311,7 @@ class BlockStore:
         self._schedule_clock.advance(ticks)
 
     def take(self, number: int) -> BlockState:
-        """The current state of a block. The tensors are this store's own."""
+        """Return the current state of a block. Its tensors are views of this store's memory."""
         span = self.spans[self._span_of[number]]
         block = self.layout.blocks[number]
         if self.layout.whole_tensors:
@@ -326,7 +327,7 @@ class BlockStore:
         return self._like(span, span.of(self.flat))
 
     def _like(self, span: Span, flat: Tensor) -> Tensor:
-        """In the tensor's own shape, for an optimizer that needs whole tensors."""
+        """View in the tensor's own shape, if the optimizer needs whole tensors."""
         return (
             flat.view(self.layout.shape_of(span.blocks[0])) if self.layout.whole_tensors else flat
         )
@@ -338,7 +339,7 @@ def add_up(
     sources: Sequence[FlatTensors],
     coefficients: Sequence[float],
 ) -> None:
-    """Set sums to the sources, each times its coefficient, added in their order."""
+    """Set `sums` to the sum of the sources, each times its coefficient, added in order."""
     for span in spans:
         total = span.of(sums)
         parts = [span.of(source) for source in sources]
@@ -362,7 +363,7 @@ def scale(sums: FlatTensors, spans: Sequence[Span], factor: float) -> None:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What to multiply a gradient of this norm by, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Return the factor that clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
     return min(1.0, limit / (norm + 1e-6))
 
 
@@ -371,9 +372,9 @@ def squared_norm(sums: FlatTensors, spans: Sequence[Span]) -> float:
 
 
 def _join(states: Sequence[Mapping[str, Any]], span: Span) -> dict[str, Any]:
-    """The optimizer state of a span from those of its blocks.
+    """Join the optimizer states of blocks into the state of their span.
 
-    A block may have none, if no gradient has reached it yet: then zeros stand in.
+    A block without state, because it has had no gradient yet, counts as zeros.
     """
     known = next((i for i, state in enumerate(states) if state), None)
     if known is None or not states[1:]:
@@ -396,7 +397,7 @@ def _of_elements(value: Any, numel: int) -> bool:
 
 
 def _like(template: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the template's class with these groups."""
+    """Create an optimizer of the template's class with these groups."""
     cls = type(template)
     known = inspect.signature(cls.__init__).parameters
     arguments = {name: value for name, value in template.defaults.items() if name in known}
@@ -415,7 +416,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _offsets(layout: BlockLayout) -> list[int]:
-    """Where each buffer begins in a segment, in bytes, and behind the last the segment's size."""
+    """Return the byte offset of each buffer in a segment, followed by the total size of the buffers."""
     offsets = [0]
     for buffer in layout.buffers:
         offsets.append(aligned(offsets[-1] + buffer.numel * buffer.itemsize))

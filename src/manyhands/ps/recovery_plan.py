@@ -1,12 +1,13 @@
-"""A change of membership, as far as the servers are concerned: who has what, and who gets what. Pure.
+"""Plan a change of membership for the servers: which server holds what, and which blocks move. Pure.
 
-When a view begins, every server says what it holds (a Status) to the lead, the first of them, who makes
-a Plan: up to which version all finish what was begun, where the blocks lie from now on, and which of
-them travel. A block comes from its server or, if that is gone, from its replica; if both are gone it is
-lost, and only a checkpoint helps.
+When a view begins, every server reports what it holds (a ServerStatus) to the leader, which is the first
+server of the view. The leader makes a RecoveryPlan: the version up to which all servers complete updates, the
+new placement of the blocks, and the blocks to move. A block comes from its server or, if that is gone, from
+its replica. If both are gone the block is lost, and the run must restart from a checkpoint.
 
-A plan takes hold when the lead says go, which it does when every server has all that it should hold.
-If the lead dies before everybody has heard it, whoever has heard it is right: `standing` finds out.
+A plan takes effect when the leader sends `Go`, which it does once every server has all blocks that it should
+hold. If the leader dies before all servers have received `Go`, the view is valid if any surviving server has
+received it: the latest such view is the plan's `standing`.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from manyhands.transport.fields import Count
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What one server brings into a view."""
+    """Report of one server to the leader of a new view."""
 
     server: str
     host: str
     view: Count
-    """The last view that it heard go of; 0: it has just come, and holds nothing."""
+    """Last view for which it received `Go`; 0 if it has just joined, and holds nothing."""
     prepared: Count
-    """A later view for which it had all that it should hold, and has not heard go; else 0."""
+    """Later view for which it has prepared all its blocks, but has not received `Go`; 0 if there is none."""
     placement: PlacementRecord | None
-    """Of `view`."""
+    """Placement of `view`."""
     ledger: Ledger
-    """With all decisions that anything here has applied."""
+    """Contains all decisions that are applied to any block on this server, own or replica."""
     replicas: Mapping[str, int]
-    """How far it can bring the replicas that it keeps for each server, by the word of `view`."""
+    """For each server whose replicas it keeps in `view`, the version that it can bring them to."""
     seen: Count = 0
-    """The newest version of the parameters that it has had before its eyes."""
+    """Newest version of the parameters in this server's memory."""
     row_placement: RowPlacement | None = None
-    """Where rows of tables are, by the word of `view`; None where there are none, or memory is shared."""
+    """Placement of table rows in `view`; None if there are no tables, or memory is shared."""
 
 
 @dataclass(frozen=True)
 class BlockMove:
-    """A shard that one server gives to another."""
+    """Transfer of a shard from one server to another."""
 
     shard: Count
     source: str
@@ -58,34 +59,35 @@ class BlockMove:
 @dataclass(frozen=True)
 class RecoveryPlan:
     standing: Count
-    """The view whose holdings count; 0: a fresh start."""
+    """View whose placement describes what the servers hold; 0 for a fresh start."""
     ledger: Ledger
     placement: PlacementRecord
     moves: tuple[BlockMove, ...] = ()
     stale: tuple[tuple[str, str], ...] = ()
-    """(keeper, owner): replicas that are behind their living owner and can't catch up by themselves,
-    or were given up in a view that never began."""
+    """(keeper, owner) of replicas to discard: they are behind their living owner and can't catch up by
+    themselves, or were discarded for a view that never began."""
     row_placement: RowPlacement | None = None
-    """Where rows of tables are from now on, where memory is not shared."""
+    """New placement of table rows, if memory is not shared."""
     row_moves: tuple[RowMove, ...] = ()
 
 
 def make_plan(
     statuses: Sequence[ServerStatus], layout: BlockLayout, *, replicas: int, rows: bool = False
 ) -> RecoveryPlan:
-    """`statuses` in the order of the view; the first is the lead's. `rows`: tables have row_placement."""
+    """Make the plan of a view. `statuses` are in the order of the view's servers, the leader's first. `rows`:
+    if true, table rows are placed too."""
     servers = [status.server for status in statuses]
     hosts = {status.server: status.host for status in statuses}
     standing = max(status.view for status in statuses)
     if not standing:
         if any(status.seen for status in statuses):
-            raise WeightsLost("All who held the parameters are gone: what was learnt is lost.")
+            raise WeightsLost("All servers with the parameters are gone: the weights are lost.")
         placement = place(layout, servers, replicas=replicas, hosts=hosts)
         row_placement = RowPlacement.fresh(servers, replicas=replicas) if rows else None
         return RecoveryPlan(
             0, statuses[0].ledger, placement.to_record(), row_placement=row_placement
         )
-    # Who was prepared for the standing view holds what it should there, though it did not hear go.
+    # A server that was prepared for the standing view holds its blocks, although it has not received Go.
     having = [s for s in statuses if standing in (s.view, s.prepared)]
     newest = max(having, key=lambda status: status.ledger.version)
     first = next(s for s in having if s.view == standing)
@@ -113,11 +115,12 @@ def make_plan(
 def _stale(
     previous: Placement, standing: int, having: Mapping[str, ServerStatus]
 ) -> Iterator[tuple[str, str]]:
-    """(keeper, owner) of the replicas that are of no use as they are."""
+    """Yield (keeper, owner) of the replicas that can't be used as they are."""
     holders = {previous.holders(shard) for shard in range(len(previous.layout.shards))}
     for owner, *second in holders:
         for keeper in (having[name] for name in second if name in having):
-            # Who was prepared for the standing view has got everything anew, and nothing happened since.
+            # A keeper that was only prepared for the standing view has received its replicas for it, and
+            # has applied nothing since.
             if keeper.view == standing:
                 reach = keeper.replicas.get(owner, -1)
                 wanted = having[owner].ledger.version if owner in having else 0
@@ -131,7 +134,7 @@ def _good_holders(
     having: Mapping[str, ServerStatus],
     stale: Sequence[tuple[str, str]],
 ) -> tuple[str, ...]:
-    """Who holds a shard as it should be, best first."""
+    """Return the servers with an up-to-date copy of a shard, the owner first."""
     owner, *second = previous.holders(shard)
     keepers = [name for name in second if name in having and (name, owner) not in stale]
     if owner not in having:

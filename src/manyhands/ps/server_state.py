@@ -1,9 +1,9 @@
-"""What a server process keeps across views.
+"""State that a server process keeps across views.
 
-The memory of the parameters, the blocks that it holds (its own and replicas, see block_store.py), the ledger
-of applied decisions, and the sums of the last two updates with the gradients that they were made of: enough
-to finish what other servers have finished, and to take over from a server whose replica is here. What changes
-it is in updates.py.
+It consists of the memory of the parameters, the blocks that the server holds (its own and replicas, see
+block_store.py), the ledger of applied decisions, and the sums of the last two updates with the gradients that
+they were made of. This is enough to complete any update that another server has completed, and to take over
+from a server whose replica is here. The functions that change it are in updates.py.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
 
 SPAN_BYTES = 4 << 20
-"""Most bytes of neighbouring blocks in one message: small enough to overlap in a large model. A quarter of it
-was a fifth slower for the small model of the benchmark."""
+"""Maximum bytes of neighbouring blocks in one message: small enough to overlap in a large model. With a
+quarter of it, the small model of the benchmark was a fifth slower."""
 
 
 @dataclass
 class HeldBlocks:
-    """The blocks that a server holds in one view."""
+    """Blocks that a server holds in one view."""
 
     view: int = 0
     placement: Placement | None = None
@@ -46,7 +46,7 @@ class HeldBlocks:
     replicas: dict[str, BlockStore] = field(default_factory=dict)
     """By the server that owns the blocks."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of the replicas."""
+    """Version of the replicas, by the server that owns the blocks."""
 
 
 class ServerState:
@@ -67,21 +67,21 @@ class ServerState:
         self.params = params
         self.schedule_clock = schedule_clock
         self.shared = shared
-        """If true, members share memory: gradients of dead workers stay there, and sums need not travel."""
+        """If true, members share memory: gradients of dead workers remain readable, and sums are not sent."""
         self.replicas = replicas
         self.ledger = Ledger(progress=Fraction(schedule_clock.ticks))
         self.held = HeldBlocks()
         self.coming: HeldBlocks | None = None
-        """Prepared for a view that has not begun."""
+        """Blocks prepared for a view that has not begun."""
         self.sums = GradientSums([self._memory("manyhands-sums") for _ in range(2)])
         self.ahead: dict[int, Decision] = {}
-        """Decisions by version that a replica has applied, and the own blocks have not."""
+        """Decisions, by version, that are applied to a replica here but not yet to the own blocks."""
         self.others: dict[str, GradientSums] = {}
-        """The sums of servers whose replicas are here: in their shared memory, or as they sent them."""
+        """Sums of the servers whose replicas are here: in their shared memory, or received from them."""
         self.gradients: dict[str, Sequence[FlatTensors]] = {}
-        """The slots of each worker: its own memory, or what it sent."""
+        """Gradient slots of each worker: its shared memory, or received from it."""
         self.rows = rows
-        """Rows of tables; None if the model has none, or workers change rows themselves."""
+        """Table rows; None if the model has no tables, or workers change rows themselves."""
 
     @property
     def layout(self) -> BlockLayout:
@@ -96,7 +96,7 @@ class ServerState:
                 reach[name] = version + 1
         ledger = self.ledger.copy()
         while (decision := self.ahead.get(ledger.version + 1)) is not None:
-            ledger.note(decision)  # else a replica would be ahead of every ledger
+            ledger.note(decision)  # otherwise a replica could be ahead of every ledger
         return ServerStatus(
             server=self.name,
             host=self.host,
@@ -110,14 +110,14 @@ class ServerState:
         )
 
     def block_state(self, number: int) -> BlockState:
-        """The state of a block that is held here, as own or as replica."""
+        """Return the state of a block that is held here, own or replica."""
         for block_store in (self.held.own, *self.held.replicas.values()):
             if block_store is not None and number in block_store:
                 return block_store.take(number)
         raise AssertionError(f"{self.name} holds no block {number}")
 
     def fresh(self, number: int) -> BlockState:
-        """The state of a block as the job, or its checkpoint, has it."""
+        """Return the initial state of a block, from the job or its checkpoint."""
         model, optimizer = self.train_state.model, self.train_state.optimizer
         pieces = pieces_of(model, optimizer)
         states = {name: optimizer.state.get(p, {}) for name, p in pieces.items()}
@@ -133,7 +133,8 @@ class ServerState:
         fresh: bool,
         row_placement: RowPlacement | None = None,
     ) -> None:
-        """Build the blocks of `placement`, from those received, by (role, block), and those held here."""
+        """Build the blocks of `placement` from `materials`, those received, by (role, block), and those held
+        here. If `fresh` is true, missing blocks get their initial state."""
 
         def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:
             return {
@@ -149,8 +150,8 @@ class ServerState:
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
             if numbers:
-                # Where memory is not shared, a worker of this process computes with the replica: its
-                # parameters need not travel.
+                # If memory is not shared, a worker of this process computes with the replica, so that its
+                # parameters are not sent.
                 memory = FlatTensors.private(self.layout) if self.shared else self.params
                 block_store = BlockStore(
                     self.train_state, memory, find("replica", numbers), ticks=ticks
@@ -162,11 +163,11 @@ class ServerState:
             self.rows.prepare(row_placement, materials)
 
     def begin(self) -> None:
-        """Begin the view for which everything is prepared."""
+        """Begin the prepared view."""
         assert self.coming is not None
         self.held, self.coming = self.coming, None
         self.sums.versions = [0, 0]
-        # Workers send the addresses of their gradients again; memory of dead workers is freed.
+        # Workers send the addresses of their gradients again; the memory of dead workers is freed.
         self.others, self.ahead, self.gradients = {}, {}, {}
         if self.rows is not None:
             self.rows.begin(self.ledger.version)
@@ -175,7 +176,7 @@ class ServerState:
         self.params.set_mark(self.ledger.version, server=me, servers=len(servers))
 
     def attach_sums(self, addresses: Mapping[str, Sequence[str]]) -> None:
-        """Find the sums of the servers whose replicas are here: in shared memory, or sent later."""
+        """Attach the sums of the servers whose replicas are here, or allocate memory to receive them."""
         for owner in self.held.replicas:
             flats = [FlatTensors.attached(self.layout, each) for each in addresses[owner]]
             self.others[owner] = GradientSums(
@@ -199,12 +200,12 @@ class ServerState:
 
 
 def message_spans(layout: BlockLayout, numbers: Iterable[int]) -> list[Span]:
-    """Blocks cut into spans for messages."""
+    """Merge blocks into spans for messages."""
     return spans_of(layout, numbers, max_bytes=SPAN_BYTES)
 
 
 def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str | None]]:
-    """The spans in which a server's blocks travel, and for each the server that has its replica."""
+    """Return the spans in which a server's blocks are sent, and the replica holder of each span."""
     kept: dict[str | None, list[int]] = defaultdict(list)
     for block in placement.blocks_of(server):
         kept[placement.replica_of(block)].append(block.number)

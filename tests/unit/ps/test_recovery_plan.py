@@ -286,7 +286,7 @@ def test_a_death_without_replicas_is_a_loss() -> None:
     town.join()
     town.sites.pop(0)
     town.sites[0].version = 3  # it has seen the parameters of the dead, if not held them
-    with pytest.raises(ManyhandsError, match="gone: what was learnt is lost"):
+    with pytest.raises(ManyhandsError, match="gone: the weights are lost"):
         plan_of(town)
 
 
