@@ -322,20 +322,17 @@ class PsLearner(Learner):
     def _contribution(
         self, share: Share, seq: int, slot: int, weight: float | Tensor, loss: float
     ) -> Contribution:
-        state, limit = self.train_state, self._node.mode.push_clip_norm
+        """Describe a push: its part of the step, and the weights that the servers multiply it by."""
+        state = self.train_state
         samples, total = float(share.samples), float(share.total)
         if state.weight is not None:
-            # Scaled by its own weight: the servers know the weights of all workers, and divide by their sum.
+            # Scaled by its own weight: the servers know all workers' weights, and divide by their sum.
             samples, total = float(weight), 1.0
             if not 0 <= samples < math.inf:
                 raise JobError(
                     f"weight() of the samples of step {share.step} is {samples}; it must be a number, "
                     "0 or more."
                 )
-        scale = 1.0
-        if limit is not None and samples:
-            assert self._memory is not None
-            scale = clip_factor(self._memory.slots[slot].norm() * total / samples, limit)
         return Contribution(
             self.me.name,
             seq,
@@ -345,11 +342,23 @@ class PsLearner(Learner):
             samples,
             total,
             share=(share.samples, share.total),
-            scale=scale,
+            scale=self._clip_own_gradient(slot, samples, total),
             lr_factor=state.lr_factor,
             ticks=state.ticks,
             loss=loss if math.isfinite(loss) else 0.0,  # the report has it
         )
+
+    def _clip_own_gradient(self, slot: int, samples: float, total: float) -> float:
+        """Return the factor that clips this worker's gradient, in modes without rounds.
+
+        The gradient is a part of the mean over `total`; the clipped norm is that of the mean over `samples`.
+        In rounds the servers clip the whole gradient instead (updates.py), and the factor is 1.
+        """
+        limit = self._node.mode.push_clip_norm
+        if limit is None or not samples:
+            return 1.0
+        assert self._memory is not None
+        return clip_factor(self._memory.slots[slot].norm() * total / samples, limit)
 
     @property
     def whole_steps(self) -> bool:

@@ -1,21 +1,23 @@
-"""From a decision to an update: add up, clip, replicate, apply. One decision at a time, in their order.
+"""Turn decisions into updates: add up, clip, replicate, apply. One decision at a time, in order.
 
-    add up      the gradients of the decision into one of two sums (a replica may still read the other)
-    clip        by the norm of the whole gradient, of which each server has a part
-    replicate   the sum reaches the servers that hold this server's replicas
-    apply       the optimizer's step; rows of tables before it, eviction after it
+    add up      sum the gradients of the decision into one of two buffers (a replica may still read the other)
+    clip        scale by the norm of the whole gradient, of which each server has a part
+    replicate   pass the sum to the servers that hold this server's replicas
+    apply       run the optimizer's step; table rows are updated before it, and evicted after it
 
-`UpdatePipeline` does this once for all modes. How the servers of a view exchange norms and sums is an
-`UpdateExchange`, chosen when the view begins:
+`UpdatePipeline` does this for all modes. The exception is clipping without rounds: in `ps:async` and `ps:ssp`
+each worker clips its own push (learner.py), and `clip` is skipped here. The servers of a view exchange norms
+and sums through an `UpdateExchange`, chosen when the view begins:
 
     RoundServer        (rounds.py) through a table in shared memory, without messages
-    MessageExchange    by messages; sums lie in shared memory, or have no replicas
-    NetworkExchange    by messages; sums travel to the replicas, with a two-phase commit
+    MessageExchange    by message; sums are in shared memory, or have no replicas
+    NetworkExchange    by message; sums are sent to the replicas, with a two-phase commit
 
-Inside a host a decision is final at once: every server can read all gradients and sums, so any survivor
-can finish it, and replicas follow when there is time. Between hosts it is final when the lead knows that
-every sum is with its replica (`held`), so that the death of one member never leaves half an update. The
-lead then sends `commit`, and replicas apply the sum too: their parameters need not travel.
+Inside a host a decision is final at once: every server can read all gradients and sums, so any survivor can
+complete it, and replicas are updated later. Between hosts it is final when the leader knows that every sum
+has reached its replica holder (`SumHeld`), so that the death of one member never leaves half an update. The
+leader then sends `Commit`, and replica holders apply the sum too, so that no parameters have to be sent to
+them.
 
 Used by one thread at a time.
 """
@@ -60,50 +62,50 @@ if TYPE_CHECKING:
     from manyhands.ps.sessions import Peer
 
 MAX_BEHIND = 1024
-"""Upper bound of decisions that wait to be applied, for checks."""
+"""Upper bound on the number of decisions that wait to be applied, used to check messages."""
 
 Message = PartialNorm | ReplicaSum | SumHeld | SumTaken | Commit
-"""Those of an exchange."""
+"""Messages of an UpdateExchange."""
 
 
 class UpdateExchange(ABC):
-    """What the servers of a view tell each other about an update."""
+    """Exchange of norms and sums among the servers of a view."""
 
     may_evict: bool = False
     """If true, this server may evict rows of tables after an update."""
 
     @abstractmethod
     def is_free(self, version: int) -> bool:
-        """Whether the place for the sum of this version is free: no replica reads what was there."""
+        """Return whether the buffer for this version's sum is free: no replica still reads its old sum."""
 
     @abstractmethod
     def share_norm(self, version: int, squared: float) -> None:
-        """Tell the other servers this server's part of the squared norm."""
+        """Send this server's part of the squared norm to the other servers."""
 
     @abstractmethod
     def norms(self, version: int) -> Sequence[float] | None:
-        """All servers' parts, in an order that is the same on each; None while some are missing."""
+        """Return all servers' parts, in the same order on every server; None while some are missing."""
 
     @abstractmethod
     def replicate(self, decision: Decision) -> None:
-        """The sum is complete: let the servers with replicas have it."""
+        """Pass the complete sum to the servers with replicas."""
 
     def is_final(self, decision: Decision) -> bool:
-        """Whether the update may be applied now."""
+        """Return whether the update may be applied now."""
         return True
 
     def applied(self, decision: Decision) -> None:
-        """The update is applied here."""
+        """Called when the update is applied on this server."""
         return
 
 
 @dataclass
 class PendingUpdate:
-    """The decision that is being carried out, and how far it is."""
+    """Decision that is being carried out, and the stages that are done."""
 
     decision: Decision
     clipped: bool = False
-    """If true, the sum is complete, and never scaled again however often the update is retried."""
+    """If true, the sum is complete, and is not scaled again however often the update is retried."""
     replicated: bool = False
 
 
@@ -117,9 +119,10 @@ class UpdatePipeline:
         applied: Callable[[Decision, float], None] = lambda decision, lr: None,
         compensation: Compensation | None = None,
     ) -> None:
-        """`applied` is called after each update, with its decision and the schedule's learning rate."""
+        """Create the pipeline of a view. `applied` is called after each update, with its decision and the
+        schedule's learning rate."""
         self.decided = server_state.ledger.version
-        """The last version that there is a decision on."""
+        """Last version for which there is a decision."""
         self._server_state = server_state
         self._own = server_state.own
         self._clip_norm = mode.clip_norm
@@ -134,7 +137,8 @@ class UpdatePipeline:
         self.advance()
 
     def advance(self) -> None:
-        """Carry out decisions as far as possible now. Called whenever something may have changed."""
+        """Carry out decisions as far as possible. Called whenever the state of the exchange may have
+        changed."""
         exchange = self._exchange
         while (update := self._pending or self._begin()) is not None:
             if not update.clipped and not self._clip(update):
@@ -148,7 +152,7 @@ class UpdatePipeline:
             self._apply(update.decision)
 
     def _begin(self) -> PendingUpdate | None:
-        """Add up the next decision, once the place for its sum is free."""
+        """Add up the gradients of the next decision, once the buffer for their sum is free."""
         if not self._queue or not self._exchange.is_free(self._queue[0].version):
             return None
         decision, state, own = self._queue.popleft(), self._server_state, self._own
@@ -162,12 +166,13 @@ class UpdatePipeline:
         return self._pending
 
     def _clip(self, update: PendingUpdate) -> bool:
-        """Clip as torch does, by the norm of the whole gradient; False while parts of it are missing."""
+        """Clip as torch does, by the norm of the whole gradient. Returns False while parts of it are
+        missing."""
         if self._clip_norm is not None:
             norms = self._exchange.norms(update.decision.version)
             if norms is None:
                 return False
-            # Every server computes the same factor: the same numbers in the same order.
+            # Every server computes the same factor, from the same numbers in the same order.
             factor = clip_factor(math.sqrt(math.fsum(norms)), self._clip_norm)
             update.decision = replace(update.decision, factor=factor)
             scale(self._server_state.sums.of(update.decision.version), self._own.spans, factor)
@@ -184,7 +189,7 @@ class UpdatePipeline:
         self._applied(decision, lr)
 
 
-# Of one server's state, also between views ------------------------------------------------------
+# Updates of one server's state, in and between views --------------------------------------------
 
 
 def _add_up(
@@ -197,18 +202,18 @@ def _add_up(
 def make_sum(
     state: ServerState, decision: Decision, sums: FlatTensors, spans: Sequence[Span]
 ) -> None:
-    """The sum of a decision, clipped as it was decided."""
+    """Compute the sum of a decision, clipped by the decision's factor."""
     _add_up(state, decision, sums, spans)
     scale(sums, spans, decision.factor)
 
 
 def apply(state: ServerState, decision: Decision) -> float:
-    """Apply the sum of a decision to the server's own blocks; returns the schedule's learning rate."""
+    """Apply the sum of a decision to the server's own blocks. Returns the schedule's learning rate."""
     placement, own = state.held.placement, state.held.own
     assert placement is not None
     assert own is not None
     lr = own.lr
-    if state.rows is not None:  # before the blocks, which advance the learning rate
+    if state.rows is not None:  # before the blocks, whose update advances the learning rate
         state.rows.apply(decision, placement.servers, lr=lr, base_lr=state.train_state.base_lr)
     own.apply(state.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks)
     state.ledger.note(decision)
@@ -218,7 +223,7 @@ def apply(state: ServerState, decision: Decision) -> float:
 
 
 def apply_replica(state: ServerState, owner: str, decision: Decision) -> None:
-    """Apply another server's sum to the replica of its blocks."""
+    """Apply another server's sum to the replicas of its blocks."""
     sums = state.others[owner].of(decision.version)
     state.held.replicas[owner].apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
     state.held.versions[owner] = decision.version
@@ -227,7 +232,7 @@ def apply_replica(state: ServerState, owner: str, decision: Decision) -> None:
 
 
 def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
-    """Finish what another server has finished, with everything that is held here."""
+    """Complete all updates of the plan's ledger, on the own blocks and replicas that are held here."""
     if state.coming is not None and state.coming.view == plan.standing:
         state.held = state.coming
         if state.rows is not None:
@@ -235,18 +240,18 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
     state.coming = None
     state.schedule_clock.advance(plan.ledger.ticks)
     if state.held.view != plan.standing:
-        state.held = HeldBlocks()  # it missed a view in which its blocks were given to others
+        state.held = HeldBlocks()  # missed a view: its blocks have moved to other servers
         state.ledger = plan.ledger.copy()
         return
     for keeper, owner in plan.stale:
-        if keeper == state.name:  # what is needed of it will be sent again
+        if keeper == state.name:  # the blocks that it needs are sent again
             state.held.replicas.pop(owner, None)
             state.held.versions.pop(owner, None)
     for owner, replica in state.held.replicas.items():
         for decision in plan.ledger.after(state.held.versions[owner]):
             others = state.others.get(owner)
             if others is None or not others.has(decision.version):
-                if others is None or state.shared:  # never into the memory of its owner
+                if others is None or state.shared:  # never write to the owner's memory
                     others = GradientSums([FlatTensors.private(state.layout)] * 2)
                     state.others[owner] = others
                 make_sum(state, decision, others.of(decision.version), replica.spans)
@@ -260,7 +265,7 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
 def check_decision(state: ServerState, decision: Decision, *, next_is: int) -> None:
     """Check a decision from another server's message."""
     if decision.version != next_is:
-        raise ProtocolError(f"a decision on version {decision.version}, where {next_is} is next")
+        raise ProtocolError(f"a decision on version {decision.version}; expected {next_is}")
     for each in decision.contributions:
         slots = state.gradients.get(each.worker, ())
         if each.slot >= len(slots):
@@ -275,17 +280,17 @@ def check_decision(state: ServerState, decision: Decision, *, next_is: int) -> N
 
 
 def check_ticks(state: ServerState, ticks: int) -> None:
-    """Check a position of the schedule from another server's message: each of its steps takes time."""
+    """Check a schedule position from another server's message: advancing to it takes time for each step."""
     most = 2 * state.train_state.plan.of + MAX_TICKS
     if state.train_state.scheduler is not None and ticks > most:
-        raise ProtocolError(f"{ticks} steps of a schedule that has at most {most}")
+        raise ProtocolError(f"{ticks} steps of a schedule with at most {most}")
 
 
-# By messages ------------------------------------------------------------------------------------
+# Exchanges by message ---------------------------------------------------------------------------
 
 
 class MessageExchange(UpdateExchange):
-    """Servers exchange norms by message. A sum is in memory that its replica's server can read."""
+    """Exchange of norms by message. Sums are in memory that the replica holders can read."""
 
     def __init__(
         self,
@@ -302,35 +307,35 @@ class MessageExchange(UpdateExchange):
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
         keepers = {placement.replica_of(b) for b in placement.blocks_of(server_state.name)}
         self._taken = {name: server_state.ledger.version for name in peers if name in keepers}
-        """The last sum that each server with a replica of these blocks has applied."""
+        """Last version whose sum each holder of this server's replicas has applied."""
 
     def handle(self, who: str, message: Message) -> None:
-        """Handle a message of another server; ProtocolError if no update under way can use it."""
+        """Handle a message of another server; ProtocolError if it belongs to no update in progress."""
         match message:
             case PartialNorm(version, value):
                 self._check_version(message, self._server_state.ledger.version)
                 if not self._clips or who in self._norms[version]:
-                    raise ProtocolError(f"a norm for version {version} that no server waits for")
+                    raise ProtocolError(f"an unexpected norm for version {version}")
                 self._norms[version][who] = value
             case SumTaken(version):
                 if who not in self._taken:
-                    raise ProtocolError("'SumTaken' from a server that has no replica of this one")
+                    raise ProtocolError("'SumTaken' from a server without a replica of this one")
                 self._check_version(message, self._taken[who])
                 self._taken[who] = version
             case ReplicaSum():
                 if who not in self._server_state.others:
-                    raise ProtocolError("a sum whose replica is not here")
+                    raise ProtocolError("a sum of a server whose replica is not here")
                 self._check_version(message, self._server_state.held.versions[who])
                 self._on_replica(who, message)
             case _:
                 raise ProtocolError(f"{kind_of(message)!r} where updates need no commit")
 
     def buffer_for(self, owner: str, message: ReplicaSum) -> memoryview:
-        """The memory for a span of another server's sum."""
+        """Return the memory for a span of another server's sum."""
         raise ProtocolError(f"span {message.span} of a sum whose replica is not here")
 
     def close(self) -> None:
-        """The view is over: nothing more is committed, and no sums leave."""
+        """End the view: nothing more is committed, and no `SumTaken` is sent."""
         self._closed = True
 
     def is_free(self, version: int) -> bool:
@@ -362,11 +367,11 @@ class MessageExchange(UpdateExchange):
             self._send(owner, SumTaken(decision.version))
 
     def _check_version(self, message: Message, last: int) -> None:
-        """Servers and replicas are at most two updates apart."""
+        """Check the version of a message: servers and replicas are at most two updates apart."""
         version = message.version
         if not last < version <= max(last, self._server_state.ledger.version) + 2:
             kind = kind_of(message)
-            raise ProtocolError(f"{kind!r} of version {version}, where {last} is the last")
+            raise ProtocolError(f"{kind!r} of version {version}; the last version was {last}")
 
     def _send_all(self, message: Message) -> None:
         for name in self._peers:
@@ -376,13 +381,13 @@ class MessageExchange(UpdateExchange):
         try:
             self._peers[who].link.send(message)
         except LinkError:
-            # It is dead, and a view without it comes. Until then the others must not be left with half
-            # of an update: what was begun is finished here.
+            # The server is dead, and a view without it follows. Until then this server completes the
+            # update that it has begun, so that the others are not left with half of it.
             pass
 
 
 class NetworkExchange(MessageExchange):
-    """Sums are sent to the servers that hold replicas, and an update is committed when all have arrived."""
+    """Exchange that sends sums to the replica holders, and commits an update when all sums have arrived."""
 
     def __init__(
         self,
@@ -393,23 +398,23 @@ class NetworkExchange(MessageExchange):
         *,
         followed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`followed` is called when a replica here is newer."""
+        """Create the exchange of a view. `followed` is called after each update of a replica here."""
         super().__init__(server_state, mode, placement, peers)
         self._lead = placement.servers[0]
         self._followed = followed
         self._to_hold = _to_hold(placement)
-        """(owner, keeper) of all sums: what the lead waits for before it commits."""
+        """(owner, keeper) of all sums; the leader waits for these before it commits."""
         self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
         self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
         self._pending = self._committed = server_state.ledger.version
-        """The last version whose sum is complete here, and the last one that is committed."""
+        """Last version whose sum is complete here, and last version that is committed."""
         spans, keepers = travelling(placement, server_state.name)
         self._to_send = {
             name: [span for span, keeper in zip(spans, keepers, strict=True) if keeper == name]
             for name in self._taken
         }
-        """The spans of this server's sums, by the server that has their replica."""
+        """Spans of this server's sums, by the holder of their replica."""
         self._channels = {name: PriorityChannel([peers[name].link]) for name in self._taken}
         kept = [
             (placement.server_of(b), b.number) for b in placement.replicas_of(server_state.name)
@@ -420,7 +425,7 @@ class NetworkExchange(MessageExchange):
             )
             for owner in server_state.others
         }
-        """The spans of the replicas here, by their owner."""
+        """Spans of the replicas here, by their owner."""
 
     def handle(self, who: str, message: Message) -> None:
         state = self._server_state
@@ -429,14 +434,14 @@ class NetworkExchange(MessageExchange):
                 self._check_version(message, state.ledger.version)
                 if state.name != self._lead or (owner, who) not in self._to_hold:
                     raise ProtocolError(
-                        "'SumHeld' of a sum that it does not hold, or not to the lead"
+                        "'SumHeld' for a sum that its sender does not hold, or not sent to the leader"
                     )
                 self._on_held(owner, who, version)
             case Commit(version):
                 if who != self._lead or self._pending == state.ledger.version:
-                    raise ProtocolError("a commit that is not expected, or not from the lead")
+                    raise ProtocolError("an unexpected commit, or one not from the leader")
                 if version != self._pending:
-                    raise ProtocolError(f"a commit of {version} instead of {self._pending}")
+                    raise ProtocolError(f"a commit of version {version}; expected {self._pending}")
                 self._on_commit(version)
             case _:
                 super().handle(who, message)
@@ -471,7 +476,7 @@ class NetworkExchange(MessageExchange):
             self._send(self._lead, SumHeld(version, owner))
 
     def _on_held(self, owner: str, keeper: str, version: int) -> None:
-        """On the lead: once every sum is held, the update is final."""
+        """Note a held sum, on the leader. Once every sum is held, commit the update."""
         self._held[version].add((owner, keeper))
         if self._held[version] >= self._to_hold and not self._closed:
             del self._held[version]
@@ -488,7 +493,7 @@ class NetworkExchange(MessageExchange):
     def _on_replica(self, owner: str, message: ReplicaSum) -> None:
         version = message.version
         if message.span is None:
-            raise ProtocolError("a sum without its numbers")
+            raise ProtocolError("a sum without a payload")
         if message.decision is not None:
             check_decision(self._server_state, message.decision, next_is=version)
             self._uncommitted[version][owner] = message.decision
@@ -505,7 +510,7 @@ class NetworkExchange(MessageExchange):
 
 
 def _to_hold(placement: Placement) -> set[tuple[str, str]]:
-    """(owner, keeper) of all replicas; a server without one answers for itself."""
+    """Return (owner, keeper) of all replicas; a server without a replica is its own keeper."""
     kept = {
         (placement.server_of(block), server)
         for server in placement.servers
