@@ -1,13 +1,13 @@
-"""The rows of tables on a server, beside the blocks of its ServerState.
+"""Table rows on a server, next to the blocks of its ServerState.
 
     SharedRowState    inside a host: one copy of the tables in shared memory, which outlives any process. Each
-                      server changes the rows whose ids are assigned to it, and keeps the old ones until all
-                      servers have applied the update (embeddings/undo.py)
-    RowServerState    between hosts: each server has rows of its own, in shards that two servers hold
-                      (embeddings/row_placement.py). Workers push to both; a decision changes the rows on
-                      both, in the same order
+                      server updates the rows whose ids are assigned to it, and keeps their old values until
+                      all servers have applied the update (embeddings/undo.py)
+    RowServerState    between hosts: each server has its own rows, in shards that are held by two servers
+                      each (embeddings/row_placement.py). Workers push to both servers, and a decision
+                      updates the rows on both, in the same order
 
-Used by the server's thread alone.
+Used only by the server's thread.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from manyhands.ps.protocol import (
 from manyhands.ps.tensor_messages import pack
 
 ROLE = "rows "
-"""Role of messages with rows: this, followed by the name of the table."""
+"""Prefix of the role of messages with rows; the table's name follows."""
 MAX_CHANGES = 128
-"""Changes of a row are counted modulo this: more than happen between reading it and pushing, and few enough
-for 16 bits."""
+"""Modulus of the count of changes of a row: more than the changes between a read and the push that follows,
+and small enough for 16 bits."""
 
 
 class GradLocation(Protocol):
@@ -51,7 +51,7 @@ class GradLocation(Protocol):
 
 
 class ReceivedGrads:
-    """Gradients of rows that came over the network."""
+    """Row gradients received over the network."""
 
     def __init__(self) -> None:
         self.grads: TableGrads = {}
@@ -64,19 +64,19 @@ class RowServerState:
     undo: UndoLog | None = None
 
     def __init__(self, name: str, tables: TableStores, *, adds: bool, bits: int = 32) -> None:
-        """`adds`: if true, workers push differences to add to the rows instead of gradients. `bits`: of each
-        number on the wire."""
+        """Create the row state of a server. `adds`: if true, workers push differences to add to the rows
+        instead of gradients. `bits`: size of each number on the wire."""
         self.name = name
         self.tables = tables
         self.placement: RowPlacement | None = None
-        """Of the view that counts; None inside a host."""
+        """Placement of the current view; None inside a host."""
         self.grads: dict[str, Sequence[GradLocation]] = {}
-        """The slots of each worker."""
+        """Gradient slots of each worker."""
         self._adds = adds
         self._bits = bits
         self._wire = wire_specs(tables.specs, adds=adds)
         self._changes = {name: np.zeros(0, np.float32) for name in tables.specs}
-        """How often each row was changed, modulo MAX_CHANGES, if differences are pushed."""
+        """Number of changes of each row, modulo MAX_CHANGES, if differences are pushed."""
         self._coming: RowPlacement | None = None
         self._arrived: list[tuple[str, int, RowChunk]] = []
         self._rates: dict[int, tuple[float, float]] = {}
@@ -85,8 +85,8 @@ class RowServerState:
     # A view begins ------------------------------------------------------------------------------
 
     def pack(self, shard: int, *, since: int | None = None) -> Iterator[tuple[str, BlockState]]:
-        """Yield the rows of a shard by role, to be sent; or only those touched after a step."""
-        from manyhands.embeddings.row_transfer import export  # and numba: not without tables
+        """Yield the rows of a shard by role, to be sent. With `since`, only rows touched after that step."""
+        from manyhands.embeddings.row_transfer import export  # imports numba: only with tables
 
         for name in self.tables.specs:
             chunk = export(self.tables.store(name), shards=[shard], of=SHARDS, since=since)
@@ -109,7 +109,7 @@ class RowServerState:
         self.take_over()
 
     def take_over(self) -> None:
-        """Switch to what was prepared."""
+        """Switch to the prepared rows, if there are any."""
         if self._coming is None:
             return
         from manyhands.embeddings.row_transfer import drop, load
@@ -132,9 +132,9 @@ class RowServerState:
         return
 
     def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
-        """Find a worker's row gradients in shared memory, or make space for them."""
+        """Attach a worker's row gradients in shared memory, or create slots to receive them."""
         if addresses:
-            raise ProtocolError(f"{len(addresses)} gradients of rows in shared memory")
+            raise ProtocolError(f"{len(addresses)} row gradients in shared memory")
         self.grads[worker] = [ReceivedGrads() for _ in range(slots)]
 
     # Messages of workers ------------------------------------------------------------------------
@@ -147,7 +147,8 @@ class RowServerState:
         *,
         done: int,
     ) -> Iterator[tuple[TensorMessage | RowsAnswer | StateEnd, memoryview | None]]:
-        """Handle a message of a worker; yields the answers. `done`: its last push that is in the weights."""
+        """Handle a message of a worker, and yield the answers. `done`: number of its last push that is in the
+        weights."""
         if isinstance(message, TableStateRequest):
             yield from self._all_rows(message.since)
             return
@@ -163,24 +164,24 @@ class RowServerState:
             except ValueError as error:
                 raise ProtocolError(str(error)) from error
             for name, sparse in grads.items():
-                # An id that no row can have would stop this server later.
+                # Check now: an invalid id would crash this server when the update is applied.
                 self._check(name, sparse.ids)
             self.put(worker, message.slot, grads)
 
     def put(self, worker: str, slot: int, grads: TableGrads) -> None:
-        """Take the row gradients of the push that follows."""
+        """Store the row gradients of the push that follows."""
         slots = self.grads.get(worker, ())
         if not 0 <= slot < len(slots):
-            raise ProtocolError(f"gradients of rows in slot {slot} of {len(slots)}")
+            raise ProtocolError(f"row gradients in slot {slot} of {len(slots)}")
         place = slots[slot]
         assert isinstance(place, ReceivedGrads)
         place.grads = grads
 
     def look_up(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The rows of some ids, as they are sent. A row is created, and its lookups are counted, when it is
-        changed: both of its servers must do the same."""
+        """Return the rows of some ids, in the format of the wire. A lookup neither creates a row nor counts
+        as a use; an update does both, because both servers of the row must do the same."""
         if name not in self.tables.specs:
-            raise ProtocolError(f"rows of {name!r}, an unknown table")
+            raise ProtocolError(f"rows of unknown table {name!r}")
         self._check(name, ids)
         store = self.tables.store(name)
         rows = np.empty((len(ids), self._wire[name].dim), np.float32)
@@ -192,14 +193,14 @@ class RowServerState:
         return rows
 
     def _check(self, name: str, ids: NDArray[np.int64]) -> None:
-        """Check ids that came over the network."""
+        """Check ids received over the network."""
         try:
             self.tables.store(name).check(ids)
         except JobError as error:
             raise ProtocolError(str(error)) from error
 
     def _all_rows(self, since: int) -> Iterator[tuple[TensorMessage | StateEnd, memoryview | None]]:
-        """Yield all rows of which this server is the first holder, for a checkpoint."""
+        """Yield all rows whose first holder is this server, for a checkpoint."""
         assert self.placement is not None
         own = [s for s, held in enumerate(self.placement.holders) if held[0] == self.name]
         for shard in own:
@@ -212,16 +213,16 @@ class RowServerState:
     def apply(
         self, decision: Decision, servers: Sequence[str], *, lr: float, base_lr: float
     ) -> None:
-        """Apply a decision's gradients to the rows that this server changes."""
+        """Apply a decision's gradients to the rows that this server updates."""
         self._rates = {**dict(list(self._rates.items())[-7:]), decision.version: (lr, base_lr)}
         self._apply(decision, servers, self.name, self.undo)
 
     def evicts(self, decision: Decision) -> bool:
-        """Whether rows are to be evicted after this update."""
+        """Return whether rows are evicted after this update."""
         return decision.step % EVICT_EVERY == 0 and bool(self.tables.evicting)
 
     def finish(self, ledger: Ledger, servers: Sequence[str], alive: Sequence[str]) -> None:
-        """Finish the updates of dead servers, if their rows are here."""
+        """Complete the updates of dead servers, if their rows are in shared memory."""
         return
 
     def _apply(
@@ -245,8 +246,9 @@ class RowServerState:
         )
 
     def _add(self, grads: TableGrads, now: int) -> None:
-        """Add a worker's differences. A row that others have changed since it was read moves by as much less:
-        two workers that both move it all the way would move it twice as far."""
+        """Add a worker's differences. If other workers have changed a row since it was read, its difference
+        is scaled down accordingly: two workers that each apply their full difference would move it twice as
+        far."""
         for name, sparse in grads.items():
             store = self.tables.store(name)
             slots = store.find(sparse.ids, create=True, now=now)
@@ -255,7 +257,7 @@ class RowServerState:
             )
 
     def _changes_for(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The counts of changes of a table, with space for these slots."""
+        """Return a table's counts of changes, enlarged to include these slots."""
         changes = self._changes[name]
         highest = int(slots.max(initial=0)) + 1
         if highest > len(changes):
@@ -264,7 +266,7 @@ class RowServerState:
 
 
 class SharedRowState(RowServerState):
-    """Rows in shared memory: workers read them and put gradients there, without messages."""
+    """Rows in shared memory: workers read rows and write gradients there, without messages."""
 
     undo: UndoLog
 
@@ -272,7 +274,7 @@ class SharedRowState(RowServerState):
         super().__init__(name, tables, adds=adds, bits=bits)
         self.undo = UndoLog.create()
         self._undo_logs: dict[str, UndoLog] = {}
-        """Those of the other servers."""
+        """Undo logs of the other servers."""
 
     def begin(self, version: int) -> None:
         super().begin(version)
@@ -283,11 +285,11 @@ class SharedRowState(RowServerState):
 
     def enter(self, worker: str, addresses: Sequence[str], slots: int) -> None:
         if len(addresses) != slots:
-            raise ProtocolError(f"{len(addresses)} gradients of rows in shared memory")
+            raise ProtocolError(f"{len(addresses)} row gradients in shared memory")
         try:
             self.grads[worker] = [SharedGrads.attach(a, self.tables.specs) for a in addresses]
         except (LinkError, OSError, ValueError) as error:
-            raise ProtocolError(f"gradients of rows that do not exist: {error}") from error
+            raise ProtocolError(f"row gradients that do not exist: {error}") from error
 
     def handle(
         self,
@@ -311,10 +313,10 @@ class SharedRowState(RowServerState):
 
 
 class ColocatedRows:
-    """The rows of a server, for the worker of its process: without messages."""
+    """Direct access to a server's rows for the worker of the same process, without messages."""
 
     def __init__(self, name: str, rows: RowServerState, lock: AbstractContextManager[Any]) -> None:
-        """`lock` is held by the thread that works on the server's blocks and rows."""
+        """Wrap a server's rows. `lock` is held by the thread that is working on its blocks and rows."""
         self.name = name
         self._rows = rows
         self._lock = lock

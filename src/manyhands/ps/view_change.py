@@ -1,16 +1,17 @@
-"""The servers of a view begin it together: they report what they hold, exchange blocks, and go.
+"""Begin a view: its servers report what they hold, move blocks, and start together.
 
-    all servers connect to each other           peer
-    each tells the leader what it holds         status
-    the leader says who gets what               plan        (see recovery_plan.py)
-    blocks are copied                           tensor
-    each has all its blocks                     moved
-    the view begins                             go
+    step                                        message
+    all servers connect to each other           PeerHello
+    each reports what it holds to the leader    ServerStatus
+    the leader sends the plan                   RecoveryPlan    (see recovery_plan.py)
+    blocks are copied                           TensorMessage
+    each reports that it has all its blocks     Moved
+    the view begins                             Go
 
-A message out of this order, or from a server whose turn it is not, is a ProtocolError (see protocol.py).
+A message out of order, or from the wrong server, is a ProtocolError (see protocol.py).
 
-Used by the server's thread alone. Nothing is applied in the meantime, so everything is as it was when
-this view fails too, and the next one begins from there.
+Used only by the server's thread. Meanwhile only updates that another server has completed are applied. So if
+this view fails too, nothing is lost, and the next view starts from there.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from manyhands.transport import Link
 from manyhands.transport.fields import kind_of
 
 Message = PeerHello | ServerStatus | RecoveryPlan | TensorMessage | Moved | Go
-"""Those of the beginning of a view."""
+"""Messages that begin a view."""
 
 
 @dataclass(frozen=True)
 class PeerDialed:
-    """Put into the inbox by this server: it has a link to a peer, which has not answered yet."""
+    """Inbox item that this server adds itself: it has a link to a peer, which has not answered yet."""
 
 
 class ViewChange:
@@ -58,7 +59,7 @@ class ViewChange:
         self._view = view
         self._servers = list(servers)
         self._statuses: dict[str, ServerStatus] = {}
-        # Rows of tables can be any number.
+        # The number of table rows is unbounded.
         most = None if server_state.rows else max_state_bytes(server_state.layout)
         self._tensor_messages = TensorMessages(max_bytes=most)
         self._expected: set[tuple[str, int]] = set()
@@ -79,7 +80,7 @@ class ViewChange:
         return PeerHello(name, self._view, addresses, undo_addresses)
 
     def meet(self, dial: Callable[[str], Link]) -> None:
-        """Connect to the servers before this one in the view; those after it connect to this one."""
+        """Connect to the servers before this one in the view; the servers after it connect to this one."""
         for name in self._servers[: self._servers.index(self._server_state.name)]:
             link = dial(name)
             link.send(self.hello())
@@ -128,7 +129,7 @@ class ViewChange:
         return False
 
     def _check_turn(self, message: Message, who: str, link: Link | None) -> None:
-        """Check that the sender may send this, once, and not too early or too late."""
+        """Check that this sender may send this message, once, and at this stage."""
         planned = self.plan is not None
         by_lead = who == self._servers[0]
         peer = self.peers.get(who)
@@ -148,7 +149,7 @@ class ViewChange:
         if status.server != who:
             raise ProtocolError(f"a status of {status.server[:80]!r}, sent by {who}")
         if max(status.view, status.prepared) >= self._view:
-            raise ProtocolError("a status that knows a later view")
+            raise ProtocolError("a status of this or a later view")
         if status.view and status.placement is None:
             raise ProtocolError("a status without the placement of its view")
         check_ticks(self._server_state, status.ledger.ticks)
@@ -157,7 +158,9 @@ class ViewChange:
 
     def _check_plan(self, plan: RecoveryPlan) -> None:
         if list(plan.placement.servers) != self._servers:
-            raise ProtocolError(f"a plan for {', '.join(plan.placement.servers)[:200]}")
+            raise ProtocolError(
+                f"a plan for other servers: {', '.join(plan.placement.servers)[:200]}"
+            )
         moves: list[BlockMove | RowMove] = [*plan.moves, *plan.row_moves]
         for move in moves:
             if not {move.source, move.target} <= set(self._servers):
@@ -167,7 +170,7 @@ class ViewChange:
         check_ticks(self._server_state, plan.ledger.ticks)
 
     def _on_peer(self, who: str, hello: PeerHello, link: Link | None) -> None:
-        if link is not None:  # it has dialed, and knows nothing of this side yet
+        if link is not None:  # the peer has dialed, and needs this server's hello
             self.peers[who] = Peer(who, link, hello.sums, hello.undo)
             self._tell(who, self.hello())
         else:
@@ -190,7 +193,7 @@ class ViewChange:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Carry out the plan, once it is here and all servers are connected."""
+        """Carry out the plan, once it has arrived and all servers are connected."""
         plan = self.plan
         met = [peer for peer in self.peers.values() if peer.sums is not None]
         if plan is None or self._proceeding or len(met) < len(self._servers) - 1:
@@ -202,7 +205,7 @@ class ViewChange:
 
     @contextmanager
     def _lead_to_blame(self) -> Iterator[None]:
-        """Refuse the lead if its plan can't be carried out, whichever message has set it off."""
+        """Refuse the leader, not the sender of the current message, if the plan can't be carried out."""
         try:
             yield
         except MALFORMED as error:
