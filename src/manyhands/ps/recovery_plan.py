@@ -141,8 +141,6 @@ def _good_holders(
         if not keepers:
             both = " and its replica on ".join(previous.holders(shard))
             alone = "" if second else " (it had no replica)"
-            raise WeightsLost(
-                f"A part of the parameters was on {both}{alone}, and is lost with it."
-            )
+            raise WeightsLost(f"Part of the parameters is lost: it was on {both}{alone}.")
         return tuple(keepers)
     return (owner, *keepers)

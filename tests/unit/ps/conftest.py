@@ -1,4 +1,4 @@
-"""Tensors here have a few hundred numbers: threads would only wait for each other."""
+"""Use one thread: tensors here have a few hundred numbers, and threads would only wait for each other."""
 
 from __future__ import annotations
 

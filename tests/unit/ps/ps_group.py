@@ -1,7 +1,7 @@
-"""A server in this process behind a real socket, a worker that trains there and one that talks nonsense.
+"""A server in this process behind a real socket, with a valid worker and one that sends invalid messages.
 
-`worker-0` has a good key and says what it should not; `worker-1` is a real client that pushes a step now
-and then, whose gradients alone may be in the weights.
+`worker-0` has a valid key and sends invalid messages. `worker-1` is a real client that pushes a step now and
+then; only its gradients may be in the weights.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ BUFFERS = {"kind": "Statistics", "tag": 1}
 WHO = {"kind": "AskMissing", "seq": 1}
 PLAIN = [{"kind": kind} for kind in ("Rest", "Wake", "PushesEnd", "PullRequest", "StateRequest")]
 WORDS = [PUSH, WHO, BUFFERS, *PLAIN]
-"""All that a worker may say, each in a form that would be taken."""
+"""All messages of a worker, each in a valid form."""
 
 NEVER = [None, True, "1", [], {}, [1], -1, math.nan, math.inf, -math.inf, 10**400]
-"""What no field is."""
+"""Values that are invalid for every field."""
 NEVER_A_COUNT = [*NEVER, 1.0, 1.5, 1 << 60]
 STATISTICS = bytes(8 * 5)  # mean and variance of two features, and the number of batches
 

@@ -1,7 +1,7 @@
 """Servers without processes or links: states that recover, apply updates, fall behind, die and join.
 
-A reference beside them, one holding of the whole model, gets every update in full. Whatever happened,
-after each change of membership every server and every replica must be equal to it, bit by bit.
+A reference, one store of the whole model, gets every update. After each change of membership, every server
+and every replica must equal it bit by bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Make] = {
     ),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
 }
-"""Three that are elementwise, the last with two groups, and one that looks at whole tensors."""
+"""Three elementwise optimizers, the last with two groups, and one that works on whole tensors."""
 EVERY_KIND: dict[str, Make] = {
     **OPTIMIZERS,
     "plain": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -64,7 +64,7 @@ EVERY_KIND: dict[str, Make] = {
         momentum=0.9,
     ),
 }
-"""What is remembered differs: nothing, scalars, numbers of each element, and all of it."""
+"""Optimizers with different kinds of state: none, scalars, per element, and all of these."""
 
 
 def schedule(optimizer: Optimizer) -> LRScheduler:

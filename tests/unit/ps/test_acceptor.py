@@ -1,4 +1,4 @@
-"""Nonsense at a server's door: refused with a word, nothing of it applied, and the others train on."""
+"""Invalid messages to a server are refused with a reason, change nothing, and disturb no other worker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from manyhands.transport import Link, Listener, connect
 
 
 @pytest.mark.parametrize("head", WORDS, ids=lambda head: head["kind"])
-def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Path) -> None:
+def test_every_field_of_every_message_is_checked(head: dict[str, Any], tmp_path: Path) -> None:
     payload = STATISTICS if head is BUFFERS else None
     with running_server("proof", tmp_path) as at:
         for wrong in mutated(head):
@@ -72,7 +72,7 @@ def test_every_field_of_every_word_is_checked(head: dict[str, Any], tmp_path: Pa
         at.train()
 
 
-def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
+def test_every_field_of_the_first_message_is_checked(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         for head in (ENTER, LANE):
             for wrong in mutated(head):
@@ -83,7 +83,7 @@ def test_every_field_of_the_first_word_is_checked(tmp_path: Path) -> None:
         at.train()
 
 
-def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
+def test_every_field_of_a_span_is_checked(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         (span,) = at.client.spans[SERVER]
         payload = bytes(span.numel * 4)
@@ -102,7 +102,7 @@ def test_every_field_of_a_run_is_checked(tmp_path: Path) -> None:
         at.train()
 
 
-def test_messages_about_rows_without_tables(tmp_path: Path) -> None:
+def test_row_messages_without_tables_are_refused(tmp_path: Path) -> None:
     rows = {"kind": "RowsRequest", "tag": 1, "table": "t", "bytes": 8}
     basket = {"kind": "RowGradients", "seq": 1, "slot": 0, "bytes": 8}
     with running_server("proof", tmp_path) as at:
@@ -117,7 +117,7 @@ def test_messages_about_rows_without_tables(tmp_path: Path) -> None:
         at.train()
 
 
-def test_payloads_only_where_they_belong(tmp_path: Path) -> None:
+def test_unexpected_payloads_are_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         for head in (PUSH, WHO, *PLAIN):
             assert at.say(ENTER, head, payload=b"")
@@ -165,7 +165,7 @@ _heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
 )
 
 
-def test_made_up_words(tmp_path: Path) -> None:
+def test_random_messages_are_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
 
         @settings(max_examples=120)
@@ -182,7 +182,7 @@ def test_made_up_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tls", "proof"])
-def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
+def test_members_can_only_act_as_themselves(kind: str, tmp_path: Path) -> None:
     with running_server(kind, tmp_path) as at:
         peer = {"kind": "PeerHello", "view": VIEW, "sums": [], "undo": []}
         assert "has the key of" in at.say({**ENTER, "sender": GOOD})
@@ -194,7 +194,7 @@ def test_nobody_speaks_for_another(kind: str, tmp_path: Path) -> None:
         at.train()
 
 
-def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> None:
+def test_on_a_unix_socket_a_name_belongs_to_the_first_process_that_uses_it(tmp_path: Path) -> None:
     code = (
         "import json, sys\n"
         "from manyhands.transport import connect\n"
@@ -215,7 +215,7 @@ def test_on_a_unix_socket_the_first_process_of_a_name_has_it(tmp_path: Path) -> 
         at.train()
 
 
-def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_shared_memory_is_refused(tmp_path: Path) -> None:
     with running_server("unix", tmp_path) as at:
         good = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
         _, pid, number, nbytes = good[0].split(":")
@@ -244,7 +244,7 @@ def _tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
+def test_a_network_link_cannot_attach_memory(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         flat = FlatTensors.shared(at.layout, label="test-gradients")
         assert flat.segment is not None
@@ -253,7 +253,7 @@ def test_a_network_link_attaches_no_memory(tmp_path: Path) -> None:
         flat.close()
 
 
-def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
+def test_a_push_in_two_slots_is_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         with entered(at) as (words, channel, gradient):
             words.send({**PUSH, "push": push_of(BAD, 1, 1)})
@@ -263,7 +263,7 @@ def test_a_push_in_two_places_at_once(tmp_path: Path) -> None:
         at.train()
 
 
-def test_a_step_that_is_not_due(tmp_path: Path) -> None:
+def test_an_unexpected_step_is_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         for seq in (5, 6):
             with entered(at) as (words, channel, gradient):
@@ -273,14 +273,14 @@ def test_a_step_that_is_not_due(tmp_path: Path) -> None:
             at.train()
 
 
-def test_a_version_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_future_version_is_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         with entered(at) as (words, _, _):
             assert "which does not exist yet" in last_words(words, {**PUSH, "began": 1})
         at.train()
 
 
-def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_pushes_are_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_server("proof", tmp_path) as at:
         with entered(at) as (_, channel, gradient):
             runs = [{**SPAN, "seq": seq} for seq in range(2, 40)]
@@ -288,13 +288,13 @@ def test_pushes_that_begin_and_never_end(tmp_path: Path, caplog: pytest.LogCaptu
                 for head in runs:
                     channel[0].send(head, gradient)
             told = last_words(channel[0], runs[-1], payload=gradient)
-            # What a connection says last may be lost with it, when the other side still sends.
+            # The last message of a connection may be lost with it if the other side is still sending.
             assert "others have not ended" in told + caplog.text
         at.train()
 
 
-def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
-    """Held until the one before them is here, and not without end."""
+def test_pushes_after_a_missing_one_are_limited(tmp_path: Path) -> None:
+    """They are held until the one before them arrives, up to a limit."""
     with running_server("unix", tmp_path) as at:
         addresses = [slot.segment.address for slot in at.slots[GOOD] if slot.segment is not None]
         pushes = [
@@ -305,7 +305,7 @@ def test_pushes_after_one_that_never_comes(tmp_path: Path) -> None:
         at.train()
 
 
-def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
+def test_a_push_that_is_sent_twice_counts_once(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         with entered(at) as (words, channel, gradient):
             for _ in range(3):
@@ -321,7 +321,7 @@ def test_a_push_that_is_sent_again_counts_once(tmp_path: Path) -> None:
         assert at.server.server_state.ledger.counts == {BAD: 1, GOOD: 1}
 
 
-def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
+def test_lanes_without_a_session_and_excess_lanes_are_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         assert "has not entered" in at.say(LANE)
         with entered(at):
@@ -329,7 +329,7 @@ def test_lanes_of_nobody_and_one_lane_too_many(tmp_path: Path) -> None:
         at.train()
 
 
-def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
+def test_a_refused_client_gets_the_reason_and_does_not_retry(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
         for wrong in ({"samples": math.nan}, {"slot": 7}, {"step": -1}):
             client = at.enter(BAD)
@@ -342,13 +342,13 @@ def test_who_is_refused_is_told_and_does_not_try_again(tmp_path: Path) -> None:
             at.train()
 
 
-def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_path: Path) -> None:
+def test_a_worker_gets_the_learning_rate_of_its_push(tmp_path: Path) -> None:
     with running_server("proof", tmp_path, lr_rule="inverse") as at:
         other = at.enter(BAD)
         try:
             at.push(other, BAD)
             other.drain()
-            at.push(at.client, GOOD)  # on weights that the other has changed since
+            at.push(at.client, GOOD)  # computed on weights that the other worker has changed since
             at.client.drain()
             assert at.outcomes == [
                 PushOutcome(staleness=0, lr=LR),
@@ -358,8 +358,8 @@ def test_a_worker_is_told_the_learning_rate_that_its_push_was_applied_with(tmp_p
             other.close()
 
 
-def test_weights_that_no_server_knows_of_any_more_are_lost(tmp_path: Path) -> None:
-    """All who held them died: the run begins again from its checkpoint."""
+def test_weights_newer_than_those_of_any_server_are_lost(tmp_path: Path) -> None:
+    """All servers that held them died: the run restarts from its checkpoint."""
     with (
         running_server("proof", tmp_path) as at,
         pytest.raises(WeightsLost, match="has seen version 3"),
@@ -368,7 +368,7 @@ def test_weights_that_no_server_knows_of_any_more_are_lost(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["tls", "unix"])
-def test_broken_connections_are_no_nonsense(kind: str, tmp_path: Path) -> None:
+def test_broken_connections_are_not_protocol_errors(kind: str, tmp_path: Path) -> None:
     with running_server(kind, tmp_path) as at:
         at.train()
         for _ in range(5):
@@ -377,8 +377,8 @@ def test_broken_connections_are_no_nonsense(kind: str, tmp_path: Path) -> None:
             at.train()
 
 
-def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> None:
-    """In lock-step the others wait for who was refused; come back with sense, it is counted."""
+def test_after_refused_messages_a_round_has_only_valid_pushes(tmp_path: Path) -> None:
+    """In rounds the others wait for the refused worker; when it pushes a valid gradient, it counts."""
     with running_server("proof", tmp_path, rounds=True) as at:
         first = at.push(at.client, GOOD, rounds=True)
         for wrong in mutated_pushes(push_of(BAD, 1, 0)):
@@ -397,7 +397,7 @@ def test_after_nonsense_a_round_is_made_of_what_was_meant(tmp_path: Path) -> Non
         assert at.server.server_state.ledger.counts == {BAD: 1, GOOD: 1}
 
 
-def test_strangers_who_never_speak_keep_nobody_out(tmp_path: Path) -> None:
+def test_silent_connections_do_not_block_others(tmp_path: Path) -> None:
     with running_server("unix", tmp_path) as at, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         silent = [stack.enter_context(at.dial(BAD)) for _ in range(3 * MAX_UNIDENTIFIED)]
@@ -405,13 +405,13 @@ def test_strangers_who_never_speak_keep_nobody_out(tmp_path: Path) -> None:
             silent[0].recv(timeout_s=LONG_S)
         at.train()
         deadline = time.monotonic() + LONG_S
-        while threading.active_count() > threads:  # none for each connection
+        while threading.active_count() > threads:  # no thread per connection
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
-def test_refused_links_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # A test's log keeps what it was given, with the frames of each exception and all that is in them.
+def test_refused_links_are_freed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # caplog keeps each record, with the frames of its exception and everything that they refer to.
     caplog.set_level(logging.CRITICAL, "manyhands.ps")
 
     def links() -> int:
@@ -428,7 +428,7 @@ def test_refused_links_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFi
             time.sleep(0.05)
 
 
-def test_what_nobody_hears_is_not_read_without_end(tmp_path: Path) -> None:
+def test_reading_stops_while_the_inbox_is_full(tmp_path: Path) -> None:
     acceptor = Acceptor(
         SERVER,
         Listener(f"unix:{tmp_path}/s"),

@@ -1,4 +1,4 @@
-"""Holdings: a model cut into blocks trains as the whole one does, and blocks can change hands."""
+"""Block stores: a model cut into blocks trains like the whole one, and blocks can move between stores."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ layouts = st.builds(
 
 
 @given(layouts, st.sampled_from([None, 1, 300, 1000]), st.integers(0, 999))
-def test_runs_are_the_blocks_in_order_and_no_longer_than_they_may_be(
+def test_spans_have_all_blocks_in_order_and_respect_the_limit(
     layout: BlockLayout, max_bytes: int | None, seed: int
 ) -> None:
     numbers = dealt(len(layout.blocks), 2, seed)[0]
@@ -104,7 +104,7 @@ def plain_step(whom: TrainState, gradient: FlatTensors, *, lr_scale: float, tick
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_cut_into_blocks_a_model_trains_as_it_does_whole(name: str) -> None:
+def test_a_model_in_blocks_trains_like_the_whole_model(name: str) -> None:
     whom, plain = train_state(name), train_state(name)
     layout = layout_for(whom)
     flat = filled(FlatTensors.private(layout), whom)
@@ -126,7 +126,7 @@ def test_cut_into_blocks_a_model_trains_as_it_does_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_who_holds_which_block_changes_no_bit(name: str) -> None:
+def test_results_do_not_depend_on_which_store_has_which_block(name: str) -> None:
     whom = train_state(name)
     layout = layout_for(whom)
     flats = [filled(FlatTensors.private(layout), whom) for _ in range(2)]
@@ -143,7 +143,7 @@ def test_who_holds_which_block_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> None:
+def test_a_block_trains_on_unchanged_after_a_move_to_another_store(name: str) -> None:
     whom = train_state(name)
     layout = layout_for(whom)
     generator = torch.Generator().manual_seed(5)
@@ -168,7 +168,7 @@ def test_a_block_goes_on_in_another_holding_as_if_it_had_stayed(name: str) -> No
     assert sum(len(block_store.numbers) for block_store in moved) == len(layout.blocks)
 
 
-def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
+def test_a_store_copies_the_state_that_it_is_made_from() -> None:
     whom = train_state("adam")
     layout = layout_for(whom)
     old = everything(whom, filled(FlatTensors.private(layout), whom))
@@ -182,7 +182,7 @@ def test_a_holding_has_its_own_memory_of_what_it_was_made_from() -> None:
         assert_same(old.take(number), before[number], "the old one stays as it was")
 
 
-def test_a_holding_of_nothing_follows_the_schedule_without_a_word() -> None:
+def test_a_store_without_blocks_follows_the_schedule_without_a_warning() -> None:
     """A server may have no block at all: fewer blocks than servers."""
     whom = train_state("sgd")
     block_store = BlockStore(whom, FlatTensors.private(layout_for(whom)), {}, ticks=0)
@@ -193,8 +193,8 @@ def test_a_holding_of_nothing_follows_the_schedule_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
-def test_what_a_checkpoint_remembers_reaches_the_blocks(name: str) -> None:
-    """Training goes on in blocks where it stopped whole."""
+def test_optimizer_state_of_a_checkpoint_is_loaded_into_blocks(name: str) -> None:
+    """Training that stopped with whole parameters continues in blocks."""
     whom, plain = train_state(name, scheduled=False), train_state(name, scheduled=False)
     layout = layout_for(whom)
     generator = torch.Generator().manual_seed(2)
@@ -216,7 +216,7 @@ def test_what_a_checkpoint_remembers_reaches_the_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("unused", [0, 1])
-def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unused: int) -> None:
+def test_blocks_without_state_do_not_affect_their_neighbours(unused: int) -> None:
     """A parameter that no gradient has reached has no state in a checkpoint."""
     model = nn.ParameterList([nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -241,9 +241,7 @@ def test_blocks_of_which_nothing_is_remembered_cost_their_neighbours_nothing(unu
 @given(
     st.lists(st.sampled_from([1.0, 0.5, 0.25, 1 / 3]), min_size=1, max_size=4), st.integers(0, 99)
 )
-def test_sums_are_the_sources_times_their_coefficients_in_their_order(
-    coefficients: list[float], seed: int
-) -> None:
+def test_sums_add_sources_times_coefficients_in_order(coefficients: list[float], seed: int) -> None:
     layout = BlockLayout.of([FlatParameter("a", 100, 4, dtype="float32")], block_bytes=128)
     generator = torch.Generator().manual_seed(seed)
     sources = [noise(layout, generator) for _ in coefficients]

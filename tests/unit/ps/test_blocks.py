@@ -1,4 +1,4 @@
-"""Blocks and their placement: nothing is lost or overlaps, loads are even, and little moves."""
+"""Blocks and their placement: nothing is lost or overlaps, loads are even, and few bytes move."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_pieces_and_blocks_fill_the_buffers(layout: BlockLayout) -> None:
 
 
 @given(models(), st.sampled_from([1000, 65_536, 4 << 20]), st.sampled_from([1, 7, 64]))
-def test_blocks_are_of_the_size_asked_for(
+def test_blocks_have_the_requested_size(
     pieces: list[FlatParameter], block_bytes: int, min_blocks: int
 ) -> None:
     layout = BlockLayout.of(pieces, block_bytes=block_bytes, min_blocks=min_blocks)
@@ -186,7 +186,7 @@ def test_shards_are_runs_of_blocks_of_bounded_size(whole: bool) -> None:
     assert sum(layout.shard_bytes) == layout.num_bytes
 
 
-def test_blocks_come_in_the_order_of_need() -> None:
+def test_blocks_are_ordered_by_first_use() -> None:
     layout = BlockLayout.of(transformer())
     names = sorted((p.name for p in layout.pieces), key=lambda name: (name != "embedding", name))
     ordered = order_needed(layout, names)
@@ -254,7 +254,7 @@ def test_real_models_are_even(name: str, count: int, one_host: bool) -> None:
 
 @pytest.mark.parametrize("count", range(2, 8))
 @pytest.mark.parametrize("name", REAL)
-def test_little_moves_when_servers_come_and_go(name: str, count: int) -> None:
+def test_few_bytes_move_when_servers_join_or_leave(name: str, count: int) -> None:
     layout = BlockLayout.of(REAL[name], min_blocks=BLOCKS_PER_SERVER * 8)
     block = max(layout.shard_bytes)
     servers = tuple(f"s{number}" for number in range(count))
@@ -291,7 +291,7 @@ def test_a_death_promotes_replicas(name: str, count: int, hosts: int) -> None:
     assert (after.seconds is None) == (count == 2)
 
 
-def test_servers_that_share_hosts_keep_as_much_as_each_other() -> None:
+def test_servers_that_share_hosts_keep_equally_many_replicas() -> None:
     layout = BlockLayout.of(REAL["perceptron"], min_blocks=BLOCKS_PER_SERVER * 8)
     servers = tuple(f"s{number}" for number in range(4))
     placement = place(layout, servers, hosts=dict(zip(servers, "aabb", strict=True)))
@@ -302,7 +302,7 @@ def test_servers_that_share_hosts_keep_as_much_as_each_other() -> None:
 
 @settings(max_examples=40)
 @given(layouts, crowds, st.sets(st.integers(0, 7), max_size=5))
-def test_replicas_are_elsewhere_whatever_dies(
+def test_replicas_stay_on_other_servers_after_any_deaths(
     layout: BlockLayout, servers: list[str], dead: set[int]
 ) -> None:
     hosts = {server: f"host{number % 3}" for number, server in enumerate([*servers, "new"])}
@@ -321,7 +321,7 @@ def test_replicas_are_elsewhere_whatever_dies(
 
 
 @given(layouts, crowds)
-def test_the_same_in_the_same_out_also_through_json(
+def test_placements_are_deterministic_and_survive_json(
     layout: BlockLayout, servers: list[str]
 ) -> None:
     placement = place(layout, servers)
@@ -337,7 +337,7 @@ def test_the_same_in_the_same_out_also_through_json(
             Placement.from_record(replace(record, firsts=firsts), layout=layout)
 
 
-def test_describe_reads_well() -> None:
+def test_describe() -> None:
     perceptron = REAL["perceptron"]
     two = place(BlockLayout.of(perceptron, min_blocks=8), ["a", "b"])
     assert two.describe() == "2 servers, 3.7 MB each (4 blocks and 4), replicas on the other"
@@ -353,7 +353,7 @@ def test_describe_reads_well() -> None:
     assert small.describe() == ("5 servers, 400 B in 1 block, too little to spread, no replicas")
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     layout = BlockLayout.of(REAL["perceptron"])
     for servers in ([], ["a", "a"]):
         with pytest.raises(UsageError, match="each name once"):

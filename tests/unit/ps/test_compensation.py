@@ -41,7 +41,7 @@ def test_a_gradient_is_corrected_by_what_the_weights_have_moved_since(params: Bl
         assert not np.allclose(wanted, corrected)
 
 
-def test_each_worker_has_its_own_then_and_remembers_the_last(params: BlockStore) -> None:
+def test_each_worker_is_compared_with_its_own_last_weights(params: BlockStore) -> None:
     generator = torch.Generator().manual_seed(1)
     compensation = Compensation(1.0)
     compensation.remember("a", params)
@@ -58,7 +58,7 @@ def test_each_worker_has_its_own_then_and_remembers_the_last(params: BlockStore)
     assert not all(torch.equal(a, b) for a, b in zip(moved.buffers, gradient.buffers, strict=True))
 
 
-def test_who_is_not_known_is_taken_as_it_is() -> None:
+def test_gradients_of_unknown_workers_are_not_corrected() -> None:
     whom = train_state("sgd")
     block_store = everything(whom, filled(FlatTensors.private(layout_for(whom)), whom))
     gradient = noise(block_store.layout, torch.Generator().manual_seed(2))

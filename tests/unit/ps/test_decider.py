@@ -1,4 +1,4 @@
-"""The lead: whatever the order in which servers have pushes, each is decided or told late, once."""
+"""Decider: in whatever order pushes reach the servers, each is decided or reported late exactly once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_push_counts_once_every_server_has_it() -> None:
     assert decision.progress == (1, 2)
 
 
-def test_two_pushes_of_a_worker_that_overtake_each_other_count_in_its_order() -> None:
+def test_reordered_pushes_of_a_worker_count_in_its_order() -> None:
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     lead.received("s0", push("w0", 2), began=0, after=1)
     assert lead.decisions() == []
@@ -58,7 +58,7 @@ def test_two_pushes_of_a_worker_that_overtake_each_other_count_in_its_order() ->
     assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
 
 
-def test_what_is_said_again_changes_nothing_and_leaves_nothing() -> None:
+def test_duplicates_change_nothing_and_leave_no_state() -> None:
     lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     for seq in (1, 2, 1, 2, 1):
         lead.received("s0", push("w0", seq), began=0, after=seq - 1)
@@ -67,7 +67,7 @@ def test_what_is_said_again_changes_nothing_and_leaves_nothing() -> None:
     assert not lead._complete["w0"]
 
 
-def test_numbers_go_on_behind_what_is_in_the_ledger() -> None:
+def test_numbers_continue_after_those_of_the_ledger() -> None:
     ledger = Ledger(version=7, progress=Fraction(5, 2))
     lead = Decider(SyncPolicy(["w0"]), ledger, servers=["s0"])
     lead.received("s0", push("w0", 1), began=7, after=0)
@@ -97,7 +97,7 @@ def test_the_factor_of_a_step_is_in_its_decision() -> None:
     assert [d.lr_scale for d in lead.decisions()] == [0.125]
 
 
-def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
+def test_a_resting_worker_is_not_waited_for_and_keeps_its_rank() -> None:
     lead = Decider(SyncPolicy(["w0", "w1", "w2"]), Ledger(), servers=["s0"])
     lead.rest("w0")
     lead.rest("w0")
@@ -113,7 +113,7 @@ def test_who_rests_is_not_waited_for_and_is_back_at_its_own_place() -> None:
     assert [g.worker for g in decision.contributions] == ["w0", "w1", "w2"], "added in rank order"
 
 
-def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
+def test_a_late_push_is_reported_once_or_waits_for_the_next_round() -> None:
     def after_a_round(late: Any) -> Decider:
         policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late=late)
         lead = Decider(policy, Ledger(), servers=["s0"])
@@ -141,7 +141,7 @@ def test_a_late_push_is_told_once_or_waits_for_the_next_round() -> None:
     ]  # fmt: skip
 
 
-def test_at_the_end_of_the_data_what_waits_is_applied() -> None:
+def test_waiting_pushes_are_applied_at_the_end_of_the_data() -> None:
     policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late="decay")
     lead = Decider(policy, Ledger(), servers=["s0"])
     for worker in ("w0", "w1", "w2"):
@@ -158,11 +158,11 @@ def test_at_the_end_of_the_data_what_waits_is_applied() -> None:
 # In any order -----------------------------------------------------------------------------------
 
 
-class Sea:
-    """Workers that push parts of batches to servers, messages that take their time, one lead.
+class DelayedMessages:
+    """Simulation of workers that push parts of batches to servers, with delayed messages and one leader.
 
-    What a worker does is what its client does: one step after the other as it is told it may, two
-    gradient buffers, in rounds a step is waited for; it rests when all it gave is resolved.
+    A worker behaves like its client: it does one step after the other as it is permitted, has two gradient
+    buffers, waits for each step in rounds, and rests when all its pushes are resolved.
     """
 
     def __init__(
@@ -178,22 +178,22 @@ class Sea:
         self.parts = [(step, part) for step in range(1, batches + 1) for part in range(parts)]
         self.num_parts = parts
         self.last = dict.fromkeys(self.workers, 0)  # the number of its last push
-        self.resumed = dict.fromkeys(self.workers, 0)  # where it goes on after a rest
+        self.resumed = dict.fromkeys(self.workers, 0)  # where it continues after a rest
         self.under_way: dict[str, dict[int, Contribution]] = {w: {} for w in self.workers}
         self.counted: set[tuple[str, int]] = set()
         self.released: set[str] = set()
         self.resting: set[str] = set()
-        self.at_sea: list[tuple[str, Contribution, int, int]] = []
+        self.in_transit: list[tuple[str, Contribution, int, int]] = []
         self.said: list[tuple[str, Contribution, int, int]] = []
         self.missing: dict[tuple[str, int], set[str]] = {}
         self.fate: dict[tuple[str, int], str] = {}
         self.began: dict[tuple[str, int], int] = {}
         self.decided: list[Decision] = []
 
-    # What may happen.
+    # Actions.
 
     def may_push(self, worker: str) -> bool:
-        """It has something to compute, leave to begin, and a free buffer."""
+        """Return whether it has work, may begin, and has a free buffer."""
         mine = self.under_way[worker]
         if not self.parts or len(mine) >= self.slots:
             return False
@@ -223,18 +223,18 @@ class Sea:
         self.missing[worker, seq] = set(self.servers)
         self.released.discard(worker)
         for server in self.servers:
-            self.at_sea.append((server, given, self.began[worker, seq], self.last[worker]))
+            self.in_transit.append((server, given, self.began[worker, seq], self.last[worker]))
         self.last[worker] = seq
 
     def deliver(self, number: int) -> None:
-        said = self.at_sea.pop(number)
+        said = self.in_transit.pop(number)
         server, given, began, after = said
         self.said.append(said)
         self.missing[given.worker, given.seq].discard(server)
         self.lead.received(server, given, began=began, after=after)
         self.look()
 
-    def say_again(self, number: int) -> None:
+    def send_again(self, number: int) -> None:
         server, given, began, after = self.said[number]
         self.lead.received(server, given, began=began, after=after)
         self.look()
@@ -258,13 +258,13 @@ class Sea:
     def moves(self) -> list[tuple[Callable[[Any], None], Any]]:
         moves: list[tuple[Callable[[Any], None], Any]] = []
         moves += [(self.push, w) for w in self.workers if self.may_push(w)]
-        moves += [(self.deliver, i) for i in range(len(self.at_sea))]
-        moves += [(self.say_again, i) for i in range(len(self.said))][-2:]
+        moves += [(self.deliver, i) for i in range(len(self.in_transit))]
+        moves += [(self.send_again, i) for i in range(len(self.said))][-2:]
         moves += [(self.rest, w) for w in self.workers if self.may_rest(w)]
         moves += [(self.end, w) for w in self.workers if self.may_end(w) and not self.parts]
         return moves
 
-    # What must hold.
+    # Invariants.
 
     def look(self) -> None:
         for decision in self.lead.decisions():
@@ -303,9 +303,9 @@ class Sea:
         assert Fraction(*decision.progress) == done
 
     def finish(self) -> None:
-        """Whatever happened before: with everybody willing, all batches get into the weights."""
+        """Run to the end: whatever happened before, all batches must get into the weights."""
         for _ in range(60 * (len(self.parts) + 20)):
-            if self.at_sea:
+            if self.in_transit:
                 self.deliver(0)
                 continue
             pushing = [w for w in self.workers if self.may_push(w)]
@@ -343,11 +343,11 @@ POLICIES: dict[str, Callable[[st.DataObject, list[str]], Policy]] = {
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=100)
 @given(st.data())
-def test_every_push_is_decided_or_told_late_once_in_any_order(
+def test_every_push_is_decided_or_reported_late_once_in_any_order(
     name: str, data: st.DataObject
 ) -> None:
     workers = WORKERS[: data.draw(st.integers(1, 4))]
-    sea = Sea(
+    simulation = DelayedMessages(
         POLICIES[name](data, workers),
         servers=data.draw(st.integers(1, 3)),
         batches=data.draw(st.integers(1, 6)),
@@ -357,7 +357,7 @@ def test_every_push_is_decided_or_told_late_once_in_any_order(
     )
     chance = random.Random(data.draw(st.integers(0, 2**32)))
     for _ in range(data.draw(st.integers(0, 150))):
-        if moves := sea.moves():
+        if moves := simulation.moves():
             move, what = chance.choice(moves)
             move(what)
-    sea.finish()
+    simulation.finish()

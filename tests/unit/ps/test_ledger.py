@@ -1,4 +1,4 @@
-"""The ledger: decisions survive the wire, coefficients make a mean, and the schedule goes by batches."""
+"""The ledger: decisions survive the wire, coefficients form a mean, and the schedule counts batches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_ledger_survives_the_wire_and_counts_every_push(
     assert not ledger.after(ledger.version)
 
 
-def test_what_came_after_a_version_is_told_oldest_first_or_refused() -> None:
+def test_decisions_after_a_version_are_returned_oldest_first_or_refused() -> None:
     ledger = Ledger()
     for version in range(1, 201):
         ledger.note(Decision(version, (pushed("a"),)))
@@ -91,7 +91,7 @@ def test_what_came_after_a_version_is_told_oldest_first_or_refused() -> None:
             ledger.after(version)
 
 
-def test_versions_have_no_gaps_and_old_parts_are_forgotten() -> None:
+def test_versions_have_no_gaps_and_old_parts_are_dropped() -> None:
     ledger = Ledger()
     with pytest.raises(AssertionError, match="2 after 0"):
         ledger.note(Decision(2, (pushed("a"),)))
@@ -100,7 +100,7 @@ def test_versions_have_no_gaps_and_old_parts_are_forgotten() -> None:
     assert (ledger.parts[0][:2], ledger.parts[-1][:2]) == ((2, 0), (KEEP_PARTS + 1, 0))
 
 
-def test_with_many_workers_nobody_is_too_far_behind_to_catch_up() -> None:
+def test_with_many_workers_every_server_can_still_catch_up() -> None:
     """Each has two pushes under way at most, so a server lags by twice as many updates at most."""
     ledger = Ledger()
     for version in range(1, 501):
@@ -109,7 +109,7 @@ def test_with_many_workers_nobody_is_too_far_behind_to_catch_up() -> None:
     assert on_the_wire(ledger).after(300) == ledger.after(300)
 
 
-def test_with_many_workers_in_rounds_a_few_updates_are_remembered_and_no_more() -> None:
+def test_with_many_workers_in_rounds_only_a_few_updates_are_kept() -> None:
     """What a server says of itself when the membership changes stays small."""
     ledger = Ledger()
     for version in range(1, 50):
@@ -147,25 +147,25 @@ def test_a_whole_batch_is_added_without_a_multiplication() -> None:
     assert Decision(1, given).coefficients() == [1.0, 1.0, 1.0]
 
 
-def test_a_decayed_push_counts_less_and_takes_nothing_from_the_others() -> None:
+def test_a_decayed_push_counts_less_and_does_not_affect_the_others() -> None:
     late, timely = pushed("a", samples=4, total=8, scale=0.25), pushed("b", samples=4, total=8)
     assert Decision(1, (late, timely)).coefficients() == [0.25, 1.0]
 
 
-def test_weights_of_a_job_stand_in_for_samples() -> None:
+def test_weights_of_a_job_replace_sample_counts() -> None:
     """A gradient that is multiplied by its own weight is divided by everybody's."""
     two = (pushed("a", samples=4, total=8), pushed("b", samples=4, total=8))
     given = tuple(replace(g, samples=w, total=1.0) for g, w in zip(two, (30.0, 10.0), strict=True))
     assert Decision(1, given).coefficients() == [1 / 40, 1 / 40]
 
 
-def test_nothing_at_all_moves_nothing() -> None:
+def test_an_update_without_weight_moves_nothing() -> None:
     given = (pushed("a", samples=0, total=1), pushed("b", samples=0, total=1))
     assert Decision(1, given).coefficients() == [0.0, 0.0]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 5))
-def test_the_schedule_goes_by_whole_batches_whatever_they_are_cut_into(
+def test_the_schedule_counts_whole_batches_however_they_are_cut(
     parts: list[int], epochs: int
 ) -> None:
     total, done, ticks = sum(parts), Fraction(), []

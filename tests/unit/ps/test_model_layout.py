@@ -45,7 +45,7 @@ def test_writes_to_shared_memory_are_read_by_others() -> None:
         flat.close()
 
 
-def test_the_mark_is_apart_from_the_numbers() -> None:
+def test_the_mark_is_separate_from_the_numbers() -> None:
     for flat in (FlatTensors.shared(MIXED, label="test"), FlatTensors.private(MIXED)):
         assert flat.mark == 0
         flat.set_mark((1 << 62) + 1)

@@ -1,4 +1,4 @@
-"""Policies by hand: one short story for each promise. Any order at all is in test_policies_any_order."""
+"""Policies by example, one per guarantee. test_policies_any_order covers all orders of events."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_sync_gives_the_same_updates_whatever_the_order_of_arrival(orders: list[
     assert len(run(SspPolicy(ABC, staleness=0), orders)) == 3 * len(orders)
 
 
-def test_sync_names_those_it_waits_for() -> None:
+def test_sync_names_the_workers_that_it_waits_for() -> None:
     policy = SyncPolicy(ABC)
     step(policy, "b", 1)
     assert policy.take() is None
@@ -80,7 +80,7 @@ def test_sync_names_those_it_waits_for() -> None:
     assert policy.waiting_for("b", 1) == ()
 
 
-def test_sync_goes_on_without_a_dead_worker_and_gives_its_push_back() -> None:
+def test_sync_continues_without_a_dead_worker_and_returns_its_push() -> None:
     policy = SyncPolicy(ABC)
     for worker in "ca":
         step(policy, worker, 1)
@@ -92,7 +92,7 @@ def test_sync_goes_on_without_a_dead_worker_and_gives_its_push_back() -> None:
     assert policy.leave("c") == ()
 
 
-def test_a_worker_joins_sync_at_the_step_that_nobody_has_begun() -> None:
+def test_a_worker_joins_sync_at_the_first_step_that_no_worker_has_begun() -> None:
     policy = SyncPolicy("ab")
     assert policy.join("c") == 1
     policy.started("a", 1)
@@ -119,7 +119,7 @@ def test_a_joiner_does_not_wait_for_a_round_whose_members_are_all_dead() -> None
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_worker_that_comes_back_repeats_no_number(name: str) -> None:
+def test_a_worker_that_rejoins_repeats_no_number(name: str) -> None:
     policy = POLICIES[name]("ab", clock=4)
     assert step(policy, "a", 5) is Verdict.ACCEPTED
     policy.leave("a")
@@ -130,7 +130,7 @@ def test_a_worker_that_comes_back_repeats_no_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_gap_is_a_bug(name: str) -> None:
+def test_a_gap_in_the_numbers_fails(name: str) -> None:
     policy = POLICIES[name]("ab")
     with pytest.raises(AssertionError, match="a pushed step 2 where step 1 is due"):
         policy.push(Contribution("a", 2))
@@ -169,7 +169,7 @@ def test_staleness_counts_the_updates_since_the_pull() -> None:
     assert policy.take() == Decision(7, (Contribution("a", 3, staleness=4),))
 
 
-def test_ssp_lets_nobody_run_ahead() -> None:
+def test_ssp_bounds_how_far_a_worker_is_ahead() -> None:
     policy = SspPolicy(ABC, staleness=2)
     for seq in (1, 2, 3):
         step(policy, "a", seq)
@@ -182,7 +182,7 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     assert not policy.may_start("a", 5)
 
 
-def test_backup_goes_on_without_the_slowest_and_loses_no_samples() -> None:
+def test_backup_continues_without_the_slowest_and_loses_no_samples() -> None:
     policy = BackupPolicy(ABC, spares=1)
     policy.started("b", 1)
     step(policy, "c", 1)
@@ -199,7 +199,7 @@ def test_backup_goes_on_without_the_slowest_and_loses_no_samples() -> None:
     assert step(policy, "b", 3) is Verdict.ACCEPTED
 
 
-def test_backup_decays_what_is_late() -> None:
+def test_backup_decays_late_pushes() -> None:
     policy = BackupPolicy(ABC, spares=1, late="decay", decay=0.5)
     policy.started("b", 1)
     run(policy, [("a", "c"), ("a", "c")])
@@ -210,7 +210,7 @@ def test_backup_decays_what_is_late() -> None:
     assert dropped(policy) == ()
 
 
-def test_backup_takes_the_first_also_when_more_came_before_it_was_asked() -> None:
+def test_backup_takes_the_first_pushes_even_if_more_have_arrived() -> None:
     policy = BackupPolicy(ABC, spares=2)
     for worker in "bac":
         step(policy, worker, 1)
@@ -229,7 +229,7 @@ def test_backup_ends_with_the_data() -> None:
     assert policy.push(Contribution("a", 1)) is Verdict.LATE
 
 
-def test_backup_does_not_wait_for_one_stalled_worker_when_the_others_came_back() -> None:
+def test_backup_does_not_wait_for_a_stalled_worker_when_the_others_rejoined() -> None:
     policy = BackupPolicy(ABC, spares=1)
     policy.started("a", 1)
     step(policy, "c", 1)
@@ -240,7 +240,7 @@ def test_backup_does_not_wait_for_one_stalled_worker_when_the_others_came_back()
     assert pushes(policy.take()) == [("c", 2)]
 
 
-def test_backup_gets_to_the_round_of_a_joiner_without_the_one_to_spare() -> None:
+def test_backup_reaches_the_round_of_a_joiner_without_the_spare() -> None:
     policy = BackupPolicy("a", spares=1)
     step(policy, "a", 1)
     assert policy.join("b", at=3) == 3
@@ -249,7 +249,7 @@ def test_backup_gets_to_the_round_of_a_joiner_without_the_one_to_spare() -> None
     assert pushes(policy.take()) == [("b", 3)]
 
 
-def test_what_is_in_time_is_never_decayed() -> None:
+def test_pushes_in_time_are_never_decayed() -> None:
     policy = BackupPolicy("ab", spares=1, late="decay")
     policy.join("c", at=3)
     run(policy, [("a",), ("a",)])
@@ -258,7 +258,7 @@ def test_what_is_in_time_is_never_decayed() -> None:
     assert update.contributions[1] == Contribution("c", 3, staleness=2, scale=1.0)
 
 
-def test_a_worker_that_returns_after_all_left_goes_on_where_the_work_stood() -> None:
+def test_a_worker_that_returns_after_all_left_continues_at_the_current_step() -> None:
     policy = SspPolicy("ab", staleness=9)
     run(policy, [("a", "b", "b", "b", "b")])
     policy.leave("a")
@@ -281,6 +281,6 @@ def test_a_worker_that_returns_after_all_left_goes_on_where_the_work_stood() -> 
         (BackupPolicy, {"decay": 0.0}, r"decay=0\.0.*above 0 and at most 1"),
     ],
 )
-def test_options_that_cannot_be_are_refused(kind: Any, options: Any, message: str) -> None:
+def test_invalid_options_are_refused(kind: Any, options: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         kind(ABC, **options)

@@ -1,4 +1,4 @@
-"""Policies under every order of pushes, resends, deaths and rejoins, against a plain count of it all."""
+"""Policies under any order of pushes, resends, deaths and rejoins, compared with a simple model."""
 
 from __future__ import annotations
 

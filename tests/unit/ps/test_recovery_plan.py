@@ -1,5 +1,4 @@
-"""Changes of membership: whoever dies or joins, whenever, every shard ends where it should, or is lost
-and that is said."""
+"""Changes of membership: after any deaths and joins, every shard is on its servers, or is reported lost."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def ledger_at(version: int) -> Ledger:
 
 @dataclass
 class Held:
-    """What a server holds by the word of one view."""
+    """Blocks that a server holds in one view."""
 
     view: int = 0
     placement: Placement | None = None
@@ -37,8 +36,8 @@ class Held:
 
 
 @dataclass
-class Site:
-    """A server, as far as settling is concerned: which versions of what it holds."""
+class SimulatedServer:
+    """Simulated server: the blocks that it holds, and their versions."""
 
     name: str
     host: str
@@ -61,7 +60,7 @@ class Site:
         return read(ServerStatus, json.loads(json.dumps(write(told))))
 
     def holds(self, shard: int) -> bool:
-        """In whatever role, and as it should be."""
+        """Return whether an up-to-date copy of the shard is here, own or replica."""
         if self.held.placement is None:
             return False
         owner, *second = self.held.placement.holders(shard)
@@ -83,23 +82,23 @@ class Site:
         self.held.replicas = dict.fromkeys(self.held.replicas, target)
 
 
-class Town:
-    """Servers that come and go, one plan after the other."""
+class SimulatedGroup:
+    """Simulated servers that join and die, one plan after the other."""
 
     def __init__(self, layout: BlockLayout, *, replicas: int, chance: random.Random) -> None:
         self.layout, self.replicas, self.chance = layout, replicas, chance
-        self.sites: list[Site] = []
+        self.sites: list[SimulatedServer] = []
         self.view = self.count = 0
 
     def join(self) -> None:
-        self.sites.append(Site(f"s{self.count}", f"host{self.count % 3}"))
+        self.sites.append(SimulatedServer(f"s{self.count}", f"host{self.count % 3}"))
         self.count += 1
 
-    def lose(self) -> Site:
+    def lose(self) -> SimulatedServer:
         return self.sites.pop(self.chance.randrange(len(self.sites)))
 
     def is_lost(self) -> bool:
-        """Some shard is with nobody."""
+        """Return whether some shard has no holder."""
         heard = [site for site in self.sites if site.held.view]
         if not heard:
             return any(site.version for site in self.sites)
@@ -113,7 +112,7 @@ class Town:
         return any(not any(s.holds(x) for s in now) for x in range(len(self.layout.shards)))
 
     def settle(self) -> None:
-        """A view: plan, catch up, move, be ready. Who is ready has heard nothing of go."""
+        """Prepare a view: plan, catch up, move. No server has received Go yet."""
         self.view += 1
         statuses = [site.status() for site in self.sites]
         if self.is_lost():
@@ -138,7 +137,7 @@ class Town:
             site.coming = Held(self.view, placement, replicas)
 
     def check(self, plan: RecoveryPlan, statuses: Sequence[ServerStatus]) -> None:
-        """What stands is the newest view that anybody left has heard go of, and the newest version."""
+        """Check that the plan uses the newest view with a Go at any survivor, and the newest version."""
         assert plan.standing == max(site.held.view for site in self.sites)
         if plan.standing:
             there = [s for s in statuses if plan.standing in (s.view, s.prepared)]
@@ -149,7 +148,7 @@ class Town:
     def check_moves(self, plan: RecoveryPlan) -> None:
         sites = {site.name: site for site in self.sites}
         moves: dict[tuple[int, str], BlockMove] = {(m.shard, m.role): m for m in plan.moves}
-        assert len(moves) == len(plan.moves), "nobody gets a shard twice"
+        assert len(moves) == len(plan.moves), "no server gets a shard twice"
         placement = Placement.from_record(plan.placement, layout=self.layout)
         for shard in range(len(self.layout.shards)):
             holders = placement.holders(shard)
@@ -162,16 +161,16 @@ class Town:
                     assert move.target == name != move.source
                 else:
                     assert not plan.standing or sites[name].holds(shard)
-        assert not moves, "nothing travels for nothing"
+        assert not moves, "no unnecessary moves"
 
     def go(self, count: int | None = None) -> None:
-        """So many of them hear it, in the order of the view; all."""
+        """Deliver Go to the first `count` servers of the view; by default to all."""
         for site in self.sites[:count]:
             assert site.coming is not None
             site.held, site.coming = site.coming, None
 
     def work(self) -> None:
-        """Updates, of which not everybody has got as far as the others when it ends."""
+        """Apply some updates; servers end up at different versions."""
         newest = self.sites[0].version + self.chance.randrange(5)
         for site in self.sites:
             site.version = max(site.version, newest - self.chance.randrange(3))
@@ -182,17 +181,17 @@ class Town:
                 site.held.replicas[owner] = version
 
     def live(self) -> None:
-        """One change of membership after the other, some of them interrupted by the next."""
+        """Change the membership several times; some changes are interrupted by the next."""
         for _ in range(self.chance.randint(1, 8)):
             if len(self.sites) < 6 and self.chance.random() < 0.4:
                 self.join()
             self.settle()
-            match self.chance.choice(("works", "works", "dies before", "dies while saying")):
+            match self.chance.choice(("works", "works", "dies before", "dies while sending")):
                 case "works":
                     self.go()
                     self.work()
-                case "dies while saying":
-                    # The lead tells the others first: some have heard it, and it has not.
+                case "dies while sending":
+                    # The leader sends Go before it begins the view itself: it dies when some have it.
                     told = self.chance.sample(
                         self.sites[1:], self.chance.randrange(len(self.sites))
                     )
@@ -212,7 +211,7 @@ class Town:
 
 
 class _Lost(Exception):
-    """There is nothing to go on with."""
+    """Shards are lost: the simulation ends."""
 
 
 layouts = st.builds(
@@ -225,14 +224,14 @@ layouts = st.builds(
 
 @settings(max_examples=150)
 @given(layouts, st.integers(1, 5), st.sampled_from([1, 1, 1, 0]), st.integers(0, 2**32))
-def test_every_shard_ends_with_its_server_and_its_replica_or_its_loss_is_said(
+def test_every_shard_reaches_its_server_and_replica_or_is_reported_lost(
     layout: BlockLayout, servers: int, replicas: int, seed: int
 ) -> None:
-    town = Town(layout, replicas=replicas, chance=random.Random(seed))
+    group = SimulatedGroup(layout, replicas=replicas, chance=random.Random(seed))
     for _ in range(servers):
-        town.join()
+        group.join()
     try:
-        town.live()
+        group.live()
     except _Lost:
         return
 
@@ -241,30 +240,30 @@ def test_every_shard_ends_with_its_server_and_its_replica_or_its_loss_is_said(
 
 
 @pytest.fixture
-def town() -> Town:
+def group() -> SimulatedGroup:
     """Three servers that have begun their first view."""
     layout = BlockLayout.of([FlatParameter("p", 900, 4)], block_bytes=256)
-    town = Town(layout, replicas=1, chance=random.Random(0))
+    group = SimulatedGroup(layout, replicas=1, chance=random.Random(0))
     for _ in range(3):
-        town.join()
-    town.settle()
-    town.go()
-    return town
+        group.join()
+    group.settle()
+    group.go()
+    return group
 
 
-def plan_of(town: Town) -> RecoveryPlan:
-    return make_plan([site.status() for site in town.sites], town.layout, replicas=1)
+def plan_of(group: SimulatedGroup) -> RecoveryPlan:
+    return make_plan([site.status() for site in group.sites], group.layout, replicas=1)
 
 
-def test_nothing_moves_when_nothing_changes(town: Town) -> None:
-    plan = plan_of(town)
+def test_nothing_moves_when_nothing_changes(group: SimulatedGroup) -> None:
+    plan = plan_of(group)
     assert (plan.standing, plan.moves, plan.stale) == (1, (), ())
-    assert plan.placement == town.sites[0].status().placement
+    assert plan.placement == group.sites[0].status().placement
 
 
-def test_of_a_dead_server_only_what_must_travel_does(town: Town) -> None:
-    dead = town.sites.pop(1)
-    plan = plan_of(town)
+def test_after_a_death_only_the_necessary_shards_move(group: SimulatedGroup) -> None:
+    dead = group.sites.pop(1)
+    plan = plan_of(group)
     assert dead.name not in plan.placement.servers
     assert all(move.source != dead.name for move in plan.moves)
     assert all(move.role == "replica" for move in plan.moves), (
@@ -272,88 +271,92 @@ def test_of_a_dead_server_only_what_must_travel_does(town: Town) -> None:
     )
 
 
-def test_two_deaths_at_once_are_a_loss_that_names_them(town: Town) -> None:
-    del town.sites[:2]
-    with pytest.raises(ManyhandsError, match=r"was on s\d and its replica on s\d, and is lost"):
-        plan_of(town)
+def test_the_loss_of_both_holders_names_them(group: SimulatedGroup) -> None:
+    del group.sites[:2]
+    with pytest.raises(ManyhandsError, match=r"is lost: it was on s\d and its replica on s\d\."):
+        plan_of(group)
 
 
-def test_a_death_without_replicas_is_a_loss() -> None:
-    town = Town(BlockLayout.of([FlatParameter("p", 900, 4)]), replicas=0, chance=random.Random(0))
-    town.join()
-    town.settle()
-    town.go()
-    town.join()
-    town.sites.pop(0)
-    town.sites[0].version = 3  # it has seen the parameters of the dead, if not held them
+def test_a_death_without_replicas_loses_the_weights() -> None:
+    group = SimulatedGroup(
+        BlockLayout.of([FlatParameter("p", 900, 4)]), replicas=0, chance=random.Random(0)
+    )
+    group.join()
+    group.settle()
+    group.go()
+    group.join()
+    group.sites.pop(0)
+    group.sites[0].version = 3  # it has seen the dead server's parameters, but did not hold them
     with pytest.raises(ManyhandsError, match="gone: the weights are lost"):
-        plan_of(town)
+        plan_of(group)
 
 
-def test_who_has_just_come_begins_afresh_if_nobody_has_learnt_anything() -> None:
-    town = Town(BlockLayout.of([FlatParameter("p", 900, 4)]), replicas=1, chance=random.Random(0))
-    town.join()
-    town.join()
-    town.settle()  # and nobody hears go
-    plan = plan_of(town)
+def test_new_servers_start_fresh_if_nothing_was_trained() -> None:
+    group = SimulatedGroup(
+        BlockLayout.of([FlatParameter("p", 900, 4)]), replicas=1, chance=random.Random(0)
+    )
+    group.join()
+    group.join()
+    group.settle()  # no server receives Go
+    plan = plan_of(group)
     assert (plan.standing, plan.moves) == (0, ())
 
 
-def test_a_replica_behind_its_living_server_is_sent_anew(town: Town) -> None:
-    keeper, owner = next((s, o) for s in town.sites for o in s.held.replicas)
-    for site in town.sites:
+def test_a_replica_behind_its_living_server_is_sent_again(group: SimulatedGroup) -> None:
+    keeper, owner = next((s, o) for s in group.sites for o in s.held.replicas)
+    for site in group.sites:
         site.version = 5
         site.held.replicas = dict.fromkeys(site.held.replicas, 5)
     keeper.held.replicas[owner] = 4
-    plan = plan_of(town)
+    plan = plan_of(group)
     assert plan.stale == ((keeper.name, owner),)
     assert plan.moves
     assert {(m.source, m.target, m.role) for m in plan.moves} == {(owner, keeper.name, "replica")}
 
 
-def test_a_replica_that_was_given_up_in_a_view_that_never_began_is_not_counted_on(
-    town: Town,
+def test_a_replica_discarded_for_a_view_that_never_began_is_not_used(
+    group: SimulatedGroup,
 ) -> None:
-    keeper, owner = next((s, o) for s in town.sites for o in s.held.replicas)
-    for site in town.sites:
+    keeper, owner = next((s, o) for s in group.sites for o in s.held.replicas)
+    for site in group.sites:
         site.version = 5
         site.held.replicas = dict.fromkeys(site.held.replicas, 5)
     keeper.held.replicas[owner] = 4
-    town.settle()  # the keeper gives the stale replica up, and nobody hears go
+    group.settle()  # the keeper discards the stale replica; no server receives Go
     assert owner not in keeper.held.replicas
-    plan = plan_of(town)
+    plan = plan_of(group)
     moved = {(m.source, m.target, m.role) for m in plan.moves}
     assert (owner, keeper.name, "replica") in moved, "it is sent anew"
-    town.sites = [site for site in town.sites if site.name != owner]
+    group.sites = [site for site in group.sites if site.name != owner]
     with pytest.raises(ManyhandsError, match=f"was on {owner}"):
-        plan_of(town)
+        plan_of(group)
 
 
-def test_what_one_has_heard_go_of_stands_for_all(town: Town) -> None:
-    town.join()
-    town.settle()
-    lead, heard, *others = town.sites
+def test_a_view_is_valid_if_any_server_has_received_go(group: SimulatedGroup) -> None:
+    group.join()
+    group.settle()
+    lead, heard, *others = group.sites
     heard.held, heard.coming = heard.coming or Held(), None
-    town.sites.remove(lead)
-    assert [site.held.view for site in town.sites] == [2, 1, 0]
-    assert plan_of(town).standing == 2
-    town.settle()
+    group.sites.remove(lead)
+    assert [site.held.view for site in group.sites] == [2, 1, 0]
+    assert plan_of(group).standing == 2
+    group.settle()
     assert all(site.held.view == 2 for site in others), "they took what they were prepared for"
 
 
-def test_a_plan_nobody_has_heard_go_of_is_void(town: Town) -> None:
-    before = plan_of(town).placement
-    town.join()
-    town.settle()
-    town.sites.pop(0)
-    plan = plan_of(town)
+def test_a_plan_without_go_is_discarded(group: SimulatedGroup) -> None:
+    before = plan_of(group).placement
+    group.join()
+    group.settle()
+    group.sites.pop(0)
+    plan = plan_of(group)
     assert plan.standing == 1
-    assert {site.status().placement for site in town.sites} == {before, None}
+    assert {site.status().placement for site in group.sites} == {before, None}
 
 
-def test_a_move_is_of_blocks_that_its_source_holds(town: Town) -> None:
-    town.join()
-    plan = plan_of(town)
-    newcomer = town.sites[-1].name
+def test_the_source_of_a_move_holds_its_blocks(group: SimulatedGroup) -> None:
+    group.join()
+    plan = plan_of(group)
+    newcomer = group.sites[-1].name
     assert all(isinstance(move, BlockMove) and move.target != move.source for move in plan.moves)
     assert {move.target for move in plan.moves if move.role == "own"} == {newcomer}

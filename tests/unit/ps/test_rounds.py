@@ -1,4 +1,4 @@
-"""Rounds in shared memory, driven by hand: who is waited for, and that nothing is done twice."""
+"""Rounds in shared memory, step by step: members wait for each other, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLIP_NORM = 0.5
 
 
 @pytest.mark.parametrize("tries", [1, 4])
-def test_a_sum_is_clipped_once_however_often_a_round_is_tried(tries: int, tmp_path: Path) -> None:
+def test_a_sum_is_clipped_once_however_often_a_round_is_retried(tries: int, tmp_path: Path) -> None:
     """The first server waits for the others where rows are evicted, and tries again and again."""
     group = ServerGroup("plain", shared=True, chance=random.Random(1), block_bytes=128)
     first, second = group.join(), group.join()

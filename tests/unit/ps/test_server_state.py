@@ -1,4 +1,4 @@
-"""Server states: whichever falls behind, dies or joins, parameters and optimizer state stay right."""
+"""Server states: when servers fall behind, die or join, parameters and optimizer state stay correct."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_servers_and_replicas_follow_every_update(group: ServerGroup) -> None:
     group.check()
 
 
-def test_who_dies_is_replaced_by_its_replicas(group: ServerGroup) -> None:
+def test_replicas_replace_a_dead_server(group: ServerGroup) -> None:
     for number in (0, 1):
         group.finish(group.decide())
         group.lose(number)
@@ -53,7 +53,7 @@ def test_who_dies_is_replaced_by_its_replicas(group: ServerGroup) -> None:
     group.check()
 
 
-def test_who_joins_gets_its_blocks_and_the_schedule(group: ServerGroup) -> None:
+def test_a_joining_server_gets_its_blocks_and_the_schedule(group: ServerGroup) -> None:
     for _ in range(3):
         group.finish(group.decide())
     newcomer = group.join()
@@ -67,7 +67,7 @@ def test_who_joins_gets_its_blocks_and_the_schedule(group: ServerGroup) -> None:
     group.check()
 
 
-def test_one_host_a_server_several_decisions_behind_finishes_them_by_itself() -> None:
+def test_one_host_a_server_several_decisions_behind_completes_them_by_itself() -> None:
     """Gradients lie in memory that all can read, and the other has told what it has done."""
     group = make_group("adam", shared=True)
     ahead, behind, other = group.server_states
@@ -100,8 +100,8 @@ def test_one_host_replicas_of_a_dead_server_catch_up_from_the_gradients() -> Non
     group.close()
 
 
-def test_one_host_a_replica_that_is_ahead_of_all_who_live_takes_them_along() -> None:
-    """Its server had applied the update, handed the sum over and died; nobody else had got so far."""
+def test_one_host_survivors_catch_up_with_a_replica_that_is_ahead() -> None:
+    """The owner applied the update, passed the sum on and died; no other server had reached that version."""
     group = make_group(shared=True)
     group.finish(group.decide())
     dead, keeper = group.server_states[0], group.keepers_of(group.server_states[0])[0]
@@ -117,8 +117,8 @@ def test_one_host_a_replica_that_is_ahead_of_all_who_live_takes_them_along() -> 
     group.close()
 
 
-def test_several_hosts_whoever_heard_commit_takes_the_others_along() -> None:
-    """All sums are with the keepers before anybody applies one, so one word is enough."""
+def test_several_hosts_an_update_is_completed_if_any_server_received_its_commit() -> None:
+    """All sums are with their keepers before any is applied, so one received commit is enough."""
     group = make_group("adafactor", shared=False)
     decision = group.decide(factor=0.5)
     for server_state in group.server_states:
@@ -134,7 +134,7 @@ def test_several_hosts_whoever_heard_commit_takes_the_others_along() -> None:
     group.check()
 
 
-def test_several_hosts_what_nobody_heard_commit_of_never_was() -> None:
+def test_several_hosts_an_update_without_a_commit_is_discarded() -> None:
     group = make_group(shared=False)
     before = [buffer.clone() for buffer in group.server_states[1].params.buffers]
     decision = group.decide()
@@ -188,7 +188,7 @@ def some_fall_behind(group: ServerGroup) -> None:
 
 @settings(max_examples=25)
 @given(st.sampled_from(sorted(OPTIMIZERS)), st.booleans(), st.integers(2, 4), st.integers(0, 2**32))
-def test_whatever_happens_all_end_equal_to_the_one_to_whom_nothing_did(
+def test_after_any_failures_all_servers_equal_the_reference(
     name: str, shared: bool, servers: int, seed: int
 ) -> None:
     group = make_group(name, shared=shared, servers=servers, seed=seed)
@@ -207,7 +207,7 @@ def test_whatever_happens_all_end_equal_to_the_one_to_whom_nothing_did(
             group.join()
         plan = group.settle()
         group.check()
-        # A replica behind its server was given up, to be sent anew: until then that one must live.
+        # A replica behind its owner was discarded, to be sent again: until then the owner must live.
         if dies == "later" and all(victim.name != owner for _, owner in plan.stale):
             group.server_states.remove(victim)
             group.settle()
@@ -216,20 +216,20 @@ def test_whatever_happens_all_end_equal_to_the_one_to_whom_nothing_did(
     group.close()
 
 
-# Small things -----------------------------------------------------------------------------------
+# Parts ------------------------------------------------------------------------------------------
 
 
-def test_the_ticker_moves_the_schedule_once_for_each_batch() -> None:
+def test_the_schedule_clock_steps_once_per_batch() -> None:
     whom = train_state("sgd")
     schedule_clock = ScheduleClock(whom.scheduler)
     for ticks in (1, 1, 3, 2):
         schedule_clock.advance(ticks)
     assert schedule_clock.ticks == 3
     assert whom.lr == pytest.approx(0.1 / 4)
-    assert ScheduleClock(whom.scheduler).ticks == 3, "it goes on where a checkpoint has stopped"
+    assert ScheduleClock(whom.scheduler).ticks == 3, "it continues where a checkpoint stopped"
 
 
-def test_a_block_that_is_held_by_nobody_here_is_not_made_up() -> None:
+def test_a_block_that_is_not_held_here_is_an_error() -> None:
     whom = train_state("sgd")
     layout = layout_for(whom)
     server_state = ServerState(
@@ -248,7 +248,7 @@ def test_a_block_that_is_held_by_nobody_here_is_not_made_up() -> None:
         server_state.prepare(2, placement, {}, fresh=False)
 
 
-def test_what_travels_is_cut_into_spans() -> None:
+def test_sent_blocks_are_merged_into_spans() -> None:
     layout = layout_for(train_state("sgd"), block_bytes=64)
     (span,) = message_spans(layout, range(len(layout.blocks)))
     assert span.numel * 4 <= SPAN_BYTES

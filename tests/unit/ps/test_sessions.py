@@ -1,4 +1,4 @@
-"""A worker as a server sees it: a push is here when all of it is, in whatever order and however often."""
+"""Worker sessions: a push is complete when all its parts are, in any order and with any duplicates."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def push(seq: int) -> PushMessage:
     return PushMessage(Contribution("w0", seq), 0, 0)
 
 
-class Hall:
-    """Where guests come in."""
+class Connections:
+    """Creates connections and worker sessions on a real socket."""
 
     def __init__(self, listener: Listener, stack: contextlib.ExitStack) -> None:
         self._listener, self._stack = listener, stack
 
     def link(self) -> tuple[Link, Link]:
-        """A new connection: the server's end and the worker's."""
+        """Open a connection; returns the server's end and the worker's."""
         worker = self._stack.enter_context(connect(self._listener.address, timeout_s=LONG_S))
         return self._stack.enter_context(self._listener.accept(LONG_S)), worker
 
@@ -49,18 +49,18 @@ class Hall:
 
 
 @pytest.fixture
-def hall(tmp_path: Path) -> Iterator[Hall]:
+def connections(tmp_path: Path) -> Iterator[Connections]:
     with contextlib.ExitStack() as stack:
-        yield Hall(stack.enter_context(Listener(f"unix:{tmp_path}/g")), stack)
+        yield Connections(stack.enter_context(Listener(f"unix:{tmp_path}/g")), stack)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["head", 0, 1])))
-def test_a_push_is_here_once_its_head_and_all_its_runs_are(
-    hall: Hall, order: tuple[str | int, ...]
+def test_a_push_is_complete_with_its_header_and_all_spans(
+    connections: Connections, order: tuple[str | int, ...]
 ) -> None:
-    session = hall.session()
+    session = connections.session()
     for what in order[:-1]:
-        for _ in range(2):  # said again after a connection broke
+        for _ in range(2):  # sent again after a connection broke
             assert arrive(session, 1, what) is None
     assert arrive(session, 1, order[-1]) == PUSH
 
@@ -71,8 +71,8 @@ def arrive(session: WorkerSession, seq: int, what: str | int) -> object:
     return session.span_arrived(GradientSpan(seq, 0, what))
 
 
-def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall: Hall) -> None:
-    session = hall.session()
+def test_two_pushes_may_interleave_and_applied_pushes_are_ignored(connections: Connections) -> None:
+    session = connections.session()
     words: list[tuple[int, str | int]] = [(s, w) for s in (1, 2) for w in ("head", 0, 1)]
     random.Random(1).shuffle(words)
     whole = [seq for seq, what in words if arrive(session, seq, what) is not None]
@@ -81,8 +81,8 @@ def test_two_pushes_arrive_side_by_side_and_what_is_done_is_not_taken_again(hall
     assert all(arrive(session, seq, what) is None for seq, what in words)
 
 
-def test_inside_a_host_the_head_is_all(hall: Hall) -> None:
-    session = WorkerSession("w0", hall.link()[0], [FlatTensors.private(LAYOUT)])
+def test_inside_a_host_a_push_is_only_a_header(connections: Connections) -> None:
+    session = WorkerSession("w0", connections.link()[0], [FlatTensors.private(LAYOUT)])
     assert session.push_arrived(PUSH) == PUSH
     session.done = 1
     assert session.push_arrived(PUSH) is None, "sent again"
@@ -92,15 +92,15 @@ def test_inside_a_host_the_head_is_all(hall: Hall) -> None:
     for refused in (
         lambda: session.buffer_for(0, 0),
         lambda: session.span_arrived(GradientSpan(2, 0, 0)),
-        lambda: session.add_lane(hall.link()[0]),
+        lambda: session.add_lane(connections.link()[0]),
     ):
         with pytest.raises(ProtocolError):
             refused()
     session.close()
 
 
-def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
-    session = hall.session()
+def test_a_span_is_received_into_its_slot(connections: Connections) -> None:
+    session = connections.session()
     session.buffer_for(1, 1)[:4] = b"\x00\x00\x80\x3f"
     assert float(session.slots[1].block(2)[0]) == 1.0
     assert session.buffer_for(0, 0).nbytes == SPANS[0].numel * 4
@@ -109,14 +109,14 @@ def test_a_run_is_received_where_it_is_added_from(hall: Hall) -> None:
             session.buffer_for(slot, i)
 
 
-def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(hall: Hall) -> None:
-    session, params = hall.session(), FlatTensors.private(LAYOUT)
+def test_parameters_are_sent_once_all_lanes_are_open(connections: Connections) -> None:
+    session, params = connections.session(), FlatTensors.private(LAYOUT)
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
-    session.send_params(3, params)  # no lane yet: it is sent when they are
+    session.send_params(3, params)  # no lane yet: parameters are sent when all are open
     far = []
     for number in range(LANES):
-        near, worker = hall.link()
+        near, worker = connections.link()
         far.append(worker)
         assert session.add_lane(near) == (number == LANES - 1)
     session.send_params(4, params)
@@ -133,9 +133,9 @@ def test_parameters_are_sent_when_all_lanes_are_here_first_what_is_needed_first(
         assert first == {0: 1.0, 1: 2.0}[message.message["span"]]
 
 
-def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: Hall) -> None:
-    session = hall.session()
-    near, _ = hall.link()
+def test_a_reconnect_replaces_the_link_and_keeps_the_byte_count(connections: Connections) -> None:
+    session = connections.session()
+    near, _ = connections.link()
     session.tell(NewVersion(1, 1))
     sent = session.bytes_sent
     assert sent > 0
@@ -146,4 +146,4 @@ def test_who_comes_back_gets_new_connections_and_its_bytes_are_counted_on(hall: 
         old.send({})
     assert session.span_arrived(GradientSpan(1, 0, 0)) is None
     session.close()
-    session.tell(NewVersion(1, 1))  # into the void: it is gone, or comes back and asks
+    session.tell(NewVersion(1, 1))  # dropped: the worker is gone, or reconnects and asks again

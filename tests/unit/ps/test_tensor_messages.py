@@ -78,7 +78,7 @@ states = st.dictionaries(
 
 
 @given(st.integers(0, 99), st.sampled_from(["own", "replica"]), tensors, states)
-def test_tensors_of_any_shape_scalars_and_nothing_arrive(
+def test_tensors_of_any_shape_scalars_and_none_arrive(
     number: int, role: str, params: Tensor, state: dict[str, Any]
 ) -> None:
     messages = list(pack(number, BlockState(params, state), role=role))
@@ -92,7 +92,7 @@ def test_tensors_of_any_shape_scalars_and_nothing_arrive(
         assert_equal(got.state[name], value)
 
 
-def test_memory_that_does_not_lie_in_one_piece_is_sent_as_it_reads() -> None:
+def test_non_contiguous_tensors_arrive_unchanged() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
     assert not tensor.is_contiguous()
     _, got = unpacked(list(pack(0, BlockState(tensor, {"x": tensor[1:, ::2]}))))
@@ -100,14 +100,14 @@ def test_memory_that_does_not_lie_in_one_piece_is_sent_as_it_reads() -> None:
     assert_equal(got.state["x"], tensor[1:, ::2])
 
 
-def test_parameters_may_stay_at_home() -> None:
+def test_parameters_can_be_left_out() -> None:
     messages = list(pack(1, BlockState(torch.ones(5), {"step": 3}), params=False))
     assert all(payload is None for _, payload in messages)
     _, got = unpacked(messages)
     assert (got.params.numel(), got.state) == (0, {"step": 3})
 
 
-def test_what_can_be_sent_as_it_lies_is_not_copied() -> None:
+def test_contiguous_tensors_are_not_copied() -> None:
     tensor = torch.zeros(4)
     _, (_, payload) = pack(0, BlockState(tensor, {}))
     assert payload is not None
@@ -115,7 +115,7 @@ def test_what_can_be_sent_as_it_lies_is_not_copied() -> None:
     assert tensor[0] == 1.0
 
 
-def test_blocks_may_arrive_side_by_side() -> None:
+def test_messages_of_blocks_may_interleave() -> None:
     sent = {
         (role, n): BlockState(torch.full((3,), float(n)), {"step": n, "role": role})
         for role in ("own", "replica")
@@ -195,7 +195,7 @@ def test_messages_out_of_order_are_refused() -> None:
             TensorMessages().add(head, carried)
 
 
-def test_the_same_without_the_mistake_is_taken() -> None:
+def test_the_same_state_without_the_mistake_is_accepted() -> None:
     messages = TensorMessages()
     assert messages.add(first(GOOD), None) is None
     assert messages.add(HEAD, memoryview(bytearray(8))) == ("own", 0)
@@ -203,7 +203,7 @@ def test_the_same_without_the_mistake_is_taken() -> None:
     assert messages.add(first({**GOOD, "shape": [0, 3]}), None) == ("own", 0)
 
 
-def test_a_block_may_begin_again() -> None:
+def test_a_block_may_be_sent_again() -> None:
     """The connection broke in the middle of it, and it is sent by the next one."""
     messages = TensorMessages()
     state = BlockState(torch.ones(2), {"momentum": torch.full((2,), 3.0)})

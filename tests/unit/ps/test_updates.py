@@ -1,4 +1,4 @@
-"""From decisions to updates: servers that talk over real links, in any order, and one that is dead."""
+"""From decisions to updates: servers on real links, with messages in any order and deaths."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ def three(shared: bool, folder: Path, *, clip_norm: float | None = None) -> Iter
     group.close()
 
 
-def test_in_any_order_all_apply_every_decision(shared: bool, tmp_path: Path) -> None:
+def test_all_servers_apply_every_decision_in_any_order_of_messages(
+    shared: bool, tmp_path: Path
+) -> None:
     with three(shared, tmp_path) as servers:
         for seed in range(6):
             servers.decide(servers.group.decide())
@@ -193,9 +195,7 @@ def test_a_sum_is_not_overwritten_before_its_replica_has_used_it(
             assert set(server_state.held.versions.values()) == {4}
 
 
-def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
-    shared: bool, tmp_path: Path
-) -> None:
+def test_clipping_uses_the_norm_of_the_whole_gradient(shared: bool, tmp_path: Path) -> None:
     with three(shared, tmp_path, clip_norm=0.5) as servers:
         group = servers.group
         decision = group.decide()
@@ -222,7 +222,7 @@ def test_the_whole_gradient_is_clipped_though_each_has_but_a_part(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_death_at_any_moment_leaves_no_update_half_made(
+def test_a_death_at_any_moment_leaves_no_partial_update(
     shared: bool, seed: int, tmp_path: Path
 ) -> None:
     chance = random.Random(seed)
@@ -250,16 +250,16 @@ def test_a_death_at_any_moment_leaves_no_update_half_made(
             group.check()
 
 
-def test_one_host_a_server_applies_what_it_has_told_though_the_lead_is_dead(
+def test_one_host_a_server_completes_a_replicated_update_after_the_leader_died(
     tmp_path: Path,
 ) -> None:
-    """Else the replica at its keeper would be ahead of it."""
+    """Otherwise the replica on its keeper would be ahead of it."""
     with three(True, tmp_path) as servers:
         group = servers.group
         lead, heard, other = group.server_states
         assert group.keepers_of(heard) == [other]
         decision = group.decide()
-        servers.kill(lead.name)  # after it has told one of them
+        servers.kill(lead.name)  # after it has sent the decision to one of them
         servers.updates[heard.name].enqueue(decision)
         servers.deliver(random.Random(0))
         assert heard.ledger.version == other.held.versions[heard.name] == 1
@@ -267,13 +267,13 @@ def test_one_host_a_server_applies_what_it_has_told_though_the_lead_is_dead(
         group.check()
 
 
-def test_several_hosts_a_commit_is_carried_out_though_who_said_it_is_dead(tmp_path: Path) -> None:
-    """It can't be told that its replica has taken the update, and that changes nothing."""
+def test_several_hosts_a_commit_is_applied_after_the_leader_died(tmp_path: Path) -> None:
+    """The dead leader can't receive `SumTaken` for its replica, which must not matter."""
     with three(False, tmp_path) as servers:
         group = servers.group
         lead, heard, other = group.server_states
         servers.decide(group.decide())
-        # The sums go to their keepers and the lead hears that all have: it commits.
+        # The sums go to their keepers, the leader learns that all have arrived, and commits.
         inward = [pair for pair in servers.far if pair != (lead.name, heard.name)]
         for _ in range(9):
             for pair in inward:
