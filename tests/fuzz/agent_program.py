@@ -1,4 +1,4 @@
-"""An agent as a process of its own, for test_agents.py: `agent_program.py ADDRESS`."""
+"""An agent as a process of its own, for test_agent_links.py: `agent_program.py ADDRESS`."""
 
 from __future__ import annotations
 
