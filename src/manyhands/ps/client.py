@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -332,13 +332,14 @@ class ServerConnection:
     # Connecting ---------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        link = self._client.node.dial(self.name)
-        link.send(self._client.enter)
-        with self._changed:
-            if self._closed:
-                link.close()
-                return
-            self._link = link
+        with ExitStack() as opened:  # closed again if this fails
+            link = opened.enter_context(self._client.node.dial(self.name))
+            link.send(self._client.enter)
+            with self._changed:
+                if self._closed:
+                    return
+                self._link = link
+            opened.pop_all()
         self._read(link, link)
 
     def close(self) -> None:
@@ -402,14 +403,22 @@ class ServerConnection:
         finally:
             resume()
 
+    def _open_lanes(self, num_lanes: int) -> list[Link]:
+        enter, lanes = self._client.enter, []
+        with ExitStack() as opened:  # closed again if one fails
+            for _ in range(num_lanes):
+                lane = opened.enter_context(self._client.node.dial(self.name))
+                lane.send(OpenLane(enter.sender, enter.view))
+                lanes.append(lane)
+            opened.pop_all()
+        return lanes
+
     def _enter(self, control: Link, begun: ViewBegun) -> None:
         """The server has admitted this worker, for the first time or again."""
         client = self._client
         placement = Placement.from_record(begun.placement, layout=client.params.layout)
         spans, holders = travelling(placement, self.name) if begun.travels else ([], [])
-        lanes = [client.node.dial(self.name) for _ in range(LANES if spans else 0)]
-        for lane in lanes:
-            lane.send(OpenLane(client.enter.sender, client.enter.view))
+        lanes = self._open_lanes(LANES if spans else 0)
         with self._changed:
             if control is not self._link:  # closed meanwhile
                 for lane in lanes:

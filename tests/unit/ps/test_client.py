@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -162,3 +163,41 @@ def test_spans_of_an_incomplete_push_are_sent_again(tmp_path: Path) -> None:
         at.client.push(push, began=at.client.version)
         at.client.drain()
         assert at.server.server_state.ledger.counts == {GOOD: 2}
+
+
+@pytest.mark.parametrize("lanes_before_the_failure", [None, 0, 1])
+def test_links_are_closed_if_connecting_fails_half_way(
+    lanes_before_the_failure: int | None,
+) -> None:
+    closed: list[int] = []
+
+    class HalfLink:
+        """A link over which the peer stops reading."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def send(self, message: object, payload: object = None) -> None:
+            if lanes_before_the_failure is None or self.number >= lanes_before_the_failure:
+                raise LinkError("the peer closed the link")
+
+        def __enter__(self) -> HalfLink:
+            return self
+
+        def __exit__(self, *unused: object) -> None:
+            closed.append(self.number)
+
+    server, dialed = connection(), []
+
+    def dial(name: str) -> HalfLink:
+        dialed.append(HalfLink(len(dialed)))
+        return dialed[-1]
+
+    client = cast(Any, server._client)
+    client.node = SimpleNamespace(dial=dial)
+    client.enter = SimpleNamespace(sender="worker-0", view=1)
+    for_lanes = lanes_before_the_failure is not None
+    connecting = partial(server._open_lanes, 2) if for_lanes else server.connect
+    with pytest.raises(LinkError):
+        connecting()
+    assert sorted(closed) == [each.number for each in dialed]
