@@ -60,7 +60,6 @@ def make_state(name: str) -> ServerState:
         train_state,
         FlatTensors.private(layout_of(model, train_state.optimizer)),
         ScheduleClock(train_state.scheduler),
-        shared=False,
         replicas=1,
     )
 

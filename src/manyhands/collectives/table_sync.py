@@ -1,16 +1,17 @@
 """Sparse tables beside an all-reduce of the dense gradients.
 
-Replicated: every worker has all rows. The gradients of the rows that a batch touched go to all workers, are
-summed in rank order, and each worker makes the same update: that of `single`, up to the order of sums.
-Each worker sends (n-1) times the bytes of the largest worker's ids and gradients in a step.
+ReplicatedTables: every worker has all rows. The gradients of the rows that a batch touched go to all
+workers, are summed in rank order, and each worker makes the same update: that of `single`, up to the order of
+sums. Each worker sends (n-1) times the bytes of the largest worker's ids and gradients in a step.
 
-Shared: the workers of a host share one copy of the rows. Each worker applies its own gradients as soon as it
-has them: nothing is sent and no worker waits, while the dense part stays synchronous (the hybrid form).
+SharedTables: the workers of a host share one copy of the rows. Each worker applies its own gradients as soon
+as it has them: nothing is sent and no worker waits, while the dense part stays synchronous (the hybrid form).
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
@@ -25,58 +26,15 @@ from manyhands.errors import SpecError
 from manyhands.hosts.view import View
 
 
-class TableSync:
-    def __init__(self, train_state: TrainState, view: View, *, shared: bool) -> None:
+class TableSync(ABC):
+    def __init__(self, train_state: TrainState, view: View) -> None:
         self._train_state = train_state
         self._tables = train_state.tables
         self._world = view.world
-        self._shared = shared
-        if not shared:
-            if isinstance(train_state.model, RowModel):
-                raise SpecError(
-                    f"allreduce with {view.world} workers adds up gradients, and "
-                    f"{type(train_state.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
-                    "--strategy 'allreduce(tables=shared)'."
-                )
-            return
-        if not view.one_host:
-            hosts = ", ".join(sorted({seat.host for seat in view.seats}))
-            raise SpecError(
-                f"allreduce(tables=shared) shares memory inside one host, and there are {hosts}. "
-                "Use  tables=replicated  or a strategy of the ps: family."
-            )
-        self._share_tables()
-        self._tables.writers = view.world
 
+    @abstractmethod
     def step(self, lr: float, now: int) -> int:
         """Apply the gradients of this step to the rows; return the bytes that this worker sent."""
-        basket = self._tables.take()
-        base_lr = self._train_state.base_lr
-        if self._shared:
-            self._tables.stores.apply([basket], [1.0], lr=lr, base_lr=base_lr, now=now)
-            if self._tables.stores.evicting and now % EVICT_EVERY == 0:
-                dist.barrier()  # all others wait while the first worker evicts
-                if dist.get_rank() == 0:
-                    self._tables.stores.evict(now)
-                dist.barrier()
-            return 0
-        mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
-        pack_into(mine.numpy().data, basket, self._tables.specs)
-        parts, sent = self._gather(mine)
-        baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
-        ones = [1.0] * self._world
-        self._tables.stores.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
-        self._tables.stores.evict_periodically(now)
-        return sent
-
-    def _share_tables(self) -> None:
-        """Share the first worker's tables with the others."""
-        first = dist.get_rank() == 0
-        addresses = json.dumps(self._tables.stores.share()) if first else ""
-        parts, _ = self._gather(torch.tensor(list(addresses.encode()), dtype=torch.uint8))
-        if not first:
-            self._tables.stores.attach(json.loads(bytes(parts[0].numpy())))
-        dist.barrier()  # the first must be alive while the others attach
 
     def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
         """Gather the bytes of all workers, in rank order; return the bytes sent, too."""
@@ -89,3 +47,57 @@ class TableSync:
         dist.all_gather(heard, padded.to(device))
         parts = [each.cpu()[:count] for each, count in zip(heard, counts, strict=True)]
         return parts, (world - 1) * (largest + 8)
+
+
+class ReplicatedTables(TableSync):
+    def __init__(self, train_state: TrainState, view: View) -> None:
+        super().__init__(train_state, view)
+        if isinstance(train_state.model, RowModel):
+            raise SpecError(
+                f"allreduce with {view.world} workers adds up gradients, and "
+                f"{type(train_state.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
+                "--strategy 'allreduce(tables=shared)'."
+            )
+
+    def step(self, lr: float, now: int) -> int:
+        basket = self._tables.take()
+        mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
+        pack_into(mine.numpy().data, basket, self._tables.specs)
+        parts, sent = self._gather(mine)
+        baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
+        ones, base_lr = [1.0] * self._world, self._train_state.base_lr
+        self._tables.stores.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
+        self._tables.stores.evict_periodically(now)
+        return sent
+
+
+class SharedTables(TableSync):
+    def __init__(self, train_state: TrainState, view: View) -> None:
+        super().__init__(train_state, view)
+        if not view.one_host:
+            hosts = ", ".join(sorted({seat.host for seat in view.seats}))
+            raise SpecError(
+                f"allreduce(tables=shared) shares memory inside one host, and there are {hosts}. "
+                "Use  tables=replicated  or a strategy of the ps: family."
+            )
+        self._share_tables()
+        self._tables.writers = view.world
+
+    def step(self, lr: float, now: int) -> int:
+        stores, base_lr = self._tables.stores, self._train_state.base_lr
+        stores.apply([self._tables.take()], [1.0], lr=lr, base_lr=base_lr, now=now)
+        if stores.evicting and now % EVICT_EVERY == 0:
+            dist.barrier()  # all others wait while the first worker evicts
+            if dist.get_rank() == 0:
+                stores.evict(now)
+            dist.barrier()
+        return 0
+
+    def _share_tables(self) -> None:
+        """Share the first worker's tables with the others."""
+        first = dist.get_rank() == 0
+        addresses = json.dumps(self._tables.stores.share()) if first else ""
+        parts, _ = self._gather(torch.tensor(list(addresses.encode()), dtype=torch.uint8))
+        if not first:
+            self._tables.stores.attach(json.loads(bytes(parts[0].numpy())))
+        dist.barrier()  # the first must be alive while the others attach

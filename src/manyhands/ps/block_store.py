@@ -135,6 +135,11 @@ class GradientSums:
     flats: Sequence[FlatTensors]
     versions: list[int] = field(default_factory=lambda: [0, 0])
 
+    @property
+    def attached(self) -> bool:
+        """If true, the sums are in shared memory; those of another server are in its memory then."""
+        return self.flats[0].segment is not None
+
     def of(self, version: int) -> FlatTensors:
         return self.flats[version % len(self.flats)]
 

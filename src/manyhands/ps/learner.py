@@ -251,11 +251,11 @@ class PsLearner(Learner):
         node = self._node
         return WorkerMemory(
             self._buffer,
-            node.find_params(view),
+            node.transport.find_params(view),
             node.parameters,
-            slots=[node.allocate("manyhands-gradients") for _ in range(node.mode.slots)],
+            slots=[node.transport.allocate("manyhands-gradients") for _ in range(node.mode.slots)],
             device=self.train_state.device,
-            copies_params=not node.shared and not self._config.lockstep,
+            copies_params=node.transport.copies_params,
         )
 
     def rescued(self) -> StepReport | None:
@@ -271,9 +271,7 @@ class PsLearner(Learner):
         return f"{self._joined().placement.describe()}; {self._config.placement}"
 
     def transport(self) -> str:
-        if self._node.shared:
-            return "shared memory"
-        return "tcp, authenticated only" if self.me.trust_network else "tcp with TLS"
+        return self._node.transport.describe()
 
     def close(self) -> None:
         self._drop_client()
@@ -423,8 +421,7 @@ class PsLearner(Learner):
             state = piece_state(layout, name, parameter.shape, states)
             if state:
                 train_state.optimizer.state[parameter] = state
-        if self._node.shared and not self._config.lockstep:
-            train_state.tables.stores.evict(train_state.tables.now)  # all others are at rest
+        self._node.transport.evict_rows()
 
     def _joined(self) -> Client:
         assert self._client is not None, "a view comes before the first step"

@@ -1,5 +1,4 @@
-"""A process among parameter servers: finds the other servers and the memory, and runs its own server if it
-is one.
+"""A process among parameter servers: finds the other servers, and runs its own server if it is one.
 
 Workers and dedicated servers have one node each. It lives as long as the process; servers and clients are
 created anew for each view.
@@ -7,7 +6,6 @@ created anew for each view.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
-from manyhands.errors import LinkError, LinkTimeout, SpecError, ViewChanging, WeightsLost
+from manyhands.errors import LinkError, LinkTimeout, ViewChanging, WeightsLost
 from manyhands.hosts.me import Board, Me
 from manyhands.hosts.messages import LinkBroken, PeerRefused
 from manyhands.hosts.view import SERVER, View
@@ -26,9 +24,10 @@ from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
 from manyhands.ps.rounds import Doorbell, RoundTable
-from manyhands.ps.rows import RowServerState, SharedRowState
+from manyhands.ps.rows import RowServerState
 from manyhands.ps.server import Server, ServerEvents, ServerView
 from manyhands.ps.server_state import ServerState
+from manyhands.ps.transports import PsTransport, choose_transport
 from manyhands.threads import fail_process
 from manyhands.transport import Limits, Link
 
@@ -54,12 +53,9 @@ class PsNode:
         self.layout = layout_of(train_state.model, train_state.optimizer)
         self.parameters = pieces_of(train_state.model, train_state.optimizer)
         self.server: Server | None = None
-        self.shared = False
         self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Shared memory in which rounds are agreed on without messages, inside a host."""
-        self._params: FlatTensors | None = None
         self.server_state: ServerState | None = None
-        self._has_tables = False
         self._tables = train_state.tables.stores
         """The model's, or its server's if rows are sent."""
         biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
@@ -71,6 +67,11 @@ class PsNode:
     def schedule_clock(self) -> ScheduleClock:
         """Created in the first view: the checkpoint is loaded after this object was created."""
         return ScheduleClock(self.train_state.scheduler)
+
+    @cached_property
+    def transport(self) -> PsTransport:
+        """Chosen in the first view."""
+        return choose_transport(self, self.me.view)
 
     def check(self) -> None:
         """Raise if waiting has become pointless: a new view comes, or the server here has failed."""
@@ -88,10 +89,7 @@ class PsNode:
         workers = [seat.name for seat in view.workers]
         if self.config.servers != "auto":
             return workers[: self.config.servers]
-        if self.shared and not self._serves_rows:
-            # More servers would hold no block, and only forward messages about every update.
-            return workers[: max(1 + self.config.replicas, len(self.layout.shards))]
-        return workers
+        return workers[: self.transport.max_servers]
 
     def leave(self, view: View | None = None) -> None:
         """End the server of the last view; messages that dead members have sent are still handled."""
@@ -101,32 +99,31 @@ class PsNode:
 
     def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
         """Find the memory and, if this member is a server, the other servers. Does not wait for them."""
-        params = self.find_params(view)
+        params = self.transport.find_params(view)
         if self.rounds is not None:
             for each in self.rounds:
                 each.close()
             self.rounds = None
-        if self.shared:
-            self._find_tables(view)
-            self._find_rounds(view)
+        self.rounds = self.transport.enter(view)
         servers = self.servers_in(view)
         if self.me.name not in servers:
             return
         if self.server_state is None:
-            self.server_state = ServerState(
+            self.server_state = self.transport.server_state_type(
                 self.me.name,
                 self.me.host,
                 self.train_state,
                 params,
                 self.schedule_clock,
-                shared=self.shared,
                 replicas=self.config.replicas,
                 rows=self._rows(),
             )
         self.server = Server(
             self.server_state,
             self.mode,
-            self.me.listen(f"ps-{self.me.name}", view, limits=self._limits, on_host=self.shared),
+            self.me.listen(
+                f"ps-{self.me.name}", view, limits=self._limits, on_host=self.transport.on_host
+            ),
             ServerView(
                 view.number,
                 servers,
@@ -136,18 +133,17 @@ class PsNode:
             ),
             events=ServerEvents(self._ask_for_a_view, self.refused, self._on_server_error),
         )
-        self._board.post(f"ps/{view.number}/{self.me.name}", self.server.address)
+        self.board.post(f"ps/{view.number}/{self.me.name}", self.server.address)
         try:
             self.server.meet(self.dial)
         except LinkError as error:
             logger.info("%s: %s", self.me.name, error)  # one of them just died: a new view comes
 
     def _rows(self) -> RowServerState | None:
-        if not self._serves_rows:
+        if not self.serves_rows:
             return None
-        self._tables.spread = not self.shared
-        kind = SharedRowState if self.shared else RowServerState
-        return kind(
+        self._tables.spread = not self.transport.on_host
+        return self.transport.row_state_type(
             self.me.name,
             self._tables,
             adds=isinstance(self.train_state.model, RowModel),
@@ -155,9 +151,9 @@ class PsNode:
         )
 
     @property
-    def _serves_rows(self) -> bool:
-        """If true, servers change the rows: rows are sent, or an update has several gradients."""
-        return bool(self._tables.specs) and (self.mode.rounds or not self.shared)
+    def serves_rows(self) -> bool:
+        """If true, there are tables, and servers change their rows."""
+        return bool(self._tables.specs) and self.transport.serves_rows
 
     def wait_until_begun(self) -> None:
         """If this member is a server, wait until all servers have begun the view."""
@@ -170,12 +166,12 @@ class PsNode:
                 )
         self.check()
 
-    def _leads(self, view: View) -> bool:
+    def leads(self, view: View) -> bool:
         return self.servers_in(view)[0] == self.me.name
 
     def settled(self) -> dict[str, Any] | None:
         """What is in the weights, on the lead; None on others."""
-        if self.server is None or not self._leads(self.me.view):
+        if self.server is None or not self.leads(self.me.view):
             return None
         assert self.server_state is not None
         ledger = self.server_state.ledger
@@ -209,7 +205,7 @@ class PsNode:
         deadline = time.monotonic() + self.me.timeouts.view_s
         while True:
             try:
-                return self._board.fetch(key, timeout_s=POLL_S)
+                return self.board.fetch(key, timeout_s=POLL_S)
             except LinkTimeout:
                 self.check()
                 if time.monotonic() > deadline:
@@ -218,7 +214,7 @@ class PsNode:
     def _ask_for_a_view(self, peer: str) -> None:
         """Ask for a new view, in which all servers reconnect: a living one is unreachable."""
         with suppress(LinkError):
-            self._board.send(LinkBroken(self.me.view.number, peer))
+            self.board.send(LinkBroken(self.me.view.number, peer))
 
     def _on_server_error(self, error: BaseException) -> None:
         """The server of this process has failed: end the process, unless a new view replaces the server
@@ -234,69 +230,9 @@ class PsNode:
     def refused(self, peer: str, why: str) -> None:
         """Report a peer that broke the protocol, so that it is ended and nobody waits for it."""
         with suppress(LinkError):
-            self._board.send(PeerRefused(self.me.view.number, peer, why[:1000]))
+            self.board.send(PeerRefused(self.me.view.number, peer, why[:1000]))
 
     @property
-    def _board(self) -> Board:
+    def board(self) -> Board:
         assert self.me.board is not None, "parameter servers need a coordinator"
         return self.me.board
-
-    def find_params(self, view: View) -> FlatTensors:
-        """Find the parameters: one copy per host if memory is shared, else one per process.
-
-        The lead has had them from the beginning, or has survived with them: it posts their address.
-        """
-        key, leads = f"ps/{view.number}/params", self._leads(view)
-        if self._params is None:
-            self.shared = self._is_shared(view)
-            if self.shared and not leads:
-                self._params = FlatTensors.attached(self.layout, self.fetch(key))
-            else:
-                self._params = self.allocate("manyhands-parameters")
-                for name, parameter in self.parameters.items():
-                    self._params.piece(name).copy_(parameter.detach().reshape(-1))
-        if leads and self._params.segment is not None:
-            self._board.post(key, self._params.segment.address)
-        return self._params
-
-    def allocate(self, label: str) -> FlatTensors:
-        """Create flat tensors that the servers can read, if memory is shared."""
-        if self.shared:
-            return FlatTensors.shared(self.layout, label=label)
-        return FlatTensors.private(self.layout)
-
-    def _find_tables(self, view: View) -> None:
-        """Find the tables likewise: the lead shares them, others attach. Once: they outlive their creator."""
-        tables = self.train_state.tables
-        if not tables.specs:
-            return
-        key, leads = f"ps/{view.number}/tables", self._leads(view)
-        if leads:
-            where = tables.stores.addresses() if self._has_tables else tables.stores.share()
-            self._board.post(key, json.dumps(where))
-        elif not self._has_tables:
-            tables.stores.attach(json.loads(self.fetch(key)))
-        self._has_tables = True
-        tables.writers = view.world
-
-    def _find_rounds(self, view: View) -> None:
-        """Find the table and the doorbells of this view, if rounds are agreed on in shared memory."""
-        if not self.mode.for_all:
-            return
-        workers = [seat.name for seat in view.workers]
-        key, servers = f"ps/{view.number}/rounds", self.servers_in(view)
-        if self._leads(view):
-            table = RoundTable.create(workers, servers)
-            self._board.post(key, table.address)
-        else:
-            table = RoundTable.attach(self.fetch(key), workers, servers)
-        self.rounds = (table, Doorbell(self.me.view_folder(view), self.me.name))
-
-    def _is_shared(self, view: View) -> bool:
-        transport = self.config.transport
-        if transport == "shm" and self.me.spans_hosts:
-            raise SpecError(
-                f"{self.config.name}: transport=shm shares memory inside one host, and members may run on "
-                "several here. Use transport=auto."
-            )
-        return transport != "tcp" and view.one_host and not self.me.spans_hosts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from manyhands.embeddings.modules import RowModel, bind
+from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import SharedGrads
 from manyhands.errors import SpecError
 from manyhands.ps.remote_tables import RemoteTables
@@ -74,20 +74,13 @@ class OwnRows(RowPushes):
 
 
 def row_pushes(node: PsNode) -> RowPushes | None:
-    """Choose the way for this run; None if the model has no tables. If tables are not in shared memory, the
-    model's become remote ones."""
-    train_state, config, mode = node.train_state, node.config, node.mode
-    tables, model = train_state.tables, train_state.model
-    if not tables.specs:
+    """Choose the way for this run; None if the model has no tables."""
+    model = node.train_state.model
+    if not node.train_state.tables.specs:
         return None
-    adds = isinstance(model, RowModel)
-    if adds and mode.rounds:
+    if isinstance(model, RowModel) and node.mode.rounds:
         raise SpecError(
-            f"{config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
+            f"{node.config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
             "Use  --strategy ps:async  or  --strategy ps:ssp."
         )
-    if not node.shared:
-        train_state.tables = RemoteTables(tables, adds=adds, bits=config.row_bits, age=mode.row_age)
-        bind(model, train_state.tables)
-        return RemoteRows(train_state, node.me.name)
-    return SharedRows(train_state, mode.slots) if mode.rounds else OwnRows(train_state)
+    return node.transport.row_pushes()

@@ -581,17 +581,19 @@ def _make_decisions(
     refuse: Refuse,
 ) -> Decisions:
     lead, name = view.servers[0], state.name
-    if name != lead and not mode.for_all:
-        return FollowerDecisions(state, updates, peers[lead])
-    alone = state.shared or mode.for_all
-    decider = Decider(
-        mode.make_policy(view.workers),
-        state.ledger,
-        servers=[name] if alone else view.servers,
-        lr_rule=mode.lr_rule,
-        by_part=not mode.rounds,
-    )
-    common = (decider, updates, sessions.by_name, name, refuse)
+
+    def decider(servers: Sequence[str]) -> Decider:
+        policy = mode.make_policy(view.workers)
+        return Decider(
+            policy, state.ledger, servers=servers, lr_rule=mode.lr_rule, by_part=not mode.rounds
+        )
+
+    common = (updates, sessions.by_name, name, refuse)
     if mode.for_all:
-        return OwnDecisions(*common, leads=name == lead)
-    return LeadDecisions(*common, peers=peers, workers=view.workers, rounds=mode.rounds)
+        return OwnDecisions(decider([name]), *common, leads=name == lead)
+    if name != lead:
+        return FollowerDecisions(state, updates, peers[lead])
+    lead_decider = decider([name] if state.shared else view.servers)
+    return LeadDecisions(
+        lead_decider, *common, peers=peers, workers=view.workers, rounds=mode.rounds
+    )

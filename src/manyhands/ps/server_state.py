@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import ClassVar
 
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.row_placement import RowPlacement
@@ -50,6 +51,9 @@ class HeldBlocks:
 
 
 class ServerState:
+    shared: ClassVar[bool] = False
+    """If true, members share memory: gradients of dead workers remain readable, and sums are not sent."""
+
     def __init__(
         self,
         name: str,
@@ -58,7 +62,6 @@ class ServerState:
         params: FlatTensors,
         schedule_clock: ScheduleClock,
         *,
-        shared: bool,
         replicas: int,
         rows: RowServerState | None = None,
     ) -> None:
@@ -66,14 +69,12 @@ class ServerState:
         self.train_state = train_state
         self.params = params
         self.schedule_clock = schedule_clock
-        self.shared = shared
-        """If true, members share memory: gradients of dead workers remain readable, and sums are not sent."""
         self.replicas = replicas
         self.ledger = Ledger(progress=Fraction(schedule_clock.ticks))
         self.held = HeldBlocks()
         self.coming: HeldBlocks | None = None
         """Blocks prepared for a view that has not begun."""
-        self.sums = GradientSums([self._memory("manyhands-sums") for _ in range(2)])
+        self.sums = GradientSums([self._allocate_sum() for _ in range(2)])
         self.ahead: dict[int, Decision] = {}
         """Decisions, by version, that are applied to a replica here but not yet to the own blocks."""
         self.others: dict[str, GradientSums] = {}
@@ -150,13 +151,9 @@ class ServerState:
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
             if numbers:
-                # If memory is not shared, a worker of this process computes with the replica, so that its
-                # parameters are not sent.
-                memory = FlatTensors.private(self.layout) if self.shared else self.params
-                block_store = BlockStore(
-                    self.train_state, memory, find("replica", numbers), ticks=ticks
+                held.replicas[server] = BlockStore(
+                    self.train_state, self._replica_memory(), find("replica", numbers), ticks=ticks
                 )
-                held.replicas[server] = block_store
                 held.versions[server] = self.ledger.version
         self.coming = held
         if self.rows is not None and row_placement is not None:
@@ -193,9 +190,25 @@ class ServerState:
         assert self.held.own is not None
         return self.held.own
 
-    def _memory(self, label: str) -> FlatTensors:
-        if self.shared and self.replicas:
-            return FlatTensors.shared(self.layout, label=label)
+    def _allocate_sum(self) -> FlatTensors:
+        return FlatTensors.private(self.layout)
+
+    def _replica_memory(self) -> FlatTensors:
+        # A worker of this process computes with the replica, so that its parameters are not sent.
+        return self.params
+
+
+class SharedServerState(ServerState):
+    """State of a server that shares the parameters with all members, and its sums with replica holders."""
+
+    shared = True
+
+    def _allocate_sum(self) -> FlatTensors:
+        if self.replicas:
+            return FlatTensors.shared(self.layout, label="manyhands-sums")
+        return super()._allocate_sum()
+
+    def _replica_memory(self) -> FlatTensors:
         return FlatTensors.private(self.layout)
 
 

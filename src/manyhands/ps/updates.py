@@ -251,7 +251,7 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
         for decision in plan.ledger.after(state.held.versions[owner]):
             others = state.others.get(owner)
             if others is None or not others.has(decision.version):
-                if others is None or state.shared:  # never write to the owner's memory
+                if others is None or others.attached:  # never write to the owner's memory
                     others = GradientSums([FlatTensors.private(state.layout)] * 2)
                     state.others[owner] = others
                 make_sum(state, decision, others.of(decision.version), replica.spans)

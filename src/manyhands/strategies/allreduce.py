@@ -147,9 +147,10 @@ class AllReduceLearner(Learner):
             self._weights_first = WeightsFirst(self.train_state.model)
         self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
         if self.train_state.tables.specs:
-            from manyhands.collectives.table_sync import TableSync
+            from manyhands.collectives.table_sync import ReplicatedTables, SharedTables
 
-            self._table_sync = TableSync(self.train_state, view, shared=shared)
+            sync_type = SharedTables if shared else ReplicatedTables
+            self._table_sync = sync_type(self.train_state, view)
 
     def _start_state_transfer(self, new: Collection[int], source: int, view: View) -> None:
         """Start the transfer of the state to new workers, which catch up while the others train."""

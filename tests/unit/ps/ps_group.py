@@ -27,7 +27,7 @@ from manyhands.ps.node import PsNode
 from manyhands.ps.policies import AsyncPolicy, Contribution, SyncPolicy
 from manyhands.ps.protocol import EnterView
 from manyhands.ps.server import Server, ServerView
-from manyhands.ps.server_state import ServerState
+from manyhands.ps.server_state import ServerState, SharedServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
 from manyhands.transport.event_loop import LANES
@@ -157,13 +157,12 @@ def running_server(
     mode = PsMode(
         SyncPolicy if rounds else AsyncPolicy, rounds=rounds, slots=slots, lr_rule=lr_rule
     )
-    server_state = ServerState(
+    server_state = (SharedServerState if shared else ServerState)(
         SERVER,
         "here",
         train_state,
         params,
         ScheduleClock(train_state.scheduler),
-        shared=shared,
         replicas=0,
     )
     authority = Authority.create("run") if kind == "tls" else None

@@ -30,7 +30,7 @@ from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
-from manyhands.ps.server_state import ServerState
+from manyhands.ps.server_state import ServerState, SharedServerState
 from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.ps.updates import apply, apply_replica, catch_up, make_sum
 
@@ -155,13 +155,12 @@ class ServerGroup:
             params = FlatTensors.attached(self.layout, segment.address)
         else:
             params = filled(FlatTensors.shared(self.layout, label="test"), whom)
-        server_state = ServerState(
+        server_state = (SharedServerState if self.shared else ServerState)(
             f"s{self.count}",
             "host" if self.shared else f"host{self.count}",
             whom,
             params,
             ScheduleClock(whom.scheduler),
-            shared=self.shared,
             replicas=1,
         )
         self.count += 1

@@ -23,6 +23,7 @@ from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of
 from manyhands.ps.node import PsNode
+from manyhands.ps.transports import NetworkTransport, SharedMemoryTransport
 from manyhands.strategies.registry import make_strategy
 
 NAMES = [f"worker-{n}" for n in range(5)]
@@ -38,7 +39,7 @@ def servers(spec: str, model: nn.Module, *, shared: bool) -> list[str]:
     config = make_strategy(spec)
     assert isinstance(config, ParameterServer)
     node = PsNode(config, train_state, cast(Me, None))  # not used yet
-    node.shared = shared
+    node.transport = SharedMemoryTransport(node) if shared else NetworkTransport(node)
     return node.servers_in(View(1, tuple(Seat(name, "here") for name in NAMES)))
 
 
@@ -122,7 +123,8 @@ def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
     config = make_strategy("ps:sync")
     assert isinstance(config, ParameterServer)
     node = PsNode(config, train_state, me)
-    node._has_tables = what == "rounds"
+    assert isinstance(node.transport, SharedMemoryTransport)
+    node.transport._has_tables = what == "rounds"
 
     def form_a_view() -> None:
         me.newest_view = 3

@@ -238,7 +238,6 @@ def test_a_block_that_is_not_held_here_is_an_error() -> None:
         whom,
         FlatTensors.private(layout),
         ScheduleClock(whom.scheduler),
-        shared=False,
         replicas=1,
     )
     with pytest.raises(AssertionError, match="s0 holds no block 0"):
