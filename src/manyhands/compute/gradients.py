@@ -30,6 +30,9 @@ from manyhands.hosts.activity import COMPUTING
 LARGE = 1 << 16
 """Elements of a matrix for which the detour of WeightsFirst through Python pays."""
 
+Memory = Callable[[Tensor], Tensor | None]
+"""memory(weight): where to compute the gradient of a weight, in its shape; None: in new memory."""
+
 
 class DeviceTime:
     """Computing time of a GPU by its own clock: the host finishes a step before the GPU does."""
@@ -177,7 +180,7 @@ def _take_part(train_state: TrainState) -> None:
 class WeightsFirst:
     """Make large linear layers on the CPU compute the gradient of their weight before that of their input."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, memory: Memory = lambda weight: None) -> None:
         self._layers = [
             layer
             for layer in model.modules()
@@ -186,22 +189,24 @@ class WeightsFirst:
             and layer.weight.device.type == "cpu"
         ]
         for layer in self._layers:
-            layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
+            layer.forward = partial(_linear, layer, memory)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         for layer in self._layers:
             del layer.forward
 
 
-def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, memory: Memory, input: Tensor) -> Tensor:
     weight = layer.weight
     plain = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     if plain or not weight.requires_grad or input.dtype != weight.dtype:
         return nn.functional.linear(input, weight, layer.bias)
     rows = input.reshape(-1, input.shape[-1])
-    # Two autograd nodes, so that the weight's gradient is complete before that of the input begins.
-    link = _InputGradient.apply(rows, weight.detach()) if input.requires_grad else None
-    output: Tensor = _WeightGradient.apply(link, weight, layer.bias, rows.detach())
+    # Two autograd nodes, so that the weight's gradient is complete before that of the input begins. A second
+    # edge from the weight would make it wait, so each node gets the other's operand without its history.
+    link = _InputGradient.apply(rows, weight.detach(), [weight]) if input.requires_grad else None
+    place = partial(memory, weight)
+    output: Tensor = _WeightGradient.apply(link, weight, layer.bias, rows.detach(), [rows], place)
     return output.view(*input.shape[:-1], -1)
 
 
@@ -209,14 +214,14 @@ class _InputGradient(torch.autograd.Function):
     """Compute nothing forward, and the gradient of the input backward."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, tracked: list[Tensor]) -> Tensor:
         ctx.save_for_backward(weight)
+        ctx.tracked = tracked
         return input.new_empty(()).expand(len(input), len(weight))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ _operand(ctx), None, None
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -224,14 +229,28 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, link: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor
+        ctx: Any,
+        link: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        input: Tensor,
+        tracked: list[Tensor],
+        place: Callable[[], Tensor | None],
     ) -> Tensor:
         ctx.save_for_backward(input)
+        ctx.tracked, ctx.place = tracked, place
         return nn.functional.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (input,) = ctx.saved_tensors
-        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         passed_on = gradient if ctx.needs_input_grad[0] else None
-        return passed_on, gradient.t() @ input, of_bias, None
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        out = None if torch.is_grad_enabled() else ctx.place()
+        of_weight = torch.mm(gradient.t(), _operand(ctx), out=out)
+        return passed_on, of_weight, of_bias, None, None, None
+
+
+def _operand(ctx: Any) -> Tensor:
+    """Return what was saved; with its history if the gradient itself is differentiated (create_graph)."""
+    (saved,) = ctx.saved_tensors
+    return ctx.tracked[0] if torch.is_grad_enabled() else saved

@@ -7,7 +7,7 @@
 
 A parameter has no `.grad` when a backward begins, so autograd stores the gradient instead of adding it to
 something; a hook copies it (from the second micro-batch on it adds) while it is still in the cache, and
-drops it.
+drops it. Large linear layers skip even the copy: they compute the gradient of their weight in the buffer.
 
 A span of a gradient is sent as soon as the backward has finished the last parameter in it. A layer's forward
 waits only for the spans with its own parameters. Which layers use which parameters is only certain in a chain
@@ -33,15 +33,18 @@ if TYPE_CHECKING:
 
 
 class GradientBuffer:
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.landed: Callable[[Tensor], None] = lambda parameter: None
         """Called with each parameter whose gradient is complete."""
         self._parameters = dict(parameters)
         self._pieces: dict[int, dict[int, Tensor]] = {}
         self._target: dict[int, Tensor] = {}
+        self._lent: set[int] = set()
+        """Parameters whose piece a layer computes its gradient in."""
         self._written: set[int] = set()
         for parameter in self._parameters.values():
             parameter.register_post_accumulate_grad_hook(self._land)
+        WeightsFirst(model, memory=self._lend)
 
     def begin(self, flat: FlatTensors) -> None:
         """The next backward, or several, write to `flat`."""
@@ -51,7 +54,7 @@ class GradientBuffer:
                 for name, parameter in self._parameters.items()
             }
         self._target = self._pieces[id(flat)]
-        self._written = set()
+        self._written, self._lent = set(), set()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -62,6 +65,14 @@ class GradientBuffer:
                 piece.zero_()
         self._target = {}
 
+    def _lend(self, weight: Tensor) -> Tensor | None:
+        key = id(weight)
+        # Once only: autograd adds up the gradients of several uses before `_land`.
+        if key not in self._target or key in self._lent:
+            return None
+        self._lent.add(key)
+        return self._target[key].detach()  # with no other reference, autograd keeps it as it is
+
     def _land(self, parameter: Tensor) -> None:
         key, gradient = id(parameter), parameter.grad
         if key not in self._target:
@@ -71,9 +82,9 @@ class GradientBuffer:
         with torch.no_grad():
             if key in self._written:
                 piece.add_(gradient)
-            else:
+            elif gradient.data_ptr() != piece.data_ptr():
                 piece.copy_(gradient)
-                self._written.add(key)
+        self._written.add(key)
         parameter.grad = None
         self.landed(parameter)
 
@@ -168,7 +179,6 @@ class Overlap:
         """In the order in which a forward needs the parameters."""
         if enabled and spans:
             gradient_buffer.landed = self._done
-            self._handles.append(WeightsFirst(model))
             for module, owned in _waits(model):
                 self._wait_before(module, owned)
 

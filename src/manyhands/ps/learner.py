@@ -168,7 +168,7 @@ class PsLearner(Learner):
         # The scheduler here only computes the rate: the servers' optimizers do the steps.
         train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._node = PsNode(self._config, train_state, me)
-        self._buffer = GradientBuffer(self._node.parameters)
+        self._buffer = GradientBuffer(train_state.model, self._node.parameters)
 
     # The view -----------------------------------------------------------------------------------
 

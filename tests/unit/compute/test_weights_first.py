@@ -107,3 +107,28 @@ def test_gradients_outside_of_a_step() -> None:
     x = torch.randn(2, WIDTH, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(gradient, (model[1].weight @ model[0].weight).expand(2, -1))
+
+
+def test_gradients_can_be_differentiated_again() -> None:
+    """Such as in a gradient penalty."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    plain = deepcopy(model)
+    WeightsFirst(model)
+    values = torch.randn(3, WIDTH)
+    for each in (model, plain):
+        x = values.clone().requires_grad_()
+        wanted = [x, each[0].weight]
+        grads = torch.autograd.grad(each(x).square().sum(), wanted, create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+def test_the_gradient_is_computed_in_the_memory_that_is_given() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    memory = torch.full((WIDTH, WIDTH), torch.nan)
+    WeightsFirst(model, memory=lambda weight: memory.detach())
+    model(torch.randn(3, WIDTH)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.data_ptr() == memory.data_ptr()

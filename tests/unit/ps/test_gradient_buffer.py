@@ -76,7 +76,7 @@ def test_gradients_are_those_of_torch(
     optimizer = torch.optim.SGD(trained, lr=0.1)
     flat = FlatTensors.private(layout_of(model, optimizer))
     pieces = pieces_of(model, optimizer)
-    gradient_buffer = GradientBuffer(pieces)
+    gradient_buffer = GradientBuffer(model, pieces)
     landed: list[int] = []
     gradient_buffer.landed = lambda parameter: landed.append(id(parameter))
     gradient_buffer.begin(flat)
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_torch(
 def test_gradients_outside_of_a_step_are_left_alone() -> None:
     """A metric may differentiate, for example."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-    GradientBuffer(pieces_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    GradientBuffer(model, pieces_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     x = torch.randn(2, WIDTH, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(gradient, (model[1].weight @ model[0].weight).expand(2, -1))
