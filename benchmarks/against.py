@@ -70,9 +70,9 @@ def trees(commit: str | None) -> Iterator[list[Tree]]:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(root), commit], check=True)
         try:
-            # Else the first run from there would pay for it.
-            compiling = [sys.executable, "-m", "compileall", "-q", str(root / "src")]
-            subprocess.run(compiling, check=True)
+            # Otherwise the first run would pay for it, or all runs if Python may not write bytecode.
+            sources = [str(tree / "src") for tree in (ROOT, root)]
+            subprocess.run([sys.executable, "-m", "compileall", "-q", *sources], check=True)
             yield [THIS, Tree(root, commit)]
         finally:
             subprocess.run([*git, "remove", "--force", str(root)], check=True)
