@@ -177,10 +177,14 @@ def _take_part(train_state: TrainState) -> None:
     torch.stack(nothing).sum().backward()
 
 
+def _new_memory(weight: Tensor) -> None:
+    """Let torch allocate the gradient. Not a lambda, so that the model can still be pickled."""
+
+
 class WeightsFirst:
     """Make large linear layers on the CPU compute the gradient of their weight before that of their input."""
 
-    def __init__(self, model: nn.Module, *, memory: Memory = lambda weight: None) -> None:
+    def __init__(self, model: nn.Module, *, memory: Memory = _new_memory) -> None:
         self._layers = [
             layer
             for layer in model.modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -132,3 +133,13 @@ def test_the_gradient_is_computed_in_the_memory_that_is_given() -> None:
     model(torch.randn(3, WIDTH)).sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad.data_ptr() == memory.data_ptr()
+
+
+def test_the_model_can_be_copied_and_pickled() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    WeightsFirst(model)
+    for other in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other[0].forward.args[0] is other[0], "it computes with its own weight"
+        other(torch.randn(3, WIDTH)).sum().backward()
+        assert other[0].weight.grad is not None
+        assert model[0].weight.grad is None
