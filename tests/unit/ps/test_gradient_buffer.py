@@ -2,65 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from linear_models import MODELS, WIDTH
+from torch import nn
 
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.gradient_buffer import GradientBuffer
 from manyhands.ps.model_layout import layout_of, pieces_of
-
-WIDTH = 64
-
-
-class Tied(nn.Module):
-    """One matrix, used by two layers and directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(torch.relu(self.first(x)))
-        return hidden + nn.functional.linear(x, self.first.weight)
-
-
-class UnusedLayer(nn.Module):
-    """A model with a layer that the loss does not depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.unused(x)
-        result: Tensor = self.used(x)
-        return result
-
-
-def frozen_bias() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.bias.requires_grad_(False)
-    return nn.Sequential(layer, nn.Linear(WIDTH, 4))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "chain": lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
-    ),
-    "in place": lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
-    ),
-    "no bias": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2)),
-    "frozen bias": frozen_bias,
-    "tied": Tied,
-    "unused layer": UnusedLayer,
-}
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (5,), (2, 5)])
@@ -103,3 +54,21 @@ def test_gradients_outside_of_a_step_are_left_alone() -> None:
     torch.testing.assert_close(gradient, (model[1].weight @ model[0].weight).expand(2, -1))
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_large_layer_computes_its_gradient_in_the_buffer() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat = FlatTensors.private(layout_of(model, optimizer))
+    gradient_buffer = GradientBuffer(model, pieces_of(model, optimizer))
+    addresses: list[int] = []
+    # A hook of the job's own sees the gradient before the buffer takes it.
+    model[0].weight.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    gradient_buffer.begin(flat)
+    for _ in range(2):
+        model(torch.randn(3, WIDTH)).sum().backward()
+    gradient_buffer.finish()
+    piece = flat.piece("0.weight").data_ptr()
+    assert [address == piece for address in addresses] == [True, False], (
+        "only the first micro-batch"
+    )
