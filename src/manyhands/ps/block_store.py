@@ -146,6 +146,10 @@ class GradientSums:
     def has(self, version: int) -> bool:
         return self.versions[version % 2] == version
 
+    def begin(self, version: int) -> None:
+        """Note that the sum of this version is incomplete, and the older one in its place is gone."""
+        self.versions[version % 2] = 0
+
     def note(self, version: int) -> None:
         self.versions[version % 2] = version
 

@@ -319,6 +319,8 @@ class ReplicaSum:
     version: Number
     span: Index | None = None
     decision: Decision | None = None
+    anew: bool = False
+    """If true, spans that were sent before this decision are void."""
 
 
 @dataclass(frozen=True)

@@ -290,10 +290,15 @@ class ViewService:
                 if began > state.ledger.version:
                     raise ProtocolError(f"a push on version {began}, which does not exist yet")
                 self.decisions.check_due(sender, push.seq)
-                self._complete(session.push_arrived(message))
-            case GradientSpan(seq):
+                complete = session.push_arrived(message)
+                if not session.travels:
+                    self.exchange.gradient_arrived(sender, push.seq, push.slot)
+                self._complete(complete)
+            case GradientSpan(seq, slot, span):
                 self.decisions.check_due(sender, seq)
-                self._complete(session.span_arrived(message))
+                complete = session.span_arrived(message)
+                self.exchange.gradient_arrived(sender, seq, slot, span)
+                self._complete(complete)
             case OpenLane():
                 if session.add_lane(link):
                     session.send_params(state.ledger.version, state.params)
@@ -551,7 +556,9 @@ def make_service(
     if state.shared or not state.replicas or not peers:
         exchange = MessageExchange(state, mode, placement, peers)
     else:
-        exchange = NetworkExchange(state, mode, placement, peers, followed=followed)
+        exchange = NetworkExchange(
+            state, mode, placement, peers, workers=view.workers, followed=followed
+        )
     sessions = WorkerSessions(
         state, mode, plan, peers, first_worker=view.workers[0], local=view.local
     )

@@ -231,15 +231,19 @@ class ServerGroup:
 
     # Updates, as in updates.py.
 
-    def decide(self, *, factor: float = 1.0) -> Decision:
-        """Decide on some workers' gradients, put them where the servers find them, and apply the decision to
-        the reference."""
+    def decide(self, *, factor: float = 1.0, for_all: bool = False) -> Decision:
+        """Decide on some workers' gradients (`for_all`: on the plain sum of all workers' gradients), put them
+        where the servers find them, and apply the decision to the reference."""
         self.version += 1
         given, sources = [], []
         some = self.chance.sample(self.workers, self.chance.randint(1, len(self.workers)))
+        if for_all:
+            some = list(self.workers)
         for worker in some:
             samples = self.chance.randint(1, 8)
             whole = 8
+            if for_all:
+                samples, whole = 8, 8 * len(self.workers)
             share, slot = (samples, whole), self.version % 2
             gradient = noise(self.layout, self.generator)
             self.slots[worker][slot].copy_(gradient)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import Decision, SyncPolicy
 from manyhands.ps.protocol import BETWEEN_SERVERS
-from manyhands.ps.server_state import ServerState
+from manyhands.ps.server_state import ServerState, travelling
 from manyhands.ps.sessions import Peer
 from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline
 from manyhands.transport import Link, Listener, connect
@@ -35,12 +36,15 @@ class Servers:
         folder: Path,
         *,
         clip_norm: float | None = None,
+        for_all: bool = False,
     ) -> None:
         self.group = group
         self.stack = contextlib.ExitStack()
         group.settle()
         group.begin()
-        mode = PsMode(make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm)
+        mode = PsMode(
+            make_policy=SyncPolicy, rounds=True, slots=1, clip_norm=clip_norm, for_all=for_all
+        )
         names = [server_state.name for server_state in group.server_states]
         links = self._links(names, folder)
         self.far = {(a, b): links[b, a] for a, b in links}
@@ -63,7 +67,7 @@ class Servers:
             exchange = (
                 MessageExchange(server_state, mode, placement, peers)
                 if group.shared
-                else NetworkExchange(server_state, mode, placement, peers)
+                else NetworkExchange(server_state, mode, placement, peers, workers=group.workers)
             )
             self.exchanges[server_state.name] = exchange
             self.updates[server_state.name] = UpdatePipeline(
@@ -85,6 +89,21 @@ class Servers:
                 )
                 links[b, a] = self.stack.enter_context(listener.accept(LONG_S))
         return links
+
+    def num_spans(self, name: str) -> int:
+        (state,) = [each for each in self.group.server_states if each.name == name]
+        assert state.held.placement is not None
+        return len(travelling(state.held.placement, name)[0])
+
+    def sent_partial_sums(self) -> list[bool]:
+        """For each server that has blocks: whether sums were sent before a decision."""
+        return [
+            isinstance(exchange, NetworkExchange)
+            and exchange._partial_sums is not None
+            and any(partial.sent for partial in exchange._partial_sums._rounds.values())
+            for name, exchange in self.exchanges.items()
+            if self.num_spans(name)
+        ]
 
     def decide(self, decision: Decision) -> None:
         for updates in self.updates.values():
@@ -150,11 +169,13 @@ def shared(request: pytest.FixtureRequest) -> bool:
 
 
 @contextlib.contextmanager
-def three(shared: bool, folder: Path, *, clip_norm: float | None = None) -> Iterator[Servers]:
+def three(
+    shared: bool, folder: Path, *, clip_norm: float | None = None, for_all: bool = False
+) -> Iterator[Servers]:
     group = ServerGroup("adam", shared=shared, chance=random.Random(3), block_bytes=128)
     for _ in range(3):
         group.join()
-    servers = Servers(group, folder, clip_norm=clip_norm)
+    servers = Servers(group, folder, clip_norm=clip_norm, for_all=for_all)
     with servers.stack:
         yield servers
     for exchange in servers.exchanges.values():
@@ -290,3 +311,80 @@ def test_several_hosts_a_commit_is_applied_after_the_leader_died(tmp_path: Path)
         assert {heard.name, other.name} == servers.updates.keys()
         group.settle()
         group.check()
+
+
+def gradients_arrive(
+    servers: Servers, decision: Decision, chance: random.Random, *, part: float
+) -> None:
+    """Gradients arrive span by span in any order; of each server's, only a part if it is below 1."""
+    arrivals = [
+        (name, given, span)
+        for name in servers.exchanges
+        for given in decision.contributions
+        for span in range(servers.num_spans(name))
+        if chance.random() <= part
+    ]
+    chance.shuffle(arrivals)
+    for name, given, span in arrivals:
+        servers.exchanges[name].gradient_arrived(given.worker, given.seq, given.slot, span)
+        if chance.random() < 0.3:
+            servers.hear(*chance.choice(list(servers.far)))
+
+
+@pytest.mark.parametrize("part", [1.0, 0.8])
+def test_partial_sums_give_the_same_updates(part: float, shared: bool, tmp_path: Path) -> None:
+    with three(shared, tmp_path, for_all=True) as servers:
+        for seed in range(6):
+            chance = random.Random(seed)
+            decision = servers.group.decide(for_all=True)
+            gradients_arrive(servers, decision, chance, part=part)
+            assert any(servers.sent_partial_sums()) != shared
+            servers.decide(decision)
+            servers.deliver(chance)
+            gradients_arrive(servers, decision, chance, part=part)  # sent again, after the decision
+            assert not any(servers.sent_partial_sums())
+        for told in servers.applied.values():
+            assert [decision.version for decision in told] == [1, 2, 3, 4, 5, 6]
+        servers.group.settle()
+        servers.group.check()
+
+
+def test_partial_sums_of_other_gradients_are_made_anew(tmp_path: Path) -> None:
+    with three(False, tmp_path, for_all=True) as servers:
+        group, chance = servers.group, random.Random(0)
+        for version in (1, 2):
+            decision = group.decide(for_all=True)
+            others = [replace(given, slot=1 - given.slot) for given in decision.contributions]
+            of_others = replace(decision, contributions=tuple(others))
+            gradients_arrive(servers, of_others, chance, part=1.0)
+            assert all(servers.sent_partial_sums())
+            servers.decide(decision)
+            servers.deliver(chance)
+            assert {len(told) for told in servers.applied.values()} == {version}
+        group.settle()
+        group.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_death_after_partial_sums_leaves_no_partial_update(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    with three(False, tmp_path, for_all=True) as servers:
+        group = servers.group
+        servers.decide(group.decide(for_all=True))
+        servers.deliver(chance)
+        before = group.version
+        decision = group.decide(for_all=True)
+        gradients_arrive(servers, decision, chance, part=chance.choice([0.5, 1.0]))
+        decided = chance.random() < 0.5
+        dead = chance.choice(group.server_states).name
+        for name, updates in servers.updates.items():
+            if decided and name != dead:
+                updates.enqueue(decision)
+        servers.kill(dead)
+        servers.deliver(chance)
+        for exchange in servers.exchanges.values():
+            exchange.close()
+        newest = max(int(e.status().ledger.version) for e in group.server_states)
+        group.settle()
+        assert {server_state.ledger.version for server_state in group.server_states} == {newest}
+        assert newest == before, "the dead server had not agreed"
