@@ -319,8 +319,8 @@ class ReplicaSum:
     version: Number
     span: Index | None = None
     decision: Decision | None = None
-    anew: bool = False
-    """If true, spans that were sent before this decision are void."""
+    resend_all: bool = False
+    """If true, spans that were sent before this decision are void, and all are sent again."""
 
 
 @dataclass(frozen=True)

@@ -434,7 +434,8 @@ class PartialSums:
             senders = partial.senders[span]
             if worker not in senders:
                 senders.add(worker)
-                complete += [span] * (len(senders) == len(self._workers))
+                if len(senders) == len(self._workers):
+                    complete.append(span)
         return complete
 
     def mark_sent(self, seq: int, span: int) -> list[tuple[str, int]]:
@@ -445,17 +446,21 @@ class PartialSums:
 
     def decided(self, decision: Decision) -> tuple[set[int], bool]:
         """Forget the rounds up to a decision. Returns the spans whose sums were sent and are right, and
-        whether other spans were sent, whose sums are wrong."""
+        whether wrong sums were sent: then none counts, and all are sent again."""
         last = max(each.seq for each in decision.contributions)
-        rounds = {seq: r for seq, r in self._rounds.items() if r.sent}
+        sent = {seq: partial.sent for seq, partial in self._rounds.items() if partial.sent}
+        slots = self._rounds[last].slots if last in self._rounds else {}
         self._decided = max(self._decided, last)
         self._rounds = {seq: r for seq, r in self._rounds.items() if seq > self._decided}
-        right = rounds.get(last, PartialRound())
-        slots = [(each.worker, each.slot, each.seq) for each in decision.contributions]
+        for partial in self._rounds.values():
+            partial.sent = set()  # they were sent for the version of this decision
+        expected = [(worker, slots.get(worker), last) for worker in self._workers]
         plain = all(factor == 1.0 for factor in decision.coefficients())
-        if not plain or slots != [(w, right.slots.get(w), last) for w in self._workers]:
-            right = PartialRound()
-        return right.sent, any(r is not right for r in rounds.values())
+        same = expected == [(each.worker, each.slot, each.seq) for each in decision.contributions]
+        right = sent.pop(last, set()) if plain and same else set()
+        if sent:
+            return set(), True  # the holder can't tell right sums from wrong ones
+        return right, False
 
 
 class NetworkExchange(MessageExchange):
@@ -484,8 +489,9 @@ class NetworkExchange(MessageExchange):
         """Last version whose sum is complete here, and last version that is committed."""
         whole_needed = mode.clip_norm is not None or server_state.train_state.weight is not None
         self._partial_sums = PartialSums(workers) if mode.for_all and not whole_needed else None
-        self._sent: tuple[set[int], bool] = (set(), False)
-        """Of the pending decision, as `PartialSums.decided` returns it."""
+        self._sent: set[int] = set()
+        """Spans of the pending decision's sum that were sent before it."""
+        self._resend_all = False
         self._spans, keepers = travelling(placement, server_state.name)
         self._keepers = [(name, keepers[:i].count(name)) for i, name in enumerate(keepers)]
         """For each span of this server's sums: the holder of its replica, and the span's index there."""
@@ -549,18 +555,18 @@ class NetworkExchange(MessageExchange):
 
     def spans_to_add(self, decision: Decision, own: BlockStore) -> Sequence[Span]:
         if self._partial_sums is not None:
-            self._sent = self._partial_sums.decided(decision)
-        sent, _ = self._sent
-        return [s for i, s in enumerate(self._spans) if i not in sent] if sent else own.spans
+            self._sent, self._resend_all = self._partial_sums.decided(decision)
+        if not self._sent:
+            return own.spans
+        return [span for i, span in enumerate(self._spans) if i not in self._sent]
 
     def replicate(self, decision: Decision) -> None:
         version = self._pending = decision.version
         sums = self._server_state.sums.of(version)
-        sent, anew = self._sent
-        first = ReplicaSum(version, decision=decision, anew=anew)
+        first = ReplicaSum(version, decision=decision, resend_all=self._resend_all)
         messages = dict.fromkeys(self._taken, first)  # the decision goes to each holder once
         for i, (keeper, _) in enumerate(self._keepers):
-            if i not in sent:
+            if i not in self._sent:
                 self._send_span(i, sums, messages.pop(keeper or "", ReplicaSum(version)))
         for keeper, message in messages.items():
             self._channels[keeper].put(0, message)
@@ -606,7 +612,7 @@ class NetworkExchange(MessageExchange):
         if message.decision is not None:
             check_decision(self._server_state, message.decision, next_is=version)
             self._uncommitted[version][owner] = message.decision
-            if message.anew:
+            if message.resend_all:
                 self._arrived[owner, version] = 0
         self._arrived[owner, version] += message.span is not None
         complete = self._arrived[owner, version] == len(self._kept[owner])

@@ -147,6 +147,17 @@ class Servers:
         self.group.server_states.remove(server_state)
         return server_state
 
+    def survive(self, dead: str, chance: random.Random) -> int:
+        """Kill a server and settle the others. Returns the version that all of them have then."""
+        self.kill(dead)
+        self.deliver(chance)
+        for exchange in self.exchanges.values():
+            exchange.close()
+        newest = max(int(e.status().ledger.version) for e in self.group.server_states)
+        self.group.settle()
+        assert {each.ledger.version for each in self.group.server_states} == {newest}
+        return newest
+
 
 def wait_until_sent(exchange: MessageExchange) -> None:
     """Until all sums have left."""
@@ -260,13 +271,7 @@ def test_a_death_at_any_moment_leaves_no_partial_update(
             servers.updates[name].enqueue(decision)
         for _ in range(chance.randrange(12)):
             servers.hear(*chance.choice(list(servers.far)))
-        servers.kill(dead)
-        servers.deliver(chance)
-        for exchange in servers.exchanges.values():
-            exchange.close()
-        newest = max(int(e.status().ledger.version) for e in group.server_states)
-        group.settle()
-        assert {server_state.ledger.version for server_state in group.server_states} == {newest}
+        newest = servers.survive(dead, chance)
         if newest == 2:
             group.check()
 
@@ -349,7 +354,7 @@ def test_partial_sums_give_the_same_updates(part: float, shared: bool, tmp_path:
         servers.group.check()
 
 
-def test_partial_sums_of_other_gradients_are_made_anew(tmp_path: Path) -> None:
+def test_partial_sums_of_other_gradients_are_sent_again(tmp_path: Path) -> None:
     with three(False, tmp_path, for_all=True) as servers:
         group, chance = servers.group, random.Random(0)
         for version in (1, 2):
@@ -361,6 +366,22 @@ def test_partial_sums_of_other_gradients_are_made_anew(tmp_path: Path) -> None:
             servers.decide(decision)
             servers.deliver(chance)
             assert {len(told) for told in servers.applied.values()} == {version}
+        group.settle()
+        group.check()
+
+
+def test_partial_sums_of_a_later_round_are_sent_again(tmp_path: Path) -> None:
+    """They were sent for the version of the round before, and must not count in their own."""
+    with three(False, tmp_path, for_all=True) as servers:
+        group, chance = servers.group, random.Random(0)
+        first, second = group.decide(for_all=True), group.decide(for_all=True)
+        gradients_arrive(servers, first, chance, part=0.5)
+        gradients_arrive(servers, second, chance, part=1.0)
+        assert all(servers.sent_partial_sums())
+        for decision in (first, second):
+            servers.decide(decision)
+            assert not any(servers.sent_partial_sums())
+            servers.deliver(chance)
         group.settle()
         group.check()
 
@@ -380,11 +401,5 @@ def test_a_death_after_partial_sums_leaves_no_partial_update(seed: int, tmp_path
         for name, updates in servers.updates.items():
             if decided and name != dead:
                 updates.enqueue(decision)
-        servers.kill(dead)
-        servers.deliver(chance)
-        for exchange in servers.exchanges.values():
-            exchange.close()
-        newest = max(int(e.status().ledger.version) for e in group.server_states)
-        group.settle()
-        assert {server_state.ledger.version for server_state in group.server_states} == {newest}
+        newest = servers.survive(dead, chance)
         assert newest == before, "the dead server had not agreed"
