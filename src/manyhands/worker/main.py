@@ -5,6 +5,8 @@ Builds the learner of its spec and runs the loop with it.
 
 from __future__ import annotations
 
+import gc
+
 from manyhands.control.messages import Assignment
 from manyhands.hosts.member import Member
 from manyhands.transport.fields import read
@@ -18,6 +20,8 @@ def live(member: Member) -> None:
     with member.phase("loading the job"):
         learner = make_strategy(read(Assignment, member.assignment).strategy).build()
         worker = Worker(member, learner)
+    # Modules and the job stay until the end. A full collection of them would take 0.1 s of some step.
+    gc.freeze()
     with member.phase("waiting for orders"):
         worker.run()
 

@@ -5,6 +5,8 @@ It builds the job's model and optimizer, as workers do, and serves them; it comp
 
 from __future__ import annotations
 
+import gc
+
 from manyhands.control.messages import (
     AppliedSteps,
     Assignment,
@@ -28,6 +30,7 @@ POLL_S = 0.2
 def live(member: Member) -> None:
     with member.phase("loading the job"):
         keeper = ServerProgram(member)
+    gc.freeze()  # as in a worker
     with member.phase("serving"):
         keeper.run()
 
